@@ -1,0 +1,303 @@
+"""The graph a user hands in: edges, features, labels and split, checked once.
+
+Everything behind it (partition, halo, training) may rely on what is checked here. Edges are
+directed, messages flow from src to dst; self loops and duplicate edges are kept as given. A label
+of -1 marks a node without one, which then must lie in none of the three masks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from shared.errors import DataError
+
+__all__ = ["ArrayLike", "Graph", "from_dgl", "from_edge_index", "from_pyg"]
+
+ArrayLike = Tensor | np.ndarray | Sequence[Any]
+
+MASKS = ("train_mask", "val_mask", "test_mask")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Graph:
+    """A whole graph in memory with what full-graph node classification needs.
+
+    Attributes:
+        src: int64 [edges], source node of each edge.
+        dst: int64 [edges], target node of each edge; messages flow src -> dst.
+        num_nodes: number of nodes.
+        feat: [nodes, dim] features, float16, bfloat16, float32 or float64, all finite.
+        label: int64 [nodes] class ids (-1: none), or floats [nodes, classes] for multilabel.
+        train_mask: bool [nodes].
+        val_mask: bool [nodes], disjoint from train_mask.
+        test_mask: bool [nodes], disjoint from both.
+
+    Raises:
+        DataError: anything above does not hold; the message names the edge or node.
+    """
+
+    src: Int64[Tensor, " edges"]
+    dst: Int64[Tensor, " edges"]
+    num_nodes: int
+    feat: Float[Tensor, "nodes dim"]
+    label: Int64[Tensor, " nodes"] | Float[Tensor, "nodes classes"]
+    train_mask: Bool[Tensor, " nodes"]
+    val_mask: Bool[Tensor, " nodes"]
+    test_mask: Bool[Tensor, " nodes"]
+    _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1:
+            raise DataError(f"num_nodes: expected at least 1, got {self.num_nodes}")
+        self._check_edges()
+        self._check_feat()
+        self._check_masks()
+        self._check_label()
+
+    def _check_edges(self) -> None:
+        for name in ("src", "dst"):
+            ids = getattr(self, name)
+            if ids.dtype != torch.int64 or ids.dim() != 1:
+                raise DataError(
+                    f"{name}: expected int64 [num_edges], got {ids.dtype} {tuple(ids.shape)}; "
+                    "adaqp.from_edge_index converts"
+                )
+        if len(self.src) != len(self.dst):
+            raise DataError(
+                "src and dst: expected one entry an edge in both, "
+                f"got {len(self.src)} and {len(self.dst)}"
+            )
+        for ids in (self.src, self.dst):
+            if len(ids) and (ids.min() < 0 or ids.max() >= self.num_nodes):
+                edge = int(((ids < 0) | (ids >= self.num_nodes)).nonzero()[0])
+                raise DataError(
+                    f"edge {edge} ({int(self.src[edge])} -> {int(self.dst[edge])}): "
+                    f"expected node ids from 0 to {self.num_nodes - 1}; "
+                    "correct the edge or num_nodes"
+                )
+
+    def _check_feat(self) -> None:
+        if not self.feat.is_floating_point() or self.feat.dim() != 2:
+            raise DataError(
+                "feat: expected floating point [num_nodes, dim], "
+                f"got {self.feat.dtype} {tuple(self.feat.shape)}"
+            )
+        self._check_length("feat", self.feat)
+        finite = torch.isfinite(self.feat)
+        if not finite.all():
+            node, column = (~finite).nonzero()[0].tolist()
+            raise DataError(
+                f"feat of node {node}, column {column}: expected a finite number, "
+                f"got {float(self.feat[node, column])}; fill or drop such values first"
+            )
+
+    def _check_masks(self) -> None:
+        for name in MASKS:
+            mask = getattr(self, name)
+            if mask.dtype != torch.bool or mask.dim() != 1:
+                raise DataError(
+                    f"{name}: expected bool [num_nodes], got {mask.dtype} {tuple(mask.shape)}; "
+                    "adaqp.from_edge_index converts"
+                )
+            self._check_length(name, mask)
+        for one, other in (MASKS[:2], MASKS[1:], MASKS[::2]):
+            both = getattr(self, one) & getattr(self, other)
+            if both.any():
+                raise DataError(
+                    f"node {int(both.nonzero()[0])} is in {one} and in {other} "
+                    f"(one of {int(both.sum())} such nodes); expected disjoint masks"
+                )
+
+    def _check_label(self) -> None:
+        self._check_length("label", self.label)
+        used = self.train_mask | self.val_mask | self.test_mask
+        if self.label.dim() == 1 and self.label.dtype == torch.int64:
+            bad = used & (self.label < 0)
+        elif self.label.dim() == 2 and self.label.is_floating_point():
+            bad = used & ~torch.isfinite(self.label).all(dim=1)
+        else:
+            raise DataError(
+                "label: expected int64 [num_nodes] class ids or, for multilabel, floating point "
+                f"[num_nodes, num_classes], got {self.label.dtype} {tuple(self.label.shape)}"
+            )
+        if bad.any():
+            node = int(bad.nonzero()[0])
+            raise DataError(
+                f"node {node} is in a mask, but its label is {self.label[node].tolist()}; "
+                "give it a label or take it out of the masks"
+            )
+
+    def _check_length(self, name: str, value: Tensor) -> None:
+        if len(value) != self.num_nodes:
+            raise DataError(f"{name}: expected {self.num_nodes} rows (num_nodes), got {len(value)}")
+
+    @property
+    def num_edges(self) -> int:
+        """Number of directed edges, self loops and duplicates counted."""
+        return len(self.src)
+
+    @property
+    def num_feat(self) -> int:
+        """Number of feature columns."""
+        return self.feat.shape[1]
+
+    @property
+    def is_multilabel(self) -> bool:
+        """Whether a node may belong to several classes at once."""
+        return self.label.dim() == 2
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes: label columns if multilabel, else the largest class id plus one."""
+        if self.is_multilabel:
+            return self.label.shape[1]
+        return max(int(self.label.max()) + 1, 1)
+
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether every edge has its reverse, as often as itself; computed once.
+
+        O(edges log edges).
+        """
+        if "symmetric" not in self._known:
+            src, dst = self.src.numpy(), self.dst.numpy()
+            forward = np.sort(src * self.num_nodes + dst)
+            backward = np.sort(dst * self.num_nodes + src)
+            self._known["symmetric"] = bool(np.array_equal(forward, backward))
+        return self._known["symmetric"]
+
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that change with any value, shape or type; computed once."""
+        if "fingerprint" not in self._known:
+            digest = hashlib.blake2b(digest_size=16)
+            digest.update(str(self.num_nodes).encode())
+            for name in ("src", "dst", "feat", "label", *MASKS):
+                value = getattr(self, name).contiguous()
+                digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.flatten().view(torch.uint8).numpy())
+            self._known["fingerprint"] = digest.hexdigest()
+        return self._known["fingerprint"]
+
+
+def from_edge_index(
+    src: ArrayLike,
+    dst: ArrayLike,
+    num_nodes: int,
+    feat: ArrayLike,
+    label: ArrayLike,
+    train_mask: ArrayLike,
+    val_mask: ArrayLike,
+    test_mask: ArrayLike,
+) -> Graph:
+    """Builds a graph from tensors, numpy arrays or lists, converting integer types.
+
+    Args:
+        src: integers [num_edges], source of each edge.
+        dst: integers [num_edges], target of each edge.
+        num_nodes: number of nodes; ids run from 0.
+        feat: floats [num_nodes, dim]; half types are kept as they are.
+        label: integers [num_nodes] (-1: none), or 0/1 values [num_nodes, num_classes].
+        train_mask: bool or 0/1 [num_nodes].
+        val_mask: bool or 0/1 [num_nodes].
+        test_mask: bool or 0/1 [num_nodes].
+
+    Returns:
+        The checked graph, on the CPU.
+
+    Raises:
+        DataError: wrong types, lengths or ranges, overlapping masks, non-finite features.
+    """
+    targets = _tensor("label", label)
+    if targets.dim() == 2:
+        targets = targets if targets.is_floating_point() else targets.float()
+    else:
+        targets = _integers("label", targets)
+    return Graph(
+        src=_integers("src", _tensor("src", src)),
+        dst=_integers("dst", _tensor("dst", dst)),
+        num_nodes=int(num_nodes),
+        feat=_tensor("feat", feat),
+        label=targets,
+        train_mask=_mask("train_mask", train_mask),
+        val_mask=_mask("val_mask", val_mask),
+        test_mask=_mask("test_mask", test_mask),
+    )
+
+
+def from_dgl(
+    graph: Any,  # a dgl.DGLGraph; DGL is optional, so its name cannot stand here
+    *,
+    feat: str = "feat",
+    label: str = "label",
+    train_mask: str = "train_mask",
+    val_mask: str = "val_mask",
+    test_mask: str = "test_mask",
+) -> Graph:
+    """Takes over a homogeneous DGL graph; the names are keys of its `ndata`.
+
+    Raises:
+        DataError: a key is missing, the graph is heterogeneous, or its content is unusable.
+    """
+    if not graph.is_homogeneous:
+        raise DataError(
+            f"graph: expected one node type and one edge type, got {graph.ntypes} and "
+            f"{graph.etypes}; dgl.to_homogeneous converts"
+        )
+    keys = (feat, label, train_mask, val_mask, test_mask)
+    for key in keys:
+        if key not in graph.ndata:
+            raise DataError(f"graph.ndata[{key!r}]: missing; there is {sorted(graph.ndata)}")
+    src, dst = graph.edges(order="eid")
+    return from_edge_index(src, dst, graph.num_nodes(), *(graph.ndata[key] for key in keys))
+
+
+def from_pyg(data: Any, *, split: int = 0) -> Graph:
+    """Takes over a `torch_geometric.data.Data` with edge_index, x, y and the three masks.
+
+    Args:
+        data: the PyG object; y may be [nodes], [nodes, 1] or multilabel [nodes, classes].
+        split: column to use where masks are [nodes, splits].
+
+    Raises:
+        DataError: a field is missing or its content is unusable.
+    """
+    for key in ("edge_index", "x", "y", *MASKS):
+        if getattr(data, key, None) is None:
+            raise DataError(f"data.{key}: missing; expected edge_index, x, y, {', '.join(MASKS)}")
+    label = data.y.squeeze(1) if data.y.dim() == 2 and data.y.shape[1] == 1 else data.y
+    masks = []
+    for key in MASKS:
+        mask = getattr(data, key)
+        if mask.dim() == 2 and not 0 <= split < mask.shape[1]:
+            raise DataError(f"split: expected 0 to {mask.shape[1] - 1}, got {split}")
+        masks.append(mask[:, split] if mask.dim() == 2 else mask)
+    return from_edge_index(*data.edge_index, int(data.num_nodes), data.x, label, *masks)
+
+
+def _tensor(name: str, value: ArrayLike) -> Tensor:
+    try:
+        return torch.as_tensor(value).detach().cpu().contiguous()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name}: expected an array of numbers, got {error}") from error
+
+
+def _integers(name: str, value: Tensor) -> Tensor:
+    if value.is_floating_point() and value.numel():
+        raise DataError(f"{name}: expected integers, got {value.dtype} {tuple(value.shape)}")
+    return value.long()
+
+
+def _mask(name: str, value: ArrayLike) -> Tensor:
+    mask = _tensor(name, value)
+    if mask.dtype != torch.bool and ((mask != 0) & (mask != 1)).any():
+        raise DataError(
+            f"{name}: expected bool or 0/1 a node, got values up to {mask.max().item()}; "
+            "turn a list of node ids into a mask first"
+        )
+    return mask.bool()
