@@ -1,0 +1,40 @@
+"""What every test of the yard needs, in hatch's environment and in a package's own.
+
+Runs before any test file is imported: it decides how Triton kernels run, has the shapes and types
+in signatures checked at call time, binds the name `shared` to the installed package and lets Sybil
+run the READMEs. Each part steps aside when its library is not installed, so that one package can
+be tested with nothing but its own `test` extra.
+"""
+
+import os
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# The mode is fixed for a process by the first import of triton, so it is set before all else.
+if not shutil.which("nvidia-smi"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+_ROOT = Path(__file__).parent
+_OURS = ["shared", *(path.parent.name for path in _ROOT.glob("packages/*/src/*/__init__.py"))]
+# The hook wraps every function, which neither numba nor Triton can compile.
+_COMPILED = {"cpu", "gpu", "philox"}
+
+if find_spec("jaxtyping") and find_spec("beartype"):
+    from jaxtyping import install_import_hook
+
+    _hook: Any = install_import_hook(_OURS, "beartype.beartype").hook
+    _takes = _hook.should_instrument
+    _hook.should_instrument = lambda name: _takes(name) and name.split(".")[-1] not in _COMPILED
+
+# Collecting shared/tests in importlib mode would otherwise bind the name to the folder shared/.
+import shared  # noqa: F401
+
+if find_spec("sybil"):
+    from sybil import Sybil
+    from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+    pytest_collect_file = Sybil(
+        parsers=[SkipParser(), PythonCodeBlockParser()], pattern="README.md"
+    ).pytest()
