@@ -8,8 +8,10 @@ be tested with nothing but its own `test` extra.
 
 import os
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 # The mode is fixed for a process by the first import of triton, so it is set before all else.
@@ -22,9 +24,15 @@ _OURS = ["shared", *(path.parent.name for path in _ROOT.glob("packages/*/src/*/_
 _COMPILED = {"cpu", "gpu", "philox"}
 
 if find_spec("jaxtyping") and find_spec("beartype"):
+    from beartype import BeartypeConf, beartype
     from jaxtyping import install_import_hook
 
-    _hook: Any = install_import_hook(_OURS, "beartype.beartype").hook
+    # The hook takes its checker by name. An int is a float to type checkers (PEP 484), so it is one
+    # here, which beartype's own default is not.
+    _checker: Any = ModuleType("_checked_signatures")
+    _checker.check = beartype(conf=BeartypeConf(is_pep484_tower=True))
+    sys.modules[_checker.__name__] = _checker
+    _hook: Any = install_import_hook(_OURS, f"{_checker.__name__}.check").hook
     _takes = _hook.should_instrument
     _hook.should_instrument = lambda name: _takes(name) and name.split(".")[-1] not in _COMPILED
 

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shared.errors import ConfigError, DataError
 
@@ -49,7 +49,7 @@ class Claim:
     higher_is_better: bool
     correct: bool
     ratio: float = math.nan
-    kind: Literal["measured", "simulated"] = "measured"
+    kind: str = "measured"
     detail: str = ""
     source: str = ""
 

@@ -180,7 +180,7 @@ def format_s(time_s: float) -> str:
     """
     if time_s == 0:
         return "0 s"
-    if abs(time_s) >= 120:
+    if 120 <= abs(time_s) < math.inf:
         minutes, seconds = divmod(round(abs(time_s)), 60)
         return f"{'-' if time_s < 0 else ''}{minutes} min {seconds:02d} s"
     return _scaled(time_s, ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")))

@@ -1,0 +1,135 @@
+import json
+import math
+
+import pytest
+
+from shared.claims import Claim, faults, read_demo, write_demo
+from shared.errors import ConfigError, DataError
+
+PICTURE = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
+
+
+def claim(**changes):
+    fields = {
+        "name": "epoch time",
+        "unit": "s",
+        "ours": 2.0,
+        "baseline": 9.0,
+        "baseline_name": "exact",
+        "higher_is_better": False,
+        "correct": True,
+        "detail": "same losses",
+        "source": "adaqp demo",
+    }
+    return Claim(**(fields | changes))
+
+
+def test_ratio_above_one_means_ours_is_better():
+    assert claim().ratio == 4.5
+    assert claim(ours=9.0, baseline=3.0, higher_is_better=True).ratio == 3.0
+    assert claim(ours=0.0, baseline=0.0).ratio == 1.0
+    assert claim(ours=0.0, baseline=1.0).ratio == math.inf
+    assert claim(ratio=1.25).ratio == 1.25
+
+
+@pytest.mark.parametrize("change", [{"name": " "}, {"baseline_name": ""}, {"kind": "guessed"}])
+def test_a_claim_that_says_nothing_is_refused(change):
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        claim(**change)
+
+
+def test_claims_survive_the_file(tmp_path):
+    claims = [claim(), claim(name="rate", kind="simulated", ours=1.5)]
+    path = write_demo(tmp_path / "new", "adaqp", claims, {"bits": {"layer0": [2, 4, 8]}})
+    demo = read_demo(path)
+    assert demo == read_demo(path.parent)
+    assert demo.package == "adaqp"
+    assert list(demo.claims) == claims
+    assert demo.figures == {"bits": {"layer0": [2, 4, 8]}}
+    assert [entry.name for entry in path.parent.iterdir()] == ["demo.json"]
+
+
+def test_file_has_the_documented_shape(tmp_path):
+    record = json.loads(write_demo(tmp_path, "adaqp", [claim()], {}).read_text())
+    assert set(record) == {"package", "format", "claims", "figures"}
+    assert record["format"] == 1
+    assert record["claims"][0]["ratio"] == 4.5
+
+
+def test_not_finite_ratio_survives_as_nan(tmp_path):
+    read = read_demo(write_demo(tmp_path, "adaqp", [claim(ours=0.0)], {})).claims[0]
+    assert math.isnan(read.ratio)
+    assert read.ours == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ours": "2"}, "ours must be a number"),
+        ({"baseline": True}, "baseline must be a number"),
+        ({"correct": 1}, "correct must be true or false"),
+        ({"unit": None}, "unit must be a text"),
+        ({"extra": 1}, "unknown fields"),
+    ],
+)
+def test_damaged_claim_is_refused(change, message):
+    with pytest.raises(DataError, match=message):
+        Claim.from_json(claim().to_json() | change)
+
+
+def test_missing_field_is_named():
+    record = claim().to_json()
+    del record["correct"]
+    with pytest.raises(DataError, match=r"missing \['correct'\]"):
+        Claim.from_json(record)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("{", "expected JSON"),
+        ("[]", "expected format 1, got 'list'"),
+        ('{"format": 2}', "expected format 1, got 2"),
+        ('{"format": 1}', "expected package"),
+    ],
+)
+def test_damaged_file_is_refused(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "demo.json").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_demo(tmp_path)
+
+
+@pytest.mark.parametrize("figure", [math.nan, object(), {1, 2}])
+def test_figures_json_cannot_hold_are_refused(tmp_path, figure):
+    with pytest.raises(DataError, match="tolist"):
+        write_demo(tmp_path, "adaqp", [claim()], {"bad": figure})
+    assert not (tmp_path / "demo.json").exists()
+
+
+def found(tmp_path, claims, picture=PICTURE):
+    if picture is not None:
+        (tmp_path / "epoch.svg").write_text(picture)
+    return faults(read_demo(write_demo(tmp_path, "adaqp", claims, {})))
+
+
+def test_a_sound_demo_has_no_faults(tmp_path):
+    assert found(tmp_path, [claim()] * 3) == []
+
+
+def test_each_fault_is_named(tmp_path):
+    assert "2 claims, expected at least 3" in found(tmp_path, [claim()] * 2)
+    assert "claim 'x' is not correct: off" in found(
+        tmp_path, [claim(), claim(), claim(name="x", correct=False, detail="off")]
+    )
+    assert "claim 'x': ratio is not a finite number" in found(
+        tmp_path, [claim(), claim(), claim(name="x", ours=0.0)]
+    )
+    assert "picture epoch.svg is empty or no SVG" in found(tmp_path, [claim()] * 3, picture="")
+
+
+def test_missing_picture_is_a_fault(tmp_path):
+    assert found(tmp_path, [claim()] * 3, picture=None) == [
+        "no picture: expected at least one *.svg beside demo.json"
+    ]
