@@ -1,0 +1,27 @@
+"""Compile kernels to machine code with numba, keeping the result on disk where that is possible."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+__all__ = ["compiled"]
+
+log = logging.getLogger(__name__)
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """`function` as a serial kernel that releases the interpreter lock.
+
+    Machine code is cached beside the source or, where that folder is read-only, in the user's
+    cache folder. Where neither can be written, numba refuses to cache at all: then every process
+    compiles for itself, and a log line says so.
+
+    numba's `fastmath` stays off: the bits of a result are part of a kernel's definition.
+    """
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError as error:
+        log.info("no machine-code cache for %s: %s", function.__qualname__, error)
+        return njit(nogil=True, error_model="numpy")(function)

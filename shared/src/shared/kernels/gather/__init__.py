@@ -1,0 +1,75 @@
+"""Rows of a matrix by index, and rows added to a matrix by index; neither is differentiable."""
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+
+from shared.errors import DataError
+from shared.kernels.registry import select
+
+__all__ = ["gather", "scatter_add"]
+
+
+def gather(
+    x: Shaped[Tensor, "rows dim"],
+    index: Int64[Tensor, " n"],
+    out: Shaped[Tensor, "n dim"] | None = None,
+) -> Shaped[Tensor, "n dim"]:
+    """x[index], into `out` where it is given.
+
+    Args:
+        x: Rows [rows, dim], of any type.
+        index: Rows to take [n]; bounds are checked on the CPU only.
+        out: Where they go [n, dim]; of another type, they are converted.
+
+    Raises:
+        DataError: A shape does not fit or an index lies outside `x`.
+    """
+    _check_index(index, len(x))
+    shape = (len(index), x.shape[1])
+    if out is None:
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    if tuple(out.shape) != shape:
+        raise DataError(f"expected out {list(shape)}, came {list(out.shape)}")
+    if out.numel():
+        with torch.no_grad():
+            select("gather", x.device).gather(x, index, out)
+    return out
+
+
+def scatter_add(
+    out: Float[Tensor, "rows dim"],
+    index: Int64[Tensor, " n"],
+    src: Float[Tensor, "n dim"],
+) -> Float[Tensor, "rows dim"]:
+    """Add src[i] to out[index[i]] for every i, in place.
+
+    On the CPU rows are added in the order of i, so results repeat to the bit; on a GPU the order
+    is not fixed. Half types are summed in float32 and rounded once.
+
+    Args:
+        out: Rows to add to [rows, dim], of any float type.
+        index: Target row of each row of `src` [n]; bounds are checked on the CPU only.
+        src: Rows to add [n, dim], of any float type.
+
+    Returns:
+        `out`.
+
+    Raises:
+        DataError: A shape does not fit or an index lies outside `out`.
+    """
+    _check_index(index, len(out))
+    if tuple(src.shape) != (len(index), out.shape[1]):
+        raise DataError(f"expected src {[len(index), out.shape[1]]}, came {list(src.shape)}")
+    if src.numel():
+        with torch.no_grad():
+            select("gather", out.device).scatter_add(out, index, src)
+    return out
+
+
+def _check_index(index: Tensor, num_rows: int) -> None:
+    # On a GPU the check would make the host wait for the device.
+    if index.device.type == "cpu" and len(index):
+        low, high = (int(bound) for bound in index.aminmax())
+        if low < 0 or high >= num_rows:
+            raise DataError(f"expected index in [0, {num_rows}), came {low} to {high}")
