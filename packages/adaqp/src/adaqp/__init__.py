@@ -1,4 +1,13 @@
-"""Full-graph GNN training across hosts with adaptively quantised messages behind compute."""
+"""Full-graph GNN training across hosts with adaptively quantised messages behind compute.
+
+The practical form of "Adaptive Message Quantization and Parallelization for Distributed Full-graph
+GNN Training" (MLSys 2023, arXiv 2306.01381): `partition` cuts a graph, `load` gives a rank its
+share, `dg.aggregate` and `dg.halo` build models, a policy says how messages travel, and `Trainer`
+trains. Names are loaded on first use, so that `adaqp --help` never waits for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import shared
 
@@ -12,4 +21,59 @@ if getattr(shared, "__project__", None) != "meshyard":
         "`pip install --force-reinstall --no-deps ./shared`."
     )
 
+if TYPE_CHECKING:
+    from adaqp import data, nn
+    from adaqp.distgraph import DistGraph, load
+    from adaqp.graph import Graph, from_dgl, from_edge_index, from_pyg
+    from adaqp.links import LinkTable
+    from adaqp.partition import partition
+    from adaqp.planner import Assignment, Solution, assign
+    from adaqp.policy import Adaptive, Drop, Exact, Fixed, Stale
+    from adaqp.runtime import Messages
+    from adaqp.trainer import History, Trainer
+
+__all__ = [
+    "Adaptive",
+    "Assignment",
+    "DistGraph",
+    "Drop",
+    "Exact",
+    "Fixed",
+    "Graph",
+    "History",
+    "LinkTable",
+    "Messages",
+    "Solution",
+    "Stale",
+    "Trainer",
+    "assign",
+    "data",
+    "from_dgl",
+    "from_edge_index",
+    "from_pyg",
+    "load",
+    "nn",
+    "partition",
+]
+
 __version__ = "0.1.0"
+
+_HOMES = {
+    "distgraph": ("DistGraph", "load"),
+    "graph": ("Graph", "from_dgl", "from_edge_index", "from_pyg"),
+    "links": ("LinkTable",),
+    "partition": ("partition",),
+    "planner": ("Assignment", "Solution", "assign"),
+    "policy": ("Adaptive", "Drop", "Exact", "Fixed", "Stale"),
+    "runtime": ("Messages",),
+    "trainer": ("History", "Trainer"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("data", "nn"):
+        return import_module(f"adaqp.{name}")
+    if name in _HOME_OF:
+        return getattr(import_module(f"adaqp.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module 'adaqp' has no attribute {name!r}")

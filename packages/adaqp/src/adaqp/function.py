@@ -1,0 +1,112 @@
+"""The exchanges as differentiable functions.
+
+`send_rows` and `receive_halo` are two functions so that what a module computes between them overlaps
+with the sending in both directions: autograd runs later nodes first, hence the backward pass of
+`receive_halo` starts the gradients' way home, the nodes in between run, and only the backward pass
+of `send_rows` waits.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from adaqp.halo import Operator
+
+if TYPE_CHECKING:
+    from adaqp.exchange import Flight
+    from adaqp.runtime import Messages
+
+__all__ = ["HaloInFlight", "aggregate", "send_rows"]
+
+
+class _Aggregate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        op: Operator,
+        transposed: Operator | None,
+        messages: "Messages",
+        call: str | None,
+    ) -> Tensor:
+        ctx.op, ctx.transposed, ctx.messages, ctx.call = op, transposed, messages, call
+        return messages.aggregate(x, op, call)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        messages, call = ctx.messages, ctx.call.replace("forward", "backward")
+        messages.end_step()
+        grad = grads[0].contiguous()
+        if ctx.transposed is not None:
+            back = messages.aggregate(grad, ctx.transposed, call)
+        else:
+            back = messages.push(grad, ctx.op, call)
+        return back, None, None, None, None
+
+
+def aggregate(
+    x: Tensor, op: Operator, transposed: Operator | None, messages: "Messages", call: str | None
+) -> Tensor:
+    """A x, [num_local, dim], differentiable.
+
+    Args:
+        x: float tensor [num_local, dim].
+        op: A.
+        transposed: A^T, if the backward pass is to pull output gradients; None: push.
+        messages: carries the exchange out.
+        call: name of the exchange, None outside autograd.
+    """
+    return _Aggregate.apply(x, op, transposed, messages, call)
+
+
+class _SendRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: "HaloInFlight") -> Tensor:
+        ctx.state = state
+        state.flight = state.messages.send(x, state.messages.dg.pull, None, state.call)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        state = ctx.state
+        back = state.flight.collect()
+        out = back.new_zeros(state.messages.dg.num_local, back.shape[1])
+        return out.index_add_(0, state.messages.dg.pull.send_rows, back), None
+
+
+class _ReceiveHalo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, state: "HaloInFlight") -> Tensor:
+        ctx.state = state
+        return state.flight.collect()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        state = ctx.state
+        state.messages.end_step()
+        call = state.call.replace("forward", "backward")
+        state.flight = state.messages.send(
+            grads[0].contiguous(), state.messages.dg.push, None, call
+        )
+        return grads[0].new_zeros(()), None
+
+
+class HaloInFlight:
+    """Halo rows on their way; `receive()` waits for them."""
+
+    def __init__(self, messages: "Messages", call: str | None) -> None:
+        self.messages, self.call = messages, call
+        self.flight: Flight
+        self.token: Tensor
+
+    def receive(self) -> Tensor:
+        """The halo rows [num_halo, dim], differentiable; call it once."""
+        return _ReceiveHalo.apply(self.token, self)
+
+
+def send_rows(x: Tensor, messages: "Messages", call: str | None) -> HaloInFlight:
+    """Sends the rows of `x` [num_local, dim] that other ranks need; never waits."""
+    state = HaloInFlight(messages, call)
+    state.token = _SendRows.apply(x, state)
+    return state

@@ -1,0 +1,102 @@
+"""How messages travel: exactly, at one width, at widths chosen from the data, late, or not at all.
+
+Policies are plain settings; `adaqp.runtime` carries them out. `Adaptive` is AdaQP's idea
+(arXiv 2306.01381), `Stale` is PipeGCN's (arXiv 2203.10428), kept here as a peer.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.errors import ConfigError
+
+__all__ = ["Adaptive", "Drop", "Exact", "Fixed", "Policy", "Stale"]
+
+_WIDTHS = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """Every row in its own dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Nothing is sent and remote neighbours count as zeros: the control for accuracy claims."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Rows and gradients of the step before, exact; sending hides behind the whole step.
+
+    The first step waits for its own messages. Gradients are biased, by PipeGCN's design.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Every row at `bits` bits: 1, 2, 4, 8 (stochastic rounding), 16 (bfloat16) or 32 (as is)."""
+
+    bits: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in _WIDTHS:
+            raise ConfigError(f"Fixed.bits: expected one of {_WIDTHS}, got {self.bits!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Adaptive:
+    """Widths chosen for groups of rows by what they cost and what their noise does.
+
+    Args:
+        bits: widths to choose from, ascending.
+        lam: weight of the variance against the time, 0 (only time) to 1 (only variance).
+        every: steps between assignments; before the first one every row takes `first_bits`.
+        solver: "greedy" (proven gap, milliseconds) or "milp" (HiGHS).
+        scope: one problem a layer and direction ("layer"), or one over all of them ("global").
+        group_size: rows that share a width.
+        first_bits: width before the first assignment.
+        first_at: step of the first assignment (rows' ranges settle within a few steps).
+        overlap_aware: bits that hide behind the local aggregation count as free.
+        decay: memory of the moving average over rows' squared ranges, per step.
+
+    Raises:
+        ConfigError: a value outside its range.
+    """
+
+    bits: tuple[int, ...] = (2, 4, 8)
+    lam: float = 0.5
+    every: int = 50
+    solver: Literal["greedy", "milp"] = "greedy"
+    scope: Literal["layer", "global"] = "layer"
+    group_size: int = 100
+    first_bits: int = 8
+    first_at: int = 5
+    overlap_aware: bool = False
+    decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        bad = [b for b in self.bits if b not in _WIDTHS]
+        if not self.bits or bad or list(self.bits) != sorted(set(self.bits)):
+            raise ConfigError(
+                f"Adaptive.bits: expected ascending widths out of {_WIDTHS}, got {self.bits!r}"
+            )
+        if self.first_bits not in _WIDTHS:
+            raise ConfigError(
+                f"Adaptive.first_bits: expected one of {_WIDTHS}, got {self.first_bits!r}"
+            )
+        if not 0 <= self.lam <= 1:
+            raise ConfigError(f"Adaptive.lam: expected a number in [0, 1], got {self.lam!r}")
+        if not 0 <= self.decay < 1:
+            raise ConfigError(f"Adaptive.decay: expected a number in [0, 1), got {self.decay!r}")
+        for name in ("every", "group_size", "first_at"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"Adaptive.{name}: expected 1 or more, got {getattr(self, name)!r}"
+                )
+        if self.solver not in ("greedy", "milp"):
+            raise ConfigError(f"Adaptive.solver: expected greedy or milp, got {self.solver!r}")
+        if self.scope not in ("layer", "global"):
+            raise ConfigError(f"Adaptive.scope: expected layer or global, got {self.scope!r}")
+
+
+Policy = Exact | Drop | Stale | Fixed | Adaptive

@@ -1,0 +1,275 @@
+"""Full-batch training: one step an epoch, gradients summed over ranks, exact evaluation.
+
+The loss is the mean over all training nodes of the graph, so any number of ranks computes the same
+one. A checkpoint holds everything the next step depends on (weights, optimiser, widths, traces,
+random state), and training that resumes repeats the losses of training that never stopped.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from shared.comms.collectives import all_reduce, barrier, broadcast
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn import functional as F
+
+from adaqp.distgraph import DistGraph
+from shared.errors import ConfigError, DataError
+
+__all__ = ["History", "Trainer"]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class History:
+    """What training did, one entry an epoch.
+
+    Attributes:
+        loss: mean over training nodes, before the epoch's update.
+        accuracy: epoch -> share of right answers by split (micro F1 for multilabel graphs).
+        bytes: bytes this rank sent.
+        seconds: seconds by phase: compute, quantise, wait, reduce, assign.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    accuracy: dict[int, dict[str, float]] = field(default_factory=dict)
+    bytes: list[int] = field(default_factory=list)
+    seconds: list[dict[str, float]] = field(default_factory=list)
+
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Seconds of all epochs by phase."""
+        return {p: sum(s[p] for s in self.seconds) for p in (self.seconds or [{}])[0]}
+
+    def to_json(self) -> dict[str, Any]:
+        """The history as plain lists and dictionaries."""
+        return asdict(self)
+
+
+class Trainer:
+    """Trains a model on the whole graph, all ranks together.
+
+    Args:
+        dg: this rank's share.
+        model: called with `dg.feat`; its weights are set to rank 0's.
+        optimizer: over the model's parameters.
+        loss: (logits, labels) -> sum over the given nodes; cross entropy for class labels and
+            binary cross entropy for multilabel ones if None.
+        seed: of dropout, with the rank.
+        on_epoch: called after each epoch with the history so far (on every rank).
+
+    Raises:
+        ConfigError: the graph has no training node at all.
+    """
+
+    def __init__(
+        self,
+        dg: DistGraph,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss: Loss | None = None,
+        seed: int = 0,
+        on_epoch: Callable[[History], None] | None = None,
+    ) -> None:
+        self.dg, self.model, self.optimizer = dg, model, optimizer
+        self.loss = loss or _default_loss(dg.label)
+        self.on_epoch = on_epoch
+        self.epoch = 0
+        self.history = History()
+        self._num_train = int(self._sum(dg.train_mask.sum().reshape(1)))
+        if not self._num_train:
+            raise ConfigError("no node of the graph is a training node; set train_mask")
+        torch.manual_seed(seed * 10_007 + dg.rank)
+        if dg.group is not None:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                broadcast(dg.group, tensor.data, 0)
+
+    def fit(self, epochs: int, eval_every: int = 0) -> History:
+        """Trains for `epochs` more epochs.
+
+        Args:
+            epochs: steps to take; each uses every training node once.
+            eval_every: epochs between exact evaluations of all splits; 0: never.
+
+        Returns:
+            The history since the trainer was made or resumed.
+
+        Raises:
+            CommError: a peer died or kept silent.
+            DataError: the loss or a message is not finite.
+        """
+        for _ in range(epochs):
+            self._step()
+            if eval_every and self.epoch % eval_every == 0:
+                self.history.accuracy[self.epoch] = self.evaluate()
+            if self.on_epoch:
+                self.on_epoch(self.history)
+        return self.history
+
+    def _step(self) -> None:
+        dg, messages = self.dg, self.dg.current_messages
+        sent_before = dg.group.ledger.sent_bytes if dg.group else 0
+        with messages.clock.step():
+            self.model.train()
+            self.optimizer.zero_grad(set_to_none=False)
+            logits = self.model(dg.feat)
+            mask = dg.train_mask
+            # Without a training node the sum is an empty one, but the exchanges still take place.
+            local = self.loss(logits[mask], dg.label[mask]) / self._num_train
+            (local + 0 * logits.sum()).backward()
+            with messages.clock.phase("reduce"):
+                loss = self._reduce_gradients(local.detach())
+            if not torch.isfinite(torch.tensor(loss)):
+                raise DataError(
+                    f"rank {dg.rank}: the loss of epoch {self.epoch} is {loss}; lower the learning "
+                    "rate, or look for non-finite features"
+                )
+            self.optimizer.step()
+        self.epoch += 1
+        self.history.loss.append(loss)
+        self.history.seconds.append(messages.clock.take())
+        self.history.bytes.append((dg.group.ledger.sent_bytes if dg.group else 0) - sent_before)
+
+    def _reduce_gradients(self, loss: Tensor) -> float:
+        """Sums gradients and loss over ranks, in one message; returns the loss."""
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        for p in params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in params if p.grad is not None]
+        flat = torch.cat([loss.reshape(1).float(), *[g.flatten().float() for g in grads]])
+        flat = self._sum(flat)
+        start = 1
+        for grad in grads:
+            grad.copy_(flat[start : start + grad.numel()].view_as(grad))
+            start += grad.numel()
+        return float(flat[0])
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        if self.dg.group is not None:
+            all_reduce(self.dg.group, tensor)
+        return tensor
+
+    def predict(self, *, bits: int = 32) -> Tensor:
+        """Logits of this rank's rows by the whole graph, [num_local, num_classes].
+
+        Args:
+            bits: width of the messages; 32 is exact.
+        """
+        self.model.eval()
+        with torch.no_grad(), self.dg.current_messages.evaluation(bits):
+            return self.model(self.dg.feat)
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy (micro F1 for multilabel graphs) of train, val and test, over all ranks."""
+        logits = self.predict()
+        splits = {
+            "train": self.dg.train_mask,
+            "val": self.dg.val_mask,
+            "test": self.dg.test_mask,
+        }
+        counts = torch.stack([_tally(logits[m], self.dg.label[m]) for m in splits.values()])
+        right, total = self._sum(counts.double()).unbind(1)
+        return {n: float(r / t) for n, r, t in zip(splits, right, total.clamp(min=1), strict=True)}
+
+    # -- checkpoints ------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a DCP checkpoint, which replaces `folder` only when it is complete.
+
+        All ranks call it together; `folder` must be one they all see.
+        """
+        folder = Path(folder)
+        fresh = folder.with_name(folder.name + ".new")
+        if self.dg.rank == 0:
+            shutil.rmtree(fresh, ignore_errors=True)
+        self._barrier()
+        dcp.save(self._state(), checkpoint_id=str(fresh), no_dist=self.dg.group is None)
+        if self.dg.rank == 0:
+            (fresh / "about.json").write_text(json.dumps(self._about() | {"epoch": self.epoch}))
+            old = folder.with_name(folder.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            if folder.exists():
+                folder.rename(old)
+            fresh.rename(folder)
+            shutil.rmtree(old, ignore_errors=True)
+        self._barrier()
+
+    def resume(self, folder: str | Path) -> None:
+        """Continues from `save`: with the same graph, partition, model and policy.
+
+        Raises:
+            DataError: no checkpoint there, or one of another graph, partition or policy.
+        """
+        folder = Path(folder)
+        if not (folder / "about.json").exists():
+            raise DataError(f"{folder} holds no checkpoint; write one with trainer.save()")
+        about = json.loads((folder / "about.json").read_text())
+        for name, here in self._about().items():
+            if about[name] != here:
+                raise DataError(
+                    f"{folder} was written with {name} {about[name]}, this run has {here}; resume "
+                    "with the same graph, partition and policy"
+                )
+        state = self._state()
+        mine = f"rank{self.dg.rank}."
+        saved = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+        for name, item in saved.items():
+            if name.startswith(mine) and isinstance(item, TensorStorageMetadata):
+                state[name] = torch.empty(item.size, dtype=item.properties.dtype)
+        dcp.load(state, checkpoint_id=str(folder), no_dist=self.dg.group is None)
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        own = {k.removeprefix(mine): v for k, v in state.items() if k.startswith(mine)}
+        torch.set_rng_state(own.pop("rng"))
+        self.dg.current_messages.load_state_dict({k: v.to(self.dg.device) for k, v in own.items()})
+        self.epoch = about["epoch"]
+
+    def _about(self) -> dict[str, Any]:
+        messages = self.dg.current_messages
+        return {
+            "fingerprint": self.dg.meta["fingerprint"],
+            "parts": self.dg.num_parts,
+            "policy": f"{messages.policy} {messages.wire_dtype} seed {messages.seed}",
+        }
+
+    def _state(self) -> dict[str, Any]:
+        own = self.dg.current_messages.state_dict() | {"rng": torch.get_rng_state()}
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        } | {f"rank{self.dg.rank}.{name}": tensor.cpu() for name, tensor in own.items()}
+
+    def _barrier(self) -> None:
+        if self.dg.group is not None:
+            barrier(self.dg.group)
+
+
+def _default_loss(label: Tensor) -> Loss:
+    if label.ndim == 1:
+        return lambda logits, target: F.cross_entropy(logits, target, reduction="sum")
+    return lambda logits, target: (
+        F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="sum")
+        / target.shape[1]
+    )
+
+
+def _tally(logits: Tensor, label: Tensor) -> Tensor:
+    """Numerator and denominator of accuracy, or of micro F1, so that ranks' shares add up."""
+    if label.ndim == 1:
+        return torch.tensor([int((logits.argmax(1) == label).sum()), len(label)])
+    predicted, true = logits > 0, label > 0.5
+    return torch.stack([2 * (predicted & true).sum(), predicted.sum() + true.sum()]).cpu()
