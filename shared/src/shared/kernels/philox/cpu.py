@@ -26,15 +26,17 @@ _16 = np.uint64(16)
 def philox_words(c0, c1, c2, c3, k0, k1):  # noqa: ANN001, ANN201
     """Four random words (uint64 below 2^32) of four counter words and two key words (alike)."""
     for _ in range(10):
-        p0 = _M0 * c0
-        p1 = _M1 * c2
+        # Masked here rather than after the product: `vpmuludq` reads the low halves only, so the
+        # mask costs nothing, and what stays in the high halves never meets a low one.
+        p0 = _M0 * (c0 & _MASK)
+        p1 = _M1 * (c2 & _MASK)
         c0 = (p1 >> _32) ^ c1 ^ k0
-        c1 = p1 & _MASK
+        c1 = p1
         c2 = (p0 >> _32) ^ c3 ^ k1
-        c3 = p0 & _MASK
+        c3 = p0
         k0 = (k0 + _W0) & _MASK
         k1 = (k1 + _W1) & _MASK
-    return c0, c1, c2, c3
+    return c0 & _MASK, c1 & _MASK, c2 & _MASK, c3 & _MASK
 
 
 @compiled

@@ -104,10 +104,8 @@ def quantize(
         params = torch.empty(num_rows, 2, dtype=wire_dtype, device=x.device)
     _check_tensor("data", data, (num_rows, width), torch.uint8)
     _check_tensor("params", params, (num_rows, 2), wire_dtype)
-    if index is not None and index.device.type == "cpu" and num_rows:
-        low, high = (int(bound) for bound in index.aminmax())
-        if low < 0 or high >= len(x):
-            raise DataError(f"expected index in [0, {len(x)}), came {low} to {high}")
+    if index is not None:
+        _check_index(index, len(x))
     if data.numel() == 0:
         params.zero_()
     else:
@@ -123,9 +121,10 @@ def dequantize(
     bits: int,
     dim: int,
     *,
-    out: Float[Tensor, "n dim"] | None = None,
+    out: Float[Tensor, "rows dim"] | None = None,
+    index: Int64[Tensor, " n"] | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Float[Tensor, "n dim"]:
+) -> Float[Tensor, "rows dim"]:
     """Unpack rows and rebuild their values; not differentiable.
 
     Args:
@@ -133,27 +132,45 @@ def dequantize(
         params: Zero point and scale of each row, float32 or bfloat16.
         bits: 1, 2, 4 or 8, as at the sender.
         dim: Columns a row.
-        out: Where the values go [n, dim]; may be a slice of the rows of a larger tensor.
+        out: Where the values go; may be a slice of the rows of a larger tensor.
+        index: The row of `out` for each packed row, no row twice; None: row i to row i. Bounds are
+            checked on the CPU only.
         dtype: The type to make when `out` is None.
 
     Returns:
         The values [n, dim]; `out` where it was given.
 
     Raises:
-        ConfigError: Bits or the type of `params` is none of those above.
-        DataError: A shape does not fit.
+        ConfigError: Bits or the type of `params` is none of those above, or `index` comes without
+            `out`.
+        DataError: A shape does not fit, or an index lies outside `out`.
     """
     if params.dtype not in _WIRE_DTYPES:
         raise ConfigError(f"expected float32 or bfloat16 params, came {params.dtype}")
+    if index is not None and out is None:
+        raise ConfigError("`index` names rows of `out`, but no `out` came: pass one")
     _check_tensor("data", data, (len(data), packed_width(dim, bits)), torch.uint8)
     _check_tensor("params", params, (len(data), 2), params.dtype)
     if out is None:
         out = torch.empty(len(data), dim, dtype=dtype, device=data.device)
-    _check_tensor("out", out, (len(data), dim), out.dtype)
-    if out.numel():
+    _check_tensor("out", out, (len(data) if index is None else len(out), dim), out.dtype)
+    if index is not None:
+        if len(index) != len(data):
+            raise DataError(f"expected index [{len(data)}], came [{len(index)}]")
+        _check_index(index, len(out))
+    if data.numel():
         with torch.no_grad():
-            select("quantize", data.device).dequantize(data, params, bits, out)
+            form = select("quantize", data.device)
+            form.dequantize(data.contiguous(), params.contiguous(), bits, out.detach(), index)
     return out
+
+
+def _check_index(index: Tensor, num_rows: int) -> None:
+    # On a GPU the check would make the host wait for the device.
+    if index.device.type == "cpu" and len(index):
+        low, high = (int(bound) for bound in index.aminmax())
+        if low < 0 or high >= num_rows:
+            raise DataError(f"expected index in [0, {num_rows}), came {low} to {high}")
 
 
 def _check_bits(bits: int) -> None:

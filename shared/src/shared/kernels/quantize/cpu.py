@@ -18,6 +18,7 @@ _KEEP = np.int32(0x7FFFFFFF)
 _LOW = np.int32(0xFFFF)
 _HIGH = np.int32(-0x10000)
 _31 = np.int32(31)
+_16 = np.int32(16)
 _HALF = np.float32(0.5)
 _FIXED = np.float32(65536.0)
 _MIN_SCALE = np.float32(MIN_SCALE)
@@ -63,6 +64,47 @@ def _row_params(bits_of_row, levels, is_bf16, ints, floats):  # noqa: ANN001, AN
 
 
 @compiled
+def _code(row, noise, j, zero, inverse, limit):  # noqa: ANN001, ANN202
+    fixed = np.int32((row[j] - zero) * inverse + _HALF)
+    return np.int32(np.int32(min(fixed, limit) + noise[j]) >> _16)
+
+
+@compiled
+def _pack(row, noise, zero, inverse, limit, bits, out):  # noqa: ANN001, ANN202
+    # One loop a width, so that the number of planes is a constant and the loop over bytes the one
+    # that becomes vectors. Unsigned places, so that none is tested for being negative.
+    width = np.uint64(out.size)
+    w2 = width + width
+    w4 = w2 + w2
+    if bits == 8:
+        for c in range(width):
+            out[c] = _code(row, noise, c, zero, inverse, limit)
+    elif bits == 4:
+        for c in range(width):
+            code = _code(row, noise, c, zero, inverse, limit)
+            code |= _code(row, noise, c + width, zero, inverse, limit) << np.int32(4)
+            out[c] = code
+    elif bits == 2:
+        for c in range(width):
+            code = _code(row, noise, c, zero, inverse, limit)
+            code |= _code(row, noise, c + width, zero, inverse, limit) << np.int32(2)
+            code |= _code(row, noise, c + w2, zero, inverse, limit) << np.int32(4)
+            code |= _code(row, noise, c + w2 + width, zero, inverse, limit) << np.int32(6)
+            out[c] = code
+    else:
+        for c in range(width):
+            code = _code(row, noise, c, zero, inverse, limit)
+            code |= _code(row, noise, c + width, zero, inverse, limit) << np.int32(1)
+            code |= _code(row, noise, c + w2, zero, inverse, limit) << np.int32(2)
+            code |= _code(row, noise, c + w2 + width, zero, inverse, limit) << np.int32(3)
+            code |= _code(row, noise, c + w4, zero, inverse, limit) << np.int32(4)
+            code |= _code(row, noise, c + w4 + width, zero, inverse, limit) << np.int32(5)
+            code |= _code(row, noise, c + w4 + w2, zero, inverse, limit) << np.int32(6)
+            code |= _code(row, noise, c + w4 + w2 + width, zero, inverse, limit) << np.int32(7)
+            out[c] = code
+
+
+@compiled
 def _quantize(  # noqa: ANN202
     x,  # noqa: ANN001  float32 [rows, dim]
     x_bits,  # noqa: ANN001  the same memory as int32
@@ -102,36 +144,67 @@ def _quantize(  # noqa: ANN202
             inverse = np.float32(_FIXED / floats[1])
         if stochastic:
             fill_noise(noise, np.uint64(counters[i] if counters.size else i), k0, k1)
-        for j in range(dim):
-            padded[j] = x[source, j]
-        for j in range(dim, padded.size):
-            padded[j] = zero
-        for c in range(width):
-            byte = 0
-            for k in range(per):
-                j = k * width + c
-                fixed = np.int32((padded[j] - zero) * inverse + _HALF)
-                fixed = min(fixed, limit) + noise[j]
-                byte |= (fixed >> 16) << (k * bits)
-            data[i, c] = byte
+        row = x[source]
+        if dim < padded.size:
+            padded[:dim] = row
+            padded[dim:] = zero
+            row = padded
+        _pack(row, noise, zero, inverse, limit, bits, data[i])
 
 
 @compiled
-def _dequantize(data, params, is_bf16, bits, start, stop, out):  # noqa: ANN001, ANN202
+def _value(byte, shift, mask, zero, scale):  # noqa: ANN001, ANN202
+    return np.float32(np.float32(np.int32(byte >> shift) & mask) * scale) + zero
+
+
+@compiled
+def _unpack(data, zero, scale, bits, row):  # noqa: ANN001, ANN202
+    width = np.uint64(data.size)
+    w2 = width + width
+    w4 = w2 + w2
+    if bits == 8:
+        for c in range(width):
+            row[c] = np.float32(np.float32(data[c]) * scale) + zero
+    elif bits == 4:
+        for c in range(width):
+            byte = np.int32(data[c])
+            row[c] = _value(byte, np.int32(0), np.int32(15), zero, scale)
+            row[c + width] = _value(byte, np.int32(4), np.int32(15), zero, scale)
+    elif bits == 2:
+        for c in range(width):
+            byte = np.int32(data[c])
+            row[c] = _value(byte, np.int32(0), np.int32(3), zero, scale)
+            row[c + width] = _value(byte, np.int32(2), np.int32(3), zero, scale)
+            row[c + w2] = _value(byte, np.int32(4), np.int32(3), zero, scale)
+            row[c + w2 + width] = _value(byte, np.int32(6), np.int32(3), zero, scale)
+    else:
+        for c in range(width):
+            byte = np.int32(data[c])
+            row[c] = _value(byte, np.int32(0), np.int32(1), zero, scale)
+            row[c + width] = _value(byte, np.int32(1), np.int32(1), zero, scale)
+            row[c + w2] = _value(byte, np.int32(2), np.int32(1), zero, scale)
+            row[c + w2 + width] = _value(byte, np.int32(3), np.int32(1), zero, scale)
+            row[c + w4] = _value(byte, np.int32(4), np.int32(1), zero, scale)
+            row[c + w4 + width] = _value(byte, np.int32(5), np.int32(1), zero, scale)
+            row[c + w4 + w2] = _value(byte, np.int32(6), np.int32(1), zero, scale)
+            row[c + w4 + w2 + width] = _value(byte, np.int32(7), np.int32(1), zero, scale)
+
+
+@compiled
+def _dequantize(data, params, is_bf16, bits, start, stop, index, out):  # noqa: ANN001, ANN202
     ints = np.empty(2, np.int32)
     floats = ints.view(np.float32)
-    width = data.shape[1]
     dim = out.shape[1]
-    mask = np.uint8((1 << bits) - 1)
+    padded = np.empty(data.shape[1] * (8 // bits), np.float32)
     for i in range(start, stop):
         for side in range(2):
-            ints[side] = np.int32(params[i, side]) << 16 if is_bf16 else params[i, side]
-        zero = floats[0]
-        scale = floats[1]
-        for k in range(8 // bits):
-            for c in range(min(width, dim - k * width)):
-                code = np.float32((data[i, c] >> (k * bits)) & mask)
-                out[i, k * width + c] = np.float32(code * scale) + zero
+            ints[side] = np.int32(params[i, side]) << _16 if is_bf16 else params[i, side]
+        target = index[i] if index.size else i
+        if dim == padded.size:
+            _unpack(data[i], floats[0], floats[1], bits, out[target])
+        else:
+            _unpack(data[i], floats[0], floats[1], bits, padded)
+            out[target] = padded[:dim]
 
 
 def quantize(
@@ -176,19 +249,23 @@ def quantize(
     over_rows(run, len(data), len(data) * x.shape[1] * 4)
 
 
-def dequantize(data: Tensor, params: Tensor, bits: int, out: Tensor) -> None:
-    """Write zero + scale * code into `out` [n, dim], multiplied and added with two roundings."""
+def dequantize(
+    data: Tensor, params: Tensor, bits: int, out: Tensor, index: Tensor | None = None
+) -> None:
+    """Write zero + scale * code into `out`, or into its rows `index`, with two roundings."""
     is_bf16 = params.dtype == torch.bfloat16
     wire = params.view(torch.int16 if is_bf16 else torch.int32).numpy()
     source = data.numpy()
+    rows = _NO_ROWS if index is None else index.contiguous().numpy()
     buffer = out
     if out.dtype != torch.float32 or not out.is_contiguous():
-        buffer = torch.empty(out.shape)
+        buffer = torch.empty(len(data), out.shape[1])
+        rows = _NO_ROWS
     target = buffer.numpy()
 
     def run(start: int, stop: int) -> None:
-        _dequantize(source, wire, is_bf16, bits, start, stop, target)
+        _dequantize(source, wire, is_bf16, bits, start, stop, rows, target)
 
-    over_rows(run, len(data), out.numel() * 4)
+    over_rows(run, len(data), buffer.numel() * 4)
     if buffer is not out:
-        out.copy_(buffer)
+        out[... if index is None else index] = buffer.to(out.dtype)

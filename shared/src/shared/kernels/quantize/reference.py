@@ -80,10 +80,13 @@ def quantize(
     params[:, 1] = scale
 
 
-def dequantize(data: Tensor, params: Tensor, bits: int, out: Tensor) -> None:
-    """Write zero + scale * code into `out` [n, dim], multiplied and added with two roundings."""
+def dequantize(
+    data: Tensor, params: Tensor, bits: int, out: Tensor, index: Tensor | None = None
+) -> None:
+    """Write zero + scale * code into `out`, or into its rows `index`, with two roundings."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
     codes = (data[:, None, :] >> shifts[:, None]) & (2**bits - 1)
     codes = codes.reshape(len(data), -1)[:, : out.shape[1]].to(torch.float32)
     zero, scale = params.to(torch.float32).unbind(1)
-    out.copy_(codes * scale[:, None] + zero[:, None])
+    values = (codes * scale[:, None] + zero[:, None]).to(out.dtype)
+    out[... if index is None else index] = values
