@@ -1,0 +1,71 @@
+"""Ranks and the messages between them: launching, groups, collectives, rounds, byte counts.
+
+Names are loaded when first used, so that a rank's entry point can arm itself against orphanhood
+before torch is imported.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shared.comms.collectives import (
+        all_gather,
+        all_gather_v,
+        all_reduce,
+        all_to_all_v,
+        barrier,
+        broadcast,
+        gather_v,
+        scatter_v,
+    )
+    from shared.comms.courier import PendingRounds, Round, post_rounds
+    from shared.comms.group import Group, init_from_env
+    from shared.comms.launch import RankPool, RunResult
+    from shared.comms.ledger import Ledger, LedgerSnapshot, Traffic
+    from shared.comms.netlab import HostCounters, NetLab, NetLabUnavailable
+
+__all__ = [
+    "Group",
+    "HostCounters",
+    "Ledger",
+    "LedgerSnapshot",
+    "NetLab",
+    "NetLabUnavailable",
+    "PendingRounds",
+    "RankPool",
+    "Round",
+    "RunResult",
+    "Traffic",
+    "all_gather",
+    "all_gather_v",
+    "all_reduce",
+    "all_to_all_v",
+    "barrier",
+    "broadcast",
+    "gather_v",
+    "init_from_env",
+    "post_rounds",
+    "scatter_v",
+]
+
+_HOME = {
+    "Group": "group",
+    "init_from_env": "group",
+    "Ledger": "ledger",
+    "LedgerSnapshot": "ledger",
+    "Traffic": "ledger",
+    "PendingRounds": "courier",
+    "Round": "courier",
+    "post_rounds": "courier",
+    "RankPool": "launch",
+    "RunResult": "launch",
+    "HostCounters": "netlab",
+    "NetLab": "netlab",
+    "NetLabUnavailable": "netlab",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"shared.comms.{_HOME.get(name, 'collectives')}"), name)

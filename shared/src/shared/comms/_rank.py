@@ -1,0 +1,152 @@
+"""Entry point of one rank of a RankPool: `python -m shared.comms._rank`.
+
+The first thing it does, before torch is imported, is to tie its life to the parent's: the kernel
+kills it when the parent's thread ends, and a thread ends it when the control socket is closed.
+Then it joins the process group and runs one function after another, as the parent sends them.
+"""
+
+import ctypes
+import faulthandler
+import importlib.util
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+__all__: list[str] = []
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent(parent_pid: int, is_main_thread: bool) -> None:
+    # The signal comes when the parent's *thread* ends, which only the main thread may not outlive.
+    if sys.platform == "linux" and is_main_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _exit_on_hangup(control_fd: int) -> None:
+    poll = select.poll()
+    poll.register(control_fd, getattr(select, "POLLRDHUP", select.POLLHUP))
+    poll.poll()
+    os._exit(1)
+
+
+def _module(name: str, file: str | None) -> ModuleType:
+    """The module a function was defined in: imported where it can be, else loaded by its path."""
+    if name == "__main__":
+        # As multiprocessing does: the script's own guard must not start the script again.
+        name = "__mp_main__"
+        if not _replaced:
+            # multiprocessing has put this module under that name.
+            sys.modules.pop(name, None)
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and (file is None or spec.origin == file):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file) if file else None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load module {name!r} from {file!r}")
+    module = importlib.util.module_from_spec(spec)
+    # Under the parent's name, so that pickled instances of the file's classes find them.
+    sys.modules[name] = module
+    if name == "__mp_main__":
+        _replaced.append(sys.modules["__main__"])
+        sys.modules["__main__"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_replaced: list[ModuleType] = []  # this module runs on after another has taken its name
+
+
+def _function(name: str, file: str | None, qualname: str) -> Callable[..., Any]:
+    found: Any = _module(name, file)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _pickled(result: Any, qualname: str) -> bytes:
+    try:
+        return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(
+            f"{qualname} returned a {type(result).__name__} that cannot be pickled ({error}); "
+            f"return tensors and plain data"
+        ) from error
+
+
+def _serve(control: Connection) -> None:
+    import torch.distributed as dist
+
+    while True:
+        command, *rest = control.recv()
+        if command == "stop":
+            return
+        name, file, qualname, args = rest
+        function = _function(name, file, qualname)
+        # Only now, as the arguments may be of classes that the function's file defines.
+        arguments = pickle.loads(args)
+        dist.barrier()
+        start = time.perf_counter()
+        result = function(*arguments)
+        seconds = time.perf_counter() - start
+        payload = _pickled(result, qualname)
+        sys.stdout.flush()
+        control.send(("done", seconds, payload))
+
+
+def _main() -> None:
+    fd, rank, num_ranks, threads, parent_pid, is_main_thread = (int(arg) for arg in sys.argv[1:7])
+    timeout_s, folder = float(sys.argv[7]), sys.argv[8]
+    _die_with_parent(parent_pid, bool(is_main_thread))
+    os.set_inheritable(fd, False)
+    control = Connection(fd)
+    threading.Thread(target=_exit_on_hangup, args=(fd,), name="hangup", daemon=True).start()
+    stack_file = open(os.path.join(folder, f"stack-{rank}"), "w")  # noqa: SIM115 - for life
+    faulthandler.register(signal.SIGUSR1, file=stack_file)
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(threads)
+        store = dist.FileStore(os.path.join(folder, "store"), num_ranks)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=num_ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        control.send(("ready",))
+        _serve(control)
+        dist.destroy_process_group()
+    except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
+        # The frames of this file tell a reader nothing.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        control.send(("error", type(error).__name__, text))
+        sys.stdout.flush()
+        # Without a teardown: the closed connections are what tells the peers.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,335 @@
+"""Collectives over a `Group`: checked, timed out, counted in the ledger.
+
+torch.distributed does the work; what is added is the bytes each rank moves (by the algorithm gloo
+uses: ring for all-reduce and all-gather, binomial tree for broadcast), exchanges of unequal sizes
+as rounds of point-to-point messages, and errors that name rank, operation and phase. gloo's own
+all-to-all sends to all peers at once and reached half of the link's rate where rounds reach it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shared.comms.courier import Round, run_rounds
+from shared.comms.group import Group
+from shared.errors import CommError, ConfigError
+
+__all__ = [
+    "all_gather",
+    "all_gather_v",
+    "all_reduce",
+    "all_to_all_v",
+    "barrier",
+    "broadcast",
+    "gather_v",
+    "scatter_v",
+]
+
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+# Sent ahead of a tensor whose size and type the receiver cannot know.
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+)
+
+
+def all_reduce(
+    group: Group, tensor: Tensor, op: Literal["sum", "max", "min", "product"] = "sum"
+) -> Tensor:
+    """Reduce a tensor over all ranks, in place.
+
+    Args:
+        group: who reduces.
+        tensor: same shape and type on every rank; holds the result afterwards.
+        op: the reduction.
+
+    Returns:
+        The tensor given.
+
+    Raises:
+        ConfigError: if `op` is unknown.
+        CommError: if a peer died or the timeout passed.
+    """
+    if op not in _REDUCTIONS:
+        raise ConfigError(f"op must be one of {', '.join(_REDUCTIONS)}, got {op!r}")
+    process_group = group.checked()
+    with _failures_named(group, "all_reduce"):
+        dist.all_reduce(tensor, _REDUCTIONS[op], process_group)
+    size = group.world_size
+    _record_ring(group, "all_reduce", 2 * (size - 1) * _num_bytes(tensor) // size)
+    return tensor
+
+
+def all_gather(group: Group, tensor: Tensor) -> list[Tensor]:
+    """Collect every rank's tensor on every rank.
+
+    Args:
+        group: who takes part.
+        tensor: same shape and type on every rank.
+
+    Returns:
+        One tensor a rank, by rank in the group.
+
+    Raises:
+        CommError: if a peer died or the timeout passed.
+    """
+    process_group = group.checked()
+    gathered = [torch.empty_like(tensor) for _ in group.ranks]
+    with _failures_named(group, "all_gather"):
+        dist.all_gather(gathered, tensor.contiguous(), process_group)
+    _record_ring(group, "all_gather", (group.world_size - 1) * _num_bytes(tensor))
+    return gathered
+
+
+def all_gather_v(group: Group, tensor: Tensor) -> list[Tensor]:
+    """Collect every rank's tensor on every rank where the first dimensions differ.
+
+    Args:
+        group: who takes part.
+        tensor: at least one dimension; type and further dimensions equal on every rank.
+
+    Returns:
+        One tensor a rank, by rank in the group; this rank's own is the tensor given.
+
+    Raises:
+        ConfigError: if the tensor has no dimension.
+        CommError: if a peer died or the timeout passed.
+    """
+    if tensor.dim() == 0:
+        raise ConfigError("all_gather_v needs a tensor with a first dimension, got a scalar")
+    tensor = tensor.contiguous()
+    counts = all_gather(group, torch.tensor([len(tensor)], device=tensor.device))
+    gathered = [tensor.new_empty((int(count), *tensor.shape[1:])) for count in counts]
+    gathered[group.rank] = tensor
+    rounds = _ring(group, [tensor] * group.world_size, gathered)
+    run_rounds(group, rounds, None, "all_gather_v")
+    return gathered
+
+
+def broadcast(group: Group, tensor: Tensor, src: int) -> Tensor:
+    """Copy one rank's tensor to all, in place.
+
+    Args:
+        group: who takes part.
+        tensor: same shape and type on every rank.
+        src: rank in the group whose values all get.
+
+    Returns:
+        The tensor given.
+
+    Raises:
+        ConfigError: if `src` is not in the group.
+        CommError: if a peer died or the timeout passed.
+    """
+    process_group = group.checked()
+    _check_root(group, src, "src")
+    with _failures_named(group, "broadcast"):
+        dist.broadcast(tensor, group.ranks[src], process_group)
+    num_bytes = _num_bytes(tensor)
+    for sender, receiver in _binomial_tree(group.world_size):
+        sender, receiver = ((rank + src) % group.world_size for rank in (sender, receiver))
+        if sender == group.rank:
+            group.ledger.record("broadcast", group.ranks[receiver], num_bytes)
+        if receiver == group.rank:
+            peer = group.ranks[sender]
+            group.ledger.record("broadcast", peer, num_bytes, direction="received")
+    return tensor
+
+
+def gather_v(group: Group, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
+    """Collect tensors of different length on one rank.
+
+    Args:
+        group: who takes part.
+        tensor: one-dimensional; length and type may differ by rank.
+        root: rank in the group that gets them.
+
+    Returns:
+        On the root one tensor a rank, by rank in the group; None elsewhere.
+
+    Raises:
+        ConfigError: if the tensor is not one-dimensional or the root not in the group.
+        CommError: if a peer died or the timeout passed.
+    """
+    _check_root(group, root, "root")
+    tensor = tensor.contiguous()
+    headers = all_gather(group, _header(tensor))
+    if group.rank != root:
+        run_rounds(group, [_send_only(root, tensor)], None, "gather_v")
+        return None
+    gathered = [tensor if rank == root else _empty(headers[rank]) for rank in _ranks(group)]
+    rounds = [_recv_only(rank, gathered[rank]) for rank in _ranks(group) if rank != root]
+    run_rounds(group, rounds, None, "gather_v")
+    return gathered
+
+
+def scatter_v(group: Group, tensors: Sequence[Tensor] | None, root: int = 0) -> Tensor:
+    """Hand each rank its own tensor from one rank; lengths and types may differ.
+
+    Args:
+        group: who takes part.
+        tensors: on the root one one-dimensional tensor a rank; None elsewhere.
+        root: rank in the group that has them.
+
+    Returns:
+        This rank's tensor.
+
+    Raises:
+        ConfigError: if the root gives another number of tensors or is not in the group.
+        CommError: if a peer died or the timeout passed.
+    """
+    _check_root(group, root, "root")
+    if group.rank != root:
+        header = torch.empty(2, dtype=torch.int64, device=group.device)
+        run_rounds(group, [_recv_only(root, header)], None, "scatter_v")
+        tensor = _empty(header)
+        run_rounds(group, [_recv_only(root, tensor)], None, "scatter_v")
+        return tensor
+    if tensors is None or len(tensors) != group.world_size:
+        came = "None" if tensors is None else f"{len(tensors)} tensors"
+        raise ConfigError(
+            f"scatter_v on the root, rank {root}, needs one tensor for each of "
+            f"{group.world_size} ranks, got {came}"
+        )
+    peers = [rank for rank in _ranks(group) if rank != root]
+    rounds = [_send_only(rank, _header(tensors[rank])) for rank in peers]
+    rounds += [_send_only(rank, tensors[rank].contiguous()) for rank in peers]
+    run_rounds(group, rounds, None, "scatter_v")
+    return tensors[root]
+
+
+def all_to_all_v(
+    group: Group, sends: Sequence[Tensor], recvs: Sequence[Tensor], phase: str | None = None
+) -> None:
+    """Exchange one tensor between every pair of ranks, in ring rounds.
+
+    In round r = 1..N-1 each rank sends to rank + r and receives from rank - r. What a rank keeps
+    for itself is copied. Empty tensors are not sent.
+
+    Args:
+        group: who exchanges.
+        sends: one contiguous tensor a rank, by rank in the group.
+        recvs: one contiguous tensor a rank, of the sizes that the peers send; written to.
+        phase: name of the program's phase; the ledger's open phase when None.
+
+    Raises:
+        ConfigError: if the number of tensors is not that of the ranks, or a tensor cannot be sent.
+        CommError: if a peer died or the timeout passed; names rank, peer and round.
+    """
+    for name, tensors in (("sends", sends), ("recvs", recvs)):
+        if len(tensors) != group.world_size:
+            raise ConfigError(
+                f"all_to_all_v needs one tensor for each of {group.world_size} ranks in {name}, "
+                f"got {len(tensors)}"
+            )
+    run_rounds(group, _ring(group, sends, recvs), phase, "all_to_all_v")
+    recvs[group.rank].copy_(sends[group.rank])
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank has come here.
+
+    Raises:
+        CommError: if a peer died or the timeout passed.
+    """
+    process_group = group.checked()
+    with _failures_named(group, "barrier"):
+        dist.barrier(process_group)
+
+
+@contextmanager
+def _failures_named(group: Group, op: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        phase = group.ledger.current_phase
+        raise CommError(
+            f"rank {group.ranks[group.rank]}: {op} among ranks {list(group.ranks)} failed in "
+            f"phase {phase!r}: {error}. A peer died, hangs or called another operation; look at "
+            f"the other ranks' output (timeout {group.timeout.total_seconds():g} s)"
+        ) from error
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _ranks(group: Group) -> range:
+    return range(group.world_size)
+
+
+def _record_ring(group: Group, op: str, num_bytes: int) -> None:
+    if group.world_size == 1:
+        return
+    # gloo's rings pass segments down: to the rank before, from the rank after.
+    before = group.ranks[(group.rank - 1) % group.world_size]
+    after = group.ranks[(group.rank + 1) % group.world_size]
+    group.ledger.record(op, before, num_bytes)
+    group.ledger.record(op, after, num_bytes, direction="received")
+
+
+def _binomial_tree(size: int) -> Iterator[tuple[int, int]]:
+    reach = 1
+    while reach < size:
+        yield from ((rank, rank + reach) for rank in range(min(reach, size - reach)))
+        reach *= 2
+
+
+def _ring(group: Group, sends: Sequence[Tensor], recvs: Sequence[Tensor]) -> list[Round]:
+    size, rank = group.world_size, group.rank
+    return [
+        Round(
+            send_to=(rank + shift) % size,
+            send=sends[(rank + shift) % size],
+            recv_from=(rank - shift) % size,
+            recv=recvs[(rank - shift) % size],
+        )
+        for shift in range(1, size)
+    ]
+
+
+def _send_only(peer: int, tensor: Tensor) -> Round:
+    return Round(send_to=peer, send=tensor, recv_from=peer, recv=None)
+
+
+def _recv_only(peer: int, tensor: Tensor) -> Round:
+    return Round(send_to=peer, send=None, recv_from=peer, recv=tensor)
+
+
+def _header(tensor: Tensor) -> Tensor:
+    if tensor.dim() != 1 or tensor.dtype not in _DTYPES:
+        raise ConfigError(
+            f"expected a one-dimensional tensor of a real type, got {tensor.dtype} of shape "
+            f"{tuple(tensor.shape)}; flatten it, or view complex numbers as real"
+        )
+    return torch.tensor([len(tensor), _DTYPES.index(tensor.dtype)], device=tensor.device)
+
+
+def _empty(header: Tensor) -> Tensor:
+    count, code = (int(value) for value in header)
+    return torch.empty(count, dtype=_DTYPES[code], device=header.device)
+
+
+def _check_root(group: Group, root: int, name: str) -> None:
+    if not 0 <= root < group.world_size:
+        raise ConfigError(f"{name} must be a rank of 0..{group.world_size - 1}, got {root}")

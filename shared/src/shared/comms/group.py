@@ -1,0 +1,166 @@
+"""Groups of ranks that exchange messages, over torch.distributed's process groups.
+
+A `Group` carries what every exchange needs beside the process group: the ranks in the world, one
+timeout as a timedelta, and the ledger in which bytes are counted. Groups are cached, so that
+asking twice costs nothing and opens no further connection.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shared.comms.ledger import Ledger
+from shared.errors import CommError, ConfigError
+
+__all__ = ["Group", "init_from_env"]
+
+_TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Group:
+    """Some ranks of the world, in an order, that exchange messages with one another.
+
+    Attributes:
+        process_group: torch.distributed's process group.
+        ranks: ranks of the world, by rank in this group.
+        rank: this process's rank in this group, -1 when it is no member.
+        timeout: how long one message may take.
+        ledger: where bytes are counted; the world's groups of one process share it.
+        backend: "gloo" or "nccl".
+        device: where tensors to be exchanged lie.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        ledger: Ledger,
+    ) -> None:
+        self.process_group = process_group
+        self.ranks = tuple(ranks)
+        self.timeout = timeout
+        self.ledger = ledger
+        me = dist.get_rank()
+        self.rank = self.ranks.index(me) if me in self.ranks else -1
+        self.backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+        is_cuda = self.backend == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else _CPU
+        self._subgroups: dict[tuple[int, ...], Group] = {}
+
+    def __repr__(self) -> str:
+        return f"Group(rank={self.rank}, ranks={list(self.ranks)}, backend={self.backend!r})"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in this group."""
+        return len(self.ranks)
+
+    def checked(self) -> dist.ProcessGroup:
+        """The process group, for an operation that only members may call.
+
+        Raises:
+            ConfigError: if this process is not in the group.
+        """
+        if self.process_group is None or self.rank < 0:
+            raise ConfigError(
+                f"rank {dist.get_rank()} is not in the group of ranks {list(self.ranks)}; "
+                f"only members exchange messages, so test `group.rank >= 0` first"
+            )
+        return self.process_group
+
+    @staticmethod
+    def world() -> Group:
+        """The group of all ranks; one object until torch.distributed is initialised anew.
+
+        Raises:
+            CommError: if torch.distributed is not initialised.
+        """
+        global _world
+        if not dist.is_initialized():
+            raise CommError(
+                "torch.distributed is not initialised in this process; call "
+                "shared.comms.init_from_env() under torchrun, or run the function in a RankPool"
+            )
+        process_group = dist.group.WORLD
+        if _world is None or _world.process_group is not process_group:
+            ranks = range(dist.get_world_size())
+            _world = Group(process_group, ranks, _timeout_of(process_group), Ledger())
+        return _world
+
+    @staticmethod
+    def of(ranks: Sequence[int]) -> Group:
+        """The group of some ranks of the world, in ascending order.
+
+        As torch.distributed.new_group asks, every rank of the world calls this, in the same order
+        and whether it is a member or not; a rank outside gets a group whose `rank` is -1.
+
+        Raises:
+            ConfigError: if a rank is named twice or lies outside the world.
+        """
+        world = Group.world()
+        key = tuple(sorted(ranks))
+        if len(set(key)) != len(key) or not key or not set(key) <= set(world.ranks):
+            raise ConfigError(
+                f"a group needs different ranks of 0..{world.world_size - 1}, got {list(key)}"
+            )
+        if key == world.ranks:
+            return world
+        if key not in world._subgroups:
+            process_group = dist.new_group(list(key), timeout=world.timeout)
+            is_member = dist.get_rank() in key
+            world._subgroups[key] = Group(
+                process_group if is_member else None, key, world.timeout, world.ledger
+            )
+        return world._subgroups[key]
+
+
+_CPU = torch.device("cpu")
+_world: Group | None = None
+
+
+def _timeout_of(process_group: dist.ProcessGroup) -> timedelta:
+    device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
+    return process_group._get_backend(device).options._timeout
+
+
+def init_from_env(timeout: timedelta = timedelta(minutes=5), backend: str | None = None) -> Group:
+    """Join the ranks that torchrun started, from its environment variables.
+
+    Does nothing but return the world when torch.distributed is initialised already, so that a
+    script runs under torchrun and inside a RankPool alike.
+
+    Args:
+        timeout: how long one message may take.
+        backend: "nccl" or "gloo"; by default NCCL where each local rank has a GPU of its own.
+
+    Returns:
+        The group of all ranks.
+
+    Raises:
+        ConfigError: if a variable is missing or the backend is unknown.
+    """
+    if dist.is_initialized():
+        return Group.world()
+    missing = [key for key in _TORCHRUN_KEYS if key not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"torchrun's environment is not there: {', '.join(missing)} unset; start the script "
+            f"as `torchrun --nproc-per-node=2 script.py`, or use shared.comms.RankPool"
+        )
+    if backend not in (None, "nccl", "gloo"):
+        raise ConfigError(f"backend must be 'nccl', 'gloo' or None, got {backend!r}")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if backend is None:
+        has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
+        backend = "nccl" if has_gpus else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(backend, timeout=timeout)
+    return Group.world()
