@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.comms.courier import Round, run_rounds
+from shared.comms.courier import PendingRounds, Round, post_rounds, run_rounds
 from shared.comms.group import Group
 from shared.errors import CommError, ConfigError
 
 __all__ = [
+    "PendingRounds",
+    "Round",
     "all_gather",
     "all_gather_v",
     "all_reduce",
@@ -28,6 +30,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather_v",
+    "post_rounds",
     "scatter_v",
 ]
 
