@@ -74,7 +74,7 @@ def assign_channels(
         shapes = [(channels[n].dim, channels[n].itemsize) for n in names]
         bits, solutions = _solve(split, shapes, policy, links, wire_dtype, hidden_s)
         answers = [torch.from_numpy(b.astype(np.uint8)) for b in bits]
-    mine_bits = scatter_v(group, answers, 0, torch.uint8).numpy()
+    mine_bits = scatter_v(group, answers, 0).numpy()
     _tell_receivers(group, [channels[n] for n in names], orders, mine_bits)
     return solutions
 

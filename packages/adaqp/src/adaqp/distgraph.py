@@ -112,12 +112,21 @@ class DistGraph:
         Raises:
             ConfigError: an unknown setting.
         """
-        before, self._messages = self._messages, Messages(self, policy, **settings)
+        inside = Messages(self, policy, **settings)
         try:
-            yield self._messages
+            with self.using(inside):
+                yield inside
         finally:
-            inside, self._messages = self._messages, before
-            inside.close()
+            inside.settle()
+
+    @contextmanager
+    def using(self, messages: Messages) -> Iterator[None]:
+        """Inside, exchanges pass through `messages`: to alternate between several runs."""
+        before, self._messages = self._messages, messages
+        try:
+            yield
+        finally:
+            self._messages = before
 
     @property
     def current_messages(self) -> Messages:

@@ -6,6 +6,7 @@ hosts). The buffer of round r + 1 is packed while round r travels.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -26,10 +27,10 @@ __all__ = ["Flight", "send"]
 class _Landing:
     """One round under way: what will arrive from which peer, and in which form."""
 
+    round: int
     peer: int
     layout: Layout
     buffer: Tensor
-    pending: PendingRounds
 
 
 @dataclass(slots=True)
@@ -46,6 +47,7 @@ class Flight:
     route: Route
     phase: str = ""
     _landings: list[_Landing] = field(default_factory=list)
+    _pending: PendingRounds | None = None
 
     @classmethod
     def landed(cls, rows: Tensor, route: Route, clock: Clock) -> "Flight":
@@ -60,8 +62,9 @@ class Flight:
         """
         while self._landings:
             landing = self._landings[0]
+            assert self._pending is not None, "rows under way without a schedule"
             with self.clock.phase("wait"):
-                landing.pending.wait_all()
+                self._pending.wait(landing.round)
             with self.clock.phase("quantise"):
                 rows = self.out[self.route.received_from(landing.peer)]
                 if landing.buffer.data_ptr() != rows.data_ptr():
@@ -109,40 +112,50 @@ def send(
     flight = Flight(out, clock, spread, route, phase)
     if group is None:
         return flight
-    if dry:
-        out.zero_()
     on_wire = torch.device("cpu") if group.backend == "gloo" else x.device
+    packed: list[Future[Tensor | None]] = []
+    rounds: list[Round] = []
     for shift in range(1, group.world_size):
         to = (group.rank + shift) % group.world_size
         come_from = (group.rank - shift) % group.world_size
-        outgoing, incoming = sent(to), received(come_from)
-        places = route.sent_to(to)
+        incoming = received(come_from)
+        landed = _landing_place(incoming, out[route.received_from(come_from)], on_wire)
+        packed.append(Future())
+        rounds.append(
+            Round(
+                send_to=to,
+                send=packed[-1].result if sent(to).num_bytes else None,
+                recv_from=come_from,
+                recv=landed if incoming.num_bytes else None,
+            )
+        )
+        flight._landings.append(_Landing(shift - 1, come_from, incoming, landed))
+    # gloo's courier waits for the buffer of each round; NCCL wants all of them when it is called.
+    is_posted_first = group.backend == "gloo" and not dry
+    if is_posted_first:
+        flight._pending = post_rounds(group, rounds, phase)
+    for step, buffer in zip(rounds, packed, strict=True):
+        places = route.sent_to(step.send_to)
+        rows = route.send_rows[places]
+        key = stream_key(*seeds, group.rank, step.send_to)
         with clock.phase("quantise"):
             try:
-                buffer, spread[places] = pack(
-                    outgoing,
-                    x,
-                    route.send_rows[places],
-                    key=stream_key(*seeds, group.rank, to),
-                )
+                message, spread[places] = pack(sent(step.send_to), x, rows, key=key)
             except DataError as error:
-                row = int(route.send_rows[places][error.args[1]])
-                raise DataError(
-                    f"rank {group.rank}: the row of node {int(row_names[row])} holds NaN or "
-                    f"infinity in {phase}; lower the learning rate or clip gradients, or send such "
-                    "rows as they are with Exact() or Fixed(32)"
-                ) from None
-            if dry:
-                continue
-            landed = _landing_place(incoming, out[route.received_from(come_from)], on_wire)
-        step = Round(
-            send_to=to,
-            send=buffer.to(on_wire) if outgoing.num_bytes else None,
-            recv_from=come_from,
-            recv=landed if incoming.num_bytes else None,
-        )
-        pending = post_rounds(group, [step], phase=f"{phase} round {shift}")
-        flight._landings.append(_Landing(come_from, incoming, landed, pending))
+                name = int(row_names[rows[error.args[1]]])
+                failure = DataError(
+                    f"rank {group.rank}: the row of node {name} holds NaN or infinity in {phase}; "
+                    "lower the learning rate or clip gradients, or send rows as they are with "
+                    "Exact() or Fixed(32)"
+                )
+                buffer.set_exception(failure)
+                raise failure from None
+        buffer.set_result(message.to(on_wire))
+    if dry:
+        out.zero_()
+        flight._landings.clear()
+    elif not is_posted_first:
+        flight._pending = post_rounds(group, rounds, phase)
     return flight
 
 

@@ -5,6 +5,7 @@ first layer aggregates the constant input once. Both are known tricks, not AdaQP
 that gains over the exact mode are gains over a good one.
 """
 
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -162,13 +163,16 @@ def _stack(
     if len(dims) < 2:
         raise ConfigError(f"dims: expected at least an input and an output width, got {dims}")
     modules: list[nn.Module] = []
-    for layer, (in_dim, out_dim) in enumerate(zip(dims[:-1], dims[1:], strict=True)):
+    for layer, (in_dim, out_dim) in enumerate(pairwise(dims)):
+        modules += _between(in_dim, norm, dropout) if layer else []
         modules.append(conv(dg, in_dim, out_dim))
-        if layer < len(dims) - 2:
-            modules += [nn.LayerNorm(out_dim)] if norm else []
-            modules += [nn.ReLU()]
-            modules += [nn.Dropout(dropout)] if dropout else []
     return nn.Sequential(*modules)
+
+
+def _between(dim: int, norm: str | None, dropout: float) -> list[nn.Module]:
+    """What stands between two layers."""
+    modules: list[nn.Module] = [nn.LayerNorm(dim)] if norm else []
+    return [*modules, nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
 
 
 def gcn(
@@ -195,5 +199,7 @@ def gin(
 def gat(
     dg: DistGraph, dims: list[int], *, norm: str | None = "layer", dropout: float = 0.5
 ) -> nn.Sequential:
-    """GAT layers of the given widths (4 heads; each width a multiple of 4)."""
-    return _stack(dg, GATConv, dims, norm, dropout)
+    """GAT layers of the given widths: 4 heads, hence widths of 4 n; one head for the output."""
+    layers = _stack(dg, GATConv, dims[:-1], norm, dropout) if len(dims) > 2 else []
+    between = _between(dims[-2], norm, dropout) if len(dims) > 2 else []
+    return nn.Sequential(*layers, *between, GATConv(dg, dims[-2], dims[-1], heads=1))

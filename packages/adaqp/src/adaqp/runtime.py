@@ -250,11 +250,10 @@ class Messages:
             if "late" in mine:
                 self._late[name] = Flight.landed(mine["late"], route, self.clock)
 
-    def close(self) -> None:
+    def settle(self) -> None:
         """Lets messages still under way land, so that nothing is left on the wires."""
         for flight in self._late.values():
             flight.collect()
-        self._late.clear()
 
     def report(self) -> dict[str, dict[int, float]]:
         """Share of this rank's rows at each width, by channel: {"forward1": {2: 0.8, 8: 0.2}}."""

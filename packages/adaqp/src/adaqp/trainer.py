@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from shared.comms.collectives import all_reduce, barrier, broadcast
+from shared.comms import all_reduce, barrier, broadcast
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (

@@ -197,8 +197,5 @@ def unpack(layout: Layout, buffer: Tensor, out: Tensor) -> None:
             continue
         params = buffer[block.params].view(layout.wire_dtype).view(-1, 2)
         data = body.view(len(block.positions), packed_width(layout.dim, block.bits))
-        if block.is_whole:
-            dequantize(data, params, block.bits, layout.dim, out=out)
-        else:
-            rows = dequantize(data, params, block.bits, layout.dim, dtype=out.dtype)
-            out[block.positions] = rows
+        index = None if block.is_whole else block.positions
+        dequantize(data, params, block.bits, layout.dim, out=out, index=index)

@@ -1,0 +1,5 @@
+"""Runs the command line as `python -m adaqp`."""
+
+from adaqp.cli import main
+
+main()

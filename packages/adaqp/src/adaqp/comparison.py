@@ -1,0 +1,139 @@
+"""Policies timed against each other on the same ranks: blocks of epochs that alternate.
+
+Alternating spreads whatever else the machine does over all policies alike; each block ends when
+nothing is left under way, so that no policy's messages travel on another's time.
+"""
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from adaqp.clock import PHASES
+from adaqp.config import ModelConfig, PolicyConfig
+from adaqp.distgraph import DistGraph, load
+from adaqp.runtime import Messages
+from adaqp.trainer import Trainer
+from shared.comms import all_reduce, barrier
+
+__all__ = ["Timing", "compare", "compare_in_rank"]
+
+_WARM_EPOCHS = 2
+# The adaptive policy's first assignment has to lie behind it.
+_WARM_ADAPTIVE_EPOCHS = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One policy's epochs, as the slowest rank saw them.
+
+    Attributes:
+        epoch_s: seconds an epoch, one value a block.
+        seconds: median seconds of an epoch by phase, on rank 0.
+        num_bytes: bytes all ranks sent in an epoch.
+        bits: share of rank 0's rows at each width, by channel.
+        assign_s: seconds of one assignment, 0 where there is none.
+        loss: rank 0's losses, epoch by epoch.
+    """
+
+    policy: PolicyConfig
+    epoch_s: list[float]
+    seconds: dict[str, float]
+    num_bytes: int
+    bits: dict[str, dict[int, float]]
+    assign_s: float
+    loss: list[float]
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of an epoch."""
+        return median(self.epoch_s)
+
+
+@dataclass(slots=True)
+class _Run:
+    trainer: Trainer
+    messages: Messages
+    epoch_s: list[float]
+
+
+def compare(
+    dg: DistGraph,
+    model: ModelConfig,
+    policies: list[PolicyConfig],
+    *,
+    blocks: int,
+    epochs_per_block: int = 3,
+    lr: float = 1e-2,
+) -> list[Timing]:
+    """Times epochs of each policy; all ranks call it together.
+
+    Args:
+        dg: this rank's share.
+        model: the layers; every policy starts from the same weights.
+        policies: what to compare.
+        blocks: timed blocks of each policy.
+        epochs_per_block: epochs in a block.
+        lr: Adam's learning rate.
+    """
+    runs = []
+    for policy in policies:
+        torch.manual_seed(0)
+        layers = model.build(dg)
+        built, settings = policy.build()
+        messages = Messages(dg, built, **settings)
+        with dg.using(messages):
+            trainer = Trainer(dg, layers, torch.optim.Adam(layers.parameters(), lr))
+            trainer.fit(_WARM_ADAPTIVE_EPOCHS if policy.name == "adaptive" else _WARM_EPOCHS)
+            messages.settle()
+        runs.append(_Run(trainer, messages, []))
+    for _ in range(blocks):
+        for run in runs:
+            _run_block(dg, run, epochs_per_block)
+    return [_timing(dg, p, r, blocks * epochs_per_block) for p, r in zip(policies, runs, strict=True)]
+
+
+def compare_in_rank(
+    folder: str,
+    model: ModelConfig,
+    policies: list[PolicyConfig],
+    blocks: int,
+    epochs_per_block: int = 3,
+) -> list[Timing]:
+    """`compare` on a partition on disk: what a `RankPool` runs."""
+    return compare(
+        load(folder), model, policies, blocks=blocks, epochs_per_block=epochs_per_block
+    )
+
+
+def _run_block(dg: DistGraph, run: _Run, epochs: int) -> None:
+    if dg.group is not None:
+        barrier(dg.group)
+    start = time.perf_counter()
+    with dg.using(run.messages):
+        run.trainer.fit(epochs)
+        run.messages.settle()
+    spent = torch.tensor([(time.perf_counter() - start) / epochs], dtype=torch.float64)
+    if dg.group is not None:
+        all_reduce(dg.group, spent, "max")
+    run.epoch_s.append(float(spent))
+
+
+def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> Timing:
+    history = run.trainer.history
+    timed = history.seconds[-num_timed:]
+    assigns = [s["assign"] for s in history.seconds if s["assign"] > 0]
+    sent = torch.tensor([median(history.bytes[-num_timed:])], dtype=torch.float64)
+    if dg.group is not None:
+        all_reduce(dg.group, sent)
+    return Timing(
+        policy=policy,
+        epoch_s=run.epoch_s,
+        seconds={p: median(s[p] for s in timed) for p in PHASES},
+        num_bytes=int(sent),
+        bits=run.messages.report(),
+        # The first one also probes the links and tells every row's weight once.
+        assign_s=min(assigns, default=0.0),
+        loss=history.loss,
+    )

@@ -1,0 +1,178 @@
+"""Settings of a training run: the same dataclasses in Python, on the command line and in JSON.
+
+This module imports neither torch nor numba, so that `adaqp --help` answers at once.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from shared.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from adaqp.distgraph import DistGraph
+    from adaqp.policy import Policy
+
+__all__ = ["POLICY_NAMES", "ModelConfig", "PolicyConfig", "RunConfig"]
+
+PolicyName = Literal["exact", "exact-no-overlap", "fixed", "adaptive", "stale", "drop"]
+POLICY_NAMES: tuple[PolicyName, ...] = (
+    "exact-no-overlap",
+    "exact",
+    "fixed",
+    "adaptive",
+    "stale",
+    "drop",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A stack of graph layers.
+
+    Args:
+        conv: kind of layer.
+        hidden: width of the hidden layers (for gat a multiple of 4).
+        layers: number of layers.
+        norm: normalisation between layers.
+        dropout: share of hidden values dropped in training.
+    """
+
+    conv: Literal["gcn", "sage", "gin", "gat"] = "gcn"
+    hidden: int = 128
+    layers: int = 3
+    norm: Literal["layer", "none"] = "layer"
+    dropout: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.hidden < 1 or self.layers < 1:
+            raise ConfigError(
+                f"model.hidden and model.layers must be 1 or more, got {self.hidden} and "
+                f"{self.layers}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout}")
+
+    def build(self, dg: "DistGraph") -> "nn.Module":
+        """The model for a rank's share."""
+        from adaqp import nn
+
+        dims = [dg.feat.shape[1], *[self.hidden] * (self.layers - 1), dg.num_classes]
+        norm = None if self.norm == "none" else self.norm
+        return getattr(nn, self.conv)(dg, dims, norm=norm, dropout=self.dropout)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyConfig:
+    """How messages travel.
+
+    Args:
+        name: "exact" (overlapped), "exact-no-overlap" (the plain way), "fixed" at `width` bits,
+            "adaptive" among `bits`, "stale" (last step's messages), or "drop" (none at all).
+        width: bits of the fixed policy.
+        bits: widths the adaptive policy chooses from.
+        lam: adaptive: weight of variance against time, 0 to 1.
+        every: adaptive: steps between assignments.
+        solver: adaptive: greedy with a proven gap, or HiGHS.
+        scope: adaptive: one problem a layer, or one over all layers.
+        group_size: adaptive: rows that share a width.
+        overlap: what hides the sending: all local edges, or the rows without remote neighbours.
+        backward: send output gradients along the forward lists (symmetric graphs), or input
+            gradients back.
+    """
+
+    name: PolicyName = "adaptive"
+    width: int = 4
+    bits: tuple[int, ...] = (2, 4, 8)
+    lam: float = 0.5
+    every: int = 50
+    solver: Literal["greedy", "milp"] = "greedy"
+    scope: Literal["layer", "global"] = "layer"
+    group_size: int = 100
+    overlap: Literal["edges", "nodes"] = "edges"
+    backward: Literal["auto", "push", "pull"] = "auto"
+
+    def build(self) -> "tuple[Policy, dict[str, Any]]":
+        """The policy, and the settings of `dg.messages` that go with it.
+
+        Raises:
+            ConfigError: a setting of the policy is outside its range.
+        """
+        from adaqp.policy import Adaptive, Drop, Exact, Fixed, Stale
+
+        overlap = None if self.name == "exact-no-overlap" else self.overlap
+        settings: dict[str, Any] = {"overlap": overlap, "backward": self.backward}
+        if self.name == "adaptive":
+            return Adaptive(
+                bits=self.bits,
+                lam=self.lam,
+                every=self.every,
+                solver=self.solver,
+                scope=self.scope,
+                group_size=self.group_size,
+            ), settings
+        if self.name == "fixed":
+            return Fixed(self.width), settings
+        return {"stale": Stale, "drop": Drop}.get(self.name, Exact)(), settings
+
+    @property
+    def label(self) -> str:
+        """Short name for tables and pictures."""
+        return f"fixed {self.width} bits" if self.name == "fixed" else self.name.replace("-", " ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """A training run on a partitioned graph.
+
+    Args:
+        model: the layers.
+        policy: how messages travel.
+        epochs: full-batch steps.
+        eval_every: epochs between exact evaluations; 0: only at the end.
+        lr: Adam's learning rate.
+        seed: of weights, dropout and rounding.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    epochs: int = 100
+    eval_every: int = 10
+    lr: float = 1e-2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.eval_every < 0:
+            raise ConfigError(
+                f"epochs must be 1 or more and eval_every 0 or more, got {self.epochs} and "
+                f"{self.eval_every}"
+            )
+
+    def to_json(self) -> str:
+        """The settings as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Settings from `to_json`'s form; what is left out keeps its default.
+
+        Raises:
+            ConfigError: a key that no setting has.
+        """
+        return _from_dict(cls, json.loads(text), "")
+
+
+def _from_dict(cls: Any, values: dict[str, Any], path: str) -> Any:
+    known = {f.name: f for f in fields(cls)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown setting {path + unknown[0]!r}; known are {sorted(known)}")
+    taken = {}
+    for name, value in values.items():
+        kind = {"model": ModelConfig, "policy": PolicyConfig}.get(name, known[name].type)
+        if is_dataclass(kind):
+            value = _from_dict(kind, value, f"{path}{name}.")
+        taken[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**taken)

@@ -1,0 +1,231 @@
+"""What the commands do: the parent's side, and the function each rank runs.
+
+Started by torchrun, a command is one rank and joins the others; started alone, it starts as many
+ranks as the partition has parts, on this machine.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from adaqp.comparison import Timing, compare_in_rank
+from adaqp.config import ModelConfig, PolicyConfig, RunConfig
+from adaqp.distgraph import load
+from adaqp.links import LinkTable, probe
+from adaqp.profiler import Profile, measure
+from adaqp.simulator import predict
+from adaqp.trainer import History, Trainer
+from shared.comms import Group, NetLab, RankPool, init_from_env
+from shared.errors import DataError
+from shared.units import parse_rate
+
+__all__ = ["bench", "plan", "probe_links", "profile_in_rank", "train"]
+
+_LONG = timedelta(days=30)
+_console = Console()
+
+
+def _num_parts(folder: Path) -> int:
+    path = folder / "meta.json"
+    if not path.exists():
+        raise DataError(f"{folder} holds no partition; make one: adaqp partition sbm --out {folder}")
+    return json.loads(path.read_text())["parts"]
+
+
+def _run(num_ranks: int, function: Callable[..., Any], *args: Any, rate: str | None = None) -> list:
+    """Results of all ranks, or under torchrun this one's alone."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        init_from_env()
+        return [function(*args)]
+    if num_ranks == 1 and rate is None:
+        return [function(*args)]
+    with ExitStack() as stack:
+        if rate is None:
+            pool = stack.enter_context(RankPool(num_ranks, timeout=_LONG))
+        else:
+            lab = stack.enter_context(NetLab(hosts=num_ranks, rate=rate))
+            pool = stack.enter_context(lab.pool(timeout=_LONG))
+        return pool.run(function, *args).results
+
+
+# -- train ----------------------------------------------------------------------------------
+
+
+def train(
+    folder: Path,
+    config: RunConfig,
+    checkpoint: Path | None,
+    save_every: int,
+    history_file: Path | None,
+) -> None:
+    """Trains and prints the outcome; continues from `checkpoint` where one lies there."""
+    history = _run(_num_parts(folder), _train_in_rank, folder, config, checkpoint, save_every)[0]
+    if history is None:
+        return
+    last = max(history.accuracy)
+    scores = ", ".join(f"{split} {score:.4f}" for split, score in history.accuracy[last].items())
+    phases = ", ".join(f"{p} {s:.1f} s" for p, s in history.seconds_by_phase().items())
+    _console.print(f"epoch {last}: {scores}\nrank 0: {phases}")
+    if history_file is not None:
+        history_file.write_text(json.dumps(history.to_json()))
+
+
+def _train_in_rank(
+    folder: Path, config: RunConfig, checkpoint: Path | None, save_every: int
+) -> History | None:
+    dg = load(folder)
+    torch.manual_seed(config.seed)
+    model = config.model.build(dg)
+    policy, settings = config.policy.build()
+    with dg.messages(policy, seed=config.seed, **settings), _progress(dg.rank, config) as on_epoch:
+        optimizer = torch.optim.Adam(model.parameters(), config.lr)
+        trainer = Trainer(dg, model, optimizer, seed=config.seed, on_epoch=on_epoch)
+        if checkpoint is not None and checkpoint.exists():
+            trainer.resume(checkpoint)
+        while trainer.epoch < config.epochs:
+            left = config.epochs - trainer.epoch
+            trainer.fit(min(save_every, left) if checkpoint else left, config.eval_every)
+            if checkpoint is not None:
+                trainer.save(checkpoint)
+        trainer.history.accuracy[trainer.epoch] = trainer.evaluate()
+    return trainer.history if dg.rank == 0 else None
+
+
+@contextmanager
+def _progress(rank: int, config: RunConfig) -> Iterator[Callable[[History], None] | None]:
+    """A bar on rank 0's terminal with loss, seconds and bytes an epoch."""
+    if rank or not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=config.epochs)
+
+        def on_epoch(history: History) -> None:
+            seconds = sum(history.seconds[-1].values())
+            rate = history.bytes[-1] / 1e6
+            text = f"loss {history.loss[-1]:.4f}  {seconds:.2f} s  {rate:.1f} MB/epoch"
+            bar.update(task, advance=1, description=text)
+
+        yield on_epoch
+
+
+# -- bench ----------------------------------------------------------------------------------
+
+
+def bench(
+    folder: Path,
+    model: ModelConfig,
+    policies: list[PolicyConfig],
+    epochs: int,
+    rate: str | None,
+) -> None:
+    """Times policies against the first of them and prints the table."""
+    blocks = -(-epochs // 3)
+    timings: list[Timing] = _run(
+        _num_parts(folder), compare_in_rank, str(folder), model, policies, blocks, rate=rate
+    )[0]
+    if int(os.environ.get("RANK", "0")):
+        return
+    table = Table("policy", "epoch s (median)", "min - max", "ratio", "MB / epoch")
+    for phase in timings[0].seconds:
+        table.add_column(phase + " s")
+    for timing in timings:
+        table.add_row(
+            timing.policy.label,
+            f"{timing.median_s:.3f}",
+            f"{min(timing.epoch_s):.3f} - {max(timing.epoch_s):.3f}",
+            f"{timings[0].median_s / timing.median_s:.2f}",
+            f"{timing.num_bytes / 1e6:.1f}",
+            *[f"{s:.3f}" for s in timing.seconds.values()],
+        )
+    _console.print(table)
+
+
+# -- plan and probe -------------------------------------------------------------------------
+
+
+def plan(
+    folder: Path, model: ModelConfig, rate: str | None, links_file: Path | None, latency_ms: float
+) -> None:
+    """Predicts an epoch under each policy and prints the table."""
+    num_parts = _num_parts(folder)
+    links = None
+    if links_file is not None:
+        links = LinkTable.from_json(links_file.read_text())
+    elif rate is not None:
+        links = LinkTable.uniform(num_parts, parse_rate(rate), latency_ms / 1e3)
+    outcome = _run(num_parts, profile_in_rank, str(folder), model, links is None)
+    profiles, probed = outcome[0]
+    if int(os.environ.get("RANK", "0")):
+        return
+    links = links or probed
+    table = Table("policy", "epoch s", "compute s", "quantise s", "wait s", "MB / epoch", "bits")
+    names = ("exact-no-overlap", "exact", "stale")
+    policies = [PolicyConfig(name=name) for name in names]
+    policies += [PolicyConfig(name="fixed", width=width) for width in (8, 4, 2)]
+    for policy in [*policies, PolicyConfig(name="adaptive")]:
+        built, settings = policy.build()
+        guess = predict(profiles, links, built, overlap=settings["overlap"])
+        table.add_row(
+            policy.label,
+            f"{guess.epoch_s:.3f}",
+            *[f"{guess.seconds[p]:.3f}" for p in ("compute", "quantise", "wait")],
+            f"{guess.num_bytes / 1e6:.1f}",
+            f"{guess.mean_bits:.1f}",
+        )
+    _console.print(table)
+
+
+def profile_in_rank(
+    folder: str, model: ModelConfig, probes: bool
+) -> tuple[list[Profile], LinkTable | None]:
+    """Profiles of all ranks, and the links' costs if they are to be probed."""
+    dg = load(folder)
+    torch.manual_seed(0)
+    mine = measure(dg, model.build(dg), overlap="edges")
+    if dg.group is None:
+        return [mine], None
+    profiles: list[Any] = [None] * dg.num_parts
+    torch.distributed.all_gather_object(profiles, mine)
+    return profiles, probe(dg.group) if probes else None
+
+
+def probe_links(ranks: int, out: Path | None, budget_s: float) -> None:
+    """Probes the links, prints and writes what they cost."""
+    links: LinkTable = _run(ranks, _probe_in_rank, budget_s)[0]
+    table = Table("from", "to", "Mbit/s", "latency us", "fit")
+    for sender in range(len(links.s_per_byte)):
+        for receiver in range(len(links.s_per_byte)):
+            if sender == receiver:
+                continue
+            per_byte = links.s_per_byte[sender, receiver]
+            table.add_row(
+                str(sender),
+                str(receiver),
+                f"{8e-6 / per_byte:.1f}" if per_byte else "no cost seen",
+                f"{links.latency_s[sender, receiver] * 1e6:.0f}",
+                "clamped" if links.clamped[sender, receiver] else "good",
+            )
+    _console.print(table)
+    if out is not None:
+        out.write_text(links.to_json())
+
+
+def _probe_in_rank(budget_s: float) -> LinkTable:
+    return probe(Group.world(), budget_s=budget_s)
