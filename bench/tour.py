@@ -169,8 +169,9 @@ def claims_table(visits: list[Visit]) -> Table:
     table.add_column("kind", no_wrap=True)
     table.add_column("correct", no_wrap=True)
     for visit in visits:
-        for claim in visit.demo.claims if visit.demo else ():
-            table.add_row(*_row(visit.package, claim), end_section=claim is visit.demo.claims[-1])
+        claims = visit.demo.claims if visit.demo else ()
+        for claim in claims:
+            table.add_row(*_row(visit.package, claim), end_section=claim is claims[-1])
     return table
 
 
@@ -224,7 +225,8 @@ def walk(console: Console, visits: list[Visit], *, full: bool, timeout_s: float)
 
             run_demo(visit, full=full, timeout_s=timeout_s, show=show)
             judge(visit, strict=False)
-            outcome = "failed" if visit.problems else f"{len(visit.demo.claims)} claims"
+            num_claims = len(visit.demo.claims) if visit.demo else 0
+            outcome = "failed" if visit.problems else f"{num_claims} claims"
             progress.update(task, completed=1, line=outcome)
             if not console.is_terminal:
                 console.print(
