@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from adaqp.distgraph import DistGraph, load
     from adaqp.graph import Graph, from_dgl, from_edge_index, from_pyg
     from adaqp.links import LinkTable
-    from adaqp.partition import partition
+    from adaqp.partitioner import partition
     from adaqp.planner import Assignment, Solution, assign
     from adaqp.policy import Adaptive, Drop, Exact, Fixed, Stale
     from adaqp.runtime import Messages
@@ -62,7 +62,7 @@ _HOMES = {
     "distgraph": ("DistGraph", "load"),
     "graph": ("Graph", "from_dgl", "from_edge_index", "from_pyg"),
     "links": ("LinkTable",),
-    "partition": ("partition",),
+    "partitioner": ("partition",),
     "planner": ("Assignment", "Solution", "assign"),
     "policy": ("Adaptive", "Drop", "Exact", "Fixed", "Stale"),
     "runtime": ("Messages",),

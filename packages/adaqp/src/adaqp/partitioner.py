@@ -88,10 +88,14 @@ class PartitionReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.parts)} parts by {self.method}: {self.edge_cut:,} of {self.num_edges:,} "
-            f"edges cut, {100 * self.local_edge_share:.1f} % local",
-            f"{'part':>4} {'nodes':>11} {'central':>11} {'marginal':>11} {'halo':>11} "
-            f"{'train':>11} {'edges':>13} {'local':>7} {'file':>10}",
+            (
+                f"{len(self.parts)} parts by {self.method}: {self.edge_cut:,} of "
+                f"{self.num_edges:,} edges cut, {100 * self.local_edge_share:.1f} % local"
+            ),
+            (
+                f"{'part':>4} {'nodes':>11} {'central':>11} {'marginal':>11} {'halo':>11} "
+                f"{'train':>11} {'edges':>13} {'local':>7} {'file':>10}"
+            ),
         ]
         for rank, part in enumerate(self.parts):
             share = part.num_local_edges / part.num_edges if part.num_edges else 1.0
