@@ -18,6 +18,9 @@ from shared.errors import DataError, TopologyError
 
 __all__ = ["Link", "LinkFit", "fit_link"]
 
+# What a test-time type checker takes for a real number: an int is no float to it.
+Number = float | int | np.number
+
 _log = logging.getLogger(__name__)
 
 
@@ -30,8 +33,8 @@ class Link:
         beta_s_per_byte: seconds that each byte adds.
     """
 
-    alpha_s: float
-    beta_s_per_byte: float
+    alpha_s: Number
+    beta_s_per_byte: Number
 
     def __post_init__(self) -> None:
         values = (self.alpha_s, self.beta_s_per_byte)
@@ -42,7 +45,7 @@ class Link:
             )
 
     @classmethod
-    def from_rate(cls, bytes_per_s: float, alpha_s: float = 0.0) -> Link:
+    def from_rate(cls, bytes_per_s: Number, alpha_s: Number = 0.0) -> Link:
         """The link that moves `bytes_per_s` once a message has begun.
 
         Raises:
@@ -50,16 +53,16 @@ class Link:
         """
         if not bytes_per_s > 0:
             raise TopologyError(f"a link's rate must be positive, got {bytes_per_s} bytes/s")
-        return cls(alpha_s=alpha_s, beta_s_per_byte=1.0 / bytes_per_s)
+        return cls(alpha_s=alpha_s, beta_s_per_byte=1.0 / float(bytes_per_s))
 
     @property
     def bytes_per_s(self) -> float:
         """Rate that a long message approaches; infinite when bytes cost nothing."""
-        return 1.0 / self.beta_s_per_byte if self.beta_s_per_byte else float("inf")
+        return 1.0 / float(self.beta_s_per_byte) if self.beta_s_per_byte else float("inf")
 
-    def time_s(self, num_bytes: float) -> float:
+    def time_s(self, num_bytes: Number) -> float:
         """Seconds that a message of `num_bytes` takes."""
-        return self.alpha_s + self.beta_s_per_byte * num_bytes
+        return float(self.alpha_s) + float(self.beta_s_per_byte) * float(num_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +80,9 @@ class LinkFit:
     clamped: bool
 
 
-def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkFit:
+def fit_link(
+    sizes_bytes: Sequence[Number] | np.ndarray, times_s: Sequence[Number] | np.ndarray
+) -> LinkFit:
     """Fit alpha and beta to measured messages by non-negative least squares.
 
     Args:
