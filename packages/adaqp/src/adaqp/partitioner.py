@@ -227,27 +227,14 @@ def _assign(graph: Graph, parts: int, method: str | Tensor, seed: int) -> np.nda
         # A stream of its own: one seed for graph and partition must not correlate the two.
         rng = np.random.default_rng([seed, *b"partition"])
         return rng.permutation(graph.num_nodes) % parts
-    from shared.topology import metis  # pulls in DGL or pymetis, which a random cut can do without
+    from shared.topology import metis  # brings in scipy, which a random cut can do without
 
-    indptr, indices = _undirected(graph)
-    owner = metis.partition(
-        indptr, indices, parts, method="auto" if method == "metis" else method, seed=seed
-    )
-    return np.asarray(owner, dtype=np.int64)
-
-
-def _undirected(graph: Graph) -> tuple[np.ndarray, np.ndarray]:
-    # METIS wants each edge in both directions, once, and no self loops.
-    src, dst = graph.src.numpy(), graph.dst.numpy()
-    keep = src != dst
-    src, dst = src[keep], dst[keep]
-    keys = src * graph.num_nodes + dst
-    if not graph.is_symmetric:
-        keys = np.concatenate([keys, dst * graph.num_nodes + src])
-    keys.sort()
-    keys = keys[np.diff(keys, prepend=-1) != 0]
+    # In-edges by node; METIS's wrapper drops loops, duplicates and directions itself.
+    keys = np.sort(graph.dst.numpy() * graph.num_nodes + graph.src.numpy())
     rows, indices = np.divmod(keys, graph.num_nodes)
-    return _indptr(rows, graph.num_nodes), indices
+    indptr = _indptr(rows, graph.num_nodes)
+    library = "pymetis" if method == "pymetis" else "auto"
+    return metis.partition(indptr, indices, parts, method=library, seed=seed)
 
 
 def _indptr(rows: np.ndarray, num_rows: int) -> np.ndarray:
