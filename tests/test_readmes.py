@@ -1,0 +1,63 @@
+"""What the pages promise is there. Sybil runs their Python blocks beside this."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+HOMES = [ROOT / "shared", *(path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml")))]
+READMES = [ROOT / "README.md", *(home / "README.md" for home in HOMES)]
+PAGES = [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench/peers/README.md"]
+
+
+def named(paths):
+    return {"argvalues": paths, "ids": [str(path.relative_to(ROOT)) for path in paths]}
+
+
+@pytest.mark.parametrize("page", **named(PAGES))
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+    inside = [target for target in targets if "://" not in target]
+    assert [target for target in inside if not (page.parent / target).exists()] == []
+    for target in inside:
+        assert (page.parent / target).resolve().is_relative_to(ROOT), (
+            "nothing outside is referred to"
+        )
+
+
+@pytest.mark.parametrize("page", **named(PAGES))
+def test_commands_exist(page):
+    text = page.read_text(encoding="utf-8")
+    scripts = set(SETTINGS["hatch"]["envs"]["default"]["scripts"]) | {"ruff", "pytest", "python"}
+    assert set(re.findall(r"hatch run ([a-z][\w-]*)", text)) <= scripts
+    for path in re.findall(r"python ((?:tools|bench)/[\w/]+\.py)", text):
+        assert (ROOT / path).is_file(), path
+
+
+@pytest.mark.parametrize("page", **named(READMES))
+def test_readme_has_a_title_and_no_badge(page):
+    text = page.read_text(encoding="utf-8")
+    name = "Meshyard" if page.parent == ROOT else page.parent.name
+    assert text.splitlines()[0] == f"# {name}"
+    assert "badge" not in text.lower()
+    assert "shields" not in text.lower()
+
+
+@pytest.mark.parametrize("home", **named([home for home in HOMES if home.name != "shared"]))
+def test_package_is_listed_and_says_how_to_run(home):
+    assert (
+        f"| [`{home.name}`](packages/{home.name}/README.md) |" in (ROOT / "README.md").read_text()
+    )
+    assert re.search(rf"^### {home.name}$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    text = (home / "README.md").read_text()
+    assert f"pip install -c constraints.txt ./packages/{home.name}" in text
+    assert f"{home.name} demo" in text
+
+
+def test_the_two_commands_stand_in_the_readme():
+    text = (ROOT / "README.md").read_text()
+    assert "pip install hatch && hatch run demo\nhatch run test\n" in text
+    assert "pip install -c constraints.txt" in text
