@@ -8,7 +8,9 @@ utopia both take the slowest channel, and time that hides behind compute may be 
 """
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, Int64
@@ -21,7 +23,17 @@ BIT_WIDTHS = (1, 2, 4, 8, 16, 32)
 _FORMAT = 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@runtime_checkable
+class HasArray(Protocol):
+    """What numpy can read: its own arrays and CPU tensors."""
+
+    def __array__(self) -> np.ndarray: ...
+
+
+Numbers = Sequence | HasArray
+
+
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class Assignment:
     """Groups, channels and the trade-off between variance and time.
 
@@ -58,17 +70,35 @@ class Assignment:
     s_per_byte: Float64[np.ndarray, " channels"]
     latency_s: Float64[np.ndarray, " channels"]
     lam: float
-    hidden_s: float = 0.0
+    hidden_s: float
+    _prices: tuple[float, float] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        for name in ("channel", "bits", "round_of"):
-            object.__setattr__(self, name, _integers(name, getattr(self, name)))
-        for name in ("beta", "s_per_byte", "latency_s", "bytes"):
-            object.__setattr__(self, name, _costs(name, getattr(self, name)))
-        for name in ("lam", "hidden_s"):
-            object.__setattr__(self, name, float(getattr(self, name)))
+    # Written out, since lists and any numeric type are taken and arrays of fixed types kept.
+    def __init__(
+        self,
+        beta: Numbers,
+        channel: Numbers,
+        bytes: Numbers,
+        bits: Numbers,
+        round_of: Numbers,
+        s_per_byte: Numbers,
+        latency_s: Numbers,
+        lam: SupportsFloat,
+        hidden_s: SupportsFloat = 0.0,
+    ) -> None:
+        integers = {"channel": channel, "bits": bits, "round_of": round_of}
+        costs = {"beta": beta, "bytes": bytes, "s_per_byte": s_per_byte, "latency_s": latency_s}
+        values = {
+            **{name: _integers(name, given) for name, given in integers.items()},
+            **{name: _costs(name, given) for name, given in costs.items()},
+            "lam": float(lam),
+            "hidden_s": float(hidden_s),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         self._check_options()
         self._check_shapes()
+        object.__setattr__(self, "_prices", self._weigh())
 
     def _check_options(self) -> None:
         bits = self.bits
@@ -138,7 +168,9 @@ class Assignment:
     ) -> Float64[np.ndarray, " channels"]:
         """Bytes on each channel when group g takes option `choice[g]`."""
         chosen = np.take_along_axis(self.bytes, choice[:, None], axis=1)[:, 0]
-        return np.bincount(self.channel, weights=chosen, minlength=self.num_channels)
+        # Without groups bincount falls back to integers.
+        total = np.bincount(self.channel, weights=chosen, minlength=self.num_channels)
+        return total.astype(np.float64, copy=False)
 
     def channel_s(self, choice: Int64[np.ndarray, " groups"]) -> Float64[np.ndarray, " channels"]:
         """Seconds of each channel when group g takes option `choice[g]`."""
@@ -161,6 +193,9 @@ class Assignment:
 
     def prices(self) -> tuple[float, float]:
         """What a unit of variance and what a second beyond `hidden_s` add to the objective."""
+        return self._prices
+
+    def _weigh(self) -> tuple[float, float]:
         low, high = self.uniform(0), self.uniform(-1)
         # At a single row's width 8 bits with parameters can outweigh 16 without: the distance
         # between the two ends is meant, whichever of them is the slower.
@@ -179,7 +214,7 @@ class Assignment:
 
     def to_json(self) -> str:
         """The problem as JSON text with a format number."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         lists = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
         return json.dumps({"format": _FORMAT, **lists})
 
@@ -200,7 +235,7 @@ def fields_from_json(text: str, record: type, number: int) -> dict:
         ConfigError: the format is another, or keys are missing or unknown.
     """
     values = json.loads(text)
-    expected = {f.name for f in fields(record)} | {"format"}
+    expected = {f.name for f in fields(record) if f.init} | {"format"}
     if not isinstance(values, dict) or set(values) != expected or values["format"] != number:
         came = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(

@@ -10,6 +10,7 @@ the steps before it were right. O(groups log groups).
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Int64
@@ -18,11 +19,16 @@ from adaqp.assignment import Assignment
 
 __all__ = ["GreedyResult", "solve"]
 
-# Points examined in the second step, over all channels: about 20 ms of sorting.
+# Points examined in the second step, over all channels and for each group: about 20 ms of sorting
+# in small problems, and a share of the whole in large ones.
 _CORE_POINTS = 200_000
+_CORE_POINTS_PER_GROUP = 6
 _CORE_GROUPS = 8
 _GOOD_GAP = 1e-7
-_PASSES = 6
+_HALVINGS = 50
+_TIE = 1e-9
+# Combinations of rounds kept where hidden time ties the rounds together.
+_BEAM, _BEAM_POINTS, _POINTS = (16, 2000), 100_000, 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,11 +55,11 @@ class _Upgrades:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Menu:
-    """Levels of each channel: points sorted by channel, then time; variance falls along each."""
+    """Levels of each channel, sorted by channel, then time; the first is the least time."""
 
-    channel: np.ndarray
+    channel: np.ndarray  # [points]
     time_s: np.ndarray
-    variance: np.ndarray
+    drop: np.ndarray  # variance saved against the level before, 0 for the first
 
     def below(self, level_s: np.ndarray, num_channels: int) -> np.ndarray:
         """Number of points of each channel not later than the channel's level."""
@@ -77,7 +83,7 @@ def solve(problem: Assignment) -> GreedyResult:
     bound = _dual_bound(problem, upgrades, rounds, levels_s, price)
 
     menu = _prefix_menu(problem, upgrades)
-    levels_s = _choose_levels(problem, menu, rounds, levels_s)
+    levels_s, _ = _choose_levels(problem, menu, rounds)
     taken = menu.below(levels_s[rounds], problem.num_channels) - 1
     choice = upgrades.base.copy()
     done = upgrades.position < taken[upgrades.channel]
@@ -86,11 +92,10 @@ def solve(problem: Assignment) -> GreedyResult:
 
     objective = problem.objective(choice)
     if objective - bound > _GOOD_GAP * objective:
-        refined, is_exhaustive = _refine(problem, upgrades, rounds, levels_s, taken, choice)
+        refined, sharper = _refine(problem, upgrades, rounds, taken, choice)
         if problem.objective(refined) < objective:
             choice = refined
-        if is_exhaustive:
-            bound = problem.objective(choice)
+        bound = max(bound, sharper)
     return GreedyResult(choice=choice, bound=bound)
 
 
@@ -149,11 +154,6 @@ def _round_max(values: np.ndarray, rounds: np.ndarray) -> np.ndarray:
     return most
 
 
-def _slices(sorted_rounds: np.ndarray, num_rounds: int) -> list[slice]:
-    edges = np.searchsorted(sorted_rounds, np.arange(num_rounds + 1))
-    return [slice(a, b) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
-
-
 def _relaxation(problem: Assignment, up: _Upgrades, rounds: np.ndarray) -> tuple[np.ndarray, float]:
     """Round times [rounds] of the relaxation's optimum, and its price of a second."""
     per_variance, per_s = problem.prices()
@@ -169,10 +169,12 @@ def _relaxation(problem: Assignment, up: _Upgrades, rounds: np.ndarray) -> tuple
     end_s, round_of, change = end_s[order], round_of[order], change[order]
     # The round's slope left of each breakpoint, summed from the flat end: all terms are positive,
     # so nothing cancels although slopes span many orders of magnitude.
-    slope, length_s = np.empty_like(change), np.empty_like(end_s)
-    for r, part in enumerate(_slices(round_of, levels_s.size)):
-        slope[part] = np.cumsum(change[part][::-1])[::-1]
-        length_s[part] = np.diff(end_s[part], prepend=levels_s[r])
+    slope = np.empty_like(change)
+    edges = np.searchsorted(round_of, np.arange(levels_s.size + 1)).tolist()
+    for a, b in pairwise(edges):
+        slope[a:b] = np.cumsum(change[a:b][::-1])[::-1]
+    is_first = np.append(True, round_of[1:] != round_of[:-1])[: round_of.size]
+    length_s = end_s - np.where(is_first, levels_s[round_of], np.roll(end_s, 1))
 
     worth = per_variance * slope
     paid = worth > per_s
@@ -239,63 +241,125 @@ def _dual_bound(
 
 def _prefix_menu(problem: Assignment, up: _Upgrades) -> _Menu:
     channels = np.arange(problem.num_channels)
-    chosen = np.take_along_axis(problem.option_variance(), up.base[:, None], axis=1)[:, 0]
-    start = np.bincount(problem.channel, weights=chosen, minlength=channels.size)
     channel = np.concatenate((channels, up.channel))
     order = np.argsort(channel, kind="stable")
-    channel = channel[order]
-    time_s = np.concatenate((problem.channel_s(up.base), up.end_s))[order]
-    change = np.concatenate((start, -up.drop))[order]
-    variance = np.empty_like(change)
-    for part in _slices(channel, channels.size):
-        variance[part] = np.cumsum(change[part])
-    return _Menu(channel=channel, time_s=time_s, variance=variance)
+    return _Menu(
+        channel=channel[order],
+        time_s=np.concatenate((problem.channel_s(up.base), up.end_s))[order],
+        drop=np.concatenate((np.zeros(channels.size), up.drop))[order],
+    )
 
 
 def _choose_levels(
-    problem: Assignment, menu: _Menu, rounds: np.ndarray, start_s: np.ndarray
-) -> np.ndarray:
-    """Best time of each round, the others held, over all levels of its channels' menus."""
+    problem: Assignment, menu: _Menu, rounds: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """Time of each round out of all levels of its channels.
+
+    Returns:
+        The times [rounds], and a lower bound of the objective over the menus' levels, less the
+        variance of each channel's last level.
+    """
     per_variance, per_s = problem.prices()
     is_first = np.append(True, menu.channel[1:] != menu.channel[:-1])[: menu.channel.size]
     floor_s = _round_max(menu.time_s[is_first], rounds)
-    last = menu.variance[np.append(is_first[1:], True)[: is_first.size]]
-    least = np.bincount(rounds, weights=last, minlength=floor_s.size)
-
-    drop = -np.diff(menu.variance, prepend=0.0)[~is_first]
-    round_of = rounds[menu.channel[~is_first]]
-    time_s = np.maximum(menu.time_s[~is_first], floor_s[round_of])
+    if floor_s.size == 0:
+        return floor_s, 0.0
+    round_of = rounds[menu.channel]
+    time_s = np.maximum(menu.time_s, floor_s[round_of])
     order = np.lexsort((time_s, round_of))
-    round_of, time_s, drop = round_of[order], time_s[order], drop[order]
-    options = []
-    for r, part in enumerate(_slices(round_of, floor_s.size)):
-        after = np.cumsum(drop[part][::-1])[::-1]
-        at_s = np.append(floor_s[r], time_s[part])
-        options.append((at_s, least[r] + np.append(after, 0.0)))
+    round_of, time_s, drop = round_of[order], time_s[order], menu.drop[order]
+    # Variance still above the last levels, once the round lasts until each point.
+    left = drop.sum() - np.cumsum(drop)
+    starts = np.searchsorted(round_of, np.arange(floor_s.size))
+    ends = np.append(starts[1:], round_of.size)
+    left = np.maximum(left - left[ends - 1][round_of], 0.0)
+    position = np.arange(left.size)
 
-    levels_s = np.maximum(start_s, floor_s)
-    for _ in range(_PASSES):
-        before_s = levels_s.copy()
-        for r, (at_s, variance) in enumerate(options):
-            other_s = levels_s.sum() - levels_s[r] - problem.hidden_s
-            cost = per_variance * variance + per_s * np.maximum(at_s + other_s, 0.0)
-            # Among equals (time that is hidden, weights of zero) the least variance.
-            best = np.flatnonzero(cost <= cost.min())
-            levels_s[r] = at_s[best[variance[best].argmin()]]
-        if problem.hidden_s == 0 or np.array_equal(before_s, levels_s):
-            break
-    return levels_s
+    # Where only time counts, variance still decides among levels of equal time.
+    scale = per_s * time_s.max() / drop.sum() if drop.any() else 0.0
+    weight = per_variance or _TIE * scale
+
+    def cheapest(price: float) -> np.ndarray:
+        cost = weight * left + price * time_s
+        is_best = cost <= np.minimum.reduceat(cost, starts)[round_of]
+        return np.maximum.reduceat(np.where(is_best, position, -1), starts)
+
+    price, at = per_s, cheapest(per_s)
+    if time_s[at].sum() < problem.hidden_s:
+        # Time is free up to hidden_s: the lowest price that keeps within it.
+        low, at = 0.0, cheapest(0.0)
+        price = 0.0 if time_s[at].sum() <= problem.hidden_s else per_s
+        for _ in range(_HALVINGS if price else 0):
+            middle = (low + price) / 2
+            if time_s[cheapest(middle)].sum() <= problem.hidden_s:
+                price = middle
+            else:
+                low = middle
+        at = cheapest(price)
+    bound = per_s * max(0.0, floor_s.sum() - problem.hidden_s)
+    if per_variance:
+        bound = (weight * left[at] + price * time_s[at]).sum() - price * problem.hidden_s
+    if 0 < price < per_s:
+        excess = weight * left + price * time_s
+        excess -= excess[at][round_of]
+        at = _combine(problem.hidden_s, at, starts, ends, time_s, weight * left, excess, price)
+    return time_s[at], float(bound)
+
+
+def _combine(
+    hidden_s: float,
+    at: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    time_s: np.ndarray,
+    cost: np.ndarray,
+    excess: np.ndarray,
+    price: float,
+) -> np.ndarray:
+    """The cheapest points, one a round, that fit into the hidden seconds together.
+
+    A combination costs its points' `excess` and `price` times the seconds it leaves unused more
+    than the lower bound: those that cannot beat `at` are dropped, as are dominated ones. Exact
+    unless the beam of combinations overflows.
+    """
+    slack = price * (hidden_s - time_s[at].sum())
+    beam = int(np.clip(_BEAM_POINTS // at.size, *_BEAM))
+    used_s, paid, over = np.zeros(1), np.zeros(1), np.zeros(1)
+    steps = []
+    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        points = first + np.argsort(excess[first:end], kind="stable")[:_POINTS]
+        total_s = (used_s[:, None] + time_s[points]).ravel()
+        total = (paid[:, None] + cost[points]).ravel()
+        total_over = (over[:, None] + excess[points]).ravel()
+        kept = np.flatnonzero((total_over <= slack) & (total_s <= hidden_s))
+        kept = kept[np.lexsort((total[kept], total_s[kept]))]
+        before = np.minimum.accumulate(np.append(np.inf, total[kept]))[:-1]
+        kept = kept[total[kept] < before]
+        kept = kept[np.argsort(total_over[kept], kind="stable")[:beam]]
+        steps.append((kept // points.size, points[kept % points.size]))
+        used_s, paid, over = total_s[kept], total[kept], total_over[kept]
+    if not paid.size or paid.min() >= cost[at].sum():
+        return at
+    best, chosen = int(paid.argmin()), []
+    for parent, point in reversed(steps):
+        chosen.append(point[best])
+        best = int(parent[best])
+    return np.array(chosen[::-1])
 
 
 def _refine(
     problem: Assignment,
     up: _Upgrades,
     rounds: np.ndarray,
-    levels_s: np.ndarray,
     taken: np.ndarray,
     choice: np.ndarray,
-) -> tuple[np.ndarray, bool]:
-    """Free the groups next to each channel's break; returns the choice, and whether all were."""
+) -> tuple[np.ndarray, float]:
+    """Free the groups next to each channel's break.
+
+    Returns:
+        The choice, and a lower bound of any assignment's objective when all groups were free,
+        else 0.
+    """
     core = _core_groups(problem, up, taken)
     used = core >= 0
     options = problem.bits.size
@@ -325,8 +389,10 @@ def _refine(
     best = np.minimum.accumulate(total, axis=1)
     is_point = np.concatenate((np.isfinite(best[:, :1]), best[:, 1:] < best[:, :-1]), axis=1)
     channel, column = np.nonzero(is_point)
-    menu = _Menu(channel=channel, time_s=time_s[is_point], variance=total[is_point])
-    levels_s = _choose_levels(problem, menu, rounds, levels_s)
+    drop = np.zeros_like(total)
+    drop[:, 1:] = np.where(is_point[:, 1:], best[:, :-1] - best[:, 1:], 0.0)
+    menu = _Menu(channel=channel, time_s=time_s[is_point], drop=drop[is_point])
+    levels_s, bound = _choose_levels(problem, menu, rounds)
 
     count = np.bincount(channel, minlength=rows.size)
     at = np.cumsum(count) - count + menu.below(levels_s[rounds], rows.size) - 1
@@ -335,22 +401,31 @@ def _refine(
     for slot in reversed(range(core.shape[1])):
         code, digit = np.divmod(code, options)
         refined[core[used[:, slot], slot]] = digit[used[:, slot]]
-    has_upgrade = np.unique(up.group)
-    is_separable = problem.hidden_s == 0 or levels_s.size == 1
-    return refined, bool(is_separable and not is_fixed[has_upgrade].any())
+    if is_fixed[up.group].any():
+        return refined, 0.0
+    return refined, bound + problem.prices()[0] * float(variance.min(axis=1, initial=np.inf).sum())
 
 
 def _core_groups(problem: Assignment, up: _Upgrades, taken: np.ndarray) -> np.ndarray:
-    """Groups next to the break of each channel: [channels, slots], -1 where a slot is empty."""
+    """Groups that are cheapest to change, [channels, slots], -1 where a slot is empty."""
+    count = np.bincount(up.channel, minlength=problem.num_channels)
+    last = np.cumsum(count) - 1
+    at = np.clip(last - count + 1 + taken, 0, last)[count > 0]
+    # Variance an upgrade loses or wins against the price at its channel's break: least next to
+    # the break, and for short groups.
+    breaks = np.zeros(problem.num_channels)
+    breaks[count > 0] = np.where(np.isfinite(up.slope[at]), up.slope[at], 0.0)
+    loss = np.abs(up.drop - breaks[up.channel] * (up.drop / up.slope))
     distance = np.full(problem.num_groups, np.inf)
-    np.minimum.at(distance, up.group, np.abs(up.position + 0.5 - taken[up.channel]))
+    np.minimum.at(distance, up.group, loss)
     order = np.lexsort((distance, problem.channel))
     order = order[np.isfinite(distance[order])]
     channel = problem.channel[order]
     count = np.bincount(channel, minlength=problem.num_channels)
     rank = np.arange(order.size) - (np.cumsum(count) - count)[channel]
 
-    points = _CORE_POINTS / max(1, problem.num_channels)
+    points = max(_CORE_POINTS, _CORE_POINTS_PER_GROUP * problem.num_groups)
+    points /= max(1, problem.num_channels)
     slots = int(np.log(max(points, 1.0)) / np.log(max(problem.bits.size, 2)))
     slots = max(1, min(slots, _CORE_GROUPS, int(count.max(initial=0))))
     core = np.full((problem.num_channels, slots), -1)

@@ -9,13 +9,13 @@ Pure functions: no process group, no clock in what they decide, arrays in and ar
 import json
 import time
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64
 
 from adaqp import greedy, highs
-from adaqp.assignment import Assignment, fields_from_json
+from adaqp.assignment import Assignment, Numbers, fields_from_json
 from adaqp.explanation import explain
 from shared.errors import ConfigError, DataError
 
@@ -100,11 +100,7 @@ class MessageGroups(NamedTuple):
     beta: Float64[np.ndarray, " groups"]
 
 
-def assign(
-    problem: Assignment,
-    solver: Literal["greedy", "milp"] = "greedy",
-    time_limit_s: float = 10.0,
-) -> Solution:
+def assign(problem: Assignment, solver: str = "greedy", time_limit_s: float = 10.0) -> Solution:
     """Choose bits for every group so that the problem's objective is least.
 
     Args:
@@ -141,9 +137,7 @@ def assign(
     return _solution(problem, choice, bound, name)
 
 
-def group_messages(
-    beta_per_message: Float64[np.ndarray, " messages"], group_size: int
-) -> MessageGroups:
+def group_messages(beta_per_message: Numbers, group_size: int) -> MessageGroups:
     """Sort messages by variance, largest first, and cut them into groups.
 
     Args:
