@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -306,7 +306,9 @@ class _Courier:
 
     def __init__(self, group: Group) -> None:
         store = dist.PrefixStore("meshyard/courier", group.checked().get_group_store())
-        self._channel = dist.ProcessGroupGloo(store, group.rank, group.world_size, group.timeout)
+        gloo = dist.ProcessGroupGloo(store, group.rank, group.world_size, group.timeout)
+        # A backend sends and receives as a process group does; torch's stubs do not say so.
+        self._channel = cast("dist.ProcessGroup", gloo)
         self._posted: queue.SimpleQueue[_CourierRounds | None] = queue.SimpleQueue()
         weakref.finalize(group, self._posted.put, None)
         threading.Thread(
@@ -319,9 +321,7 @@ class _Courier:
         return pending
 
 
-def _carry(
-    channel: dist.ProcessGroupGloo, posted: queue.SimpleQueue[_CourierRounds | None]
-) -> None:
+def _carry(channel: dist.ProcessGroup, posted: queue.SimpleQueue[_CourierRounds | None]) -> None:
     broken: BaseException | None = None
     while (pending := posted.get()) is not None:
         if broken is None:

@@ -88,6 +88,7 @@ class Group:
                 "shared.comms.init_from_env() under torchrun, or run the function in a RankPool"
             )
         process_group = dist.group.WORLD
+        assert process_group is not None, "initialised, so there is a world"
         if _world is None or _world.process_group is not process_group:
             ranks = range(dist.get_world_size())
             _world = Group(process_group, ranks, _timeout_of(process_group), Ledger())

@@ -1,1 +1,23 @@
-"""What a cluster is made of, and what moving bytes through it costs."""
+"""What a cluster is made of, and what moving bytes through it costs.
+
+Names are loaded when first used, so that a command line which only prints its help stays fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shared.topology.cluster import Cluster, Host
+    from shared.topology.device import Device
+    from shared.topology.link import Link, LinkFit, fit_link
+    from shared.topology.mesh import Mesh
+
+__all__ = ["Cluster", "Device", "Host", "Link", "LinkFit", "Mesh", "fit_link"]
+
+_HOME = {"Host": "cluster", "LinkFit": "link", "fit_link": "link"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"shared.topology.{_HOME.get(name, name.lower())}"), name)

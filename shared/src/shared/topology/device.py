@@ -1,0 +1,95 @@
+"""What one device computes, holds and moves, with presets from public data sheets.
+
+Peaks are for dense matrices; rates and capacities are decimal, as data sheets give them. A peak is
+a bound and no measurement: a planner scales it by what a profiler found.
+
+Sources of the presets, SXM forms where there are several:
+
+- H200: "NVIDIA H200 Tensor Core GPU" data sheet. BF16 1,979 TFLOPS with sparsity, hence 989.5
+  dense; FP32 67; 141 GB at 4.8 TB/s.
+- H100: "NVIDIA H100 Tensor Core GPU" data sheet. The same peaks; 80 GB at 3.35 TB/s.
+- A100_80: "NVIDIA A100 Tensor Core GPU" data sheet. BF16 312 dense; FP32 19.5; 80 GB at 2,039 GB/s.
+- A800: vendors' tables for NVIDIA A800 80GB SXM. As A100 80GB; its NVLink is the slower one.
+- V100_32: "NVIDIA V100 Tensor Core GPU" data sheet. FP16 125; FP32 15.7; 32 GB at 900 GB/s.
+- T4: "NVIDIA T4 Tensor Core GPU" data sheet. FP16 65; FP32 8.1; 16 GB at 320 GB/s.
+- L4: "NVIDIA L4 Tensor Core GPU" data sheet. BF16 242 with sparsity, hence 121 dense; FP32 30.3;
+  24 GB at 300 GB/s.
+- CPU: no data sheet. One core with two 256-bit multiply-adds a cycle at 3 GHz, in round numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal
+
+from shared.errors import TopologyError
+from shared.units import GB
+
+__all__ = ["A100_80", "A800", "CPU", "H100", "H200", "L4", "PRESETS", "T4", "V100_32", "Device"]
+
+_TFLOPS = 1e12
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One GPU, or one CPU core as a rank uses it.
+
+    Attributes:
+        name: what it is called; the preset's name for a preset.
+        kind: "cuda" or "cpu".
+        flops_per_s: dense matrix peak in bfloat16 or float16.
+        flops_fp32_per_s: peak in float32.
+        memory_bytes: capacity of its memory.
+        memory_bytes_per_s: bandwidth of its memory.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    flops_per_s: float
+    flops_fp32_per_s: float
+    memory_bytes: int
+    memory_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cuda", "cpu"):
+            raise TopologyError(
+                f"device {self.name!r}: kind must be 'cuda' or 'cpu': {self.kind!r}"
+            )
+        for key in ("flops_per_s", "flops_fp32_per_s", "memory_bytes", "memory_bytes_per_s"):
+            value = getattr(self, key)
+            if not (isfinite(value) and value > 0):
+                raise TopologyError(
+                    f"device {self.name!r}: {key} must be positive and finite, got {value}"
+                )
+
+
+def _gpu(name: str, half: float, fp32: float, memory_gb: int, memory_gb_per_s: float) -> Device:
+    return Device(
+        name=name,
+        kind="cuda",
+        flops_per_s=half * _TFLOPS,
+        flops_fp32_per_s=fp32 * _TFLOPS,
+        memory_bytes=memory_gb * GB,
+        memory_bytes_per_s=memory_gb_per_s * GB,
+    )
+
+
+H200 = _gpu("H200", 989.5, 67.0, 141, 4800.0)
+H100 = _gpu("H100", 989.5, 67.0, 80, 3350.0)
+A100_80 = _gpu("A100_80", 312.0, 19.5, 80, 2039.0)
+A800 = _gpu("A800", 312.0, 19.5, 80, 2039.0)
+V100_32 = _gpu("V100_32", 125.0, 15.7, 32, 900.0)
+T4 = _gpu("T4", 65.0, 8.1, 16, 320.0)
+L4 = _gpu("L4", 121.0, 30.3, 24, 300.0)
+CPU = Device(
+    name="CPU",
+    kind="cpu",
+    flops_per_s=0.1 * _TFLOPS,
+    flops_fp32_per_s=0.1 * _TFLOPS,
+    memory_bytes=8 * GB,
+    memory_bytes_per_s=10.0 * GB,
+)
+
+PRESETS = {device.name: device for device in (H200, H100, A100_80, A800, V100_32, T4, L4, CPU)}
+"""The presets by name."""
