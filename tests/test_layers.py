@@ -99,7 +99,12 @@ def test_what_lives_only_in_shared(module):
         str(path.relative_to(ROOT))
         for path in SOURCES
         if "packages" in path.parts
-        and any(name == module or name.startswith(module + ".") for name in imported(path))
+        and any(
+            name == module or name.startswith(module + ".")
+            for name in imported(path)
+            # Files of a training state are no process group.
+            if not name.startswith("torch.distributed.checkpoint")
+        )
     ]
     assert offenders == []
 

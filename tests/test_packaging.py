@@ -150,7 +150,7 @@ class _Answer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *arguments):
+    def log_message(self, format, *args):
         """Keeps the test's output clean."""
 
 
