@@ -1,21 +1,20 @@
-"""Bit assignment without a solver: steepest upgrades first, then every level of every round.
+"""Bit assignment without a solver: the relaxation rounded, then its neighbourhood searched.
 
-For a given round time Z each channel is a multiple-choice knapsack, whose linear relaxation takes
-upgrades in the order of variance saved a second; V_c(Z) is convex and piecewise linear, so the best
-Z lies where the slopes of the round's channels sum to the price of a second. Rounding down to whole
-upgrades gives the first solution. The second lets the few groups next to each channel's break take
-any option, which closes most of the rounding loss and is exhaustive on small problems. The lower
-bound is the value of the relaxation's dual, checked by weak duality alone: it stands whether or not
-the steps before it were right. O(groups log groups).
+The idea of greedy upgrades under a round's price is ours, the problem AdaQP's (arXiv 2306.01381).
+First every level of every round is tried with each channel's upgrades taken steepest first, which
+rounds the relaxation down to whole groups. Then the few groups that are cheapest to change take any
+option, and again every level is tried: this closes most of the rounding loss, and on small problems
+it searches everything. Where hidden time ties the rounds together, a beam over the rounds spends
+it. O(groups log groups) beside a neighbourhood of bounded size.
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Int64
 
 from adaqp.assignment import Assignment
+from adaqp.relaxation import Upgrades, dual_bound, hull_upgrades, relax, round_max
 
 __all__ = ["GreedyResult", "solve"]
 
@@ -37,20 +36,6 @@ class GreedyResult:
 
     choice: Int64[np.ndarray, " groups"]
     bound: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Upgrades:
-    """Steps along each group's lower hull, sorted by channel, then steepest first."""
-
-    base: np.ndarray  # [groups] option of fewest bytes
-    group: np.ndarray  # [upgrades] and so below
-    option: np.ndarray
-    channel: np.ndarray
-    position: np.ndarray  # rank within the channel
-    drop: np.ndarray  # variance saved
-    slope: np.ndarray  # variance saved a second, infinite where bytes cost no time
-    end_s: np.ndarray  # time of the channel once this upgrade and all before it are taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,10 +62,10 @@ def solve(problem: Assignment) -> GreedyResult:
         The choice and a lower bound of the optimum's objective; they are equal when the problem
         was small enough to be searched exhaustively.
     """
-    upgrades = _hull_upgrades(problem)
+    upgrades = hull_upgrades(problem)
     rounds = problem.round_index()
-    levels_s, price = _relaxation(problem, upgrades, rounds)
-    bound = _dual_bound(problem, upgrades, rounds, levels_s, price)
+    levels_s, price = relax(problem, upgrades, rounds)
+    bound = dual_bound(problem, upgrades, rounds, levels_s, price)
 
     menu = _prefix_menu(problem, upgrades)
     levels_s, _ = _choose_levels(problem, menu, rounds)
@@ -99,147 +84,7 @@ def solve(problem: Assignment) -> GreedyResult:
     return GreedyResult(choice=choice, bound=bound)
 
 
-def _hull_upgrades(problem: Assignment) -> _Upgrades:
-    variance, num_bytes = problem.option_variance(), problem.bytes
-    rows = np.arange(problem.num_groups)
-    is_least = num_bytes == num_bytes.min(axis=1, keepdims=True, initial=np.inf)
-    base = np.where(is_least, variance, np.inf).argmin(axis=1)
-
-    current, steps, ceiling = base, [], np.full(rows.size, np.inf)
-    for step in range(problem.bits.size - 1):
-        more = num_bytes - num_bytes[rows, current][:, None]
-        less = variance[rows, current][:, None] - variance
-        useful = (more > 0) & (less > 0)
-        slope = np.divide(less, more, out=np.zeros_like(less), where=useful)
-        best = slope.argmax(axis=1)
-        go = slope[rows, best] > 0
-        if not go.any():
-            break
-        # Roundoff must not let a later step of a group sort before an earlier one.
-        ceiling = np.minimum(ceiling, slope[rows, best])
-        g, b = rows[go], best[go]
-        steps.append((g, b, np.full(g.size, step), ceiling[go], more[g, b], less[g, b]))
-        current = np.where(go, best, current)
-    empty = [np.zeros(0, np.int64)] * 3 + [np.zeros(0)] * 3
-    group, option, step, slope, more, drop = (
-        [np.concatenate(column) for column in zip(*steps, strict=True)] if steps else empty
-    )
-
-    channel = problem.channel[group]
-    order = np.lexsort((step, -slope, channel))
-    group, option, channel = group[order], option[order], channel[order]
-    count = np.bincount(channel, minlength=problem.num_channels)
-    first = np.cumsum(count) - count
-    running = np.concatenate(([0.0], np.cumsum(more[order])))
-    gained = running[1:] - running[first[channel]]
-    per_byte = problem.s_per_byte[channel]
-    least = problem.channel_bytes(base)[channel]
-    with np.errstate(divide="ignore"):
-        slope_s = slope[order] / per_byte
-    return _Upgrades(
-        base=base,
-        group=group,
-        option=option,
-        channel=channel,
-        position=np.arange(group.size) - first[channel],
-        drop=drop[order],
-        slope=slope_s,
-        end_s=problem.latency_s[channel] + per_byte * (least + gained),
-    )
-
-
-def _round_max(values: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-    most = np.zeros(int(rounds.max(initial=-1)) + 1)
-    np.maximum.at(most, rounds, values)
-    return most
-
-
-def _relaxation(problem: Assignment, up: _Upgrades, rounds: np.ndarray) -> tuple[np.ndarray, float]:
-    """Round times [rounds] of the relaxation's optimum, and its price of a second."""
-    per_variance, per_s = problem.prices()
-    levels_s = _round_max(problem.channel_s(up.base), rounds)
-    round_of = rounds[up.channel]
-    is_inside = up.end_s > levels_s[round_of]
-    same = np.append(up.channel[1:] == up.channel[:-1], False)[: up.channel.size]
-    following = np.where(same, np.append(up.slope[1:], 0.0)[: up.slope.size], 0.0)
-    change = up.slope[is_inside] - following[is_inside]
-    end_s, round_of = up.end_s[is_inside], round_of[is_inside]
-
-    order = np.lexsort((end_s, round_of))
-    end_s, round_of, change = end_s[order], round_of[order], change[order]
-    # The round's slope left of each breakpoint, summed from the flat end: all terms are positive,
-    # so nothing cancels although slopes span many orders of magnitude.
-    slope = np.empty_like(change)
-    edges = np.searchsorted(round_of, np.arange(levels_s.size + 1)).tolist()
-    for a, b in pairwise(edges):
-        slope[a:b] = np.cumsum(change[a:b][::-1])[::-1]
-    is_first = np.append(True, round_of[1:] != round_of[:-1])[: round_of.size]
-    length_s = end_s - np.where(is_first, levels_s[round_of], np.roll(end_s, 1))
-
-    worth = per_variance * slope
-    paid = worth > per_s
-    np.maximum.at(levels_s, round_of[paid], end_s[paid])
-    free_s = problem.hidden_s - levels_s.sum()
-    if free_s <= 0 or paid.all():
-        return levels_s, (per_s if free_s <= 0 else 0.0)
-    # Hidden seconds are left over: spend them where they save most.
-    rest = np.flatnonzero(~paid)
-    rest = rest[np.argsort(-slope[rest], kind="stable")]
-    used_s = np.cumsum(length_s[rest])
-    whole = int(np.searchsorted(used_s, free_s, side="right"))
-    np.maximum.at(levels_s, round_of[rest[:whole]], end_s[rest[:whole]])
-    if whole == rest.size:
-        return levels_s, 0.0
-    cut = rest[whole]
-    levels_s[round_of[cut]] = end_s[cut] - (used_s[whole] - free_s)
-    return levels_s, min(per_s, float(worth[cut]))
-
-
-def _dual_bound(
-    problem: Assignment, up: _Upgrades, rounds: np.ndarray, levels_s: np.ndarray, price: float
-) -> float:
-    """Lower bound by weak duality, from any channel prices that sum to `price` a round or less."""
-    per_variance = problem.prices()[0]
-    level_s = levels_s[rounds]
-    channels = problem.num_channels
-    least_s = problem.channel_s(up.base)
-
-    # Bytes that cost no time bound nothing, whatever they save.
-    slope = per_variance * np.where(np.isfinite(up.slope), up.slope, 0.0)
-    count = np.bincount(up.channel, minlength=channels)
-
-    def slope_after(is_taken: np.ndarray) -> np.ndarray:
-        taken = np.bincount(up.channel[is_taken], minlength=channels)
-        is_left = taken < count
-        after = np.zeros(channels)
-        after[is_left] = slope[(np.cumsum(count) - count + taken)[is_left]]
-        return after
-
-    weight = slope_after(up.end_s <= level_s[up.channel])
-    left = slope_after(up.end_s < level_s[up.channel])
-    is_floor = least_s >= level_s
-    room = np.where(is_floor, 0.0, np.maximum(left - weight, 0.0))
-    num_rounds = levels_s.size
-
-    def per_round(values: np.ndarray) -> np.ndarray:
-        return np.bincount(rounds, weights=values, minlength=num_rounds)
-
-    missing = np.maximum(price - per_round(weight), 0.0)
-    floors, rooms = per_round(is_floor), per_round(room)
-    # A channel at its least bytes holds the round up whatever the price: it takes all the rest.
-    share = np.divide(missing, rooms, out=np.zeros_like(rooms), where=rooms > 0).clip(max=1.0)
-    weight += np.where(floors[rounds] > 0, 0.0, share[rounds] * room)
-    weight += np.where(is_floor, missing[rounds] / np.maximum(floors[rounds], 1), 0.0)
-    total = per_round(weight)
-    weight *= np.divide(price, total, out=np.ones_like(total), where=total > price)[rounds]
-
-    per_byte = (weight * problem.s_per_byte)[problem.channel]
-    cheapest = per_variance * problem.option_variance() + per_byte[:, None] * problem.bytes
-    groups = cheapest.min(axis=1, initial=np.inf).sum()
-    return max(0.0, float(groups + weight @ problem.latency_s - price * problem.hidden_s))
-
-
-def _prefix_menu(problem: Assignment, up: _Upgrades) -> _Menu:
+def _prefix_menu(problem: Assignment, up: Upgrades) -> _Menu:
     channels = np.arange(problem.num_channels)
     channel = np.concatenate((channels, up.channel))
     order = np.argsort(channel, kind="stable")
@@ -261,7 +106,7 @@ def _choose_levels(
     """
     per_variance, per_s = problem.prices()
     is_first = np.append(True, menu.channel[1:] != menu.channel[:-1])[: menu.channel.size]
-    floor_s = _round_max(menu.time_s[is_first], rounds)
+    floor_s = round_max(menu.time_s[is_first], rounds)
     if floor_s.size == 0:
         return floor_s, 0.0
     round_of = rounds[menu.channel]
@@ -349,7 +194,7 @@ def _combine(
 
 def _refine(
     problem: Assignment,
-    up: _Upgrades,
+    up: Upgrades,
     rounds: np.ndarray,
     taken: np.ndarray,
     choice: np.ndarray,
@@ -406,7 +251,7 @@ def _refine(
     return refined, bound + problem.prices()[0] * float(variance.min(axis=1, initial=np.inf).sum())
 
 
-def _core_groups(problem: Assignment, up: _Upgrades, taken: np.ndarray) -> np.ndarray:
+def _core_groups(problem: Assignment, up: Upgrades, taken: np.ndarray) -> np.ndarray:
     """Groups that are cheapest to change, [channels, slots], -1 where a slot is empty."""
     count = np.bincount(up.channel, minlength=problem.num_channels)
     last = np.cumsum(count) - 1

@@ -1,0 +1,247 @@
+"""What a message costs between any two ranks, measured the way messages will be sent.
+
+AdaQP (arXiv 2306.01381) fits a straight line to each pair's times. Here all pairs of a ring round
+send at once, through the same rounds that carry the halo, since a pair timed alone does not share
+its host's link; the receiver's clock counts, since a send returns when the system has buffered it;
+and a fit that noise turned negative is replaced, marked and reported instead of used.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float64
+
+from shared.comms.collectives import all_gather, all_reduce, barrier
+from shared.comms.courier import Round, post_rounds
+from shared.comms.group import Group
+from shared.errors import ConfigError
+from shared.topology.link import fit_link
+from shared.units import KiB, MiB
+
+__all__ = ["LinkTable", "probe"]
+
+_log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_KEYS = {"format", "s_per_byte", "latency_s", "clamped"}
+_GROWTH, _LARGEST_BYTES = 4, 16 * MiB
+_REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LinkTable:
+    """Straight-line cost of a message from each rank (row) to each rank (column).
+
+    Attributes:
+        s_per_byte: [ranks, ranks] seconds a byte; 0 from a rank to itself.
+        latency_s: [ranks, ranks] seconds a message.
+        clamped: [ranks, ranks] whether the measured line was impossible and was corrected.
+
+    Raises:
+        ConfigError: the shapes differ, or a cost is negative or not finite.
+    """
+
+    s_per_byte: Float64[np.ndarray, "ranks ranks"]
+    latency_s: Float64[np.ndarray, "ranks ranks"]
+    clamped: Bool[np.ndarray, "ranks ranks"]
+
+    def __post_init__(self) -> None:
+        shape = (len(self.s_per_byte),) * 2
+        for name in ("s_per_byte", "latency_s", "clamped"):
+            table = getattr(self, name)
+            if table.shape != shape or not (np.isfinite(table) & (table >= 0)).all():
+                raise ConfigError(
+                    f"{name}: expected a table {shape} of finite costs >= 0, came shape "
+                    f"{table.shape} with values from {table.min(initial=0)} to "
+                    f"{table.max(initial=0)}; probe the links again"
+                )
+
+    @classmethod
+    def uniform(cls, ranks: int, bytes_per_s: float, latency_s: float = 0.0) -> "LinkTable":
+        """The same link between every two different ranks.
+
+        Args:
+            ranks: number of ranks.
+            bytes_per_s: rate of each pair.
+            latency_s: seconds a message.
+
+        Raises:
+            ConfigError: there is no rank or the rate is not positive.
+        """
+        if ranks < 1 or not bytes_per_s > 0:
+            raise ConfigError(
+                f"expected 1 or more ranks and a rate > 0 bytes/s, came {ranks} ranks at "
+                f"{bytes_per_s} bytes/s; see shared.units.parse_rate for rates such as '1gbit'"
+            )
+        others = 1.0 - np.eye(ranks)
+        return cls(
+            s_per_byte=others / bytes_per_s,
+            latency_s=others * float(latency_s),
+            clamped=np.zeros((ranks, ranks), dtype=bool),
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.s_per_byte)
+
+    def time_s(self, src: int, dst: int, num_bytes: float) -> float:
+        """Seconds that a message of `num_bytes` takes from rank `src` to rank `dst`."""
+        return float(self.latency_s[src, dst] + self.s_per_byte[src, dst] * num_bytes)
+
+    def to_json(self) -> str:
+        """The table as JSON text with a format number."""
+        return json.dumps(
+            {
+                "format": _FORMAT,
+                "s_per_byte": self.s_per_byte.tolist(),
+                "latency_s": self.latency_s.tolist(),
+                "clamped": self.clamped.tolist(),
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "LinkTable":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: the format is another, or keys are missing or unknown.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict) or set(values) != _KEYS or values["format"] != _FORMAT:
+            raise ConfigError(
+                f"link table: expected format {_FORMAT} with the keys {sorted(_KEYS)}, came "
+                f"{text[:80]!r}; write it with `adaqp probe-links`"
+            )
+        return cls(
+            s_per_byte=np.array(values["s_per_byte"], dtype=np.float64),
+            latency_s=np.array(values["latency_s"], dtype=np.float64),
+            clamped=np.array(values["clamped"], dtype=bool),
+        )
+
+
+def probe(
+    group: Group,
+    sizes_bytes: Sequence[int] | None = None,
+    budget_s: float = 2.0,
+    fallback_bytes_per_s: float | None = None,
+) -> LinkTable:
+    """Measure the cost of messages between all ranks; every rank calls it and gets the table.
+
+    Round r pairs each rank i with i + r, all pairs at once. Sizes grow fourfold from 1 KiB, each
+    is sent a few times, and the median time at the receiver is kept.
+
+    Args:
+        group: the ranks.
+        sizes_bytes: sizes to send instead, at least two different ones; all of them are sent.
+        budget_s: seconds after which no larger size is begun.
+        fallback_bytes_per_s: rate of a pair whose line comes out negative or flat. Without one it
+            is the rate of the largest message.
+
+    Returns:
+        Seconds a byte and a message between all ranks, the same on every rank.
+
+    Raises:
+        ConfigError: fewer than two sizes, a size below 1, or a rate or budget that is not positive.
+        CommError: a peer died or the timeout passed.
+    """
+    sizes = _checked_sizes(sizes_bytes, budget_s, fallback_bytes_per_s)
+    if group.world_size == 1:
+        return LinkTable.uniform(1, 1.0)
+    num_ranks, rank = group.world_size, group.rank
+    measured: list[np.ndarray] = []
+    begun_s = time.perf_counter()
+    for index, num_bytes in enumerate(sizes):
+        started_s = time.perf_counter()
+        measured.append(_round_times_s(group, num_bytes))
+        if sizes_bytes is None and index:
+            # The next size takes about _GROWTH times what this one took; all ranks must agree.
+            now_s = time.perf_counter()
+            expected_s = now_s - begun_s + _GROWTH * (now_s - started_s)
+            expected = torch.tensor([expected_s], dtype=torch.float64, device=group.device)
+            all_reduce(group, expected, "max")
+            if float(expected) > budget_s:
+                break
+    times_s = np.stack(measured)
+    fits = np.zeros((3, num_ranks))
+    for shift in range(1, num_ranks):
+        src = (rank - shift) % num_ranks
+        fits[:, src] = _fit(sizes[: len(measured)], times_s[:, shift - 1], fallback_bytes_per_s)
+    # Each rank knows what it receives: one column of the table.
+    columns = all_gather(group, torch.from_numpy(fits).to(group.device))
+    table = np.stack([column.cpu().numpy() for column in columns], axis=2)
+    clamped = table[2] > 0
+    if rank == 0 and clamped.any():
+        pairs = [f"{src}->{dst}" for src, dst in np.argwhere(clamped)]
+        _log.warning(
+            "links %s: the measured times do not grow with size as a link's do; their costs were "
+            "corrected. Raise budget_s, or give fallback_bytes_per_s",
+            ", ".join(pairs),
+        )
+    return LinkTable(s_per_byte=table[0], latency_s=table[1], clamped=clamped)
+
+
+def _checked_sizes(
+    sizes_bytes: Sequence[int] | None, budget_s: float, fallback: float | None
+) -> list[int]:
+    if not budget_s > 0 or (fallback is not None and not fallback > 0):
+        raise ConfigError(
+            f"expected budget_s > 0 and fallback_bytes_per_s > 0 or None, came {budget_s} and "
+            f"{fallback}; 2 seconds suit most networks"
+        )
+    if sizes_bytes is None:
+        sizes = [1 * KiB]
+        while sizes[-1] < _LARGEST_BYTES:
+            sizes.append(sizes[-1] * _GROWTH)
+        return sizes
+    if len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1:
+        raise ConfigError(
+            f"sizes_bytes: expected two or more different sizes >= 1, came {list(sizes_bytes)}; "
+            "a line needs two points, such as 1 KiB and 1 MiB"
+        )
+    return list(sizes_bytes)
+
+
+def _round_times_s(group: Group, num_bytes: int) -> np.ndarray:
+    """Median seconds until a message of this size has come, for each ring round."""
+    num_ranks, rank = group.world_size, group.rank
+    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device)
+    came = torch.empty_like(sent)
+    times_s = np.zeros((_REPEATS, num_ranks - 1))
+    for repeat in range(_REPEATS):
+        for shift in range(1, num_ranks):
+            item = Round(
+                send_to=(rank + shift) % num_ranks,
+                send=sent,
+                recv_from=(rank - shift) % num_ranks,
+                recv=came,
+            )
+            barrier(group)
+            started_s = time.perf_counter()
+            pending = post_rounds(group, [item], "probe")
+            pending.wait(0)
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+            times_s[repeat, shift - 1] = time.perf_counter() - started_s
+            pending.wait_all()
+    # The first message of a pair opens its connection.
+    return np.median(times_s[1:], axis=0)
+
+
+def _fit(
+    sizes: list[int], times_s: np.ndarray, fallback_bytes_per_s: float | None
+) -> tuple[float, float, float]:
+    fit = fit_link(sizes, times_s)
+    latency_s, s_per_byte = float(fit.link.alpha_s), float(fit.link.beta_s_per_byte)
+    is_flat = s_per_byte <= 0
+    if is_flat:
+        largest = int(np.argmax(sizes))
+        s_per_byte = 1 / fallback_bytes_per_s if fallback_bytes_per_s else 0.0
+        s_per_byte = s_per_byte or float(times_s[largest]) / sizes[largest]
+        latency_s = float(times_s.min())
+    return s_per_byte, latency_s, float(fit.clamped or is_flat)
