@@ -6,7 +6,6 @@ to the one peer that receives it. The problem itself is `adaqp.planner`'s.
 
 import numpy as np
 import torch
-from shared.comms.collectives import all_gather, all_to_all_v, gather_v, scatter_v
 from torch import Tensor
 
 from adaqp.links import LinkTable
@@ -14,6 +13,7 @@ from adaqp.planner import Assignment, Solution, assign, group_messages
 from adaqp.policy import Adaptive
 from adaqp.trace import Channel
 from adaqp.wire import row_bytes
+from shared.comms.collectives import all_gather, all_to_all_v, gather_v, scatter_v
 from shared.comms.group import Group
 
 __all__ = ["assign_channels", "problem_of"]

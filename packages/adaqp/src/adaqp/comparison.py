@@ -34,7 +34,8 @@ class Timing:
         num_bytes: bytes all ranks sent in an epoch.
         bits: share of rank 0's rows at each width, by channel.
         assign_s: seconds of one assignment, 0 where there is none.
-        loss: rank 0's losses, epoch by epoch.
+        loss: mean loss over all training nodes, epoch by epoch.
+        accuracy: share of right answers by split after the last epoch, exact messages.
     """
 
     policy: PolicyConfig
@@ -44,6 +45,7 @@ class Timing:
     bits: dict[str, dict[int, float]]
     assign_s: float
     loss: list[float]
+    accuracy: dict[str, float]
 
     @property
     def median_s(self) -> float:
@@ -124,6 +126,8 @@ def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> T
     history = run.trainer.history
     timed = history.seconds[-num_timed:]
     assigns = [s["assign"] for s in history.seconds if s["assign"] > 0]
+    with dg.using(run.messages):
+        accuracy = run.trainer.evaluate()
     sent = torch.tensor([median(history.bytes[-num_timed:])], dtype=torch.float64)
     if dg.group is not None:
         all_reduce(dg.group, sent)
@@ -136,4 +140,5 @@ def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> T
         # The first one also probes the links and tells every row's weight once.
         assign_s=min(assigns, default=0.0),
         loss=history.loss,
+        accuracy=accuracy,
     )

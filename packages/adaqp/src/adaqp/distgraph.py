@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from safetensors import safe_open
-from shared.comms.collectives import all_gather, all_to_all_v
 from torch import Tensor
 
 from adaqp.function import HaloInFlight, aggregate, send_rows
@@ -18,6 +17,7 @@ from adaqp.halo import Operator, Part, Route, operator, routes
 from adaqp.links import LinkTable, probe
 from adaqp.policy import Exact, Policy
 from adaqp.runtime import Messages
+from shared.comms.collectives import all_gather, all_to_all_v
 from shared.comms.group import Group
 from shared.errors import ConfigError, DataError, TopologyError
 

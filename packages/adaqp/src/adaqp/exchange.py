@@ -10,12 +10,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
-from shared.comms.collectives import PendingRounds, Round, post_rounds
 from torch import Tensor
 
 from adaqp.clock import Clock
 from adaqp.halo import Route
 from adaqp.wire import Layout, pack, unpack
+from shared.comms.collectives import PendingRounds, Round, post_rounds
 from shared.comms.group import Group
 from shared.errors import CommError, DataError
 from shared.kernels.philox import stream_key

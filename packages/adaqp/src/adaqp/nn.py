@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from adaqp.distgraph import DistGraph
 from shared.errors import ConfigError
 
-__all__ = ["GATConv", "GCNConv", "GINConv", "SAGEConv", "gat", "gcn", "gin", "sage"]
+__all__ = ["Dropout", "GATConv", "GCNConv", "GINConv", "SAGEConv", "gat", "gcn", "gin", "sage"]
 
 
 class GCNConv(nn.Module):
@@ -155,6 +155,31 @@ class GATConv(nn.Module):
         return summed.flatten(1)
 
 
+class Dropout(nn.Module):
+    """Zeroes a share `p` of the values in training and scales the others by 1 / (1 - p).
+
+    On a CPU torch draws one random number a value (17 ns each on one core, a fifth of a GCN's
+    step); this takes four decisions from each 64-bit draw of the same generator, so `p` is rounded
+    to a multiple of 2^-16.
+
+    Args:
+        p: share of values to drop, in [0, 1).
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Any shape; unchanged in evaluation."""
+        if not self.training or not self.p or h.is_cuda:
+            return F.dropout(h, self.p, self.training)
+        draws = torch.empty(-(-h.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+        threshold = round(self.p * 2**16) - 2**15
+        keep = draws.view(torch.int16)[: h.numel()].view(h.shape) >= threshold
+        return h * keep.to(h.dtype).mul_(1 / (1 - self.p))
+
+
 def _stack(
     dg: DistGraph, conv: type[nn.Module], dims: list[int], norm: str | None, dropout: float
 ) -> nn.Sequential:
@@ -172,7 +197,7 @@ def _stack(
 def _between(dim: int, norm: str | None, dropout: float) -> list[nn.Module]:
     """What stands between two layers."""
     modules: list[nn.Module] = [nn.LayerNorm(dim)] if norm else []
-    return [*modules, nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+    return [*modules, nn.ReLU(), *([Dropout(dropout)] if dropout else [])]
 
 
 def gcn(

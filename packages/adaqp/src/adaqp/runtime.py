@@ -104,7 +104,7 @@ class Messages:
         self._calls = 0
         self._is_stepping = True
         policy = self.policy
-        if isinstance(policy, Adaptive) and self.channels:
+        if isinstance(policy, Adaptive) and self.step:
             is_due = self.step == policy.first_at or self.step % policy.every == 0
             if is_due and self.dg.group is not None:
                 with self.clock.phase("assign"):

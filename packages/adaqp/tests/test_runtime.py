@@ -1,0 +1,187 @@
+"""Policies on two ranks: what each sends, what noise does, and what late messages are."""
+
+import pytest
+import torch
+
+import adaqp
+from adaqp.policy import Adaptive, Drop, Exact, Fixed, Stale
+from shared.errors import ConfigError
+
+
+def gcn(dg, hidden=16, dropout=0.0):
+    torch.manual_seed(0)
+    return adaqp.nn.gcn(dg, [dg.feat.shape[1], hidden, hidden, dg.num_classes], dropout=dropout)
+
+
+def train(folder, policy, epochs, settings):
+    dg = adaqp.load(folder)
+    model = gcn(dg)
+    with dg.messages(policy, **settings) as messages:
+        trainer = adaqp.Trainer(dg, model, torch.optim.Adam(model.parameters(), 1e-2))
+        history = trainer.fit(epochs)
+        messages.settle()
+        ledger = dg.group.ledger.snapshot().by_phase()
+    sent = {name: cell.sent_bytes for name, cell in ledger.items()}
+    return history, sent, messages.report(), [len(dg.pull.send_rows), dg.num_halo]
+
+
+@pytest.mark.parametrize("backward", ["push", "pull"])
+@pytest.mark.parametrize(("bits", "row_bytes"), [(8, 16 + 4), (4, 8 + 4), (2, 4 + 4), (1, 2 + 4)])
+def test_fixed_sends_what_its_width_says(bits, row_bytes, backward, sbm, cut, pool2):
+    settings = {"backward": backward}
+    runs = pool2.run(train, cut(sbm, 2), Fixed(bits), 2, settings).results
+    earlier = pool2.run(train, cut(sbm, 2), Fixed(bits), 2, settings).results
+    for (_, before, _, _), (_, after, _, (num_send, num_halo)) in zip(runs, earlier, strict=True):
+        for channel, num_rows in (
+            ("forward0", num_send),
+            ("backward0", num_send if backward == "pull" else num_halo),
+        ):
+            expected = 2 * (16 + row_bytes * num_rows)
+            assert abs(after[channel] - before[channel] - expected) <= 2 * 8  # alignment
+
+
+def test_noise_shrinks_with_the_width(sbm, cut, pool2):
+    exact = pool2.run(train, cut(sbm, 2), Exact(), 1, {}).results[0][0].loss[0]
+    gaps = []
+    for bits in (1, 2, 4, 8):
+        loss = pool2.run(train, cut(sbm, 2), Fixed(bits), 1, {}).results[0][0].loss[0]
+        gaps.append(abs(loss - exact))
+    assert gaps[0] > gaps[2] > gaps[3]
+    assert gaps[3] < 1e-3
+
+
+def mean_of_draws(folder, bits, draws):
+    """Mean over seeds of an aggregation at `bits`, and the exact one."""
+    dg = adaqp.load(folder)
+    x = torch.randn(dg.num_nodes, 24, generator=torch.Generator().manual_seed(1))[dg.global_ids]
+    x.requires_grad_()
+    exact = dg.aggregate(x).detach()
+    total, squared = torch.zeros_like(exact), 0.0
+    for seed in range(draws):
+        with dg.messages(Fixed(bits), seed=seed, wire_dtype=torch.float32):
+            out = dg.aggregate(x).detach()
+        total += out
+        squared += float((out - exact).square().sum())
+    alpha_sq = dg.operator("gcn").alpha_sq
+    spread = dg.halo(x).detach()[dg.num_local :].aminmax(dim=1)
+    step = (spread.max - spread.min) / (2**bits - 1)
+    predicted = float((alpha_sq * step**2).sum()) * 22 / 6
+    return float((total / draws - exact).norm() / exact.norm()), squared / draws, predicted
+
+
+def test_aggregation_is_unbiased_and_its_variance_is_the_predicted_one(sbm, cut, pool2):
+    for bits in (2, 4):
+        for bias, variance, predicted in pool2.run(mean_of_draws, cut(sbm, 2), bits, 60).results:
+            single = (predicted**0.5) / 10  # far below one draw's error
+            assert bias < single
+            assert variance == pytest.approx(predicted, rel=0.1)
+
+
+def test_adaptive_assigns_and_both_sides_agree(sbm, cut, pool2):
+    policy = Adaptive(every=4, first_at=2, group_size=20)
+    for history, _, bits, _ in pool2.run(train, cut(sbm, 2), policy, 10, {}).results:
+        assert set(bits) == {"forward0", "forward1", "backward0", "backward1"}
+        assert {b for shares in bits.values() for b in shares} <= {2, 4, 8}
+        assigned = [e for e, s in enumerate(history.seconds) if s["assign"] > 0]
+        assert assigned == [2, 4, 8]
+        assert history.loss[-1] < history.loss[0]
+
+
+def test_lam_goes_from_least_time_to_least_variance(sbm, cut, pool2):
+    links = adaqp.LinkTable.uniform(2, 12.5e6, 2e-4)
+    for lam, share_of_8 in ((0.0, 0.0), (1.0, 1.0)):
+        policy = Adaptive(every=50, first_at=1, lam=lam)
+        for _, _, bits, _ in pool2.run(train, cut(sbm, 2), policy, 3, {"links": links}).results:
+            assert bits["forward0"].get(8, 0.0) == share_of_8
+            # Rows whose gradient is zero have no noise at any width and stay narrow.
+            assert (bits["backward1"].get(8, 0.0) > 0.5) == (lam == 1)
+
+
+@pytest.mark.parametrize("scope", ["layer", "global"])
+@pytest.mark.parametrize("solver", ["greedy", "milp"])
+@pytest.mark.parametrize("aware", [False, True])
+def test_every_way_of_assigning_trains(scope, solver, aware, directed, cut, pool2):
+    policy = Adaptive(
+        every=3, first_at=1, scope=scope, solver=solver, overlap_aware=aware, bits=(2, 8, 32)
+    )
+    history = pool2.run(train, cut(directed, 2), policy, 5, {}).results[0][0]
+    assert history.loss[-1] < history.loss[0]
+
+
+def stale_by_hand(folder, steps):
+    """Two aggregations a step with weights that change, late and exact, for comparison."""
+    dg = adaqp.load(folder)
+    results = []
+    with dg.messages(Stale(), overlap="edges"):
+        for step in range(steps):
+            x = (dg.feat[:, :8] * (step + 1)).requires_grad_()
+            out = dg.aggregate(x, "sum")
+            (out * (step + 2)).sum().backward()
+            results.append((out.detach(), x.grad))
+    op = dg.operator("sum")
+    expected = []
+    for step in range(steps):
+        late = max(step - 1, 0)
+        with torch.no_grad():
+            now = dg.aggregate(dg.feat[:, :8] * (step + 1), "sum")
+            ones = torch.ones(dg.num_local, 8)
+            grad_now = dg.aggregate(ones * (step + 2), "sum")
+            halo = dg.halo(dg.feat[:, :8].contiguous())[dg.num_local :]
+            ones_halo = torch.ones(dg.num_halo, 8)
+        from shared.kernels.segment import spmm
+
+        first = dg.num_central
+        now[first:] += spmm(op.halo, halo) * (late - step)
+        grad_now[first:] += spmm(op.halo, ones_halo) * (late - step)
+        expected.append((now, grad_now))
+    return [
+        (float((a - b).abs().max()), float((c - d).abs().max()))
+        for (a, c), (b, d) in zip(results, expected, strict=True)
+    ]
+
+
+def test_stale_uses_rows_and_gradients_of_the_step_before(sbm, cut, pool2):
+    for errors in pool2.run(stale_by_hand, cut(sbm, 2), 4).results:
+        for forward, backward in errors:
+            assert forward < 1e-4
+            assert backward < 1e-4
+
+
+def test_drop_sends_nothing_and_sees_zeros(sbm, cut, pool2):
+    _, sent, bits, _ = pool2.run(train, cut(sbm, 2), Drop(), 2, {}).results[0]
+    again = pool2.run(train, cut(sbm, 2), Drop(), 2, {}).results[0]
+    assert again[1].get("forward0", 0) == sent.get("forward0", 0)
+    assert bits["forward0"] == {0: 1.0}
+
+
+def repeated(folder, seed):
+    return train(folder, Fixed(2), 3, {"seed": seed})[0].loss
+
+
+def test_the_seed_decides_the_noise(sbm, cut, pool2):
+    first = pool2.run(repeated, cut(sbm, 2), 1).results[0]
+    assert first == pool2.run(repeated, cut(sbm, 2), 1).results[0]
+    assert first != pool2.run(repeated, cut(sbm, 2), 2).results[0]
+
+
+def test_settings_are_checked(sbm, directed, cut, tmp_path):
+    dg = adaqp.load(cut(directed, 1))
+    with (
+        pytest.raises(ConfigError, match="pull' needs a symmetric graph"),
+        dg.messages(Exact(), backward="pull"),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="overlap: expected 'edges', 'nodes' or None, got 'all'"):
+        dg.messages(Exact(), overlap="all").__enter__()
+    with pytest.raises(ConfigError, match="weight: expected 'gcn', 'mean' or 'sum', got 'max'"):
+        dg.aggregate(dg.feat, "max")
+    with pytest.raises(ConfigError, match=r"Fixed.bits: expected one of .* got 3"):
+        Fixed(3)
+    with pytest.raises(ConfigError, match=r"Adaptive.bits: expected ascending widths"):
+        Adaptive(bits=())
+    with pytest.raises(ConfigError, match=r"Adaptive.bits: expected ascending widths"):
+        Adaptive(bits=(2, 3))
+    with pytest.raises(ConfigError, match=r"Adaptive.lam: expected a number in \[0, 1\], got 1.5"):
+        Adaptive(lam=1.5)
+    with pytest.raises(ConfigError, match=r"Adaptive.group_size: expected 1 or more, got 0"):
+        Adaptive(group_size=0)
