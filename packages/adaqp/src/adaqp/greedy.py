@@ -62,6 +62,9 @@ def solve(problem: Assignment) -> GreedyResult:
         The choice and a lower bound of the optimum's objective; they are equal when the problem
         was small enough to be searched exhaustively.
     """
+    if not problem.num_groups:
+        nothing = problem.uniform(0)
+        return GreedyResult(choice=nothing, bound=problem.objective(nothing))
     upgrades = hull_upgrades(problem)
     rounds = problem.round_index()
     levels_s, price = relax(problem, upgrades, rounds)
@@ -107,8 +110,6 @@ def _choose_levels(
     per_variance, per_s = problem.prices()
     is_first = np.append(True, menu.channel[1:] != menu.channel[:-1])[: menu.channel.size]
     floor_s = round_max(menu.time_s[is_first], rounds)
-    if floor_s.size == 0:
-        return floor_s, 0.0
     round_of = rounds[menu.channel]
     time_s = np.maximum(menu.time_s, floor_s[round_of])
     order = np.lexsort((time_s, round_of))
