@@ -112,6 +112,18 @@ def test_ogb_folder(tmp_path, graph):
         read(tmp_path)
 
 
+def test_parquet_names_what_to_install(tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+
+    def without_pyarrow(*_):
+        raise ImportError("pyarrow")
+
+    monkeypatch.setattr(pandas, "read_parquet", without_pyarrow)
+    (tmp_path / "edges.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"edges.parquet: needs pandas, .* pip install pandas py"):
+        read(tmp_path)
+
+
 def test_missing_path_and_unknown_format(tmp_path):
     with pytest.raises(DataError, match=r"gone.npz: expected a file or folder, there is nothing"):
         read(tmp_path / "gone.npz")

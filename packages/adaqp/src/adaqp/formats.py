@@ -170,7 +170,9 @@ def _read_table(file: Path, **options: Any) -> "DataFrame":
             return pandas.read_parquet(file)
         return pandas.read_csv(file, **options)
     except ImportError as error:
-        raise DataError(f"{file}: needs pandas and pyarrow ({error})") from error
+        raise DataError(
+            f"{file}: needs pandas, and pyarrow for Parquet; run: pip install pandas pyarrow"
+        ) from error
     except ValueError as error:  # pandas' parser errors are ValueErrors
         raise DataError(f"{file}: expected a table, got {error}") from error
 
