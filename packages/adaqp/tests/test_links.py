@@ -61,7 +61,7 @@ def falling(fallback):
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())
-    logger = logging.getLogger("adaqp.links")
+    logger = logging.getLogger()
     logger.addHandler(handler)
     links._round_times_s = lambda group, num_bytes: np.full(group.world_size - 1, 1.0 / num_bytes)
     try:
@@ -77,6 +77,7 @@ def test_an_impossible_line_is_replaced_marked_and_reported_once(pool, fallback,
     others = ~np.eye(3, dtype=bool)
     assert table.to_json() == other.to_json()
     assert table.s_per_byte[others] == pytest.approx(expected)
+    assert table.latency_s[others] == pytest.approx(1 / 1000)
     np.testing.assert_array_equal(table.clamped, others)
     assert len(seen) == 1
     assert "0->1, 0->2, 1->0" in seen[0]

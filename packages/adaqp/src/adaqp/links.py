@@ -9,7 +9,8 @@ and a fit that noise turned negative is replaced, marked and reported instead of
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,8 +141,8 @@ def probe(
         group: the ranks.
         sizes_bytes: sizes to send instead, at least two different ones; all of them are sent.
         budget_s: seconds after which no larger size is begun.
-        fallback_bytes_per_s: rate of a pair whose line comes out negative or flat. Without one it
-            is the rate of the largest message.
+        fallback_bytes_per_s: rate of a pair whose line falls or is flat. Without one it is the
+            rate of the largest message.
 
     Returns:
         Seconds a byte and a message between all ranks, the same on every rank.
@@ -179,8 +180,9 @@ def probe(
     if rank == 0 and clamped.any():
         pairs = [f"{src}->{dst}" for src, dst in np.argwhere(clamped)]
         _log.warning(
-            "links %s: the measured times do not grow with size as a link's do; their costs were "
-            "corrected. Raise budget_s, or give fallback_bytes_per_s",
+            "links %s: the line through the measured times has a negative latency or rate; the "
+            "smallest message's time and, for the rate, the fallback or the largest message's "
+            "took its place. A larger budget_s measures larger messages",
             ", ".join(pairs),
         )
     return LinkTable(s_per_byte=table[0], latency_s=table[1], clamped=clamped)
@@ -236,12 +238,31 @@ def _round_times_s(group: Group, num_bytes: int) -> np.ndarray:
 def _fit(
     sizes: list[int], times_s: np.ndarray, fallback_bytes_per_s: float | None
 ) -> tuple[float, float, float]:
-    fit = fit_link(sizes, times_s)
+    with _one_warning_for_all():
+        fit = fit_link(sizes, times_s)
     latency_s, s_per_byte = float(fit.link.alpha_s), float(fit.link.beta_s_per_byte)
     is_flat = s_per_byte <= 0
     if is_flat:
         largest = int(np.argmax(sizes))
         s_per_byte = 1 / fallback_bytes_per_s if fallback_bytes_per_s else 0.0
         s_per_byte = s_per_byte or float(times_s[largest]) / sizes[largest]
-        latency_s = float(times_s.min())
+    if is_flat or fit.clamped:
+        # Rate limiters let the first bytes through at once, which pulls the line's start below
+        # zero; no message took less than the smallest one.
+        latency_s = float(times_s[int(np.argmin(sizes))])
     return s_per_byte, latency_s, float(fit.clamped or is_flat)
+
+
+@contextmanager
+def _one_warning_for_all() -> Iterator[None]:
+    """Leave it to `probe` to report all corrected links in one line."""
+    logger = logging.getLogger(fit_link.__module__)
+    logger.addFilter(_is_no_warning)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_warning)
+
+
+def _is_no_warning(record: logging.LogRecord) -> bool:
+    return record.levelno != logging.WARNING
