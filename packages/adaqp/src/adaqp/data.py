@@ -110,7 +110,10 @@ def flights(
         label: "delayed", whether the flight landed more than 15 minutes late; cancelled and
             diverted flights, which never landed as planned, stay in the graph with label -1 and
             are in no mask. "carrier", which of 16 airlines flew it, with the columns of the
-            airline and of the aircraft left out: the flights around it are needed to tell.
+            airline and of the aircraft left out. Only this one needs neighbours: dropping the
+            messages that cross a random cut in four costs GraphSAGE (three layers, hidden 64, 150
+            epochs, January) 10 points of accuracy, 74 to 64 %, and nothing at all on "delayed"
+            (January and February, 60 epochs: area under the curve 0.72 either way).
         seed: of the split.
         train: share of training nodes.
         val: share of validation nodes; the rest are test nodes.
