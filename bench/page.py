@@ -15,7 +15,7 @@ from typing import Protocol
 
 from shared.claims import Claim, Demo
 
-__all__ = ["inline_svg", "render_page"]
+__all__ = ["counted", "inline_svg", "render_page"]
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5d6875; --line: #d9dee4; --ground: #f6f7f9;
@@ -80,7 +80,7 @@ def render_page(visits: list, *, full: bool) -> str:
         else f'<span class="no">{wrong} not correct, {failed} demos with problems</span>'
     )
     meta = [
-        f"{len(visits)} packages, {len(claims)} claims, {verdict}",
+        f"{counted(len(visits), 'package')}, {counted(len(claims), 'claim')}, {verdict}",
         html.escape(f"{platform.node()}: {_processor()}, {os.cpu_count()} cores"),
         datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "<code>hatch run demo --full</code>" if full else "<code>hatch run demo</code>",
@@ -106,6 +106,11 @@ def render_page(visits: list, *, full: bool) -> str:
     )
 
 
+def counted(number: int, noun: str) -> str:
+    """Writes a number of things: "1 package", "3 packages"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.is_file():
@@ -120,7 +125,7 @@ def _bars(claims: list[tuple[str, Claim]]) -> str:
     finite = [claim.ratio for _, claim in claims if 0 < claim.ratio < math.inf]
     high = math.log2(max([2.0, *finite]))
     low = math.log2(min([0.5, *finite])) if min([1.0, *finite]) < 1 else 0.0
-    left, width, row = 330.0, 520.0, 24
+    left, width, row = 460.0, 460.0, 24
 
     def x(ratio: float) -> float:
         return left + width * (math.log2(ratio) - low) / (high - low)
@@ -130,7 +135,7 @@ def _bars(claims: list[tuple[str, Claim]]) -> str:
         y = index * row
         is_drawn = 0 < claim.ratio < math.inf
         start, end = sorted((x(1.0), x(claim.ratio))) if is_drawn else (x(1.0), x(1.0))
-        label = claim.name if len(claim.name) <= 38 else claim.name[:37] + "..."
+        label = claim.name if len(claim.name) <= 56 else claim.name[:55] + "..."
         parts.append(
             f'<text x="0" y="{y + 16}" class="soft">{html.escape(package)}</text>'
             f'<text x="{left - 12}" y="{y + 16}" text-anchor="end">{html.escape(label)}</text>'
@@ -144,7 +149,7 @@ def _bars(claims: list[tuple[str, Claim]]) -> str:
         'aria-label="Ratio of each claim to its baseline">'
         f'<line x1="{x(1):.1f}" x2="{x(1):.1f}" y1="0" y2="{height}"/>{"".join(parts)}'
         f'<text x="{x(1):.1f}" y="{height + 15}" text-anchor="middle" class="soft">'
-        "baseline = 1</text></svg>"
+        "baseline = 1 (logarithmic)</text></svg>"
     )
 
 

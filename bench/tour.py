@@ -26,7 +26,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from page import render_page
+from page import counted, render_page
 from shared.claims import Claim, Demo, faults, read_demo
 from shared.errors import MeshyardError
 
@@ -226,7 +226,7 @@ def walk(console: Console, visits: list[Visit], *, full: bool, timeout_s: float)
             run_demo(visit, full=full, timeout_s=timeout_s, show=show)
             judge(visit, strict=False)
             num_claims = len(visit.demo.claims) if visit.demo else 0
-            outcome = "failed" if visit.problems else f"{num_claims} claims"
+            outcome = "failed" if visit.problems else counted(num_claims, "claim")
             progress.update(task, completed=1, line=outcome)
             if not console.is_terminal:
                 console.print(
@@ -268,7 +268,9 @@ def main(argv: list[str] | None = None) -> int:
     failed = [visit.package for visit in visits if visit.problems]
     total = sum(len(visit.demo.claims) for visit in visits if visit.demo)
     verdict = f"failed: {', '.join(failed)}" if failed else "all correct"
-    console.print(f"{len(visits)} packages, {total} claims, {verdict}", style="bold")
+    console.print(
+        f"{counted(len(visits), 'package')}, {counted(total, 'claim')}, {verdict}", style="bold"
+    )
     return 1 if failed else 0
 
 

@@ -54,7 +54,7 @@ def test_sound_package_passes_and_fills_the_page(tmp_path):
     done = tour(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3.00x" in done.stdout
-    assert "1 packages, 3 claims, all correct" in done.stdout
+    assert "1 package, 3 claims, all correct" in done.stdout
     assert "skipped: netlab, needs root" in done.stdout
     page = (tmp_path / "report/index.html").read_text()
     assert page.count("<section") == 1
