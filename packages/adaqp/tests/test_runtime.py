@@ -104,7 +104,8 @@ def test_every_way_of_assigning_trains(scope, solver, aware, directed, cut, pool
     policy = Adaptive(
         every=3, first_at=1, scope=scope, solver=solver, overlap_aware=aware, bits=(2, 8, 32)
     )
-    history = pool2.run(train, cut(directed, 2), policy, 5, {}).results[0][0]
+    settings = {"links": adaqp.LinkTable.uniform(2, 12.5e6, 2e-4)}
+    history = pool2.run(train, cut(directed, 2), policy, 5, settings).results[0][0]
     assert history.loss[-1] < history.loss[0]
 
 

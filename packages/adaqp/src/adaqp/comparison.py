@@ -93,7 +93,9 @@ def compare(
     for _ in range(blocks):
         for run in runs:
             _run_block(dg, run, epochs_per_block)
-    return [_timing(dg, p, r, blocks * epochs_per_block) for p, r in zip(policies, runs, strict=True)]
+    return [
+        _timing(dg, p, r, blocks * epochs_per_block) for p, r in zip(policies, runs, strict=True)
+    ]
 
 
 def compare_in_rank(
@@ -104,9 +106,7 @@ def compare_in_rank(
     epochs_per_block: int = 3,
 ) -> list[Timing]:
     """`compare` on a partition on disk: what a `RankPool` runs."""
-    return compare(
-        load(folder), model, policies, blocks=blocks, epochs_per_block=epochs_per_block
-    )
+    return compare(load(folder), model, policies, blocks=blocks, epochs_per_block=epochs_per_block)
 
 
 def _run_block(dg: DistGraph, run: _Run, epochs: int) -> None:

@@ -38,7 +38,9 @@ _console = Console()
 def _num_parts(folder: Path) -> int:
     path = folder / "meta.json"
     if not path.exists():
-        raise DataError(f"{folder} holds no partition; make one: adaqp partition sbm --out {folder}")
+        raise DataError(
+            f"{folder} holds no partition; make one: adaqp partition sbm --out {folder}"
+        )
     return json.loads(path.read_text())["parts"]
 
 

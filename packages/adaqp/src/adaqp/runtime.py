@@ -19,6 +19,7 @@ from adaqp.exchange import Flight, send
 from adaqp.halo import Operator, Route
 from adaqp.policy import Adaptive, Drop, Exact, Fixed, Policy, Stale
 from adaqp.trace import Channel
+from adaqp.wire import WIDTHS
 from shared.errors import ConfigError
 from shared.kernels.segment import spmm
 
@@ -121,9 +122,9 @@ class Messages:
 
     @contextmanager
     def evaluation(self, bits: int = 32) -> Iterator[None]:
-        """Inside, exchanges outside autograd carry `bits` bits a value (32: exact)."""
-        if bits not in (1, 2, 4, 8, 16, 32):
-            raise ConfigError(f"bits: expected 1, 2, 4, 8, 16 or 32, got {bits!r}")
+        """Inside, exchanges outside autograd carry `bits` bits a value (32: exact, 0: nothing)."""
+        if bits not in WIDTHS:
+            raise ConfigError(f"bits: expected one of {WIDTHS}, got {bits!r}")
         before, self._eval_bits = self._eval_bits, bits
         try:
             yield

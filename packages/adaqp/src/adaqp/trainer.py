@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from shared.comms import all_reduce, barrier, broadcast
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import functional as F
 
 from adaqp.distgraph import DistGraph
+from shared.comms import all_reduce, barrier, broadcast
 from shared.errors import ConfigError, DataError
 
 __all__ = ["History", "Trainer"]

@@ -12,6 +12,7 @@ A buffer whose rows all travel as they are has no header: it is received in plac
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -106,7 +107,12 @@ class Layout:
 
 
 def pack(
-    layout: Layout, x: Tensor, rows: Tensor, *, key: int, rounding: str = "stochastic"
+    layout: Layout,
+    x: Tensor,
+    rows: Tensor,
+    *,
+    key: int,
+    rounding: Literal["stochastic", "nearest"] = "stochastic",
 ) -> tuple[Tensor, Tensor]:
     """Writes the rows `x[rows]` into a new buffer.
 

@@ -1,0 +1,168 @@
+"""Gradient error: widths chosen by the planner against uniform ones of the same bytes, measured.
+
+A GCN is trained for some epochs, so that rows have the ranges of training; then its weights stay
+fixed and the gradient is taken 100 times with fresh noise. Both choices of widths send the same
+bytes: the uniform one gives every row of a channel two neighbouring widths at random, in the shares
+that meet the planner's bytes.
+"""
+
+from datetime import timedelta
+
+import torch
+
+import adaqp
+from adaqp.policy import Adaptive, Exact
+from adaqp.wire import row_bytes
+from shared.claims import Claim
+from shared.comms import RankPool
+
+DRAWS = 100
+
+
+def bench_gradient_error(benchmark, record_claim, tmp_path):
+    graph = adaqp.data.sbm(20_000, feat=64, seed=1)
+    adaqp.partition(graph, 4, method="metis", out=tmp_path / "parts")
+    with RankPool(4, timeout=timedelta(minutes=15)) as pool:
+        outcome = benchmark.pedantic(
+            lambda: pool.run(errors_in_rank, str(tmp_path / "parts"), DRAWS).results, rounds=1
+        )
+    ours, uniform = (sum(r[i] for r in outcome) for i in (0, 1))
+    predicted, measured = (sum(r[i] for r in outcome) for i in (2, 3))
+    bytes_ours, bytes_uniform = (sum(r[i] for r in outcome) for i in (4, 5))
+    benchmark.extra_info["bytes"] = f"{bytes_ours} planned, {bytes_uniform} uniform"
+    benchmark.extra_info["variance of an aggregation"] = (
+        f"predicted {predicted:.4g}, measured {measured:.4g}"
+    )
+    record_claim(
+        Claim(
+            name="gradient error at equal bytes (aim 1.5x)",
+            unit="mean squared error",
+            ours=ours,
+            baseline=uniform,
+            baseline_name="uniform widths of the same bytes",
+            higher_is_better=False,
+            correct=bytes_ours <= bytes_uniform,
+            detail=f"{DRAWS} draws of the noise, weights fixed",
+        )
+    )
+    record_claim(
+        Claim(
+            name="variance predicted by the trace",
+            unit="squared error",
+            ours=predicted,
+            baseline=measured,
+            baseline_name="measured over the same draws",
+            ratio=predicted / measured,
+            higher_is_better=False,
+            kind="simulated",
+            correct=abs(predicted / measured - 1) < 0.25,
+            detail="first channel's aggregation",
+        )
+    )
+
+
+def errors_in_rank(folder, draws):
+    """Squared gradient error of both choices, and predicted and measured variance."""
+    dg = adaqp.load(folder)
+    torch.manual_seed(0)
+    model = adaqp.nn.gcn(dg, [dg.feat.shape[1], 64, 64, dg.num_classes], dropout=0.0)
+    links = adaqp.LinkTable.uniform(4, 12.5e6, 2e-4)
+    policy = Adaptive(every=10**6, first_at=15)
+    with dg.messages(policy, links=links) as messages:
+        adaqp.Trainer(dg, model, torch.optim.Adam(model.parameters(), 1e-2)).fit(20)
+        channels = messages.trained_channels()
+        chosen = {n: (c.send_bits, c.recv_bits) for n, c in channels.items()}
+    exact = gradient(dg, model, Exact(), {}, 0, links)[0]
+    ours = mean_error(dg, model, policy, chosen, exact, draws, links)
+    uniform, bytes_uniform = {}, 0
+    bytes_ours = 0
+    for number, (name, channel) in enumerate(channels.items()):
+        sizes = {b: row_bytes(b, channel.dim, 4, torch.bfloat16) for b in (2, 4, 8)}
+        send, spent = same_bytes(channel.send_bits, sizes, 31 * number + dg.rank)
+        uniform[name] = (send, tell(dg, channel.route, send))
+        bytes_ours += sum(sizes[int(b)] for b in channel.send_bits)
+        bytes_uniform += spent
+    theirs = mean_error(dg, model, policy, uniform, exact, draws, links)
+    predicted, measured = aggregation_variance(dg, channels["forward0"], chosen["forward0"], draws)
+    return ours, theirs, predicted, measured, bytes_ours, bytes_uniform
+
+
+def same_bytes(bits, sizes, seed):
+    """Two neighbouring widths at random over the rows, just reaching the bytes of `bits`."""
+    budget = sum(sizes[int(b)] for b in bits)
+    low, high = (2, 4) if budget <= len(bits) * sizes[4] else (4, 8)
+    num_high = -(-(budget - len(bits) * sizes[low]) // (sizes[high] - sizes[low]))
+    order = torch.randperm(len(bits), generator=torch.Generator().manual_seed(seed))
+    mixed = torch.full_like(bits, low)
+    mixed[order[:num_high]] = high
+    return mixed, num_high * sizes[high] + (len(bits) - num_high) * sizes[low]
+
+
+def tell(dg, route, send_bits):
+    """The widths that this rank receives, when every rank sends with its own."""
+    from shared.comms import all_to_all_v
+
+    peers = range(dg.num_parts)
+    recv = torch.empty(route.num_recv, dtype=torch.uint8)
+    all_to_all_v(
+        dg.group,
+        [send_bits[route.sent_to(p)] for p in peers],
+        [recv[route.received_from(p)] for p in peers],
+    )
+    return recv
+
+
+def gradient(dg, model, policy, bits, seed, links):
+    """This rank's share of the gradient, flattened; the widths are those of `bits`."""
+    model.zero_grad()
+    with dg.messages(policy, seed=seed, links=links) as messages:
+        if bits:
+            with torch.no_grad():
+                model(dg.feat)
+            forward_backward(dg, model)  # makes the channels
+            for name, channel in messages.trained_channels().items():
+                channel.set_bits(*bits[name])
+            model.zero_grad()
+        forward_backward(dg, model)
+    flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.distributed.all_reduce(flat)
+    return flat, None
+
+
+def forward_backward(dg, model):
+    logits = model(dg.feat)
+    loss = torch.nn.functional.cross_entropy(
+        logits[dg.train_mask], dg.label[dg.train_mask], reduction="sum"
+    )
+    (loss / dg.num_nodes).backward()
+
+
+def mean_error(dg, model, policy, bits, exact, draws, links):
+    total = 0.0
+    for seed in range(draws):
+        got = gradient(dg, model, policy, bits, seed, links)[0]
+        total += float((got - exact).square().sum())
+    return total / draws / dg.num_parts
+
+
+def aggregation_variance(dg, channel, bits, draws):
+    """Predicted and measured squared error that this rank's rows receive in one aggregation."""
+    x = torch.randn(dg.num_nodes, channel.dim, generator=torch.Generator().manual_seed(1))
+    x = (x * torch.rand(dg.num_nodes, 1, generator=torch.Generator().manual_seed(2)).exp() ** 2)[
+        dg.global_ids
+    ].requires_grad_()
+    exact = dg.aggregate(x).detach()
+    measured = 0.0
+    with dg.messages(Adaptive(every=10**6, first_at=10**6)) as messages:
+        dg.aggregate(x).sum().backward()
+        messages.channels["forward0"].set_bits(*bits)
+        for _ in range(draws):
+            out = dg.aggregate(x)
+            measured += float((out - exact).square().sum().detach())
+            out.sum().backward()
+        beta = messages.channels["forward0"].beta()
+    levels = 2.0 ** bits[0].float() - 1
+    predicted = (beta / levels**2).sum()
+    torch.distributed.all_reduce(predicted)
+    # Senders predict, receivers measure: totals over ranks are what can be compared.
+    return float(predicted) / dg.num_parts, measured / draws
