@@ -160,7 +160,7 @@ def figure_text(value: float, unit: str) -> str:
 
 def claims_table(visits: list[Visit]) -> Table:
     """Builds the table of claims that the terminal shows."""
-    table = Table(title="Claims measured by this run", title_justify="left")
+    table = Table(title="Claims", title_justify="left")
     table.add_column("package", style="bold", no_wrap=True)
     table.add_column("claim", ratio=3)
     table.add_column("ours", justify="right")
