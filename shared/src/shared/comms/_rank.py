@@ -5,12 +5,13 @@ kills it when the parent's thread ends, and a thread ends it when the control so
 Then it joins the process group and runs one function after another, as the parent sends them.
 """
 
+import atexit
 import ctypes
 import faulthandler
 import importlib.util
 import os
 import pickle
-import select
+import queue
 import signal
 import sys
 import threading
@@ -35,11 +36,18 @@ def _die_with_parent(parent_pid: int, is_main_thread: bool) -> None:
         os._exit(1)
 
 
-def _exit_on_hangup(control_fd: int) -> None:
-    poll = select.poll()
-    poll.register(control_fd, getattr(select, "POLLRDHUP", select.POLLHUP))
-    poll.poll()
-    os._exit(1)
+def _listen(control: Connection, commands: queue.SimpleQueue) -> None:
+    """Pass commands on; act at once on a dead peer, and on the parent's own end."""
+    while True:
+        try:
+            command = control.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        courier = sys.modules.get("shared.comms.courier")
+        if command[0] != "died":
+            commands.put(command)
+        elif courier is not None:
+            courier.peer_died(command[1])
 
 
 def _module(name: str, file: str | None) -> ModuleType:
@@ -91,11 +99,11 @@ def _pickled(result: Any, qualname: str) -> bytes:
         ) from error
 
 
-def _serve(control: Connection) -> None:
+def _serve(control: Connection, commands: queue.SimpleQueue) -> None:
     import torch.distributed as dist
 
     while True:
-        command, *rest = control.recv()
+        command, *rest = commands.get()
         if command == "stop":
             return
         name, file, qualname, args = rest
@@ -117,12 +125,16 @@ def _main() -> None:
     _die_with_parent(parent_pid, bool(is_main_thread))
     os.set_inheritable(fd, False)
     control = Connection(fd)
-    threading.Thread(target=_exit_on_hangup, args=(fd,), name="hangup", daemon=True).start()
+    commands: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(control, commands), name="control", daemon=True).start()
     stack_file = open(os.path.join(folder, f"stack-{rank}"), "w")  # noqa: SIM115 - for life
     faulthandler.register(signal.SIGUSR1, file=stack_file)
     try:
         import torch
         import torch.distributed as dist
+
+        from shared.comms.courier import connect
+        from shared.comms.group import Group
 
         torch.set_num_threads(threads)
         store = dist.FileStore(os.path.join(folder, "store"), num_ranks)
@@ -133,9 +145,15 @@ def _main() -> None:
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
+        # Now, while all are there; what a function finds dead later, it finds by its connections.
+        connect(Group.world())
         control.send(("ready",))
-        _serve(control)
+        _serve(control, commands)
         dist.destroy_process_group()
+        # What registered for the exit gets it; taking torch apart would cost half a second.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)
     except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
         # The frames of this file tell a reader nothing.
         trace = error.__traceback__

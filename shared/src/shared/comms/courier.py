@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,10 @@ from torch import Tensor
 from shared.comms.group import Group
 from shared.errors import CommError, ConfigError
 
-__all__ = ["PendingRounds", "Round", "post_rounds", "run_rounds"]
+__all__ = ["PendingRounds", "Round", "connect", "peer_died", "post_rounds", "run_rounds"]
+
+# Rounds that are posted and those that a collective runs do not wait for one another.
+_LANES = ("rounds", "collectives")
 
 Payload = Tensor | Callable[[], Tensor | None] | None
 
@@ -125,34 +129,62 @@ def post_rounds(
         ConfigError: if a peer is not in the group or a tensor does not lie where the group's
             backend can send it from.
     """
-    process_group = group.checked()
-    phase = group.ledger.current_phase if phase is None else phase
-    for index, item in enumerate(rounds):
-        _check(group, item, index)
-    if group.backend == "nccl":
-        return _StreamRounds(group, process_group, rounds, phase, op)
-    courier = _couriers.get(group)
-    if courier is None:
-        courier = _couriers[group] = _Courier(group)
-    return courier.post(group, rounds, phase, op)
+    return _post(group, rounds, phase, op, "rounds")
 
 
 def run_rounds(group: Group, rounds: Sequence[Round], phase: str | None, op: str) -> None:
-    """Run rounds in the calling thread, over the group's own connections.
+    """Run rounds to their end, beside those that were posted and over connections of their own.
 
     Raises:
         CommError: if a round fails.
         ConfigError: as in `post_rounds`.
     """
+    _post(group, rounds, phase, op, "collectives").wait_all()
+
+
+def connect(group: Group) -> None:
+    """Open a group's connections for rounds now rather than when the first are posted.
+
+    Every member calls it. A peer that dies later is then found by its closed connection.
+
+    Raises:
+        CommError: if a peer does not connect within the timeout.
+    """
+    if group.backend != "nccl" and group.world_size > 1:
+        for lane in _LANES:
+            _courier(group, lane)
+
+
+def peer_died(world_rank: int) -> None:
+    """Fail what waits for a rank that is known to be dead.
+
+    gloo reports a lost connection to those who receive; who sends would wait for the timeout.
+    """
+    for couriers in list(_couriers.values()):
+        for courier in couriers.values():
+            courier.peer_died(world_rank)
+
+
+def _post(
+    group: Group, rounds: Sequence[Round], phase: str | None, op: str, lane: str
+) -> PendingRounds:
     process_group = group.checked()
     phase = group.ledger.current_phase if phase is None else phase
     for index, item in enumerate(rounds):
         _check(group, item, index)
+    schedule = _Schedule(group, tuple(rounds), phase, op)
     if group.backend == "nccl":
-        _StreamRounds(group, process_group, rounds, phase, op).wait_all()
-    else:
-        schedule = _Schedule(group, rounds, phase, op)
-        _run(process_group, schedule, lambda _: None, lambda _index, _seconds: None)
+        return _StreamRounds(schedule, process_group)
+    if group.world_size == 1:
+        return _NoRounds(len(rounds))
+    return _courier(group, lane).post(schedule)
+
+
+def _courier(group: Group, lane: str) -> _Courier:
+    couriers = _couriers.setdefault(group, {})
+    if lane not in couriers:
+        couriers[lane] = _Courier(group, lane)
+    return couriers[lane]
 
 
 def _check(group: Group, item: Round, index: int) -> None:
@@ -225,47 +257,40 @@ def _blamed(schedule: _Schedule, index: int, verb: str, peer: int) -> Iterator[N
         raise schedule.failure(index, verb, peer, error) from error
 
 
-def _run(
-    process_group: dist.ProcessGroup,
-    schedule: _Schedule,
-    landed: Callable[[int], None],
-    ended: Callable[[int, float], None],
-) -> None:
-    """Run a schedule over gloo; say when a round's data have come and when it has ended."""
+def _run(channel: dist.ProcessGroup, pending: _CourierRounds, buffers: list[object]) -> None:
+    """Run a schedule over gloo; tell `pending` how it goes, `buffers` what gloo has been given."""
+    schedule = pending.schedule
     receiving: list[dist.Work | None] = []
-    buffers: list[object] = [schedule, receiving]
-    try:
-        for index, item in enumerate(schedule.rounds):
-            if item.recv is None or not item.recv.numel():
-                receiving.append(None)
-                continue
+    buffers += [schedule, receiving]
+    for index, item in enumerate(schedule.rounds):
+        if item.recv is None or not item.recv.numel():
+            receiving.append(None)
+            continue
+        with _blamed(schedule, index, "receiving from", item.recv_from):
+            receiving.append(channel.recv([item.recv], item.recv_from, 0))
+    for index, item in enumerate(schedule.rounds):
+        start = time.perf_counter()
+        pending.current = index
+        tensor = schedule.made(index)
+        sending = None
+        if tensor is not None:
+            with _blamed(schedule, index, "sending to", item.send_to):
+                sending = channel.send([tensor], item.send_to, 0)
+            buffers += [sending, tensor]
+        work = receiving[index]
+        if work is not None and item.recv is not None:
             with _blamed(schedule, index, "receiving from", item.recv_from):
-                receiving.append(process_group.recv([item.recv], item.recv_from, 0))
-        for index, item in enumerate(schedule.rounds):
-            start = time.perf_counter()
-            tensor = schedule.made(index)
-            sending = None
-            if tensor is not None:
-                with _blamed(schedule, index, "sending to", item.send_to):
-                    sending = process_group.send([tensor], item.send_to, 0)
-                buffers += [sending, tensor]
-            work = receiving[index]
-            if work is not None and item.recv is not None:
-                with _blamed(schedule, index, "receiving from", item.recv_from):
-                    work.wait()
-                schedule.record(item.recv_from, item.recv, "received")
-            landed(index)
-            if sending is not None and tensor is not None:
-                with _blamed(schedule, index, "sending to", item.send_to):
-                    sending.wait()
-                schedule.record(item.send_to, tensor, "sent")
-            ended(index, time.perf_counter() - start)
-    except BaseException:
-        # gloo still holds the addresses of buffers it was given: they must outlive the failure.
-        _abandoned.append(buffers)
-        raise
+                work.wait()
+            schedule.record(item.recv_from, item.recv, "received")
+        pending.landed[index].set()
+        if sending is not None and tensor is not None:
+            with _blamed(schedule, index, "sending to", item.send_to):
+                sending.wait()
+            schedule.record(item.send_to, tensor, "sent")
+        pending.round_s[index] = time.perf_counter() - start
 
 
+# gloo still knows the addresses of buffers after a failure: they must stay for good.
 _abandoned: list[list[object]] = []
 
 
@@ -273,24 +298,19 @@ class _CourierRounds(PendingRounds):
     def __init__(self, schedule: _Schedule) -> None:
         super().__init__(len(schedule.rounds))
         self.schedule = schedule
-        self._landed = [threading.Event() for _ in schedule.rounds]
+        self.current = 0
+        self.landed = [threading.Event() for _ in schedule.rounds]
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
-    def landed(self, index: int) -> None:
-        self._landed[index].set()
-
-    def ended(self, index: int, seconds: float) -> None:
-        self.round_s[index] = seconds
-
     def finish(self, error: BaseException | None) -> None:
-        self._error = error
+        self._error = self._error or error
         self._finished.set()
-        for event in self._landed:
+        for event in self.landed:
             event.set()
 
     def _wait(self, index: int) -> None:
-        self._landed[index].wait()
+        self.landed[index].wait()
         # A later round's failure leaves this one's data good, but they are of no use then.
         if self._error is not None:
             raise self._error
@@ -302,71 +322,108 @@ class _CourierRounds(PendingRounds):
 
 
 class _Courier:
-    """The thread of one group, its queue and its own connections."""
+    """The thread of one group and lane, its queue and its own connections."""
 
-    def __init__(self, group: Group) -> None:
-        store = dist.PrefixStore("meshyard/courier", group.checked().get_group_store())
-        gloo = dist.ProcessGroupGloo(store, group.rank, group.world_size, group.timeout)
+    def __init__(self, group: Group, lane: str) -> None:
+        process_group = group.checked()
+        # Members make their couriers in the same order, so the count is a name they agree on.
+        name = f"meshyard/{lane}{_num_couriers[process_group.group_name, lane]}"
+        _num_couriers[process_group.group_name, lane] += 1
+        store = dist.PrefixStore(name, process_group.get_group_store())
+        try:
+            gloo = dist.ProcessGroupGloo(store, group.rank, group.world_size, group.timeout)
+        except RuntimeError as error:
+            raise CommError(
+                f"rank {group.ranks[group.rank]}: connecting the ranks {list(group.ranks)} for "
+                f"{lane} failed: {_reason(error)}. One of them died, or does not take part in "
+                f"what all must call together"
+            ) from error
         # A backend sends and receives as a process group does; torch's stubs do not say so.
         self._channel = cast("dist.ProcessGroup", gloo)
         self._posted: queue.SimpleQueue[_CourierRounds | None] = queue.SimpleQueue()
+        self._unfinished: deque[_CourierRounds] = deque()
+        self._broken: BaseException | None = None
+        # The thread may not keep the group alive, nor the group's end leave the thread behind.
         weakref.finalize(group, self._posted.put, None)
-        threading.Thread(
-            target=_carry, args=(self._channel, self._posted), name="courier", daemon=True
-        ).start()
+        threading.Thread(target=self._carry, name="courier", daemon=True).start()
 
-    def post(self, group: Group, rounds: Sequence[Round], phase: str, op: str) -> _CourierRounds:
-        pending = _CourierRounds(_Schedule(group, tuple(rounds), phase, op))
+    def post(self, schedule: _Schedule) -> _CourierRounds:
+        pending = _CourierRounds(schedule)
+        self._unfinished.append(pending)
         self._posted.put(pending)
+        if self._broken is not None:
+            # The thread may be stuck in the message that a dead peer will never take.
+            pending.finish(self._broken)
         return pending
 
+    def peer_died(self, world_rank: int) -> None:
+        for pending in list(self._unfinished)[:1]:
+            schedule, index = pending.schedule, pending.current
+            item = schedule.rounds[index] if schedule.rounds else None
+            ranks = schedule.group.ranks
+            if item and world_rank in (ranks[item.send_to], ranks[item.recv_from]):
+                gone = RuntimeError("its process has ended")
+                peer = ranks.index(world_rank)
+                self._fail(schedule.failure(index, "exchanging with", peer, gone))
 
-def _carry(channel: dist.ProcessGroup, posted: queue.SimpleQueue[_CourierRounds | None]) -> None:
-    broken: BaseException | None = None
-    while (pending := posted.get()) is not None:
-        if broken is None:
-            try:
-                _run(channel, pending.schedule, pending.landed, pending.ended)
-            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-                broken = error
+    def _fail(self, error: BaseException) -> None:
         # After a failure the peers' messages are out of step: nothing later can be trusted.
-        pending.finish(broken)
-        # The loop variable would keep the group alive while the queue is empty.
-        del pending
+        self._broken = self._broken or error
+        for pending in list(self._unfinished):
+            pending.finish(self._broken)
+
+    def _carry(self) -> None:
+        while (pending := self._posted.get()) is not None:
+            if self._broken is None:
+                buffers: list[object] = []
+                try:
+                    _run(self._channel, pending, buffers)
+                except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                    _abandoned.append(buffers)
+                    self._fail(error)
+                # These variables would keep the group alive while the queue is empty.
+                del buffers
+            self._unfinished.popleft()
+            pending.finish(self._broken)
+            del pending
 
 
-_couriers: weakref.WeakKeyDictionary[Group, _Courier] = weakref.WeakKeyDictionary()
+_num_couriers: Counter[tuple[str, str]] = Counter()
+_couriers: weakref.WeakKeyDictionary[Group, dict[str, _Courier]] = weakref.WeakKeyDictionary()
+
+
+class _NoRounds(PendingRounds):
+    """Rounds of a rank alone, which has nobody to exchange with."""
+
+    def _wait(self, index: int) -> None:
+        pass
+
+    def _wait_all(self) -> None:
+        pass
 
 
 class _StreamRounds(PendingRounds):
     """Rounds enqueued on NCCL's stream, where waiting orders streams and blocks no thread."""
 
-    def __init__(
-        self,
-        group: Group,
-        process_group: dist.ProcessGroup,
-        rounds: Sequence[Round],
-        phase: str,
-        op: str,
-    ) -> None:
-        super().__init__(len(rounds))
-        self._schedule = _Schedule(group, tuple(rounds), phase, op)
+    def __init__(self, schedule: _Schedule, process_group: dist.ProcessGroup) -> None:
+        super().__init__(len(schedule.rounds))
+        self._schedule = schedule
         self._works: list[list[dist.Work]] = []
+        # The stream may get to a message after the caller has dropped it.
         self._buffers: list[Tensor | None] = []
-        for index, item in enumerate(rounds):
-            tensor = self._schedule.made(index)
-            # Work on the caller's stream may end after this object: keep what was sent with it.
+        ranks = schedule.group.ranks
+        for index, item in enumerate(schedule.rounds):
+            tensor = schedule.made(index)
             self._buffers.append(tensor)
             ops = []
             if tensor is not None:
-                to = group.ranks[item.send_to]
-                ops.append(dist.P2POp(dist.isend, tensor, to, process_group))
-                self._schedule.record(item.send_to, tensor, "sent")
+                ops.append(dist.P2POp(dist.isend, tensor, ranks[item.send_to], process_group))
+                schedule.record(item.send_to, tensor, "sent")
             if item.recv is not None and item.recv.numel():
-                origin = group.ranks[item.recv_from]
+                origin = ranks[item.recv_from]
                 ops.append(dist.P2POp(dist.irecv, item.recv, origin, process_group))
-                self._schedule.record(item.recv_from, item.recv, "received")
-            with _blamed(self._schedule, index, "exchanging with", item.send_to):
+                schedule.record(item.recv_from, item.recv, "received")
+            with _blamed(schedule, index, "exchanging with", item.send_to):
                 self._works.append(dist.batch_isend_irecv(ops) if ops else [])
 
     def _wait(self, index: int) -> None:

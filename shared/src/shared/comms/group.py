@@ -164,4 +164,8 @@ def init_from_env(timeout: timedelta = timedelta(minutes=5), backend: str | None
     if backend == "nccl":
         torch.cuda.set_device(local_rank)
     dist.init_process_group(backend, timeout=timeout)
+    # Imported here because rounds are made of groups.
+    from shared.comms.courier import connect
+
+    connect(Group.world())
     return Group.world()

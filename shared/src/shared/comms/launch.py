@@ -27,9 +27,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shared.comms._maker import is_alive, mark
 from shared.errors import ConfigError, RankFailure
 
 __all__ = ["RankPool", "RunResult"]
+
+_FOLDER = "meshyard-ranks-"
 
 # How long ranks may report, or stop by themselves, once one has failed or the pool is closed.
 _GRACE_S = 2.0
@@ -126,7 +129,10 @@ class RankPool:
         self._is_open = False
 
     def __enter__(self) -> RankPool:
-        self._folder = Path(tempfile.mkdtemp(prefix="meshyard-ranks-"))
+        for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+            if not is_alive(folder.name.removeprefix(_FOLDER)):
+                shutil.rmtree(folder, ignore_errors=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{mark()}-"))
         try:
             for rank in range(self.num_ranks):
                 self._start(rank, self._folder)
@@ -260,7 +266,7 @@ class RankPool:
                 try:
                     message = control.recv()
                 except (EOFError, OSError):
-                    reports.append(self._death(rank, doing))
+                    reports.append(self._death(rank))
                 else:
                     if message[0] == "error":
                         order = _COMM_ERROR if message[1] == "CommError" else _RAISED
@@ -269,6 +275,7 @@ class RankPool:
                         messages[rank] = message
             if reports:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
+                self._tell_of_deaths(reports, list(waiting))
         hung = self._stacks(list(waiting.values()))
         limit = "after another rank failed" if reports else f"within {timeout.total_seconds():g} s"
         for rank, stack in hung.items():
@@ -278,7 +285,14 @@ class RankPool:
             raise self._failure(doing, reports)
         return [messages[rank] for rank in range(self.num_ranks)]
 
-    def _death(self, rank: int, doing: str) -> _Report:
+    def _tell_of_deaths(self, reports: list[_Report], waiting: list[Connection]) -> None:
+        # A rank that failed ends; who sends to it would otherwise wait for the timeout.
+        for control in waiting:
+            for report in reports:
+                with suppress(OSError):
+                    control.send(("died", report.rank))
+
+    def _death(self, rank: int) -> _Report:
         process = self._processes[rank]
         try:
             code = process.wait(_GRACE_S)
@@ -286,7 +300,7 @@ class RankPool:
             how = "closed its control connection"
         else:
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        return _Report(rank=rank, order=_DIED, text=f"{how} while {doing}")
+        return _Report(rank=rank, order=_DIED, text=how)
 
     def _failure(self, doing: str, reports: list[_Report]) -> RankFailure:
         cause, *others = sorted(reports, key=lambda report: report.order)

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shared.comms._maker import is_alive, mark
 from shared.comms.launch import RankPool
 from shared.errors import ConfigError, TopologyError
 from shared.units import parse_rate
@@ -128,7 +129,7 @@ class NetLab:
         if reason is not None:
             raise NetLabUnavailable(reason)
         sweep()
-        self._name = f"{_PREFIX}{os.getpid()}-{_start_ticks(os.getpid())}-{next(_labs)}"
+        self._name = f"{_PREFIX}{mark()}-{next(_labs)}"
         try:
             self._build()
         except BaseException:
@@ -242,7 +243,7 @@ def available() -> str | None:
     missing = [tool for tool in ("ip", "tc", "mount") if shutil.which(tool) is None]
     if missing:
         return f"network namespaces need {', '.join(missing)}; install iproute2 and mount"
-    name = f"{_PREFIX}{os.getpid()}-{_start_ticks(os.getpid())}-probe"
+    name = f"{_PREFIX}{mark()}-probe"
     try:
         _add_namespace(name)
         _run(*_inside(name), "ip", "link", "add", "name", "bridge", "type", "bridge")
@@ -262,7 +263,7 @@ def sweep() -> list[str]:
     Returns:
         Names of what was removed.
     """
-    dead = sorted({name for name in _names() if not _is_alive(name)})
+    dead = sorted({name for name in _names() if not is_alive(name.removeprefix(_PREFIX))})
     for name in dead:
         _remove_all(name)
     if dead:
@@ -279,21 +280,6 @@ def _names() -> list[str]:
         for path in folder.iterdir()
         if path.name.startswith(_PREFIX)
     ]
-
-
-def _is_alive(name: str) -> bool:
-    maker, ticks, *_ = [*name.removeprefix(_PREFIX).split("-"), "", ""]
-    return maker.isdigit() and _start_ticks(int(maker)) == ticks
-
-
-def _start_ticks(pid: int) -> str:
-    """When a process started, which tells it from a later one with its number; "" if none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    # The command's name, the second field, may hold spaces and parentheses.
-    return stat.rpartition(")")[2].split()[19]
 
 
 def _remove_all(prefix: str) -> None:

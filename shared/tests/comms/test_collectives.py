@@ -1,0 +1,158 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from shared.comms import (
+    Group,
+    all_gather,
+    all_gather_v,
+    all_reduce,
+    all_to_all_v,
+    barrier,
+    broadcast,
+    gather_v,
+    scatter_v,
+)
+from shared.errors import CommError, ConfigError
+from shared.topology import Mesh
+
+
+def reductions() -> None:
+    group = Group.world()
+    values = torch.arange(3.0) + group.rank
+    assert all_reduce(group, values.clone()).tolist() == [6.0, 10.0, 14.0]
+    assert all_reduce(group, values.clone(), "max").tolist() == [3.0, 4.0, 5.0]
+    assert all_reduce(group, values.clone(), "min").tolist() == [0.0, 1.0, 2.0]
+    assert all_reduce(group, torch.tensor(2.0), "product") == 16.0
+    barrier(group)
+
+
+def gathers() -> None:
+    group = Group.world()
+    rank = group.rank
+    assert [t.tolist() for t in all_gather(group, torch.tensor([rank]))] == [[0], [1], [2], [3]]
+    rows = torch.full((rank, 2), rank, dtype=torch.bfloat16)
+    gathered = all_gather_v(group, rows)
+    assert [tuple(t.shape) for t in gathered] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert all((t == peer).all() for peer, t in enumerate(gathered))
+    mine = torch.arange(rank, dtype=torch.int32 if rank % 2 else torch.float64)
+    collected = gather_v(group, mine, root=2)
+    if rank == 2:
+        assert [t.tolist() for t in collected] == [[], [0], [0.0, 1.0], [0, 1, 2]]
+        assert [t.dtype for t in collected] == [torch.float64, torch.int32] * 2
+    else:
+        assert collected is None
+    shares = [torch.arange(peer, dtype=torch.uint8) for peer in range(4)] if rank == 1 else None
+    share = scatter_v(group, shares, root=1)
+    assert share.tolist() == list(range(rank))
+    assert share.dtype == torch.uint8
+
+
+def sizes(sender: int, receiver: int) -> int:
+    return 0 if (sender, receiver) == (2, 0) else 3 * sender + receiver
+
+
+def exchange() -> tuple:
+    group = Group.world()
+    rank = group.rank
+    before = group.ledger.snapshot()
+    sends = [torch.full((sizes(rank, peer),), 10.0 * rank + peer) for peer in range(4)]
+    recvs = [torch.empty(sizes(peer, rank)) for peer in range(4)]
+    all_to_all_v(group, sends, recvs, "forward1")
+    for peer in range(4):
+        assert recvs[peer].tolist() == [10.0 * peer + rank] * sizes(peer, rank)
+    return group.ledger.snapshot().diff(before).by_peer()
+
+
+def broadcasts() -> tuple:
+    group = Group.world()
+    before = group.ledger.snapshot()
+    for src in range(4):
+        assert broadcast(group, torch.full((8,), float(group.rank)), src).tolist() == [src] * 8
+    return group.ledger.snapshot().diff(before).by_peer()
+
+
+def subgroups() -> tuple:
+    groups = [Group.of(ranks) for ranks in Mesh(axes={"dp": 2, "tp": 2}).groups("dp")]
+    assert groups[0] is Group.of([2, 0])
+    assert Group.of(range(4)) is Group.world()
+    mine, other = groups if groups[0].rank >= 0 else reversed(groups)
+    assert other.rank == -1
+    with pytest.raises(ConfigError, match="is not in the group of ranks"):
+        barrier(other)
+    before = mine.ledger.snapshot()
+    total = all_reduce(mine, torch.tensor([float(dist.get_rank())]))
+    peer = mine.ranks[1 - mine.rank]
+    assert set(mine.ledger.snapshot().diff(before).by_peer()) == {peer}
+    received = [torch.empty(1), torch.empty(1)]
+    all_to_all_v(mine, [torch.tensor([float(dist.get_rank())])] * 2, received)
+    assert [t.item() for t in received] == list(mine.ranks)
+    return mine.ranks, total.item()
+
+
+def device_mesh() -> tuple:
+    mesh = Mesh(axes={"dp": 2, "tp": 2}).to_device_mesh("cpu")
+    return mesh.mesh_dim_names, mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+
+
+def refusals() -> None:
+    group = Group.world()
+    with pytest.raises(ConfigError, match="op must be one of sum, max, min, product, got 'mean'"):
+        all_reduce(group, torch.ones(1), "mean")
+    with pytest.raises(ConfigError, match=r"src must be a rank of 0\.\.1, got 2"):
+        broadcast(group, torch.ones(1), 2)
+    with pytest.raises(ConfigError, match="one tensor for each of 2 ranks in recvs, got 1"):
+        all_to_all_v(group, [torch.ones(1)] * 2, [torch.ones(1)])
+    with pytest.raises(ConfigError, match="first dimension"):
+        all_gather_v(group, torch.tensor(1.0))
+    with pytest.raises(ConfigError, match="one-dimensional tensor"):
+        gather_v(group, torch.ones(2, 2))
+    with pytest.raises(ConfigError, match=r"different ranks of 0\.\.1, got"):
+        Group.of([0, 0])
+    if group.rank == 0:
+        with pytest.raises(ConfigError, match="each of 2 ranks, got None"):
+            scatter_v(group, None)
+
+
+@pytest.mark.parametrize("function", [reductions, gathers], ids=lambda function: function.__name__)
+def test_values_on_four_ranks(pool_of_four, function):
+    pool_of_four.run(function)
+
+
+def test_refusals(pool):
+    pool.run(refusals)
+
+
+def check_conserved(by_peer: list[dict]) -> None:
+    for rank, peers in enumerate(by_peer):
+        for peer, traffic in peers.items():
+            assert traffic.sent_bytes == by_peer[peer][rank].received_bytes
+
+
+def test_all_to_all_of_unequal_sizes(pool_of_four):
+    by_peer = pool_of_four.run(exchange).results
+    check_conserved(by_peer)
+    assert by_peer[1][3].sent_bytes == 4 * sizes(1, 3)
+    assert by_peer[2][0].sent_bytes == 0
+
+
+def test_broadcast_sends_each_rank_one_copy(pool_of_four):
+    by_peer = pool_of_four.run(broadcasts).results
+    check_conserved(by_peer)
+    for peers in by_peer:
+        assert sum(traffic.received_bytes for traffic in peers.values()) == 3 * 32
+
+
+def test_subgroups(pool_of_four):
+    results = pool_of_four.run(subgroups).results
+    assert results == [((0, 2), 2.0), ((1, 3), 4.0)] * 2
+
+
+def test_mesh_becomes_a_device_mesh(pool_of_four):
+    results = pool_of_four.run(device_mesh).results
+    assert results[2] == (("dp", "tp"), 1, 0)
+
+
+def test_world_needs_torch_distributed():
+    with pytest.raises(CommError, match="not initialised in this process"):
+        Group.world()

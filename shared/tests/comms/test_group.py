@@ -1,0 +1,68 @@
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+
+from shared.comms import Group, init_from_env
+from shared.errors import ConfigError
+
+SCRIPT = """
+from datetime import timedelta
+import torch
+from shared.comms import Group, all_reduce, init_from_env
+group = init_from_env(timeout=timedelta(seconds=33), backend="gloo")
+assert group is init_from_env() is Group.world()
+total = all_reduce(group, torch.tensor([float(group.rank + 1)])).item()
+print(group.rank, group.world_size, group.timeout.total_seconds(), total)
+"""
+
+
+def timeout_of_the_world() -> float:
+    assert init_from_env() is Group.world()
+    return Group.world().timeout.total_seconds()
+
+
+def test_world_keeps_the_pools_timeout(pool):
+    assert pool.run(timeout_of_the_world).results == [120.0, 120.0]
+
+
+def test_missing_environment_says_how_to_start(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match=r"RANK.* unset; start the script as `torchrun"):
+        init_from_env(timeout=timedelta(seconds=1))
+
+
+def test_unknown_backend(monkeypatch):
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(key, "0")
+    with pytest.raises(ConfigError, match="'nccl', 'gloo' or None, got 'mpi'"):
+        init_from_env(backend="mpi")
+
+
+def test_torchruns_environment(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert printed == ["0 2 33.0 3.0", "1 2 33.0 3.0"]
