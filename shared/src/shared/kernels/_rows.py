@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
@@ -36,7 +37,7 @@ def over_rows(kernel: Callable[[int, int], None], num_rows: int, num_bytes: int)
 
 def over_ranges(kernel: Callable[[int, int], None], bounds: list[int]) -> None:
     """Run `kernel(bounds[i], bounds[i + 1])` for every i, side by side; an error surfaces."""
-    ranges = list(zip(bounds[:-1], bounds[1:], strict=True))
+    ranges = list(pairwise(bounds))
     if len(ranges) == 1:
         kernel(*ranges[0])
         return

@@ -21,8 +21,8 @@ def _gather(  # noqa: ANN202
     dim,  # noqa: ANN001
     x_stride,  # noqa: ANN001
     out_stride,  # noqa: ANN001
-    ROWS: tl.constexpr,  # noqa: N803
-    COLS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -42,8 +42,8 @@ def _scatter_add(  # noqa: ANN202
     dim,  # noqa: ANN001
     out_stride,  # noqa: ANN001
     src_stride,  # noqa: ANN001
-    ROWS: tl.constexpr,  # noqa: N803
-    COLS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)

@@ -26,7 +26,7 @@ def philox_words(c0, c1, c2, c3, k0, k1):  # noqa: ANN001, ANN201
 
 
 @triton.jit
-def noise_tile(counters, k0, k1, ROWS: tl.constexpr, PAD: tl.constexpr):  # noqa: ANN001, ANN201, N803
+def noise_tile(counters, k0, k1, ROWS: tl.constexpr, PAD: tl.constexpr):  # noqa: ANN001, ANN201
     """16-bit noise [ROWS, PAD] (int32) of rows with these counters (int64); PAD = 128 * 2^n.
 
     Each call is computed once, in a tile of calls; then its four words are spread over eight

@@ -108,10 +108,16 @@ def quantize(
         _check_index(index, len(x))
     if data.numel() == 0:
         params.zero_()
-    else:
-        with torch.no_grad():
-            form = select("quantize", x.device)
-            form.quantize(x.detach(), bits, key, index, rounding == "stochastic", data, params)
+        return Packed(data, params, bits, x.shape[1])
+    # The kernels write whole rows one after another.
+    codes, wire = data.contiguous(), params.contiguous()
+    with torch.no_grad():
+        form = select("quantize", x.device)
+        form.quantize(x.detach(), bits, key, index, rounding == "stochastic", codes, wire)
+        if codes is not data:
+            data.copy_(codes)
+        if wire is not params:
+            params.copy_(wire)
     return Packed(data, params, bits, x.shape[1])
 
 

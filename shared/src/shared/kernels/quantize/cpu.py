@@ -73,7 +73,7 @@ def _params_of_block(ints, floats, levels, is_bf16, broken):  # noqa: ANN001, AN
             ints[1, r] = np.int32(ints[1, r] + _LOW) & _HIGH
     for r in range(broken.size):
         span = floats[2, r]
-        scale = floats[1, r] if floats[1, r] > _MIN_SCALE else _MIN_SCALE
+        scale = max(_MIN_SCALE, floats[1, r])
         flat = span <= np.float32(0.0)
         floats[1, r] = np.float32(0.0) if flat else scale
         floats[2, r] = np.float32(0.0) if flat else np.float32(_FIXED / scale)

@@ -24,7 +24,7 @@ _MAX_DIM = 1 << 15
 
 
 @triton.jit
-def _row_params(low, high, LEVELS: tl.constexpr, IS_BF16: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _row_params(low, high, LEVELS: tl.constexpr, IS_BF16: tl.constexpr):  # noqa: ANN001, ANN202
     """Zero point, scale, 65536 / scale and whether a row is broken, of its ordered extremes."""
     broken = (high >= 0x7F800000) | (low <= -0x7F800001)
     low = low ^ ((low >> 31) & 0x7FFFFFFF)
@@ -64,14 +64,14 @@ def _quantize(  # noqa: ANN202
     row_stride,  # noqa: ANN001
     key_low,  # noqa: ANN001
     key_high,  # noqa: ANN001
-    BITS: tl.constexpr,  # noqa: N803
-    STOCHASTIC: tl.constexpr,  # noqa: N803
-    HAS_INDEX: tl.constexpr,  # noqa: N803
-    IS_BF16: tl.constexpr,  # noqa: N803
-    IN_PLANES: tl.constexpr,  # noqa: N803  the planes fill the tile: packing is a reshape
-    ROWS: tl.constexpr,  # noqa: N803
-    PAD: tl.constexpr,  # noqa: N803
-    WIDTH_PAD: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    IS_BF16: tl.constexpr,
+    IN_PLANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAD: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
 ):
     per: tl.constexpr = 8 // BITS
     levels: tl.constexpr = (1 << BITS) - 1
@@ -140,11 +140,11 @@ def _dequantize(  # noqa: ANN202
     dim,  # noqa: ANN001
     width,  # noqa: ANN001
     row_stride,  # noqa: ANN001
-    BITS: tl.constexpr,  # noqa: N803
-    HAS_INDEX: tl.constexpr,  # noqa: N803
-    IS_BF16: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    WIDTH_PAD: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+    IS_BF16: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = rows < num_rows

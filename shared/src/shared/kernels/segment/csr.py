@@ -30,7 +30,7 @@ class CSR:
     indptr: Int64[Tensor, " rows_and_one"]
     indices: Int[Tensor, " nnz"]
     num_cols: int
-    weight: Float[Tensor, " nnz"] | None = None
+    weight: Float[Tensor, " weights"] | None = None
     # A list, since a frozen instance can still fill it.
     _transposed: list["CSR"] = field(default_factory=list, init=False, repr=False)
 

@@ -24,12 +24,12 @@ def _spmm(  # noqa: ANN202
     dim,  # noqa: ANN001
     x_stride,  # noqa: ANN001
     out_stride,  # noqa: ANN001
-    HAS_WEIGHT: tl.constexpr,  # noqa: N803
-    MEAN: tl.constexpr,  # noqa: N803
-    ACCUMULATE: tl.constexpr,  # noqa: N803
-    SUM: tl.constexpr,  # noqa: N803  the type sums are held in
-    EDGES: tl.constexpr,  # noqa: N803
-    COLS: tl.constexpr,  # noqa: N803
+    HAS_WEIGHT: tl.constexpr,
+    MEAN: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    SUM: tl.constexpr,
+    EDGES: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)

@@ -1,0 +1,76 @@
+"""On a CUDA device, at sizes where every block is full: the Triton forms against the CPU's.
+
+Needs torch, triton, numba and pytest only: `bench/gpu.py` runs this file without the root's
+conftest.
+"""
+
+import pytest
+import torch
+
+from shared.kernels.gather import gather, scatter_add
+from shared.kernels.quantize import dequantize, quantize
+from shared.kernels.segment import CSR, spmm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("dim", [128, 50, 602])
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_ten_million_integers_are_those_of_numba(bits, rounding, wire, dim):
+    g = torch.Generator().manual_seed(0)
+    num_rows = 10_000_000 // dim + 1
+    x = torch.randn(num_rows, dim, generator=g) * torch.rand(num_rows, 1, generator=g) * 10
+    index = torch.randperm(num_rows, generator=g)
+    x[3, 0], x[5, dim - 1], x[7] = torch.nan, torch.inf, 0.25
+    options = {"key": 0xDEADBEEFCAFEF00D, "rounding": rounding, "wire_dtype": wire}
+    ours = quantize(x.cuda(), bits, index=index.cuda(), **options)
+    theirs = quantize(x, bits, index=index, **options)
+    assert torch.equal(ours.data.cpu(), theirs.data)
+    assert torch.equal(ours.params.cpu().view(torch.int16), theirs.params.view(torch.int16))
+    values = dequantize(*ours).cpu().view(torch.int32)
+    finite = theirs.params.isfinite().all(1)
+    assert int(finite.sum()) == num_rows - 2
+    assert torch.equal(values[finite], dequantize(*theirs).view(torch.int32)[finite])
+
+
+@pytest.mark.parametrize("dim", [128, 50])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_spmm_equals_numba(dim, weighted):
+    g = torch.Generator().manual_seed(1)
+    dst, src = (torch.randint(0, 20_000, (400_000,), generator=g) for _ in range(2))
+    weight = torch.rand(400_000, generator=g) if weighted else None
+    csr = CSR.from_coo(dst, src, 20_000, 20_000, weight)
+    x = torch.randn(20_000, dim, generator=g)
+    for transpose in (False, True):
+        for reduce in ("sum", "mean"):
+            ours = spmm(csr.to("cuda"), x.cuda(), reduce=reduce, transpose=transpose).cpu()
+            theirs = spmm(csr, x, reduce=reduce, transpose=transpose)
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+
+
+def test_from_coo_on_the_device_equals_the_cpu():
+    g = torch.Generator().manual_seed(2)
+    dst, src = (torch.randint(0, 3000, (50_000,), generator=g) for _ in range(2))
+    ours, theirs = (
+        CSR.from_coo(dst.to(device), src.to(device), 3000, 3000) for device in ("cuda", "cpu")
+    )
+    assert torch.equal(ours.indptr.cpu(), theirs.indptr)
+    assert torch.equal(ours.indices.cpu(), theirs.indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gather_and_scatter_add_equal_numba(dtype):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(50_000, 130, generator=g).to(dtype)
+    index = torch.randint(0, 50_000, (100_000,), generator=g)
+    rows = gather(x.cuda(), index.cuda())
+    assert torch.equal(rows.cpu(), x[index])
+    ours = scatter_add(torch.zeros_like(x).cuda(), index.cuda(), rows).cpu()
+    theirs = scatter_add(torch.zeros_like(x), index, x[index])
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, theirs, rtol=eps, atol=max(eps, 1e-5))
