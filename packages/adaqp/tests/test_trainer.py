@@ -40,9 +40,10 @@ def test_two_ranks_train_like_one(conv, sbm, cut, pool2):
 def interrupted(folder, policy, checkpoint, stop_at, epochs):
     """Losses of one uninterrupted run, and of one that stops, is rebuilt, and resumes."""
     dg = adaqp.load(folder)
-    with dg.messages(policy):
+    links = adaqp.LinkTable.uniform(dg.num_parts, 12.5e6, 2e-4)
+    with dg.messages(policy, links=links):
         whole = make(dg, policy).fit(epochs).loss
-    with dg.messages(policy):
+    with dg.messages(policy, links=links):
         first = make(dg, policy)
         before = list(first.fit(stop_at).loss)
         first.save(checkpoint)

@@ -5,7 +5,7 @@ This module imports neither torch nor numba, so that `adaqp --help` answers at o
 
 import json
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from shared.errors import ConfigError
 
@@ -75,6 +75,7 @@ class PolicyConfig:
         bits: widths the adaptive policy chooses from.
         lam: adaptive: weight of variance against time, 0 to 1.
         every: adaptive: steps between assignments.
+        first_at: adaptive: step of the first assignment.
         solver: adaptive: greedy with a proven gap, or HiGHS.
         scope: adaptive: one problem a layer, or one over all layers.
         group_size: adaptive: rows that share a width.
@@ -88,6 +89,7 @@ class PolicyConfig:
     bits: tuple[int, ...] = (2, 4, 8)
     lam: float = 0.5
     every: int = 50
+    first_at: int = 5
     solver: Literal["greedy", "milp"] = "greedy"
     scope: Literal["layer", "global"] = "layer"
     group_size: int = 100
@@ -109,6 +111,7 @@ class PolicyConfig:
                 bits=self.bits,
                 lam=self.lam,
                 every=self.every,
+                first_at=self.first_at,
                 solver=self.solver,
                 scope=self.scope,
                 group_size=self.group_size,
@@ -155,7 +158,7 @@ class RunConfig:
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str) -> "RunConfig":
         """Settings from `to_json`'s form; what is left out keeps its default.
 
         Raises:

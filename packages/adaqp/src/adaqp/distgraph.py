@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from safetensors import safe_open
 from torch import Tensor
@@ -19,7 +18,7 @@ from adaqp.policy import Exact, Policy
 from adaqp.runtime import Messages
 from shared.comms.collectives import all_gather, all_to_all_v
 from shared.comms.group import Group
-from shared.errors import ConfigError, DataError, TopologyError
+from shared.errors import CommError, ConfigError, DataError, TopologyError
 
 __all__ = ["DistGraph", "load"]
 
@@ -245,8 +244,9 @@ def load(
         TopologyError: the number of ranks is not the number of parts.
     """
     folder = Path(folder)
-    if group is None and dist.is_initialized():
-        group = Group.world()
+    if group is None:
+        with suppress(CommError):  # no process group: a single rank
+            group = Group.world()
     rank, num_ranks = (group.rank, group.world_size) if group else (0, 1)
     meta = _read_meta(folder)
     if meta["parts"] != num_ranks:

@@ -6,6 +6,7 @@ ranks as the partition has parts, on this machine.
 
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from adaqp.links import LinkTable, probe
 from adaqp.profiler import Profile, measure
 from adaqp.simulator import predict
 from adaqp.trainer import History, Trainer
-from shared.comms import Group, NetLab, RankPool, init_from_env
+from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
 from shared.errors import DataError
 from shared.units import parse_rate
 
@@ -203,8 +204,9 @@ def profile_in_rank(
     mine = measure(dg, model.build(dg), overlap="edges")
     if dg.group is None:
         return [mine], None
-    profiles: list[Any] = [None] * dg.num_parts
-    torch.distributed.all_gather_object(profiles, mine)
+    packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    everyone = all_gather_v(dg.group, packed.to(dg.group.device))
+    profiles = [pickle.loads(one.cpu().numpy().tobytes()) for one in everyone]
     return profiles, probe(dg.group) if probes else None
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from adaqp.clock import PHASES
@@ -33,7 +34,7 @@ def draw(timings: list[Timing], title: str, path: Path) -> None:
         path: the file.
     """
     adaptive = [t for t in timings if t.policy.name == "adaptive"]
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=11)
     left, right = figure.subplots(1, 2, width_ratios=[3, 2])
     names = [t.policy.label for t in timings]
@@ -48,7 +49,7 @@ def draw(timings: list[Timing], title: str, path: Path) -> None:
     left.invert_yaxis()
     left.set_xlim(0, 1.25 * max(start))
     left.set_xlabel("seconds an epoch on rank 0, median by phase")
-    left.legend(fontsize=8, loc="lower right")
+    _legend_below(left)
     if adaptive:
         channels = sorted(adaptive[0].bits)
         start = [0.0] * len(channels)
@@ -59,5 +60,9 @@ def draw(timings: list[Timing], title: str, path: Path) -> None:
             start = [a + b for a, b in zip(start, shares, strict=True)]
         right.invert_yaxis()
         right.set_xlabel("% of rank 0's rows, adaptive policy")
-        right.legend(fontsize=8, loc="lower right")
+        _legend_below(right)
     figure.savefig(path, format="svg")
+
+
+def _legend_below(axes: Axes) -> None:
+    axes.legend(fontsize=8, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)

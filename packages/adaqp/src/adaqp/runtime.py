@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from adaqp.assigner import assign_channels
 from adaqp.clock import Clock
 from adaqp.exchange import Flight, send
 from adaqp.halo import Operator, Route
+from adaqp.links import LinkTable
 from adaqp.policy import Adaptive, Drop, Exact, Fixed, Policy, Stale
 from adaqp.trace import Channel
 from adaqp.wire import WIDTHS
@@ -25,7 +27,6 @@ from shared.kernels.segment import spmm
 
 if TYPE_CHECKING:
     from adaqp.distgraph import DistGraph
-    from adaqp.links import LinkTable
 
 __all__ = ["Messages"]
 
@@ -57,7 +58,7 @@ class Messages:
         backward: str = "auto",
         wire_dtype: torch.dtype = torch.bfloat16,
         seed: int = 0,
-        links: "LinkTable | None" = None,
+        links: LinkTable | None = None,
     ) -> None:
         if overlap not in ("edges", "nodes", None):
             raise ConfigError(f"overlap: expected 'edges', 'nodes' or None, got {overlap!r}")
@@ -233,6 +234,10 @@ class Messages:
     def state_dict(self) -> dict[str, Tensor]:
         """Everything the next step depends on, as flat tensors of this rank."""
         state = {"step": torch.tensor([self.step, self.num_assignments])}
+        if self.links is not None:
+            table = self.links
+            links = np.stack([table.s_per_byte, table.latency_s, table.clamped.astype(float)])
+            state["links"] = torch.from_numpy(links)
         for name, channel in self.trained_channels().items():
             state |= {f"{name}.{k}": v for k, v in channel.state().items()}
             state[f"{name}.pushes"] = torch.tensor(channel.route is self.dg.push)
@@ -244,6 +249,11 @@ class Messages:
         """Takes over what `state_dict` gave; the next step continues where that run was."""
         self.step, self.num_assignments = state["step"].tolist()
         self._is_stepping = False
+        if "links" in state:
+            s_per_byte, latency_s, clamped = state["links"].cpu().numpy()
+            self.links = LinkTable(
+                s_per_byte=s_per_byte, latency_s=latency_s, clamped=clamped.astype(bool)
+            )
         for name in sorted({key.rpartition(".")[0] for key in state} - {""}):
             mine = {k[len(name) + 1 :]: v for k, v in state.items() if k.startswith(name + ".")}
             route = self.dg.push if mine["pushes"] else self.dg.pull

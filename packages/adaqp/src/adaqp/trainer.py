@@ -5,27 +5,17 @@ one. A checkpoint holds everything the next step depends on (weights, optimiser,
 random state), and training that resumes repeats the losses of training that never stopped.
 """
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn import functional as F
 
 from adaqp.distgraph import DistGraph
-from shared.comms import all_reduce, barrier, broadcast
+from shared.comms import all_reduce, broadcast
 from shared.errors import ConfigError, DataError
 
 __all__ = ["History", "Trainer"]
@@ -40,7 +30,8 @@ class History:
     Attributes:
         loss: mean over training nodes, before the epoch's update.
         accuracy: epoch -> share of right answers by split (micro F1 for multilabel graphs).
-        bytes: bytes this rank sent.
+        bytes: bytes this rank sent, gradients and assignments included, probing the links not;
+            a late message counts where it left.
         seconds: seconds by phase: compute, quantise, wait, reduce, assign.
     """
 
@@ -121,7 +112,7 @@ class Trainer:
 
     def _step(self) -> None:
         dg, messages = self.dg, self.dg.current_messages
-        sent_before = dg.group.ledger.sent_bytes if dg.group else 0
+        sent_before = self._sent_bytes()
         with messages.clock.step():
             self.model.train()
             self.optimizer.zero_grad(set_to_none=False)
@@ -141,7 +132,14 @@ class Trainer:
         self.epoch += 1
         self.history.loss.append(loss)
         self.history.seconds.append(messages.clock.take())
-        self.history.bytes.append((dg.group.ledger.sent_bytes if dg.group else 0) - sent_before)
+        self.history.bytes.append(self._sent_bytes() - sent_before)
+
+    def _sent_bytes(self) -> int:
+        """Bytes this rank has sent so far, without those that probed the links."""
+        if self.dg.group is None:
+            return 0
+        by_phase = self.dg.group.ledger.snapshot().by_phase()
+        return sum(cell.sent_bytes for phase, cell in by_phase.items() if phase != "probe")
 
     def _reduce_gradients(self, loss: Tensor) -> float:
         """Sums gradients and loss over ranks, in one message; returns the loss."""
@@ -185,28 +183,14 @@ class Trainer:
         right, total = self._sum(counts.double()).unbind(1)
         return {n: float(r / t) for n, r, t in zip(splits, right, total.clamp(min=1), strict=True)}
 
-    # -- checkpoints ------------------------------------------------------------------------
-
     def save(self, folder: str | Path) -> None:
         """Writes a DCP checkpoint, which replaces `folder` only when it is complete.
 
         All ranks call it together; `folder` must be one they all see.
         """
-        folder = Path(folder)
-        fresh = folder.with_name(folder.name + ".new")
-        if self.dg.rank == 0:
-            shutil.rmtree(fresh, ignore_errors=True)
-        self._barrier()
-        dcp.save(self._state(), checkpoint_id=str(fresh), no_dist=self.dg.group is None)
-        if self.dg.rank == 0:
-            (fresh / "about.json").write_text(json.dumps(self._about() | {"epoch": self.epoch}))
-            old = folder.with_name(folder.name + ".old")
-            shutil.rmtree(old, ignore_errors=True)
-            if folder.exists():
-                folder.rename(old)
-            fresh.rename(folder)
-            shutil.rmtree(old, ignore_errors=True)
-        self._barrier()
+        from adaqp.checkpoint import save
+
+        save(self, Path(folder))
 
     def resume(self, folder: str | Path) -> None:
         """Continues from `save`: with the same graph, partition, model and policy.
@@ -214,48 +198,9 @@ class Trainer:
         Raises:
             DataError: no checkpoint there, or one of another graph, partition or policy.
         """
-        folder = Path(folder)
-        if not (folder / "about.json").exists():
-            raise DataError(f"{folder} holds no checkpoint; write one with trainer.save()")
-        about = json.loads((folder / "about.json").read_text())
-        for name, here in self._about().items():
-            if about[name] != here:
-                raise DataError(
-                    f"{folder} was written with {name} {about[name]}, this run has {here}; resume "
-                    "with the same graph, partition and policy"
-                )
-        state = self._state()
-        mine = f"rank{self.dg.rank}."
-        saved = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-        for name, item in saved.items():
-            if name.startswith(mine) and isinstance(item, TensorStorageMetadata):
-                state[name] = torch.empty(item.size, dtype=item.properties.dtype)
-        dcp.load(state, checkpoint_id=str(folder), no_dist=self.dg.group is None)
-        set_model_state_dict(self.model, state["model"])
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        own = {k.removeprefix(mine): v for k, v in state.items() if k.startswith(mine)}
-        torch.set_rng_state(own.pop("rng"))
-        self.dg.current_messages.load_state_dict({k: v.to(self.dg.device) for k, v in own.items()})
-        self.epoch = about["epoch"]
+        from adaqp.checkpoint import resume
 
-    def _about(self) -> dict[str, Any]:
-        messages = self.dg.current_messages
-        return {
-            "fingerprint": self.dg.meta["fingerprint"],
-            "parts": self.dg.num_parts,
-            "policy": f"{messages.policy} {messages.wire_dtype} seed {messages.seed}",
-        }
-
-    def _state(self) -> dict[str, Any]:
-        own = self.dg.current_messages.state_dict() | {"rng": torch.get_rng_state()}
-        return {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-        } | {f"rank{self.dg.rank}.{name}": tensor.cpu() for name, tensor in own.items()}
-
-    def _barrier(self) -> None:
-        if self.dg.group is not None:
-            barrier(self.dg.group)
+        resume(self, Path(folder))
 
 
 def _default_loss(label: Tensor) -> Loss:

@@ -1,0 +1,91 @@
+"""The command line end to end: partition, train, interrupt, resume, plan, probe, bench."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from adaqp.config import ModelConfig, PolicyConfig, RunConfig
+from shared.errors import ConfigError
+
+
+def adaqp_cli(*args, expect=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "adaqp", *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli") / "parts"
+    text = adaqp_cli("partition", "sbm", "--num-nodes", 4000, "--out", folder, "--parts", 2)
+    assert "edges cut" in text
+    return folder
+
+
+def test_help_does_not_import_torch():
+    script = "import sys, adaqp.cli; assert not {'torch', 'numba', 'scipy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_interrupted_continues_and_ends_where_one_run_does(parts, tmp_path):
+    common = ("--model.hidden", 16, "--eval-every", 0, "--save-every", 3)
+    whole, pieces = tmp_path / "whole.json", tmp_path / "pieces.json"
+    adaqp_cli("train", parts, "--epochs", 9, "--history", whole, *common)
+    saved = ("--checkpoint", tmp_path / "saved")
+    adaqp_cli("train", parts, "--epochs", 6, *saved, *common)
+    text = adaqp_cli("train", parts, "--epochs", 9, "--history", pieces, *saved, *common)
+    assert "epoch 9:" in text
+    losses = json.loads(whole.read_text())["loss"]
+    assert len(losses) == 9
+    assert json.loads(pieces.read_text())["loss"] == losses[6:]
+
+
+@pytest.mark.slow
+def test_plan_bench_and_probe_print_tables(parts, tmp_path):
+    text = adaqp_cli("plan", parts, "--rate", "100mbit", "--model.hidden", 16)
+    assert "adaptive" in text
+    assert "fixed 2 bits" in text
+    links = tmp_path / "links.json"
+    assert "Mbit/s" in adaqp_cli("probe-links", "--ranks", 2, "--out", links, "--budget-s", 0.5)
+    assert "adaptive" in adaqp_cli("plan", parts, "--links", links, "--model.hidden", 16)
+    text = adaqp_cli(
+        "bench",
+        parts,
+        "--policies",
+        "exact-no-overlap",
+        "fixed",
+        "--epochs",
+        3,
+        "--model.hidden",
+        16,
+    )
+    assert "exact no overlap" in text
+    assert "fixed 4 bits" in text
+
+
+def test_errors_say_what_to_do_and_exit_1(parts, tmp_path):
+    text = adaqp_cli("train", tmp_path / "nowhere", expect=1)
+    assert "holds no partition; make one: adaqp partition" in text
+    text = adaqp_cli("partition", tmp_path / "graph.xyz", "--out", tmp_path / "p", expect=1)
+    assert text.startswith("adaqp: ")
+    assert "Traceback" not in text
+    adaqp_cli("train", parts, "--epoch", 3, expect=2)
+
+
+def test_settings_round_trip_and_unknown_ones_are_refused():
+    config = RunConfig(model=ModelConfig(conv="sage", layers=2), policy=PolicyConfig(bits=(4, 8)))
+    assert RunConfig.from_json(config.to_json()) == config
+    with pytest.raises(ConfigError, match=r"unknown setting 'policy.lamb'; known are .*'lam'"):
+        RunConfig.from_json('{"policy": {"lamb": 1}}')
+    with pytest.raises(ConfigError, match="epochs must be 1 or more"):
+        RunConfig(epochs=0)
+    with pytest.raises(ConfigError, match=r"model\.dropout must be in"):
+        ModelConfig(dropout=1.0)
