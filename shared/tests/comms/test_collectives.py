@@ -52,7 +52,7 @@ def sizes(sender: int, receiver: int) -> int:
     return 0 if (sender, receiver) == (2, 0) else 3 * sender + receiver
 
 
-def exchange() -> tuple:
+def exchange() -> dict:
     group = Group.world()
     rank = group.rank
     before = group.ledger.snapshot()
@@ -64,7 +64,7 @@ def exchange() -> tuple:
     return group.ledger.snapshot().diff(before).by_peer()
 
 
-def broadcasts() -> tuple:
+def broadcasts() -> dict:
     group = Group.world()
     before = group.ledger.snapshot()
     for src in range(4):

@@ -117,8 +117,7 @@ def _by_pymetis(graph: csr_array, parts: int, seed: int, weights: np.ndarray | N
 
     _, assignment = pymetis.part_graph(
         parts,
-        xadj=graph.indptr,
-        adjncy=graph.indices,
+        pymetis.CSRAdjacency(graph.indptr, graph.indices),
         vweights=None if weights is None else weights.tolist(),
         options=pymetis.Options(seed=seed),
         # Recursive bisection cuts a little less for few parts but takes twice the time.
