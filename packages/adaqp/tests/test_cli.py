@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from adaqp import LinkTable
 from adaqp.config import ModelConfig, PolicyConfig, RunConfig
 from shared.errors import ConfigError
 
@@ -36,7 +37,9 @@ def test_help_does_not_import_torch():
 
 @pytest.mark.slow
 def test_a_run_that_was_interrupted_continues_and_ends_where_one_run_does(parts, tmp_path):
-    common = ("--model.hidden", 16, "--eval-every", 0, "--save-every", 3)
+    links = tmp_path / "links.json"
+    links.write_text(LinkTable.uniform(2, 12.5e6, 2e-4).to_json())
+    common = ("--model.hidden", 16, "--eval-every", 0, "--save-every", 3, "--links", links)
     whole, pieces = tmp_path / "whole.json", tmp_path / "pieces.json"
     adaqp_cli("train", parts, "--epochs", 9, "--history", whole, *common)
     saved = ("--checkpoint", tmp_path / "saved")

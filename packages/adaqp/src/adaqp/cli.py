@@ -86,6 +86,8 @@ class Train:
         checkpoint: folder to save to; a run that finds one there continues from it.
         save_every: epochs between checkpoints.
         history: JSON file for losses, accuracies, bytes and seconds.
+        links: JSON written by `adaqp probe-links --out`; runs with the same file repeat each other
+            to the bit, while links probed anew lead the adaptive policy to other widths.
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
@@ -93,12 +95,20 @@ class Train:
     checkpoint: Path | None = None
     save_every: int = 50
     history: Path | None = None
+    links: Path | None = None
 
     def run(self) -> None:
         """Trains, with a progress bar on rank 0."""
         from adaqp import jobs
 
-        jobs.train(self.folder, self.run_config, self.checkpoint, self.save_every, self.history)
+        jobs.train(
+            self.folder,
+            self.run_config,
+            self.checkpoint,
+            self.save_every,
+            self.history,
+            self.links,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -32,7 +33,8 @@ from shared.units import parse_rate
 
 __all__ = ["bench", "plan", "probe_links", "profile_in_rank", "train"]
 
-_LONG = timedelta(days=30)
+# How long one message may take, and a whole run (the longest wait that select knows is 24 days).
+_MESSAGE_LIMIT, _RUN_LIMIT = timedelta(minutes=10), timedelta(days=20)
 _console = Console()
 
 
@@ -54,11 +56,11 @@ def _run(num_ranks: int, function: Callable[..., Any], *args: Any, rate: str | N
         return [function(*args)]
     with ExitStack() as stack:
         if rate is None:
-            pool = stack.enter_context(RankPool(num_ranks, timeout=_LONG))
+            pool = stack.enter_context(RankPool(num_ranks, timeout=_MESSAGE_LIMIT))
         else:
             lab = stack.enter_context(NetLab(hosts=num_ranks, rate=rate))
-            pool = stack.enter_context(lab.pool(timeout=_LONG))
-        return pool.run(function, *args).results
+            pool = stack.enter_context(lab.pool(timeout=_MESSAGE_LIMIT))
+        return pool.run(function, *args, timeout=_RUN_LIMIT).results
 
 
 # -- train ----------------------------------------------------------------------------------
@@ -70,9 +72,12 @@ def train(
     checkpoint: Path | None,
     save_every: int,
     history_file: Path | None,
+    links_file: Path | None,
 ) -> None:
     """Trains and prints the outcome; continues from `checkpoint` where one lies there."""
-    history = _run(_num_parts(folder), _train_in_rank, folder, config, checkpoint, save_every)[0]
+    links = None if links_file is None else LinkTable.from_json(links_file.read_text())
+    args = (folder, config, checkpoint, save_every, links)
+    history = _run(_num_parts(folder), _train_in_rank, *args)[0]
     if history is None:
         return
     last = max(history.accuracy)
@@ -84,13 +89,18 @@ def train(
 
 
 def _train_in_rank(
-    folder: Path, config: RunConfig, checkpoint: Path | None, save_every: int
+    folder: Path,
+    config: RunConfig,
+    checkpoint: Path | None,
+    save_every: int,
+    links: LinkTable | None,
 ) -> History | None:
     dg = load(folder)
     torch.manual_seed(config.seed)
     model = config.model.build(dg)
     policy, settings = config.policy.build()
-    with dg.messages(policy, seed=config.seed, **settings), _progress(dg.rank, config) as on_epoch:
+    settings |= {"seed": config.seed, "links": links}
+    with dg.messages(policy, **settings), _progress(dg.rank, config) as on_epoch:
         optimizer = torch.optim.Adam(model.parameters(), config.lr)
         trainer = Trainer(dg, model, optimizer, seed=config.seed, on_epoch=on_epoch)
         if checkpoint is not None and checkpoint.exists():
@@ -145,9 +155,10 @@ def bench(
     )[0]
     if int(os.environ.get("RANK", "0")):
         return
-    table = Table("policy", "epoch s (median)", "min - max", "ratio", "MB / epoch")
-    for phase in timings[0].seconds:
-        table.add_column(phase + " s")
+    phases = ("compute", "quantise", "wait", "reduce")
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("policy", "epoch s", "min - max", "ratio", "MB", " + ".join(phases) + " s"):
+        table.add_column(name, no_wrap=name == "policy")
     for timing in timings:
         table.add_row(
             timing.policy.label,
@@ -155,7 +166,7 @@ def bench(
             f"{min(timing.epoch_s):.3f} - {max(timing.epoch_s):.3f}",
             f"{timings[0].median_s / timing.median_s:.2f}",
             f"{timing.num_bytes / 1e6:.1f}",
-            *[f"{s:.3f}" for s in timing.seconds.values()],
+            " + ".join(f"{timing.seconds[p]:.3f}" for p in phases),
         )
     _console.print(table)
 
@@ -178,7 +189,9 @@ def plan(
     if int(os.environ.get("RANK", "0")):
         return
     links = links or probed
-    table = Table("policy", "epoch s", "compute s", "quantise s", "wait s", "MB / epoch", "bits")
+    table = Table(
+        "policy", "epoch s", "compute s", "quantise s", "wait s", "MB", "bits", box=SIMPLE_HEAD
+    )
     names = ("exact-no-overlap", "exact", "stale")
     policies = [PolicyConfig(name=name) for name in names]
     policies += [PolicyConfig(name="fixed", width=width) for width in (8, 4, 2)]
@@ -213,7 +226,7 @@ def profile_in_rank(
 def probe_links(ranks: int, out: Path | None, budget_s: float) -> None:
     """Probes the links, prints and writes what they cost."""
     links: LinkTable = _run(ranks, _probe_in_rank, budget_s)[0]
-    table = Table("from", "to", "Mbit/s", "latency us", "fit")
+    table = Table("from", "to", "Mbit/s", "latency us", "fit", box=SIMPLE_HEAD)
     for sender in range(len(links.s_per_byte)):
         for receiver in range(len(links.s_per_byte)):
             if sender == receiver:
