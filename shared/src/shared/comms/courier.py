@@ -7,8 +7,9 @@ it starts a round when the one before has ended and otherwise waits inside gloo,
 GIL. It has connections of its own, so that collectives of the main thread neither mix with its
 messages nor queue behind them. On GPUs the rounds are enqueued on NCCL's stream, no thread needed.
 
-All receives of a schedule are posted before its first send: the data of a round then need no
-further handshake, while the pace is still set by each rank's sends.
+A receive is posted when its round begins and no earlier: gloo sends nothing that is not awaited,
+so receivers keep the ranks in step. Posted in advance, the rounds of four hosts ran into one
+another and lost a sixth of the links' rate, since a send ends when the kernel has taken it.
 """
 
 from __future__ import annotations
@@ -260,27 +261,23 @@ def _blamed(schedule: _Schedule, index: int, verb: str, peer: int) -> Iterator[N
 def _run(channel: dist.ProcessGroup, pending: _CourierRounds, buffers: list[object]) -> None:
     """Run a schedule over gloo; tell `pending` how it goes, `buffers` what gloo has been given."""
     schedule = pending.schedule
-    receiving: list[dist.Work | None] = []
-    buffers += [schedule, receiving]
-    for index, item in enumerate(schedule.rounds):
-        if item.recv is None or not item.recv.numel():
-            receiving.append(None)
-            continue
-        with _blamed(schedule, index, "receiving from", item.recv_from):
-            receiving.append(channel.recv([item.recv], item.recv_from, 0))
+    buffers.append(schedule)
     for index, item in enumerate(schedule.rounds):
         start = time.perf_counter()
         pending.current = index
+        receiving = sending = None
+        if item.recv is not None and item.recv.numel():
+            with _blamed(schedule, index, "receiving from", item.recv_from):
+                receiving = channel.recv([item.recv], item.recv_from, 0)
+            buffers.append(receiving)
         tensor = schedule.made(index)
-        sending = None
         if tensor is not None:
             with _blamed(schedule, index, "sending to", item.send_to):
                 sending = channel.send([tensor], item.send_to, 0)
             buffers += [sending, tensor]
-        work = receiving[index]
-        if work is not None and item.recv is not None:
+        if receiving is not None and item.recv is not None:
             with _blamed(schedule, index, "receiving from", item.recv_from):
-                work.wait()
+                receiving.wait()
             schedule.record(item.recv_from, item.recv, "received")
         pending.landed[index].set()
         if sending is not None and tensor is not None:
