@@ -82,7 +82,7 @@ def test_adaptive_assigns_and_both_sides_agree(sbm, cut, pool2):
     for history, _, bits, _ in pool2.run(train, cut(sbm, 2), policy, 10, {}).results:
         assert set(bits) == {"forward0", "forward1", "backward0", "backward1"}
         assert {b for shares in bits.values() for b in shares} <= {2, 4, 8}
-        assigned = [e for e, s in enumerate(history.seconds) if s["assign"] > 0]
+        assigned = [e for e, s in enumerate(history.seconds["assign"]) if s > 0]
         assert assigned == [2, 4, 8]
         assert history.loss[-1] < history.loss[0]
 

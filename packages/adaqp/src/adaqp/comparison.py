@@ -10,7 +10,6 @@ from statistics import median
 
 import torch
 
-from adaqp.clock import PHASES
 from adaqp.config import ModelConfig, PolicyConfig
 from adaqp.distgraph import DistGraph, load
 from adaqp.runtime import Messages
@@ -123,8 +122,7 @@ def _run_block(dg: DistGraph, run: _Run, epochs: int) -> None:
 
 def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> Timing:
     history = run.trainer.history
-    timed = history.seconds[-num_timed:]
-    assigns = [s["assign"] for s in history.seconds if s["assign"] > 0]
+    assigns = [s for s in history.seconds["assign"] if s > 0]
     with dg.using(run.messages):
         accuracy = run.trainer.evaluate()
     sent = torch.tensor([median(history.bytes[-num_timed:])], dtype=torch.float64)
@@ -133,7 +131,7 @@ def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> T
     return Timing(
         policy=policy,
         epoch_s=run.epoch_s,
-        seconds={p: median(s[p] for s in timed) for p in PHASES},
+        seconds={p: median(s[-num_timed:]) for p, s in history.seconds.items()},
         num_bytes=int(sent),
         bits=run.messages.report(),
         # The first one also probes the links and tells every row's weight once.

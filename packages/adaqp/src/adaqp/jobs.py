@@ -80,8 +80,8 @@ def train(
     history = _run(_num_parts(folder), _train_in_rank, *args)[0]
     if history is None:
         return
-    last = max(history.accuracy)
-    scores = ", ".join(f"{split} {score:.4f}" for split, score in history.accuracy[last].items())
+    last = history.evaluated_at[-1]
+    scores = ", ".join(f"{split} {score[-1]:.4f}" for split, score in history.accuracy.items())
     phases = ", ".join(f"{p} {s:.1f} s" for p, s in history.seconds_by_phase().items())
     _console.print(f"epoch {last}: {scores}\nrank 0: {phases}")
     if history_file is not None:
@@ -110,7 +110,8 @@ def _train_in_rank(
             trainer.fit(min(save_every, left) if checkpoint else left, config.eval_every)
             if checkpoint is not None:
                 trainer.save(checkpoint)
-        trainer.history.accuracy[trainer.epoch] = trainer.evaluate()
+        if trainer.epoch not in trainer.history.evaluated_at:
+            trainer.record_evaluation()
     return trainer.history if dg.rank == 0 else None
 
 
@@ -130,7 +131,7 @@ def _progress(rank: int, config: RunConfig) -> Iterator[Callable[[History], None
         task = bar.add_task("training", total=config.epochs)
 
         def on_epoch(history: History) -> None:
-            seconds = sum(history.seconds[-1].values())
+            seconds = sum(phase[-1] for phase in history.seconds.values())
             rate = history.bytes[-1] / 1e6
             text = f"loss {history.loss[-1]:.4f}  {seconds:.2f} s  {rate:.1f} MB/epoch"
             bar.update(task, advance=1, description=text)

@@ -6,6 +6,7 @@ real rows (only remote ones are zeros), which also gives the row ranges an assig
 
 import time
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -58,15 +59,13 @@ def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int 
         dg: this rank's share.
         model: it is trained for `steps` steps without remote rows: pass a copy.
         overlap: as in `dg.messages`.
-        steps: steps to measure after one that warms up; the fastest counts.
+        steps: steps to measure after one that warms up.
     """
     policy = Adaptive(first_at=_NEVER, every=_NEVER)
     with dg.messages(policy, overlap=overlap) as messages:
         messages.is_dry = True
         trainer = Trainer(dg, model, torch.optim.Adam(model.parameters(), 1e-3))
         history = trainer.fit(steps + 1)
-        rest = sorted(history.seconds[1:], key=lambda s: s["compute"])
-        middle = rest[len(rest) // 2]
         channels = {
             name: ChannelProfile(
                 dim=channel.dim,
@@ -82,8 +81,8 @@ def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int 
             for name, channel in messages.trained_channels().items()
         }
     return Profile(
-        compute_s=middle["compute"],
-        reduce_s=min(s["reduce"] for s in rest),
+        compute_s=median(history.seconds["compute"][1:]),
+        reduce_s=min(history.seconds["reduce"][1:]),
         channels=channels,
     )
 

@@ -14,35 +14,41 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from adaqp.clock import PHASES
 from adaqp.distgraph import DistGraph
 from shared.comms import all_reduce, broadcast
 from shared.errors import ConfigError, DataError
 
 __all__ = ["History", "Trainer"]
 
+SPLITS = ("train", "val", "test")
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(slots=True)
 class History:
-    """What training did, one entry an epoch.
+    """What training did.
 
     Attributes:
-        loss: mean over training nodes, before the epoch's update.
-        accuracy: epoch -> share of right answers by split (micro F1 for multilabel graphs).
-        bytes: bytes this rank sent, gradients and assignments included, probing the links not;
-            a late message counts where it left.
-        seconds: seconds by phase: compute, quantise, wait, reduce, assign.
+        loss: mean over training nodes, before the update, one an epoch.
+        bytes: bytes this rank sent, one an epoch; gradients and assignments included, probing the
+            links not; a late message counts where it left.
+        seconds: by phase (compute, quantise, wait, reduce, assign), one an epoch each.
+        accuracy: by split (train, val, test), one an evaluation each: the share of right answers,
+            or micro F1 on multilabel graphs.
+        evaluated_at: epochs after which the evaluations took place.
     """
 
     loss: list[float] = field(default_factory=list)
-    accuracy: dict[int, dict[str, float]] = field(default_factory=dict)
     bytes: list[int] = field(default_factory=list)
-    seconds: list[dict[str, float]] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {p: [] for p in PHASES})
+    accuracy: dict[str, list[float]] = field(default_factory=lambda: {s: [] for s in SPLITS})
+    evaluated_at: list[int] = field(default_factory=list)
 
     def seconds_by_phase(self) -> dict[str, float]:
         """Seconds of all epochs by phase."""
-        return {p: sum(s[p] for s in self.seconds) for p in (self.seconds or [{}])[0]}
+        return {phase: sum(values) for phase, values in self.seconds.items()}
 
     def to_json(self) -> dict[str, Any]:
         """The history as plain lists and dictionaries."""
@@ -105,7 +111,7 @@ class Trainer:
         for _ in range(epochs):
             self._step()
             if eval_every and self.epoch % eval_every == 0:
-                self.history.accuracy[self.epoch] = self.evaluate()
+                self.record_evaluation()
             if self.on_epoch:
                 self.on_epoch(self.history)
         return self.history
@@ -131,7 +137,8 @@ class Trainer:
             self.optimizer.step()
         self.epoch += 1
         self.history.loss.append(loss)
-        self.history.seconds.append(messages.clock.take())
+        for phase, seconds in messages.clock.take().items():
+            self.history.seconds[phase].append(seconds)
         self.history.bytes.append(self._sent_bytes() - sent_before)
 
     def _sent_bytes(self) -> int:
@@ -174,14 +181,16 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Accuracy (micro F1 for multilabel graphs) of train, val and test, over all ranks."""
         logits = self.predict()
-        splits = {
-            "train": self.dg.train_mask,
-            "val": self.dg.val_mask,
-            "test": self.dg.test_mask,
-        }
-        counts = torch.stack([_tally(logits[m], self.dg.label[m]) for m in splits.values()])
+        masks = [getattr(self.dg, f"{split}_mask") for split in SPLITS]
+        counts = torch.stack([_tally(logits[m], self.dg.label[m]) for m in masks])
         right, total = self._sum(counts.double()).unbind(1)
-        return {n: float(r / t) for n, r, t in zip(splits, right, total.clamp(min=1), strict=True)}
+        return {n: float(r / t) for n, r, t in zip(SPLITS, right, total.clamp(min=1), strict=True)}
+
+    def record_evaluation(self) -> None:
+        """Adds `evaluate()` of now to the history."""
+        for split, score in self.evaluate().items():
+            self.history.accuracy[split].append(score)
+        self.history.evaluated_at.append(self.epoch)
 
     def save(self, folder: str | Path) -> None:
         """Writes a DCP checkpoint, which replaces `folder` only when it is complete.
