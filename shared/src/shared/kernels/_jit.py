@@ -18,6 +18,9 @@ def compiled(function: Callable[..., Any]) -> Any:
     cache folder. Where neither can be written, numba refuses to cache at all: then every process
     compiles for itself, and a log line says so.
 
+    The cache knows a function by its own file only: after editing a function that another file
+    calls (`philox/cpu.py`), remove the `__pycache__` beside the caller too.
+
     numba's `fastmath` stays off: the bits of a result are part of a kernel's definition.
     """
     try:

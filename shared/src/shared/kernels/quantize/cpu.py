@@ -1,4 +1,13 @@
-"""Quantise and dequantise in numba, one pass over each row while it lies in the first cache."""
+"""Quantise and dequantise in numba, a block of rows at a time while it lies in the first cache.
+
+How close to the limit, on one core of a Zen 4 with 128 columns that lie in the third cache: a row
+takes 58 ns with noise and 35 without, at any width. Noise alone is bound by its 20 wide products
+and 60 further vector instructions for 8 columns (two a cycle at best, 17 ns a row; 23 to 30 reached
+with the stores); finding extremes, coding and packing are some 25 instructions for 16 columns. That
+is arithmetic, not memory: 8 bits move 5 bytes a column and reach about 10 GB/s, a third of what a
+copy of large arrays does, and only fewer rounds of Philox would change it. Unpacking has next to no
+arithmetic and runs at 70 to 95 % of the copy's bandwidth.
+"""
 
 import numpy as np
 import torch

@@ -1,0 +1,371 @@
+"""The Triton kernels on one GPU: integers against numba first, then bandwidth against a copy.
+
+Needs torch >= 2.9, triton, numba, jaxtyping and pytest, nothing else of the yard:
+
+    PYTHONPATH=shared/src:packages/adaqp/src python bench/gpu.py --out bench/results
+
+Runs the tests marked `gpu` of shared/tests, then measures each kernel beside a device copy in the
+same run, in turns, and writes `YYYY-MM-DD-gpu-<device>.md` and `.json` into `--out`. Takes a few
+minutes on one H100-class GPU. Exit status 1 when a test or a check fails, 2 without a CUDA device.
+
+`--rehearse` runs the same code at tiny sizes in Triton's interpreter: it measures nothing and
+writes nothing, and shows that this file still fits the kernels.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+ROUNDINGS: tuple[Literal["stochastic", "nearest"], ...] = ("stochastic", "nearest")
+TESTS = "shared/tests/kernels/test_on_gpu.py"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measured kernel.
+
+    `bytes_moved` is what the operation must read and write once; `baseline_s` the time of
+    `baseline` on the same input, None where there is none.
+    """
+
+    kernel: str
+    shape: str
+    median_s: float
+    low_s: float
+    high_s: float
+    bytes_moved: int
+    copy_bytes_per_s: float
+    correct: bool
+    baseline: str = ""
+    baseline_s: float | None = None
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth, of the bytes that must move."""
+        return self.bytes_moved / self.median_s
+
+
+def timed(functions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """Seconds of each function [turns], run in turns; by CUDA events where there is a device."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(turns + 2):
+        for name, function in functions.items():
+            if on_gpu:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                # Behind this the launch is queued before the device gets to it: without, a short
+                # kernel is timed together with Python.
+                torch.cuda._sleep(1_000_000)
+                start.record()
+                function()
+                end.record()
+                torch.cuda.synchronize()
+                took = start.elapsed_time(end) / 1e3
+            else:
+                began = time.perf_counter()
+                function()
+                took = time.perf_counter() - began
+            if turn >= 2:  # the first turns compile and warm up
+                seconds[name].append(took)
+    return seconds
+
+
+def measure(
+    kernel: str,
+    shape: str,
+    ours: Callable[[], object],
+    *,
+    bytes_moved: int,
+    copy: tuple[Callable[[], object], int],
+    correct: bool,
+    turns: int,
+    baseline: tuple[str, Callable[[], object]] | None = None,
+) -> Row:
+    """Times `ours` in turns with a device copy and a baseline."""
+    functions = {"ours": ours, "copy": copy[0]}
+    if baseline:
+        functions["baseline"] = baseline[1]
+    times = timed(functions, turns)
+    low, _, high = statistics.quantiles(times["ours"], n=4)
+    row = Row(
+        kernel=kernel,
+        shape=shape,
+        median_s=statistics.median(times["ours"]),
+        low_s=low,
+        high_s=high,
+        bytes_moved=bytes_moved,
+        copy_bytes_per_s=copy[1] / statistics.median(times["copy"]),
+        correct=correct,
+        baseline=baseline[0] if baseline else "",
+        baseline_s=statistics.median(times["baseline"]) if baseline else None,
+    )
+    print(line(row), flush=True)
+    return row
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    cells = [
+        row.kernel,
+        row.shape,
+        f"{row.median_s * 1e3:.3f} ({row.low_s * 1e3:.3f} to {row.high_s * 1e3:.3f})",
+        f"{row.bytes_per_s / 1e9:.0f}",
+        f"{row.bytes_per_s / row.copy_bytes_per_s:.0%}",
+        "" if row.baseline_s is None else f"{row.baseline_s / row.median_s:.2f}x {row.baseline}",
+        "yes" if row.correct else "NO",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def quantise_rows(device: str, num_rows: int, turns: int) -> list[Row]:
+    """Quantise and dequantise at 2, 4 and 8 bits, D = 128, and at a width that is no power of 2."""
+    import torch
+
+    from shared.kernels.quantize import dequantize, packed_width, quantize
+
+    rows = []
+    for dim, widths in ((128, (2, 4, 8)), (602, (2, 8))):
+        count = num_rows * 128 // dim
+        x = torch.randn(count, dim, device=device)
+        out = torch.empty_like(x)
+        copy = (lambda x=x, out=out: out.copy_(x)), 2 * x.numel() * 4
+        for bits in widths:
+            packed = quantize(x, bits, key=1)
+            error = (dequantize(*packed) - x).abs()
+            correct = bool((error <= packed.params[:, 1:] * 1.001 + 1e-6).all())
+            moved = x.numel() * 4 + count * (packed_width(dim, bits) + 8)
+            for rounding in ROUNDINGS:
+                rows.append(
+                    measure(
+                        f"quantise {bits} bits, {rounding}",
+                        f"{count} x {dim} float32",
+                        partial(
+                            quantize,
+                            x,
+                            bits,
+                            key=1,
+                            rounding=rounding,
+                            data=packed.data,
+                            params=packed.params,
+                        ),
+                        bytes_moved=moved,
+                        copy=copy,
+                        correct=correct,
+                        turns=turns,
+                    )
+                )
+            rows.append(
+                measure(
+                    f"dequantise {bits} bits",
+                    f"{count} x {dim} float32",
+                    lambda packed=packed, out=out: dequantize(*packed, out=out),
+                    bytes_moved=moved,
+                    copy=copy,
+                    correct=correct,
+                    turns=turns,
+                )
+            )
+    return rows
+
+
+def spmm_rows(device: str, num_nodes: int, turns: int) -> list[Row]:
+    """SpMM over a random graph of degree 30 against torch's CSR matmul."""
+    import torch
+
+    from shared.kernels.segment import CSR, spmm
+
+    rows = []
+    src, dst = torch.randint(0, num_nodes, (2, 30 * num_nodes), device=device)
+    coo = CSR.from_coo(dst, src, num_nodes, num_nodes)
+    weight = torch.rand(coo.nnz, device=device)
+    csr = CSR(coo.indptr, coo.indices, num_nodes, weight)
+    theirs = torch.sparse_csr_tensor(csr.indptr, csr.indices, weight, (num_nodes, num_nodes))
+    for dim in (50, 128, 256):
+        x = torch.randn(num_nodes, dim, device=device)
+        out = torch.empty_like(x)
+        exact = theirs @ x
+        correct = bool(torch.allclose(spmm(csr, x), exact, rtol=1e-4, atol=1e-3))
+        rows.append(
+            measure(
+                "spmm, weighted sum",
+                f"{num_nodes} nodes, {csr.nnz} edges, D = {dim}",
+                lambda x=x, out=out: spmm(csr, x, out=out),
+                # Each edge's row counted once: caches may serve some, so this can pass the copy.
+                bytes_moved=csr.nnz * (dim * 4 + 12) + out.numel() * 4 + num_nodes * 8,
+                copy=((lambda x=x, out=out: out.copy_(x)), 2 * x.numel() * 4),
+                correct=correct,
+                turns=turns,
+                baseline=("torch CSR matmul", lambda x=x: theirs @ x),
+            )
+        )
+    return rows
+
+
+def gather_rows(device: str, num_rows: int, turns: int) -> list[Row]:
+    """Rows by a random index and back, against torch's index_select and index_add."""
+    import torch
+
+    from shared.kernels.gather import gather, scatter_add
+
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(num_rows, 128, device=device).to(dtype)
+        index = torch.randperm(num_rows, device=device)
+        out = torch.empty_like(x)
+        shape = f"{num_rows} x 128 {str(dtype).removeprefix('torch.')}"
+        size = x.numel() * x.element_size()
+        copy = (lambda x=x, out=out: out.copy_(x)), 2 * size
+        rows.append(
+            measure(
+                "gather",
+                shape,
+                lambda x=x, index=index, out=out: gather(x, index, out),
+                bytes_moved=2 * size + 8 * num_rows,
+                copy=copy,
+                correct=torch.equal(gather(x, index), x[index]),
+                turns=turns,
+                baseline=(
+                    "torch.index_select",
+                    lambda x=x, index=index, out=out: torch.index_select(x, 0, index, out=out),
+                ),
+            )
+        )
+        if dtype == torch.float32:
+            total, theirs = torch.zeros_like(x), torch.zeros_like(x)
+            added = scatter_add(torch.zeros_like(x), index, x)
+            rows.append(
+                measure(
+                    "scatter_add",
+                    shape,
+                    lambda x=x, index=index, total=total: scatter_add(total, index, x),
+                    bytes_moved=3 * size + 8 * num_rows,
+                    copy=copy,
+                    correct=torch.equal(added[index], x),
+                    turns=turns,
+                    baseline=(
+                        "torch.index_add_",
+                        lambda x=x, index=index, theirs=theirs: theirs.index_add_(0, index, x),
+                    ),
+                )
+            )
+    return rows
+
+
+def run_tests() -> tuple[bool, str]:
+    """The GPU tests in a child process; whether they passed, and pytest's last line."""
+    env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MESHYARD_KERNELS")}
+    env["PYTHONPATH"] = os.pathsep.join(p for p in (str(SOURCES), env.get("PYTHONPATH", "")) if p)
+    # Neither the yard's configuration nor its conftest: both ask for plugins a GPU box may lack.
+    options = ["-c", os.devnull, "--rootdir", str(ROOT), "--noconftest", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, "-q", "-W", "ignore", TESTS],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    print(done.stdout[-4000:], done.stderr[-2000:], flush=True)
+    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "no output"
+    # A run in which every test was skipped proves nothing, although pytest exits 0.
+    return done.returncode == 0 and " passed" in f" {last}", last
+
+
+def report(rows: list[Row], tests: str, started: float) -> tuple[str, dict]:
+    """The dated summary, as Markdown and as JSON."""
+    import torch
+    import triton
+
+    today = datetime.date.today().isoformat()
+    device = torch.cuda.get_device_name(0)
+    versions = (
+        f"torch {torch.__version__}, triton {triton.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+    text = [
+        f"# Kernels on {device}, {today}",
+        "",
+        f"Measured with {versions}; {time.time() - started:.0f} s in all. Command:",
+        "`PYTHONPATH=shared/src:packages/adaqp/src python bench/gpu.py --out bench/results`.",
+        "",
+        f"Tests on the device (integers equal numba's on 10^7 values at 2, 4 and 8 bits): {tests}.",
+        "",
+        "Times are medians and quartiles over interleaved turns, by CUDA events. Bandwidth counts",
+        "what the operation must read and write once; the share is of a device copy in the same",
+        "turns. SpMM counts each edge's row, of which caches serve some.",
+        "",
+        "| kernel | input | ms | GB/s | share of copy | speed against | correct |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(line(row) for row in rows),
+        "",
+    ]
+    data = {
+        "date": today,
+        "device": device,
+        "versions": versions,
+        "tests": tests,
+        "rows": [asdict(row) for row in rows],
+    }
+    return "\n".join(text), data
+
+
+def main() -> int:
+    """Tests, measures, writes; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "bench/results", metavar="DIR")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes, interpreter, no files")
+    args = parser.parse_args()
+    started = time.time()
+    if args.rehearse:
+        # Before anything imports triton or decides on a form.
+        os.environ.update(TRITON_INTERPRET="1", MESHYARD_KERNELS="triton")
+    import torch
+
+    if args.rehearse:
+        rows = [
+            *quantise_rows("cpu", 20, 2),
+            *spmm_rows("cpu", 20, 2),
+            *gather_rows("cpu", 20, 2),
+        ]
+        return 0 if all(row.correct for row in rows) else 1
+    if not torch.cuda.is_available():
+        print("bench-gpu: expected a CUDA device, found none; --rehearse needs none")
+        return 2
+    passed, tests = run_tests()
+    # A gigabyte of float32: far beyond any level-two cache.
+    rows = [
+        *quantise_rows("cuda", 2_000_000, 20),
+        *spmm_rows("cuda", 200_000, 20),
+        *gather_rows("cuda", 2_000_000, 20),
+    ]
+    text, data = report(rows, tests, started)
+    name = re.sub(r"[^a-z0-9]+", "-", data["device"].lower()).strip("-")
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{data['date']}-gpu-{name}.md"
+    path.write_text(text, encoding="utf-8")
+    path.with_suffix(".json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    print(f"bench-gpu: wrote {path} and .json")
+    return 0 if passed and all(row.correct for row in rows) else 1
+
+
+SOURCES = ROOT / "shared/src"
+sys.path.insert(0, str(SOURCES))
+
+if __name__ == "__main__":
+    sys.exit(main())

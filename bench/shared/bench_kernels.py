@@ -1,0 +1,180 @@
+"""The CPU kernels on one core: quantise and unpack against torch operations, SpMM against DGL.
+
+Every comparison runs ours and the baseline in turns on the same input, takes medians and checks
+the results in the same function. The memory bandwidth beside them is torch's copy, read plus
+written, timed in the same turns. Everything runs on the calling thread and its own processor time
+is counted: on a quiet machine that is the time on the clock, on a busy one it leaves out the turns
+of others.
+"""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from shared.claims import Claim
+from shared.kernels.philox import stream_key
+from shared.kernels.quantize import dequantize, packed_width, quantize
+from shared.kernels.segment import CSR, spmm
+
+NUM_ROWS, DIM = 100_000, 128
+NUM_NODES, NUM_EDGES = 100_000, 3_000_000
+TURNS = 9
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request):
+    before = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(before))  # noqa: PT021
+    torch.set_num_threads(1)
+
+
+def in_turns(benchmark, functions: dict[str, Callable[[], object]], turns: int = TURNS):
+    """Seconds of each function [turns], run one after another in every turn."""
+    seconds = {name: [] for name in functions}
+
+    def turn() -> None:
+        for name, function in functions.items():
+            start = time.thread_time()
+            function()
+            seconds[name].append(time.thread_time() - start)
+
+    turn()
+    for times in seconds.values():
+        times.clear()
+    benchmark.pedantic(turn, rounds=turns)
+    return {name: np.array(times) for name, times in seconds.items()}
+
+
+def spread(times: np.ndarray) -> str:
+    """Median and quartiles in milliseconds."""
+    low, middle, high = np.percentile(times, [25, 50, 75]) * 1e3
+    return f"{middle:.1f} ms ({low:.1f} to {high:.1f})"
+
+
+def torch_quantize(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same codes and planes by plain torch operations, with torch's own random numbers."""
+    low, high = x.aminmax(dim=1, keepdim=True)
+    scale = (high - low) / (2**bits - 1)
+    codes = ((x - low) / scale).add_(torch.rand_like(x)).floor_().clamp_(max=2**bits - 1)
+    planes = codes.to(torch.uint8).view(len(x), 8 // bits, -1)
+    packed = planes[:, 0].clone()
+    for k in range(1, 8 // bits):
+        packed |= planes[:, k] << (k * bits)
+    return packed, torch.cat([low, scale], 1)
+
+
+def torch_dequantize(data: torch.Tensor, params: torch.Tensor, bits: int) -> torch.Tensor:
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    codes = (data[:, None] >> shifts).bitwise_and_(2**bits - 1).view(len(data), -1)
+    return codes.float().mul_(params[:, 1:]).add_(params[:, :1])
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def bench_quantize(benchmark, record_claim, bits):
+    """Quantise and pack, then unpack, 100,000 rows of 128 float32."""
+    x = torch.randn(NUM_ROWS, DIM, generator=torch.Generator().manual_seed(0))
+    out, theirs_out = torch.empty_like(x), torch.empty_like(x)
+    packed = quantize(x, bits, key=stream_key(0))
+    theirs = torch_quantize(x, bits)
+    times = in_turns(
+        benchmark,
+        {
+            "copy": lambda: out.copy_(x),
+            "quantise": lambda: quantize(
+                x, bits, key=stream_key(0), data=packed.data, params=packed.params
+            ),
+            "unpack": lambda: dequantize(*packed, out=out),
+            "torch quantise": lambda: torch_quantize(x, bits),
+            "torch unpack": lambda: theirs_out.copy_(torch_dequantize(*theirs, bits)),
+        },
+    )
+    # Both must stay within a step of the input and, over 12.8 M elements, be unbiased.
+    correct = True
+    for values, params in ((dequantize(*packed), packed.params), (theirs_out, theirs[1])):
+        error, step = values - x, params[:, 1:]
+        correct &= bool((error.abs() <= step * 1.001 + 1e-6).all())
+        correct &= abs(float((error / step).mean())) < 5 * (1 / 6 / x.numel()) ** 0.5
+
+    medians = {name: float(np.median(t)) for name, t in times.items()}
+    bandwidth = 2 * x.numel() * 4 / medians["copy"]
+    moved = x.numel() * 4 + NUM_ROWS * (packed_width(DIM, bits) + 8)
+    benchmark.extra_info["copy"] = f"{bandwidth / 1e9:.1f} GB/s read plus written"
+    for ours, baseline, aim in (
+        ("quantise", "torch quantise", 0.9),
+        ("unpack", "torch unpack", 4.0),
+    ):
+        share = moved / medians[ours] / bandwidth
+        benchmark.extra_info[ours] = (
+            f"{spread(times[ours])}, {share:.0%} of the copy's bandwidth; torch "
+            f"{spread(times[baseline])}"
+        )
+        record_claim(
+            Claim(
+                name=f"{ours} at {bits} bits, one core (aim {aim} G/s)",
+                unit="G elements/s",
+                ours=x.numel() / medians[ours] / 1e9,
+                baseline=x.numel() / medians[baseline] / 1e9,
+                baseline_name="plain torch operations",
+                higher_is_better=True,
+                correct=correct,
+                detail=f"{NUM_ROWS} x {DIM} float32; {share:.0%} of the copy's "
+                f"{bandwidth / 1e9:.1f} GB/s; errors within a step, mean 0",
+                source="bench/shared/bench_kernels.py",
+            )
+        )
+
+
+def random_graph(kind: str) -> CSR:
+    """3 M directed edges over 100,000 nodes: uniform, or 90 % within blocks of 2,000 neighbours."""
+    g = torch.Generator().manual_seed(0)
+    src = torch.randint(0, NUM_NODES, (NUM_EDGES,), generator=g)
+    dst = torch.randint(0, NUM_NODES, (NUM_EDGES,), generator=g)
+    if kind == "blocks":
+        near = src // 2000 * 2000 + torch.randint(0, 2000, (NUM_EDGES,), generator=g)
+        dst = torch.where(torch.rand(NUM_EDGES, generator=g) < 0.9, near, dst)
+    return CSR.from_coo(dst, src, NUM_NODES, NUM_NODES)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("dim", [128, 50])
+@pytest.mark.parametrize("kind", ["blocks", "uniform"])
+def bench_spmm(benchmark, record_claim, kind, dim, weighted):
+    """Sum over in-edges, one thread."""
+    dgl = pytest.importorskip("dgl", reason="the baseline is DGL 1.1.3")
+    csr = random_graph(kind)
+    g = torch.Generator().manual_seed(1)
+    weight = torch.rand(csr.nnz, generator=g)
+    x = torch.randn(NUM_NODES, dim, generator=g)
+    graph = dgl.graph(
+        ("csc", (csr.indptr, csr.indices, torch.arange(csr.nnz))), num_nodes=NUM_NODES
+    )
+    if weighted:
+        csr = CSR(csr.indptr, csr.indices, csr.num_cols, weight)
+        theirs_name, column = "u_mul_e_sum", weight[:, None]
+        theirs = lambda: dgl.ops.u_mul_e_sum(graph, x, column)
+    else:
+        theirs_name = "copy_u_sum"
+        theirs = lambda: dgl.ops.copy_u_sum(graph, x)
+    times = in_turns(
+        benchmark, {"ours": lambda: spmm(csr, x), "dgl": theirs}, turns=5 if weighted else TURNS
+    )
+    error = float((spmm(csr, x) - theirs()).abs().max())
+    benchmark.extra_info.update({name: spread(t) for name, t in times.items()})
+    ours, baseline = (float(np.median(times[name])) for name in ("ours", "dgl"))
+    record_claim(
+        Claim(
+            name=f"SpMM, {kind} graph, D={dim}, {'weighted' if weighted else 'plain'} sum (aim 1x)",
+            unit="ms",
+            ours=ours * 1e3,
+            baseline=baseline * 1e3,
+            baseline_name=f"DGL {dgl.__version__} {theirs_name}",
+            higher_is_better=False,
+            correct=error < 1e-4,
+            detail=f"100k nodes, 3 M edges, one thread; ours {spread(times['ours'])}, DGL "
+            f"{spread(times['dgl'])}; largest difference {error:.1e}",
+            source="bench/shared/bench_kernels.py",
+        )
+    )
