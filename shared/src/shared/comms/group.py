@@ -114,10 +114,9 @@ class Group:
             return world
         if key not in world._subgroups:
             process_group = dist.new_group(list(key), timeout=world.timeout)
-            is_member = dist.get_rank() in key
-            world._subgroups[key] = Group(
-                process_group if is_member else None, key, world.timeout, world.ledger
-            )
+            # Outside the group torch gives a number in its place.
+            mine = process_group if isinstance(process_group, dist.ProcessGroup) else None
+            world._subgroups[key] = Group(mine, key, world.timeout, world.ledger)
         return world._subgroups[key]
 
 

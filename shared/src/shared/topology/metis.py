@@ -139,6 +139,7 @@ def _by_dgl(graph: csr_array, parts: int) -> np.ndarray:
             dgl.graph(("csr", (indptr, indices, no_edge_ids)), num_nodes=len(indptr) - 1), parts
         )
     _log.debug("%s", printed.getvalue())
+    assert assignment is not None, "DGL's METIS returned no assignment"
     return assignment.numpy().astype(np.int64)
 
 
