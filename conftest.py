@@ -20,7 +20,8 @@ if not shutil.which("nvidia-smi"):
 
 _ROOT = Path(__file__).parent
 _OURS = ["shared", *(path.parent.name for path in _ROOT.glob("packages/*/src/*/__init__.py"))]
-# The hook wraps every function, which neither numba nor Triton can compile.
+# The hook wraps every function, which neither numba nor Triton can compile, and fixtures that yield
+# are not what their signatures say.
 _COMPILED = {"cpu", "gpu", "philox"}
 
 if find_spec("jaxtyping") and find_spec("beartype"):
@@ -34,7 +35,9 @@ if find_spec("jaxtyping") and find_spec("beartype"):
     sys.modules[_checker.__name__] = _checker
     _hook: Any = install_import_hook(_OURS, f"{_checker.__name__}.check").hook
     _takes = _hook.should_instrument
-    _hook.should_instrument = lambda name: _takes(name) and name.split(".")[-1] not in _COMPILED
+    _hook.should_instrument = lambda name: (
+        _takes(name) and ".tests." not in name and name.split(".")[-1] not in _COMPILED
+    )
 
 # Collecting shared/tests in importlib mode would otherwise bind the name to the folder shared/.
 import shared  # noqa: F401

@@ -72,13 +72,19 @@ def peer():
 
 @pytest.fixture
 def record_claim(request):
-    """Adds a `Claim` to the table that `hatch run bench` prints; fails when it is not correct."""
+    """Adds a `Claim` to the table that `hatch run bench` prints.
+
+    All claims of a benchmark are kept; it fails at its end when one of them is not correct.
+    """
+    wrong = []
 
     def record(claim):
         _CLAIMS.append((request.node.nodeid, claim))
-        assert claim.correct, f"{claim.name}: {claim.detail}"
+        if not claim.correct:
+            wrong.append(f"{claim.name}: {claim.detail}")
 
-    return record
+    yield record
+    assert not wrong, "; ".join(wrong)
 
 
 def pytest_addoption(parser):

@@ -155,6 +155,34 @@ def test_drop_sends_nothing_and_sees_zeros(sbm, cut, pool2):
     assert bits["forward0"] == {0: 1.0}
 
 
+def aggregate_then_halo(folder):
+    """Gradients of steps that aggregate and of steps that use halo rows, in turns and alone."""
+    dg = adaqp.load(folder)
+
+    def step(kind):
+        x = dg.feat[:, :8].clone().requires_grad_()
+        out = dg.aggregate(x) if kind == "aggregate" else dg.halo(x)
+        out.square().sum().backward()
+        return x.grad
+
+    kinds = ["aggregate", "halo", "aggregate", "halo"]
+    with dg.messages(Fixed(8)) as messages:
+        in_turns = [step(kind) for kind in kinds]
+        names = set(messages.report())
+    alone = []
+    for kind in kinds:
+        with dg.messages(Exact()):
+            alone.append(step(kind))
+    errors = [float((a - b).norm() / b.norm()) for a, b in zip(in_turns, alone, strict=True)]
+    return errors, names
+
+
+def test_steps_that_aggregate_and_steps_that_use_halo_rows_take_turns(sbm, cut, pool2):
+    for errors, names in pool2.run(aggregate_then_halo, cut(sbm, 2)).results:
+        assert max(errors) < 0.02
+        assert names == {"forward0", "backward0", "halo-forward0", "halo-backward0"}
+
+
 def repeated(folder, seed):
     return train(folder, Fixed(2), 3, {"seed": seed})[0].loss
 

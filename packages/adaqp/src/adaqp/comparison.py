@@ -5,6 +5,7 @@ nothing is left under way, so that no policy's messages travel on another's time
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -31,7 +32,8 @@ class Timing:
         seconds: median seconds of an epoch by phase, on rank 0.
         num_bytes: bytes all ranks sent in an epoch.
         bits: share of rank 0's rows at each width, by channel.
-        assign_s: seconds of one assignment, 0 where there is none.
+        assign_s: seconds of one assignment after the timed epochs, links known; 0 where the policy
+            assigns nothing.
         loss: mean loss over all training nodes, epoch by epoch.
         accuracy: share of right answers by split after the last epoch, exact messages.
     """
@@ -108,21 +110,30 @@ def compare_in_rank(
 
 
 def _run_block(dg: DistGraph, run: _Run, epochs: int) -> None:
+    with dg.using(run.messages):
+
+        def block() -> None:
+            run.trainer.fit(epochs)
+            run.messages.settle()
+
+        run.epoch_s.append(_seconds(dg, block) / epochs)
+
+
+def _seconds(dg: DistGraph, act: Callable[[], None]) -> float:
+    """Seconds of the slowest rank; all start together."""
     if dg.group is not None:
         barrier(dg.group)
     start = time.perf_counter()
-    with dg.using(run.messages):
-        run.trainer.fit(epochs)
-        run.messages.settle()
-    spent = torch.tensor([(time.perf_counter() - start) / epochs], dtype=torch.float64)
+    act()
+    spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
     if dg.group is not None:
         all_reduce(dg.group, spent, "max")
-    run.epoch_s.append(float(spent))
+    return float(spent)
 
 
 def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> Timing:
     history = run.trainer.history
-    assigns = [s for s in history.seconds["assign"] if s > 0]
+    adapts = policy.name == "adaptive" and dg.group is not None
     with dg.using(run.messages):
         accuracy = run.trainer.evaluate()
     sent = torch.tensor([median(history.bytes[-num_timed:])], dtype=torch.float64)
@@ -134,8 +145,7 @@ def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> T
         seconds={p: median(s[-num_timed:]) for p, s in history.seconds.items()},
         num_bytes=int(sent),
         bits=run.messages.report(),
-        # The first one also probes the links and tells every row's weight once.
-        assign_s=min(assigns, default=0.0),
+        assign_s=_seconds(dg, run.messages.assign) if adapts else 0.0,
         loss=history.loss,
         accuracy=accuracy,
     )

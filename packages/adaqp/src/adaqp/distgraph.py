@@ -168,7 +168,7 @@ class DistGraph:
         What is computed between the two hides the sending, in the backward pass too.
         """
         self._check_rows(h, "send")
-        return send_rows(h.contiguous(), self._messages, self._messages.next_call())
+        return send_rows(h.contiguous(), self._messages, self._messages.next_call("halo-"))
 
     def halo(self, h: Float[Tensor, "num_local dim"]) -> Tensor:
         """Local rows followed by halo rows, [num_local + num_halo, dim], differentiable.

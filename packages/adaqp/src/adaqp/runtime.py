@@ -1,8 +1,10 @@
 """Carries a policy out: every aggregation of a training run passes through one `Messages`.
 
 A training step begins with the first aggregation after a backward pass, so any training loop works
-unchanged; the n-th exchange of a step is channel "forward<n>", its gradient "backward<n>". Outside
-autograd (evaluation) messages are exact unless a width is asked for.
+unchanged; the n-th exchange of a step is channel "forward<n>", its gradient "backward<n>"; with
+"halo-" in front where the caller asked for the halo's rows instead of an aggregation, as their
+gradients travel other ways. Outside autograd (evaluation) messages are exact unless a width is
+asked for.
 """
 
 import time
@@ -88,14 +90,14 @@ class Messages:
 
     # -- steps ------------------------------------------------------------------------------
 
-    def next_call(self) -> str | None:
-        """Names the exchange about to start: "forward<n>", or None outside autograd."""
+    def next_call(self, kind: str = "") -> str | None:
+        """Names the exchange about to start: "<kind>forward<n>", or None outside autograd."""
         if not torch.is_grad_enabled():
             return None
         if not self._is_stepping:
             self._begin_step()
         self._calls += 1
-        return f"forward{self._calls - 1}"
+        return f"{kind}forward{self._calls - 1}"
 
     def end_step(self) -> None:
         """Called by every backward pass: the next aggregation begins a new step."""
@@ -110,16 +112,23 @@ class Messages:
             is_due = self.step == policy.first_at or self.step % policy.every == 0
             if is_due and self.dg.group is not None:
                 with self.clock.phase("assign"):
-                    if self.links is None:
-                        self.links = self.dg.probe_links()
-                    assign_channels(
-                        self.dg.group,
-                        self.trained_channels(),
-                        policy,
-                        self.links,
-                        self.wire_dtype,
-                    )
-                self.num_assignments += 1
+                    self.assign()
+
+    def assign(self) -> None:
+        """Chooses the widths anew from the ranges seen so far; all ranks call it together.
+
+        Training does so by itself, as often as the policy says.
+
+        Raises:
+            ConfigError: the policy is not adaptive, or there is one rank only.
+        """
+        if not isinstance(self.policy, Adaptive) or self.dg.group is None:
+            raise ConfigError(f"assign() needs Adaptive() and several ranks, got {self.policy}")
+        if self.links is None:
+            self.links = self.dg.probe_links()
+        channels = self.trained_channels()
+        assign_channels(self.dg.group, channels, self.policy, self.links, self.wire_dtype)
+        self.num_assignments += 1
 
     @contextmanager
     def evaluation(self, bits: int = 32) -> Iterator[None]:
