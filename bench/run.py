@@ -1,7 +1,7 @@
 """Runs the benchmarks and writes one table over everything that ran.
 
 `hatch run bench [packages]` runs bench/<package>/bench_*.py of the named packages; none named: all,
-bench/cross included. `-k`, `-m` and other options of pytest may follow `--`. The table lists claims
+bench/cross included. Options of pytest, `-k` and the like, may follow. The table lists claims
 (ours beside a baseline from the same run) and then every timing, by group; it goes to the terminal
 and to bench/.results/latest.md, and with `--keep` to a dated file in bench/results.
 """
@@ -11,6 +11,8 @@ import datetime
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -115,24 +117,28 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the benchmarks and returns the exit status."""
     parser = argparse.ArgumentParser(prog="hatch run bench", description=__doc__.split("\n")[0])
     parser.add_argument("packages", nargs="*", help="folders of bench/; none named: all")
+    parser.epilog = "What follows, from the first other option on, goes to pytest: -k epoch"
     parser.add_argument(
         "--keep", action="store_true", help="also write a dated table to bench/results"
     )
     given = sys.argv[1:] if argv is None else argv
-    split = given.index("--") if "--" in given else len(given)
-    arguments = parser.parse_args(given[:split])
+    ours = {"--keep", "-h", "--help"}
+    others = (at for at, word in enumerate(given) if word.startswith("-") and word not in ours)
+    split = next(others, len(given))
+    arguments, options = parser.parse_args(given[:split]), given[split:]
     paths = folders(arguments.packages)
     if not paths:
         print("bench: no benchmarks here yet")
         return 0
-    status, timings, claims = run(paths, given[split + 1 :], ROOT / "bench/.results")
+    status, timings, claims = run(paths, options, ROOT / "bench/.results")
     if status == NOTHING_COLLECTED:
         print("bench: the options left nothing to run", file=sys.stderr)
         return 2
-    text = table(timings, claims, " ".join(["hatch run bench", *given]))
+    text = table(timings, claims, f"hatch run bench {shlex.join(given)}")
     targets = [ROOT / "bench/.results/latest.md"]
     if arguments.keep:
-        names = "-".join(path.name for path in paths)
+        asked = re.findall(r"\w+", " ".join(word for word in options if not word.startswith("-")))
+        names = "-".join([path.name for path in paths] + asked)
         targets.append(ROOT / f"bench/results/{datetime.date.today():%Y-%m-%d}-{names}.md")
     for target in targets:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -58,6 +58,7 @@ class _Run:
     trainer: Trainer
     messages: Messages
     epoch_s: list[float]
+    epoch_bytes: list[float]
 
 
 def compare(
@@ -89,7 +90,7 @@ def compare(
             trainer = Trainer(dg, layers, torch.optim.Adam(layers.parameters(), lr))
             trainer.fit(_WARM_EPOCHS)
             messages.settle()
-        runs.append(_Run(trainer, messages, []))
+        runs.append(_Run(trainer, messages, [], []))
     for _ in range(blocks):
         for run in runs:
             _run_block(dg, run, epochs_per_block)
@@ -116,7 +117,10 @@ def _run_block(dg: DistGraph, run: _Run, epochs: int) -> None:
             run.trainer.fit(epochs)
             run.messages.settle()
 
+        # From the ledger, not the history: a stale message may land after its epoch.
+        before = run.trainer.sent_bytes()
         run.epoch_s.append(_seconds(dg, block) / epochs)
+        run.epoch_bytes.append((run.trainer.sent_bytes() - before) / epochs)
 
 
 def _seconds(dg: DistGraph, act: Callable[[], None]) -> float:
@@ -136,7 +140,7 @@ def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> T
     adapts = policy.name == "adaptive" and dg.group is not None
     with dg.using(run.messages):
         accuracy = run.trainer.evaluate()
-    sent = torch.tensor([median(history.bytes[-num_timed:])], dtype=torch.float64)
+    sent = torch.tensor([median(run.epoch_bytes)], dtype=torch.float64)
     if dg.group is not None:
         all_reduce(dg.group, sent)
     return Timing(

@@ -118,7 +118,7 @@ class Trainer:
 
     def _step(self) -> None:
         dg, messages = self.dg, self.dg.current_messages
-        sent_before = self._sent_bytes()
+        sent_before = self.sent_bytes()
         with messages.clock.step():
             self.model.train()
             self.optimizer.zero_grad(set_to_none=False)
@@ -139,9 +139,9 @@ class Trainer:
         self.history.loss.append(loss)
         for phase, seconds in messages.clock.take().items():
             self.history.seconds[phase].append(seconds)
-        self.history.bytes.append(self._sent_bytes() - sent_before)
+        self.history.bytes.append(self.sent_bytes() - sent_before)
 
-    def _sent_bytes(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes this rank has sent so far, without those that probed the links."""
         if self.dg.group is None:
             return 0
