@@ -59,13 +59,16 @@ def check(graph, out, owner=None):
         ids, halo = part["global_ids"].tolist(), part["halo_ids"].tolist()
         num_local, central = info["num_local"], ids[: info["num_central"]]
         needs = {v for u, v in edges if holder[v] == rank and holder[u] != rank}
-        assert central == sorted(set(ids) - needs)
-        assert ids[len(central) :] == sorted(needs)
+        assert set(central) == set(ids) - needs
+        if not meta["cluster_rows"]:
+            assert central == sorted(central)
+            assert ids[len(central) :] == sorted(needs)
         for name in ("feat", "label", *MASKS):
             assert part[name].dtype == getattr(graph, name).dtype
             assert torch.equal(part[name], getattr(graph, name)[part["global_ids"]])
         remote = {u for u, v in edges if holder[v] == rank and holder[u] != rank}
-        assert halo == sorted(remote, key=lambda u: (holder[u], u))
+        rows = [part["global_ids"].tolist() for part in parts]
+        assert halo == sorted(remote, key=lambda u: (holder[u], rows[holder[u]].index(u)))
         assert len(ids) == num_local
         assert (info["num_halo"], info["num_train"]) == (len(halo), int(part["train_mask"].sum()))
         bounds = part["halo_offsets"].tolist()
@@ -109,7 +112,7 @@ def cut_graphs(draw):
     # Drawn freely: parts without nodes, nodes without edges, graphs cut nowhere.
     one_part = st.integers(0, parts - 1)
     owner = draw(st.lists(one_part, min_size=num_nodes, max_size=num_nodes))
-    return make_graph(num_nodes, edges), parts, torch.tensor(owner)
+    return make_graph(num_nodes, edges), parts, torch.tensor(owner), draw(st.sampled_from([0, 4]))
 
 
 @given(cut_graphs())
@@ -117,11 +120,39 @@ def cut_graphs(draw):
     max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_multigraph_under_any_assignment_comes_back(tmp_path, case):
-    graph, parts, owner = case
-    report = partition(graph, parts, owner, out=tmp_path / "cut")
+    graph, parts, owner, cluster_rows = case
+    pytest.importorskip("pymetis")
+    report = partition(graph, parts, owner, out=tmp_path / "cut", cluster_rows=cluster_rows)
     meta, _ = check(graph, tmp_path / "cut", owner)
     assert meta["method"] == report.method == "given"
     assert meta["symmetric"] == graph.is_symmetric
+
+
+@pytest.mark.parametrize("method", ["metis", "random"])
+def test_consecutive_rows_share_their_sources(tmp_path, method):
+    pytest.importorskip("pymetis")
+    graph = sbm(2_000, blocks=20, degree=20, mix=0.1, feat=2)
+    distinct = {}
+    for rows in (0, 100):
+        report = partition(graph, 2, method, out=tmp_path / str(rows), cluster_rows=rows)
+        assert f"rows {'in clusters of 100' if rows else 'by id'}" in str(report)
+        distinct[rows] = 0
+        for part in load_all(tmp_path / str(rows))[1]:
+            for first in range(0, 950, 50):
+                start, stop = part["indptr"][first], part["indptr"][first + 50]
+                distinct[rows] += len(part["indices"][start:stop].unique())
+    assert distinct[100] < distinct[0] / 2
+
+
+def test_without_metis_rows_keep_the_order_of_their_ids(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("adaqp.partitioner.find_spec", lambda name: None)
+    graph = sbm(90, blocks=3, degree=6, feat=5)
+    report = partition(graph, 2, "random", out=tmp_path / "cut", cluster_rows=10)
+    assert "pip install pymetis" in caplog.text
+    assert report.cluster_rows == 0
+    check(graph, tmp_path / "cut")
+    with pytest.raises(ConfigError, match="cluster_rows: expected 0 or more, got -1"):
+        partition(graph, 2, "random", out=tmp_path / "cut", cluster_rows=-1)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -205,7 +236,7 @@ def test_the_report_is_a_table(tmp_path):
     graph = make_graph(6, [(0, 1), (1, 2), (2, 3), (3, 0)])
     report = partition(graph, 2, torch.tensor([0, 0, 1, 1, 1, 1]), out=tmp_path / "cut")
     head, names, *rows = str(report).splitlines()
-    assert head == "2 parts by given: 2 of 4 edges cut, 50.0 % local"
+    assert head == "2 parts by given: 2 of 4 edges cut, 50.0 % local; rows in clusters of 2,048"
     assert names.split() == [
         "part",
         "nodes",
