@@ -23,7 +23,9 @@ def profile(rows_to, *, compute_s=0.1, hidden_s=0.02, channels=2):
         beta=torch.rand(rows, generator=torch.Generator().manual_seed(0)).double(),
     )
     names = [f"forward{n}" for n in range(channels)]
-    return Profile(compute_s=compute_s, reduce_s=0.001, channels=dict.fromkeys(names, channel))
+    return Profile(
+        compute_s=compute_s, reduce_s=0.001, skew_s=0.0, channels=dict.fromkeys(names, channel)
+    )
 
 
 def test_exact_without_overlap_is_the_sum_of_its_parts():

@@ -25,11 +25,11 @@ __all__ = ["Flight", "send"]
 
 @dataclass(slots=True)
 class _Landing:
-    """One round under way: what will arrive from which peer, and in which form."""
+    """One round under way: what will arrive from which peer, and in which form (None: a sign)."""
 
     round: int
     peer: int
-    layout: Layout
+    layout: Layout | None
     buffer: Tensor
 
 
@@ -67,7 +67,7 @@ class Flight:
                 self._pending.wait(landing.round)
             with self.clock.phase("quantise"):
                 rows = self.out[self.route.received_from(landing.peer)]
-                if landing.buffer.data_ptr() != rows.data_ptr():
+                if landing.layout is not None and landing.buffer.data_ptr() != rows.data_ptr():
                     try:
                         unpack(landing.layout, landing.buffer.to(rows.device), rows)
                     except CommError as error:
@@ -102,7 +102,8 @@ def send(
         phase: name of the exchange in the ledger and in errors.
         clock: takes the seconds of packing, unpacking and waiting.
         row_names: int64 [num_rows], global node ids, for errors.
-        dry: pack, but send nothing and let zeros arrive (to measure a step without the network).
+        dry: pack, but send a single byte in place of each buffer and let zeros arrive, to measure a
+            step without the network but with the ranks waiting for each other.
 
     Raises:
         DataError: a row to be quantised holds NaN or infinity.
@@ -119,7 +120,10 @@ def send(
         to = (group.rank + shift) % group.world_size
         come_from = (group.rank - shift) % group.world_size
         incoming = received(come_from)
-        landed = _landing_place(incoming, out[route.received_from(come_from)], on_wire)
+        if dry:
+            landed = torch.empty(1, dtype=torch.uint8, device=on_wire)
+        else:
+            landed = _landing_place(incoming, out[route.received_from(come_from)], on_wire)
         packed.append(Future())
         rounds.append(
             Round(
@@ -129,9 +133,9 @@ def send(
                 recv=landed if incoming.num_bytes else None,
             )
         )
-        flight._landings.append(_Landing(shift - 1, come_from, incoming, landed))
+        flight._landings.append(_Landing(shift - 1, come_from, None if dry else incoming, landed))
     # gloo's courier waits for the buffer of each round; NCCL wants all of them when it is called.
-    is_posted_first = group.backend == "gloo" and not dry
+    is_posted_first = group.backend == "gloo"
     if is_posted_first:
         flight._pending = post_rounds(group, rounds, phase)
     for step, buffer in zip(rounds, packed, strict=True):
@@ -150,11 +154,10 @@ def send(
                 )
                 buffer.set_exception(failure)
                 raise failure from None
-        buffer.set_result(message.to(on_wire))
+        buffer.set_result(message[:1].to(on_wire) if dry else message.to(on_wire))
     if dry:
         out.zero_()
-        flight._landings.clear()
-    elif not is_posted_first:
+    if not is_posted_first:
         flight._pending = post_rounds(group, rounds, phase)
     return flight
 

@@ -19,6 +19,8 @@ from adaqp.wire import Layout, pack, unpack
 __all__ = ["ChannelProfile", "Profile", "measure"]
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
+# Memory is faulted in, kernels are compiled and moving averages settle in these.
+_WARM_STEPS = 3
 _NEVER = 10**9
 
 
@@ -45,27 +47,35 @@ class ChannelProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """One rank's step: seconds of compute and gradient reduction, and its channels in order."""
+    """One rank's step without the network.
+
+    Attributes:
+        compute_s: seconds of compute.
+        reduce_s: seconds of the gradients' reduction.
+        skew_s: seconds spent waiting for other ranks to come to the same exchange.
+        channels: in the order of a step.
+    """
 
     compute_s: float
     reduce_s: float
+    skew_s: float
     channels: dict[str, ChannelProfile]
 
 
-def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int = 4) -> Profile:
+def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int = 5) -> Profile:
     """Profiles training steps of `model`; every rank calls it together.
 
     Args:
         dg: this rank's share.
-        model: it is trained for `steps` steps without remote rows: pass a copy.
+        model: it is trained for some steps without remote rows: pass a copy.
         overlap: as in `dg.messages`.
-        steps: steps to measure after one that warms up.
+        steps: steps to measure after some that warm up.
     """
     policy = Adaptive(first_at=_NEVER, every=_NEVER)
     with dg.messages(policy, overlap=overlap) as messages:
         messages.is_dry = True
         trainer = Trainer(dg, model, torch.optim.Adam(model.parameters(), 1e-3))
-        history = trainer.fit(steps + 1)
+        seconds = trainer.fit(_WARM_STEPS + steps).seconds
         channels = {
             name: ChannelProfile(
                 dim=channel.dim,
@@ -81,8 +91,9 @@ def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int 
             for name, channel in messages.trained_channels().items()
         }
     return Profile(
-        compute_s=median(history.seconds["compute"][1:]),
-        reduce_s=min(history.seconds["reduce"][1:]),
+        compute_s=median(seconds["compute"][_WARM_STEPS:]),
+        reduce_s=min(seconds["reduce"][_WARM_STEPS:]),
+        skew_s=median(seconds["wait"][_WARM_STEPS:]),
         channels=channels,
     )
 

@@ -1,7 +1,8 @@
 """Predicts a step's seconds under any policy from profiles and link costs, before any run.
 
-The model: what a rank computes is measured; an exchange takes the sum over its rounds of the
-slowest pair; local aggregation hides it as far as the overlap allows; packing and unpacking add.
+The model: what a rank computes, and how long it waits at an exchange for others to come to it, is
+measured; an exchange takes the sum over its rounds of the slowest pair; local aggregation hides it
+as far as the overlap allows; packing and unpacking add.
 """
 
 from dataclasses import dataclass
@@ -53,9 +54,11 @@ def predict(
         overlap: what hides the sending.
         wire_dtype: dtype of the rows' parameters.
     """
-    compute_s = max(p.compute_s for p in profiles)
+    # Whoever computes longest waits least: the two together are everyone's.
+    slowest = max(profiles, key=lambda p: p.compute_s + p.skew_s)
+    compute_s = slowest.compute_s
     reduce_s = max(p.reduce_s for p in profiles)
-    quantise_s, wait_s, num_bytes, bits_sum, num_values = 0.0, 0.0, 0, 0.0, 0
+    quantise_s, wait_s, num_bytes, bits_sum, num_values = 0.0, slowest.skew_s, 0, 0.0, 0
     sending_s = 0.0
     for name in profiles[0].channels:
         widths = _widths(profiles, name, links, policy, wire_dtype)
