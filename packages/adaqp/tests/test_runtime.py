@@ -183,6 +183,40 @@ def test_steps_that_aggregate_and_steps_that_use_halo_rows_take_turns(sbm, cut, 
         assert names == {"forward0", "backward0", "halo-forward0", "halo-backward0"}
 
 
+def fused_and_plain(folder, overlap):
+    """Largest differences of rows and gradients between one function and two, by case."""
+    dg = adaqp.load(folder)
+    g = torch.Generator().manual_seed(dg.rank)
+    matrix = torch.randn(8, 12, generator=g).requires_grad_()
+    bias = torch.randn(12, generator=g).requires_grad_()
+    h = torch.randn(dg.num_local, 8, generator=g)
+    found = {}
+    for weight in ("gcn", "mean"):
+        for case, b, x in (
+            ("bias", bias, h.clone().requires_grad_()),
+            ("no bias", None, h.clone().requires_grad_()),
+            ("input without gradient", bias, h),
+        ):
+            inputs = [t for t in (x, matrix, b) if t is not None and t.requires_grad]
+            with dg.messages(Exact(), overlap=overlap):
+                ours = dg.aggregate_linear(x, matrix, b, weight)
+                grads = torch.autograd.grad(ours.square().sum(), inputs)
+                theirs = dg.aggregate(x, weight) @ matrix + (0 if b is None else b)
+                expected = torch.autograd.grad(theirs.square().sum(), inputs)
+            pairs = zip((ours, *grads), (theirs, *expected), strict=True)
+            found[weight, case] = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize("overlap", ["edges", "nodes", None])
+@pytest.mark.parametrize("kind", ["sbm", "directed"])
+def test_a_fused_layer_is_aggregation_and_layer(kind, overlap, request, cut, pool2):
+    graph = request.getfixturevalue(kind)
+    for found in pool2.run(fused_and_plain, cut(graph, 2), overlap).results:
+        assert len(found) == 6
+        assert max(found.values()) < 1e-5, found
+
+
 def repeated(folder, seed):
     return train(folder, Fixed(2), 3, {"seed": seed})[0].loss
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from safetensors import safe_open
 from torch import Tensor
 
-from adaqp.function import HaloInFlight, aggregate, send_rows
+from adaqp.function import HaloInFlight, aggregate, aggregate_linear, send_rows
 from adaqp.halo import Operator, Part, Route, operator, routes
 from adaqp.links import LinkTable, probe
 from adaqp.policy import Exact, Policy
@@ -161,6 +161,37 @@ class DistGraph:
         transposed = self.operator(weight, transposed=True) if messages.pulls else None
         call = messages.next_call()
         return aggregate(h.contiguous(), self.operator(weight), transposed, messages, call)
+
+    def aggregate_linear(
+        self,
+        h: Float[Tensor, "num_local in_dim"],
+        matrix: Float[Tensor, "in_dim out_dim"],
+        bias: Float[Tensor, " out_dim"] | None = None,
+        weight: str = "gcn",
+    ) -> Tensor:
+        """`aggregate(h, weight) @ matrix + bias`, in which the product helps to hide the sending.
+
+        Args:
+            h: float tensor [num_local, in_dim].
+            matrix: [in_dim, out_dim].
+            bias: [out_dim], zeros if None.
+            weight: as in `aggregate`.
+
+        Returns:
+            float tensor [num_local, out_dim], differentiable.
+
+        Raises:
+            ConfigError, DataError, CommError: as `aggregate`.
+        """
+        if bias is None:
+            bias = matrix.new_zeros(matrix.shape[1])
+        if not h.requires_grad:
+            return torch.addmm(bias, self.aggregate(h, weight), matrix)
+        self._check_rows(h, "aggregate_linear")
+        messages, op = self._messages, self.operator(weight)
+        transposed = self.operator(weight, transposed=True) if messages.pulls else None
+        call = messages.next_call()
+        return aggregate_linear(h.contiguous(), matrix, bias, op, transposed, messages, call)
 
     def send(self, h: Float[Tensor, "num_local dim"]) -> HaloInFlight:
         """Starts sending the rows of `h` that others need; `.receive()` waits for the halo's.

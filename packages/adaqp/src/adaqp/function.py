@@ -1,5 +1,9 @@
 """The exchanges as differentiable functions.
 
+A linear layer after an aggregation is one function with it: the rows without remote neighbours pass
+through the layer while halo rows travel, and the layer's own gradient is computed while gradients
+travel back.
+
 `send_rows` and `receive_halo` are two functions so that what a module computes between them overlaps
 with the sending in both directions: autograd runs later nodes first, hence the backward pass of
 `receive_halo` starts the gradients' way home, the nodes in between run, and only the backward pass
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
     from adaqp.exchange import Flight
     from adaqp.runtime import Messages
 
-__all__ = ["HaloInFlight", "aggregate", "send_rows"]
+__all__ = ["HaloInFlight", "aggregate", "aggregate_linear", "send_rows"]
 
 
 class _Aggregate(torch.autograd.Function):
@@ -58,6 +62,68 @@ def aggregate(
         call: name of the exchange, None outside autograd.
     """
     return _Aggregate.apply(x, op, transposed, messages, call)
+
+
+class _AggregateLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        matrix: Tensor,
+        bias: Tensor,
+        op: Operator,
+        transposed: Operator | None,
+        messages: "Messages",
+        call: str | None,
+    ) -> Tensor:
+        num_central = messages.dg.num_central
+        out = x.new_empty(len(x), matrix.shape[1])
+
+        def central_rows(mixed: Tensor) -> None:
+            torch.addmm(bias, mixed[:num_central], matrix, out=out[:num_central])
+
+        mixed = messages.aggregate(x, op, call, central_rows)
+        torch.addmm(bias, mixed[num_central:], matrix, out=out[num_central:])
+        ctx.op, ctx.transposed, ctx.messages, ctx.call = op, transposed, messages, call
+        ctx.save_for_backward(mixed, matrix)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        messages, call = ctx.messages, ctx.call.replace("forward", "backward")
+        messages.end_step()
+        mixed, matrix = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        own: list[Tensor] = []
+
+        def layers_own(_: Tensor | None = None) -> None:
+            own.extend((mixed.T @ grad, grad.sum(0)))
+
+        at_mixed = grad @ matrix.T
+        if ctx.transposed is not None:
+            back = messages.aggregate(at_mixed, ctx.transposed, call, layers_own)
+        else:
+            back = messages.push(at_mixed, ctx.op, call, layers_own)
+        return back, *own, None, None, None, None
+
+
+def aggregate_linear(
+    x: Tensor,
+    matrix: Tensor,
+    bias: Tensor,
+    op: Operator,
+    transposed: Operator | None,
+    messages: "Messages",
+    call: str | None,
+) -> Tensor:
+    """A x matrix + bias, [num_local, out_dim], differentiable in all three.
+
+    Args:
+        x: float tensor [num_local, in_dim].
+        matrix: [in_dim, out_dim]; bias: [out_dim].
+        op, transposed, messages, call: as in `aggregate`.
+    """
+    return _AggregateLinear.apply(x, matrix, bias, op, transposed, messages, call)
 
 
 class _SendRows(torch.autograd.Function):

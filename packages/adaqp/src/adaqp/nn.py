@@ -38,7 +38,7 @@ class GCNConv(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """[num_local, in_dim] -> [num_local, out_dim]."""
         if h is self.dg.feat or self.weight.shape[0] <= self.weight.shape[1]:
-            return torch.addmm(self.bias, self.dg.aggregate(h, "gcn"), self.weight)
+            return self.dg.aggregate_linear(h, self.weight, self.bias, "gcn")
         return self.dg.aggregate(h @ self.weight, "gcn") + self.bias
 
 
@@ -61,7 +61,8 @@ class SAGEConv(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         """[num_local, in_dim] -> [num_local, out_dim]."""
         if h is self.dg.feat or self.own.in_features <= self.own.out_features:
-            return self.own(h) + self.neighbour(self.dg.aggregate(h, "mean"))
+            mixed = self.dg.aggregate_linear(h, self.neighbour.weight.T, weight="mean")
+            return self.own(h) + mixed
         return self.own(h) + self.dg.aggregate(self.neighbour(h), "mean")
 
 

@@ -8,7 +8,7 @@ asked for.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -143,8 +143,17 @@ class Messages:
 
     # -- exchanges --------------------------------------------------------------------------
 
-    def aggregate(self, x: Tensor, op: Operator, call: str | None) -> Tensor:
-        """A x for this rank's rows, [num_local, dim]; the halo's part is added when it lands."""
+    def aggregate(
+        self,
+        x: Tensor,
+        op: Operator,
+        call: str | None,
+        meanwhile: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """A x for this rank's rows, [num_local, dim]; the halo's part is added when it lands.
+
+        `meanwhile` is called before that, with a tensor whose first `num_central` rows are final.
+        """
         flight = self.send(x, self.dg.pull, op, call)
         if self.overlap is None:
             flight.collect()
@@ -154,6 +163,8 @@ class Messages:
         spmm(op.central, x, out=central)
         if self.overlap != "nodes":
             spmm(op.marginal, x, out=marginal)
+        if meanwhile:
+            meanwhile(out)
         self._note_hidden(call, sent_at)
         halo = flight.collect()
         if self.overlap == "nodes":
@@ -161,8 +172,13 @@ class Messages:
         spmm(op.halo, halo, out=marginal, accumulate=True)
         return out
 
-    def push(self, grad: Tensor, op: Operator, call: str) -> Tensor:
-        """A^T grad for this rank's rows; the halo's share is computed first and sent to owners."""
+    def push(
+        self, grad: Tensor, op: Operator, call: str, meanwhile: Callable[[], None] | None = None
+    ) -> Tensor:
+        """A^T grad for this rank's rows; the halo's share is computed first and sent to owners.
+
+        `meanwhile` is called while it travels.
+        """
         num_central = self.dg.num_central
         at_halo = spmm(op.halo, grad[num_central:], transpose=True)
         flight = self.send(at_halo, self.dg.push, None, call)
@@ -171,6 +187,8 @@ class Messages:
         sent_at = time.perf_counter()
         out = spmm(op.central, grad[:num_central], transpose=True)
         spmm(op.marginal, grad[num_central:], transpose=True, out=out, accumulate=True)
+        if meanwhile:
+            meanwhile()
         self._note_hidden(call, sent_at)
         out.index_add_(0, self.dg.pull.send_rows, flight.collect())
         return out
