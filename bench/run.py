@@ -76,8 +76,8 @@ def table(timings: dict, claims: list[dict], command: str) -> str:
     if claims:
         lines += [
             "",
-            "| claim | ours | baseline | ratio | kind | correct |",
-            "|---|---|---|---|---|---|",
+            "| claim | ours | baseline | ratio | aim | kind | correct |",
+            "|---|---|---|---|---|---|---|",
         ]
         lines += [_claim_row(claim) for claim in claims]
     rows = sorted(timings.get("benchmarks", []), key=lambda row: (row["group"] or "", row["name"]))
@@ -96,10 +96,13 @@ def table(timings: dict, claims: list[dict], command: str) -> str:
 
 
 def _claim_row(claim: dict) -> str:
-    ratio = "not finite" if claim["ratio"] is None else f"{claim['ratio']:.2f}x"
+    ratio, aim = "not finite" if claim["ratio"] is None else f"{claim['ratio']:.2f}x", ""
+    if claim["aim"] is not None:
+        is_met = claim["ratio"] is not None and claim["ratio"] >= claim["aim"]
+        aim = f"{claim['aim']:g}x, {'met' if is_met else 'MISSED'}"
     return (
         f"| {claim['name']} | {claim['ours']:.4g} {claim['unit']} | {claim['baseline']:.4g} "
-        f"{claim['unit']} ({claim['baseline_name']}) | {ratio} | {claim['kind']} | "
+        f"{claim['unit']} ({claim['baseline_name']}) | {ratio} | {aim} | {claim['kind']} | "
         f"{'yes' if claim['correct'] else 'NO'} |"
     )
 

@@ -20,6 +20,7 @@ SEEDS = 5
 POLICIES = {
     "exact": adaqp.Exact(),
     "adaptive": adaqp.Adaptive(),
+    "adaptive, lam 0.2": adaqp.Adaptive(lam=0.2),
     "fixed 1": adaqp.Fixed(1),
     "all dropped": adaqp.Drop(),
 }
@@ -57,19 +58,20 @@ def bench_accuracy(benchmark, record_claim, tmp_path, task):
         if gaps["all dropped", name][1] > -3:
             benchmark.extra_info[f"no claim on {name}"] = "dropping all messages costs < 3 points"
             continue
-        ours, gap, half = gaps["adaptive", name]
-        record_claim(
-            Claim(
-                name=f"{task}: test {name}, adaptive - exact (aim >= -0.3 points)",
-                unit="points",
-                ours=ours,
-                baseline=gaps["exact", name][0],
-                baseline_name="exact messages",
-                higher_is_better=True,
-                correct=gap + half >= -0.3,
-                detail=f"mean paired difference {gap:+.2f} +- {half:.2f} (95 %), {SEEDS} seeds",
+        for policy in ("adaptive", "adaptive, lam 0.2"):
+            ours, gap, half = gaps[policy, name]
+            record_claim(
+                Claim(
+                    name=f"{task}: test {name}, {policy} against exact (at most 0.3 points less)",
+                    unit="points",
+                    ours=ours,
+                    baseline=gaps["exact", name][0],
+                    baseline_name="exact messages",
+                    higher_is_better=True,
+                    correct=gap >= -0.3,
+                    detail=f"mean paired difference {gap:+.2f} +- {half:.2f} (95 %), {SEEDS} seeds",
+                )
             )
-        )
 
 
 def train_in_rank(folder, epochs):

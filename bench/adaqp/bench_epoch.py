@@ -9,6 +9,7 @@ autograd, what one would write by hand, stands beside it for context.
 import time
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -19,6 +20,7 @@ import adaqp
 from adaqp.comparison import compare_in_rank
 from adaqp.config import ModelConfig, PolicyConfig
 from adaqp.jobs import profile_in_rank
+from adaqp.report import draw
 from adaqp.simulator import predict
 from shared.claims import Claim
 from shared.comms import Group, NetLab, barrier, netlab
@@ -29,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(netlab.available() is not None, reason=str(netlab.available())),
 ]
 
+RESULTS = Path(__file__).parents[1] / ".results"
 VANILLA = PolicyConfig(name="exact-no-overlap")
 ADAPTIVE = PolicyConfig(name="adaptive")
 POLICIES = [
@@ -65,7 +68,13 @@ def bench_epoch(benchmark, record_claim, parts, hosts, rate, blocks, epochs, tar
         lab.pool(timeout=timedelta(minutes=20)) as pool,
     ):
         profiles, links = pool.run(profile_in_rank, folder, model, True).results[0]
-        plans = [predict(profiles, links, p.build()[0], **overlap_of(p)) for p in POLICIES]
+        by_overlap = dict.fromkeys(("edges", None), profiles)
+        by_overlap["nodes"] = pool.run(profile_in_rank, folder, model, False, "nodes").results[0][0]
+        plans = []
+        for config in POLICIES:
+            policy, settings = config.build()
+            overlap = settings["overlap"]
+            plans.append(predict(by_overlap[overlap], links, policy, overlap=overlap))
         timings = benchmark.pedantic(
             lambda: pool.run(compare_in_rank, folder, model, POLICIES, blocks, epochs).results[0],
             rounds=1,
@@ -74,31 +83,38 @@ def bench_epoch(benchmark, record_claim, parts, hosts, rate, blocks, epochs, tar
     names = ["vanilla", "edges", "nodes", "stale", "fixed 4", "adaptive"]
     by_name = dict(zip(names, timings, strict=True))
     where = f"{rate}, {hosts} hosts"
+    RESULTS.mkdir(exist_ok=True)
+    title = f"SBM, 100,000 nodes, 3 million edges, over {hosts} hosts with {rate} links"
+    draw(timings, title, RESULTS / f"adaqp-epoch-{hosts}-{rate}.svg")
+    errors = {}
     for name, timing, plan in zip(names, timings, plans, strict=True):
-        off = plan.epoch_s / timing.median_s - 1
+        errors[name] = plan.epoch_s / timing.median_s - 1
         benchmark.extra_info[name] = (
             f"{timing.median_s:.3f} s ({min(timing.epoch_s):.3f} - {max(timing.epoch_s):.3f}), "
-            f"planned {plan.epoch_s:.3f} ({off:+.0%}), {timing.num_bytes / 1e6:.1f} MB, phases "
-            + " ".join(f"{p} {s:.3f}" for p, s in timing.seconds.items())
+            f"planned {plan.epoch_s:.3f} ({errors[name]:+.0%}), {timing.num_bytes / 1e6:.1f} MB, "
+            "phases " + " ".join(f"{p} {s:.3f}" for p, s in timing.seconds.items())
         )
-        record_claim(
-            Claim(
-                name=f"{where}: epoch planned before any run, {name}",
-                unit="s",
-                ours=plan.epoch_s,
-                baseline=timing.median_s,
-                baseline_name="measured",
-                ratio=plan.epoch_s / timing.median_s,
-                higher_is_better=False,
-                kind="simulated",
-                correct=abs(off) <= 0.15,
-                detail=f"off by {off:+.0%}, aim: within 15 %",
-            )
-        )
+    worst = max(errors, key=lambda name: abs(errors[name]))
+    chosen = min(zip(plans, timings, strict=True), key=lambda pair: pair[0].epoch_s)[1]
+    record_claim(
+        Claim(
+            name=f"{where}: largest error of an epoch planned before any run ({worst})",
+            unit="share of the measured epoch",
+            ours=abs(errors[worst]),
+            baseline=0.15,
+            baseline_name="what we aim at",
+            higher_is_better=False,
+            kind="simulated",
+            correct=chosen.median_s <= 1.1 * min(t.median_s for t in timings),
+            detail="the policy planned to be fastest is, within 10 %; "
+            + ", ".join(f"{name} {error:+.0%}" for name, error in errors.items()),
+        ),
+        aim=1.0,
+    )
     benchmark.extra_info["all_to_all_single"] = f"{by_hand:.3f} s"
     record_claim(
         Claim(
-            name=f"{where}: adaptive epoch (aim {target}x)",
+            name=f"{where}: adaptive epoch",
             unit="s",
             ours=by_name["adaptive"].median_s,
             baseline=by_name["vanilla"].median_s,
@@ -106,10 +122,14 @@ def bench_epoch(benchmark, record_claim, parts, hosts, rate, blocks, epochs, tar
             higher_is_better=False,
             correct=by_name["adaptive"].loss[-1] < by_name["adaptive"].loss[0],
             detail="the loss falls",
-        )
+        ),
+        aim=target,
     )
-    pairs = [("overlap alone, by edges", "edges", "vanilla"), ("edge split", "edges", "nodes")]
-    for what, ours, baseline in pairs:
+    pairs = [
+        ("overlap alone, by edges", "edges", "vanilla", 1.15 if rate == "1gbit" else None),
+        ("edge split", "edges", "nodes", 1.0),
+    ]
+    for what, ours, baseline, aim in pairs:
         exact, other = by_name[ours], by_name[baseline]
         record_claim(
             Claim(
@@ -121,7 +141,8 @@ def bench_epoch(benchmark, record_claim, parts, hosts, rate, blocks, epochs, tar
                 higher_is_better=False,
                 correct=abs(exact.loss[1] / other.loss[1] - 1) < 1e-4,
                 detail="equal losses in the second epoch",
-            )
+            ),
+            aim=aim,
         )
     adaptive = by_name["adaptive"]
     share = adaptive.assign_s / (50 * adaptive.median_s)
@@ -133,14 +154,11 @@ def bench_epoch(benchmark, record_claim, parts, hosts, rate, blocks, epochs, tar
             baseline=50 * adaptive.median_s,
             baseline_name="50 adaptive epochs",
             higher_is_better=False,
-            correct=share <= 0.01,
-            detail=f"{share:.2%} of training, aim: at most 1 %",
-        )
+            correct=sum(adaptive.bits["forward0"].values()) > 0.999,
+            detail=f"{share:.2%} of training; every row has a width",
+        ),
+        aim=100.0,
     )
-
-
-def overlap_of(policy):
-    return {"overlap": policy.build()[1]["overlap"]}
 
 
 class _HaloByAllToAll(torch.autograd.Function):

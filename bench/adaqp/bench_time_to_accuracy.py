@@ -26,6 +26,7 @@ POLICIES = {
     "fixed 4": adaqp.Fixed(4),
     "fixed 2": adaqp.Fixed(2),
     "adaptive": adaqp.Adaptive(),
+    "adaptive, lam 0.2": adaqp.Adaptive(lam=0.2),
 }
 RIVALS = ("exact, overlapped", "stale", "fixed 4")
 EPOCHS, EVERY, SEEDS = 60, 3, 3
@@ -50,18 +51,20 @@ def bench_time_to_accuracy(benchmark, record_claim, tmp_path):
             f"{median(seconds):.1f} s ({min(seconds):.1f} - {max(seconds):.1f}), best {best:.4f}"
         )
     rival = min(RIVALS, key=lambda name: median(reached[name]))
-    record_claim(
-        Claim(
-            name="100mbit, 2 hosts: time to equal validation accuracy (aim 1.2x)",
-            unit="s",
-            ours=median(reached["adaptive"]),
-            baseline=median(reached[rival]),
-            baseline_name=f"{rival}, the best of {', '.join(RIVALS)}",
-            higher_is_better=False,
-            correct=max(reached["adaptive"]) < float("inf"),
-            detail=f"{SEEDS} seeds, every one reached the accuracy",
+    for name in ("adaptive", "adaptive, lam 0.2"):
+        record_claim(
+            Claim(
+                name=f"100mbit, 2 hosts: time to equal validation accuracy, {name}",
+                unit="s",
+                ours=median(reached[name]),
+                baseline=median(reached[rival]),
+                baseline_name=f"{rival}, the best of {', '.join(RIVALS)}",
+                higher_is_better=False,
+                correct=max(reached[name]) < float("inf"),
+                detail=f"{SEEDS} seeds, every one reached the accuracy",
+            ),
+            aim=1.2,
         )
-    )
 
 
 def train_in_rank(folder):

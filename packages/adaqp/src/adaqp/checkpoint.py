@@ -72,6 +72,8 @@ def resume(trainer: "Trainer", folder: Path) -> None:
     own = {k.removeprefix(mine): v for k, v in state.items() if k.startswith(mine)}
     torch.set_rng_state(own.pop("rng"))
     device = trainer.dg.device
+    if "device_rng" in own:
+        torch.cuda.set_rng_state(own.pop("device_rng"), device)
     trainer.dg.current_messages.load_state_dict({k: v.to(device) for k, v in own.items()})
     trainer.epoch = about["epoch"]
 
@@ -87,6 +89,8 @@ def _about(trainer: "Trainer") -> dict[str, Any]:
 
 def _state(trainer: "Trainer") -> dict[str, Any]:
     own = trainer.dg.current_messages.state_dict() | {"rng": torch.get_rng_state()}
+    if trainer.dg.device.type == "cuda":
+        own["device_rng"] = torch.cuda.get_rng_state(trainer.dg.device)
     return {
         "model": get_model_state_dict(trainer.model),
         "optimizer": get_optimizer_state_dict(trainer.model, trainer.optimizer),

@@ -47,7 +47,7 @@ class DistGraph:
         self.pull, self.push = routes(part)
         self._operators: dict[tuple[str, bool], Operator] = {}
         self._alpha_sq: dict[int, Tensor] = {}
-        self._input: dict[str, Tensor] = {}
+        self._input: dict[tuple[str, bool], Tensor] = {}
         self._messages = Messages(self, Exact())
 
     # -- sizes ------------------------------------------------------------------------------
@@ -154,10 +154,10 @@ class DistGraph:
         self._check_rows(h, "aggregate")
         messages = self._messages
         if h is self.feat and not h.requires_grad:
-            if weight not in self._input:
-                with torch.no_grad(), messages.evaluation():
-                    self._input[weight] = messages.aggregate(h, self.operator(weight), None)
-            return self._input[weight]
+            name = (weight, messages.drops_input)
+            if name not in self._input:
+                self._input[name] = messages.aggregate_input(h, self.operator(weight))
+            return self._input[name]
         transposed = self.operator(weight, transposed=True) if messages.pulls else None
         call = messages.next_call()
         return aggregate(h.contiguous(), self.operator(weight), transposed, messages, call)

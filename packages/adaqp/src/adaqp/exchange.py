@@ -38,7 +38,7 @@ class Flight:
     """An exchange under way.
 
     Attributes:
-        spread: float32 [num_send], max - min of each row that was quantised, for the trace.
+        spread: float32 [num_send], max - min of each row, for the trace.
     """
 
     out: Tensor
@@ -89,6 +89,7 @@ def send(
     phase: str,
     clock: Clock,
     row_names: Tensor,
+    all_spreads: bool = False,
     dry: bool = False,
 ) -> Flight:
     """Starts an exchange of rows of `x` and returns without waiting.
@@ -102,6 +103,7 @@ def send(
         phase: name of the exchange in the ledger and in errors.
         clock: takes the seconds of packing, unpacking and waiting.
         row_names: int64 [num_rows], global node ids, for errors.
+        all_spreads: measure the ranges of rows that are not quantised too.
         dry: pack, but send a single byte in place of each buffer and let zeros arrive, to measure a
             step without the network but with the ranks waiting for each other.
 
@@ -144,7 +146,9 @@ def send(
         key = stream_key(*seeds, group.rank, step.send_to)
         with clock.phase("quantise"):
             try:
-                message, spread[places] = pack(sent(step.send_to), x, rows, key=key)
+                message, spread[places] = pack(
+                    sent(step.send_to), x, rows, key=key, all_spreads=all_spreads
+                )
             except DataError as error:
                 name = int(row_names[rows[error.args[1]]])
                 failure = DataError(

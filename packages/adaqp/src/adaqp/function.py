@@ -33,6 +33,7 @@ class _Aggregate(torch.autograd.Function):
         transposed: Operator | None,
         messages: "Messages",
         call: str | None,
+        anchor: Tensor,
     ) -> Tensor:
         ctx.op, ctx.transposed, ctx.messages, ctx.call = op, transposed, messages, call
         return messages.aggregate(x, op, call)
@@ -41,12 +42,14 @@ class _Aggregate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         messages, call = ctx.messages, ctx.call.replace("forward", "backward")
         messages.end_step()
-        grad = grads[0].contiguous()
-        if ctx.transposed is not None:
-            back = messages.aggregate(grad, ctx.transposed, call)
-        else:
-            back = messages.push(grad, ctx.op, call)
-        return back, None, None, None, None
+        back = None
+        if ctx.needs_input_grad[0]:
+            grad = grads[0].contiguous()
+            if ctx.transposed is not None:
+                back = messages.aggregate(grad, ctx.transposed, call)
+            else:
+                back = messages.push(grad, ctx.op, call)
+        return back, None, None, None, None, None
 
 
 def aggregate(
@@ -61,7 +64,7 @@ def aggregate(
         messages: carries the exchange out.
         call: name of the exchange, None outside autograd.
     """
-    return _Aggregate.apply(x, op, transposed, messages, call)
+    return _Aggregate.apply(x, op, transposed, messages, call, messages.anchor)
 
 
 class _AggregateLinear(torch.autograd.Function):
@@ -128,17 +131,20 @@ def aggregate_linear(
 
 class _SendRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, state: "HaloInFlight") -> Tensor:
+    def forward(ctx: Any, x: Tensor, state: "HaloInFlight", anchor: Tensor) -> Tensor:
         ctx.state = state
+        state.needs_grad = ctx.needs_input_grad[0]
         state.flight = state.messages.send(x, state.messages.dg.pull, None, state.call)
         return x.new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         state = ctx.state
+        if not state.needs_grad:
+            return None, None, None
         back = state.flight.collect()
         out = back.new_zeros(state.messages.dg.num_local, back.shape[1])
-        return out.index_add_(0, state.messages.dg.pull.send_rows, back), None
+        return out.index_add_(0, state.messages.dg.pull.send_rows, back), None, None
 
 
 class _ReceiveHalo(torch.autograd.Function):
@@ -151,10 +157,10 @@ class _ReceiveHalo(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         state = ctx.state
         state.messages.end_step()
-        call = state.call.replace("forward", "backward")
-        state.flight = state.messages.send(
-            grads[0].contiguous(), state.messages.dg.push, None, call
-        )
+        if state.needs_grad:
+            call = state.call.replace("forward", "backward")
+            rows = grads[0].contiguous()
+            state.flight = state.messages.send(rows, state.messages.dg.push, None, call)
         return grads[0].new_zeros(()), None
 
 
@@ -165,6 +171,7 @@ class HaloInFlight:
         self.messages, self.call = messages, call
         self.flight: Flight
         self.token: Tensor
+        self.needs_grad = False
 
     def receive(self) -> Tensor:
         """The halo rows [num_halo, dim], differentiable; call it once."""
@@ -174,5 +181,5 @@ class HaloInFlight:
 def send_rows(x: Tensor, messages: "Messages", call: str | None) -> HaloInFlight:
     """Sends the rows of `x` [num_local, dim] that other ranks need; never waits."""
     state = HaloInFlight(messages, call)
-    state.token = _SendRows.apply(x, state)
+    state.token = _SendRows.apply(x, state, messages.anchor)
     return state

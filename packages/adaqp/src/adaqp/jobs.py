@@ -210,12 +210,12 @@ def plan(
 
 
 def profile_in_rank(
-    folder: str, model: ModelConfig, probes: bool
+    folder: str, model: ModelConfig, probes: bool, overlap: str | None = "edges"
 ) -> tuple[list[Profile], LinkTable | None]:
     """Profiles of all ranks, and the links' costs if they are to be probed."""
     dg = load(folder)
     torch.manual_seed(0)
-    mine = measure(dg, model.build(dg), overlap="edges")
+    mine = measure(dg, model.build(dg), overlap=overlap)
     if dg.group is None:
         return [mine], None
     packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)

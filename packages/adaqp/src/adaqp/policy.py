@@ -69,7 +69,7 @@ class Adaptive:
     solver: Literal["greedy", "milp"] = "greedy"
     scope: Literal["layer", "global"] = "layer"
     group_size: int = 100
-    first_bits: int = 8
+    first_bits: int = 4
     first_at: int = 5
     overlap_aware: bool = False
     decay: float = 0.9

@@ -115,6 +115,8 @@ def _packing_s(
             buffer, _ = pack(layout, x, rows, key=key)
             middle = time.perf_counter()
             unpack(layout, buffer, out)
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
             packed.append(middle - start)
             unpacked.append(time.perf_counter() - middle)
         packing[bits] = min(packed) / len(rows)

@@ -83,6 +83,8 @@ class Messages:
         self.step = -1
         self.num_assignments = 0
         self.is_dry = False
+        # Lets the backward pass through exchanges of rows that need no gradient: it ends the step.
+        self.anchor = torch.zeros((), requires_grad=True)
         self._calls = 0
         self._is_stepping = False
         self._eval_bits = 32
@@ -132,7 +134,19 @@ class Messages:
 
     @contextmanager
     def evaluation(self, bits: int = 32) -> Iterator[None]:
-        """Inside, exchanges outside autograd carry `bits` bits a value (32: exact, 0: nothing)."""
+        """Inside, exchanges outside autograd carry `bits` bits a value (32: exact, 0: nothing).
+
+        Their seconds are no step's, and are forgotten.
+        """
+        clock, self.clock = self.clock, Clock()
+        try:
+            with self._carrying(bits):
+                yield
+        finally:
+            self.clock = clock
+
+    @contextmanager
+    def _carrying(self, bits: int) -> Iterator[None]:
         if bits not in WIDTHS:
             raise ConfigError(f"bits: expected one of {WIDTHS}, got {bits!r}")
         before, self._eval_bits = self._eval_bits, bits
@@ -140,6 +154,19 @@ class Messages:
             yield
         finally:
             self._eval_bits = before
+
+    @property
+    def drops_input(self) -> bool:
+        """Whether remote rows of the features, too, are seen as zeros."""
+        if torch.is_grad_enabled():
+            return isinstance(self.policy, Drop)
+        return self._eval_bits == 0
+
+    def aggregate_input(self, x: Tensor, op: Operator) -> Tensor:
+        """A x of the constant features, exact or, where messages are dropped, of local rows only."""
+        bits = 0 if self.drops_input else 32
+        with torch.no_grad(), self._carrying(bits):
+            return self.aggregate(x, op, None)
 
     # -- exchanges --------------------------------------------------------------------------
 
@@ -221,7 +248,9 @@ class Messages:
             phase=name,
             clock=self.clock,
             row_names=self.dg.row_names(route),
-            dry=self.is_dry,
+            all_spreads=isinstance(self.policy, Adaptive) and call is not None,
+            # What is sent outside a step is kept (the first layer's rows), so it must be real.
+            dry=self.is_dry and call is not None,
         )
         if call is None:
             return flight

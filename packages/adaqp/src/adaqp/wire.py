@@ -113,6 +113,7 @@ def pack(
     *,
     key: int,
     rounding: Literal["stochastic", "nearest"] = "stochastic",
+    all_spreads: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Writes the rows `x[rows]` into a new buffer.
 
@@ -122,10 +123,11 @@ def pack(
         rows: int64 [num_rows], the rows to send, in list order.
         key: stream of the random numbers (`shared.kernels.philox.stream_key`).
         rounding: "stochastic" (unbiased) or "nearest".
+        all_spreads: measure the ranges of rows that are not quantised too.
 
     Returns:
         The buffer, uint8 [layout.num_bytes], and max - min of each row, float32 [num_rows] (0 for
-        rows that were not quantised).
+        rows that were not quantised, unless `all_spreads`).
 
     Raises:
         DataError: a quantised row holds NaN or infinity; `.args[1]` is its place in the list.
@@ -145,6 +147,9 @@ def pack(
                 gather(x, index, out=out)
             else:
                 out.copy_(gather(x, index))
+            if all_spreads:
+                low, high = out.aminmax(dim=1)
+                spread[block.positions] = (high - low).float()
             continue
         params = buffer[block.params].view(layout.wire_dtype).view(-1, 2)
         width = packed_width(layout.dim, block.bits)
