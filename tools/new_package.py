@@ -48,11 +48,10 @@ def copy_template(root: Path, name: str) -> Path:
     template = root / "tools" / "template"
     target = root / "packages" / name
     for source in sorted(template.rglob("*")):
-        if source.is_dir() or "__pycache__" in source.parts:
+        inside = source.relative_to(template).parts
+        if source.is_dir() or "__pycache__" in inside or inside[0].startswith("."):
             continue
-        parts = [
-            name if part == PLACEHOLDER else part for part in source.relative_to(template).parts
-        ]
+        parts = [name if part == PLACEHOLDER else part for part in inside]
         copy = target.joinpath(*parts)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(

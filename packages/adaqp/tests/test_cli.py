@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from adaqp import LinkTable
+from adaqp import LinkTable, jobs
 from adaqp.config import ModelConfig, PolicyConfig, RunConfig
-from shared.errors import ConfigError
+from adaqp.partitioner import partition
+from shared.errors import ConfigError, DataError
 
 
 def adaqp_cli(*args, expect=0):
@@ -83,12 +84,32 @@ def test_errors_say_what_to_do_and_exit_1(parts, tmp_path):
     adaqp_cli("train", parts, "--epoch", 3, expect=2)
 
 
-def test_settings_round_trip_and_unknown_ones_are_refused():
-    config = RunConfig(model=ModelConfig(conv="sage", layers=2), policy=PolicyConfig(bits=(4, 8)))
-    assert RunConfig.from_json(config.to_json()) == config
-    with pytest.raises(ConfigError, match=r"unknown setting 'policy.lamb'; known are .*'lam'"):
-        RunConfig.from_json('{"policy": {"lamb": 1}}')
+def test_settings_out_of_range_are_refused():
     with pytest.raises(ConfigError, match="epochs must be 1 or more"):
         RunConfig(epochs=0)
+    with pytest.raises(ConfigError, match="lr must be above 0, got -1"):
+        RunConfig(lr=-1.0)
     with pytest.raises(ConfigError, match=r"model\.dropout must be in"):
         ModelConfig(dropout=1.0)
+
+
+def test_jobs_refuse_what_cannot_be_done(parts, tmp_path, monkeypatch):
+    config = RunConfig(epochs=1)
+    with pytest.raises(ConfigError, match="save_every must be 1 or more epochs, got 0"):
+        jobs.train(parts, config, tmp_path / "saved", 0, None, None)
+    with pytest.raises(DataError, match=r"nowhere\.json is no file; write one with"):
+        jobs.train(parts, config, None, 50, None, tmp_path / "nowhere.json")
+    with pytest.raises(ConfigError, match=r"bench needs an epoch and a policy, got 0 and 1"):
+        jobs.bench(parts, ModelConfig(), [PolicyConfig()], 0, None)
+    with pytest.raises(ConfigError, match="no links between 1 ranks; name 2 or more"):
+        jobs.probe_links(1, None, 1.0, None)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="--rate builds hosts of its own"):
+        jobs.bench(parts, ModelConfig(), [PolicyConfig()], 3, "100mbit")
+
+
+def test_one_part_has_no_plan(tmp_path, sbm):
+    partition(sbm, 1, method="random", out=tmp_path / "one")
+    with pytest.raises(DataError, match="has one part, which sends nothing"):
+        jobs.plan(tmp_path / "one", ModelConfig(), None, None, 0.2)

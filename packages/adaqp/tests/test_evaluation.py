@@ -1,31 +1,12 @@
 """Scores against their definitions, pair by pair."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaqp.evaluation import accuracy, auc, micro_f1
+from adaqp.evaluation import auc
 from shared.errors import DataError
-
-
-def test_accuracy_counts_the_largest_logit():
-    logits = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0]])
-    assert accuracy(logits, torch.tensor([0, 1, 1])) == pytest.approx(2 / 3)
-    assert math.isnan(accuracy(logits[:0], torch.zeros(0, dtype=torch.int64)))
-
-
-@given(st.lists(st.tuples(st.integers(-2, 2), st.booleans()), min_size=1, max_size=24))
-@settings(max_examples=80, deadline=None)
-def test_micro_f1_is_two_hits_over_all_claims(pairs):
-    logits = torch.tensor([[float(score)] for score, _ in pairs])
-    target = torch.tensor([[float(true)] for _, true in pairs])
-    hits = sum(score > 0 and true for score, true in pairs)
-    wrong = sum((score > 0) != true for score, true in pairs)
-    expected = 2 * hits / (2 * hits + wrong) if hits or wrong else 0.0
-    assert micro_f1(logits, target) == pytest.approx(expected, abs=1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

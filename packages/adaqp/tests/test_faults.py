@@ -159,3 +159,30 @@ def test_an_empty_halo_neither_hangs_nor_changes_anything(cut, pool2):
         loops, loops, 30, torch.randn(30, 4), loops % 2, mask, ~mask & (loops < 20), loops >= 20
     )
     assert pool2.run(aggregate_once, cut(graph, 2), 5).results == [[0.0] * 3] * 2
+
+
+def rows_and_gradients(folder, policy):
+    dg = adaqp.load(folder)
+    x = dg.feat.clone().requires_grad_()
+    with dg.messages(policy):
+        out = dg.aggregate(x, "sum")
+        out.square().sum().backward()
+    return dg.global_ids, out.detach(), x.grad
+
+
+@pytest.mark.parametrize("policy", [Exact(), Fixed(8)], ids=["exact", "fixed"])
+def test_a_peer_that_only_sends_and_one_that_does_neither(policy, tmp_path):
+    # Rank 0 feeds rank 1; rank 2 neither sends nor receives. Rows are constant: 8 bits are exact.
+    draw = torch.Generator().manual_seed(0)
+    src = torch.cat([torch.randint(0, 10, (40,), generator=draw), torch.arange(20, 30)])
+    dst = torch.cat([torch.randint(10, 20, (40,), generator=draw), torch.arange(20, 30)])
+    node = torch.arange(30)
+    feat = (node % 4).float()[:, None].expand(30, 5).contiguous()
+    graph = from_edge_index(src, dst, 30, feat, node % 2, node < 10, node == 11, node > 20)
+    partition(graph, 3, node // 10, out=tmp_path / "three")
+    expected = torch.zeros(30, 5).index_add_(0, dst, feat[src])
+    slope = torch.zeros(30, 5).index_add_(0, src, 2 * expected[dst])
+    with RankPool(3, timeout=timedelta(seconds=30)) as pool:
+        for ids, out, grad in pool.run(rows_and_gradients, tmp_path / "three", policy).results:
+            assert torch.allclose(out, expected[ids])
+            assert torch.allclose(grad, slope[ids])

@@ -6,6 +6,7 @@ import torch
 import adaqp
 from adaqp.policy import Adaptive, Drop, Exact, Fixed, Stale
 from shared.errors import ConfigError
+from shared.kernels.segment import spmm
 
 
 def gcn(dg, hidden=16, dropout=0.0):
@@ -129,8 +130,6 @@ def stale_by_hand(folder, steps):
             grad_now = dg.aggregate(ones * (step + 2), "sum")
             halo = dg.halo(dg.feat[:, :8].contiguous())[dg.num_local :]
             ones_halo = torch.ones(dg.num_halo, 8)
-        from shared.kernels.segment import spmm
-
         first = dg.num_central
         now[first:] += spmm(op.halo, halo) * (late - step)
         grad_now[first:] += spmm(op.halo, ones_halo) * (late - step)
@@ -217,6 +216,79 @@ def test_a_fused_layer_is_aggregation_and_layer(kind, overlap, request, cut, poo
         assert max(found.values()) < 1e-5, found
 
 
+def ranges_seen(folder, first_bits):
+    """Moving averages of the ranges after some steps on the same rows."""
+    dg = adaqp.load(folder)
+    policy = Adaptive(first_bits=first_bits, first_at=10**6, every=10**6)
+    with dg.messages(policy, wire_dtype=torch.float32) as messages:
+        for _ in range(4):
+            x = dg.feat[:, :8].clone().requires_grad_()
+            dg.aggregate(x).sum().backward()
+    return messages.channels["forward0"].spread_sq
+
+
+def test_ranges_do_not_depend_on_the_width_rows_travel_at(sbm, cut, pool2):
+    quantised = pool2.run(ranges_seen, cut(sbm, 2), 8).results
+    for bits, tolerance in ((32, 1e-3), (16, 5e-2)):
+        for ours, theirs in zip(
+            pool2.run(ranges_seen, cut(sbm, 2), bits).results, quantised, strict=True
+        ):
+            assert bool((theirs > 0).all())
+            assert float((ours / theirs - 1).abs().max()) < tolerance
+
+
+def steps_on_constant_rows(folder, how):
+    """Channels and steps of a model whose aggregated rows need no gradient and are not `feat`."""
+    dg = adaqp.load(folder)
+    matrix = torch.ones(dg.feat.shape[1], 3, requires_grad=True)
+    links = adaqp.LinkTable.uniform(2, 12.5e6, 2e-4)
+    with dg.messages(Adaptive(first_at=2, every=4), links=links) as messages:
+        for _ in range(6):
+            x = dg.feat * 2
+            mixed = dg.aggregate(x) if how == "aggregate" else dg.halo(x)
+            (mixed @ matrix).sum().backward()
+    return sorted(messages.trained_channels()), messages.step, messages.num_assignments
+
+
+@pytest.mark.parametrize(("how", "name"), [("aggregate", "forward0"), ("halo", "halo-forward0")])
+def test_steps_end_where_rows_need_no_gradient(how, name, sbm, cut, pool2):
+    for names, step, num_assignments in pool2.run(steps_on_constant_rows, cut(sbm, 2), how).results:
+        assert (names, step, num_assignments) == ([name], 5, 2)
+
+
+def dropped(folder):
+    """Rows and gradients under Drop, of features and of others, against local edges alone."""
+    dg = adaqp.load(folder)
+    op = dg.operator("gcn")
+    found = []
+    with dg.messages(Drop()):
+        for x in (dg.feat, (dg.feat * 2).requires_grad_()):
+            out = dg.aggregate(x)
+            local = torch.cat([spmm(op.central, x.detach()), spmm(op.marginal, x.detach())])
+            found.append(float((out.detach() - local).abs().max()))
+    with torch.no_grad():
+        exact = dg.aggregate(dg.feat)
+    return found, bool((exact - dg.aggregate(dg.feat)).any()), float((exact - local / 2).norm())
+
+
+def test_drop_sees_local_rows_only_and_leaves_no_trace(sbm, cut, pool2):
+    for found, differs, missing in pool2.run(dropped, cut(sbm, 2)).results:
+        assert max(found) < 1e-5
+        assert not differs
+        assert missing > 1
+
+
+def assign_without_channels(folder):
+    dg = adaqp.load(folder)
+    with dg.messages(Adaptive(), links=adaqp.LinkTable.uniform(2, 1e6)) as messages:
+        messages.assign()
+    return messages.report()
+
+
+def test_a_model_without_messages_has_nothing_to_assign(sbm, cut, pool2):
+    assert pool2.run(assign_without_channels, cut(sbm, 2)).results == [{}, {}]
+
+
 def repeated(folder, seed):
     return train(folder, Fixed(2), 3, {"seed": seed})[0].loss
 
@@ -234,6 +306,12 @@ def test_settings_are_checked(sbm, directed, cut, tmp_path):
         dg.messages(Exact(), backward="pull"),
     ):
         pass
+    with pytest.raises(
+        ConfigError, match="links: expected costs between 1 ranks, one a part, got 2"
+    ):
+        dg.messages(Adaptive(), links=adaqp.LinkTable.uniform(2, 1e6)).__enter__()
+    with pytest.raises(ConfigError, match=r"assign\(\) needs Adaptive\(\) and several ranks"):
+        dg.current_messages.assign()
     with pytest.raises(ConfigError, match="overlap: expected 'edges', 'nodes' or None, got 'all'"):
         dg.messages(Exact(), overlap="all").__enter__()
     with pytest.raises(ConfigError, match="weight: expected 'gcn', 'mean' or 'sum', got 'max'"):

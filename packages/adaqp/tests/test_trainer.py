@@ -1,13 +1,19 @@
 """Training: equal on any number of ranks, resumable to the bit, single-label and multilabel."""
 
+import time
+
 import pytest
 import torch
 
 import adaqp
 from adaqp import data
+from adaqp.checkpoint import find
+from adaqp.config import ModelConfig
 from adaqp.graph import from_edge_index
 from adaqp.policy import Adaptive, Exact, Fixed, Stale
-from shared.errors import ConfigError, DataError
+from adaqp.profiler import measure
+from shared.comms import RankPool
+from shared.errors import ConfigError, DataError, RankFailure
 
 
 def make(dg, policy, dropout=0.5, conv="gcn"):
@@ -88,6 +94,88 @@ def test_a_checkpoint_of_another_run_is_refused(sbm, directed, cut, tmp_path):
         resumed_with(cut(sbm, 1), tmp_path / "nowhere", Fixed(4))
 
 
+def test_a_crash_between_two_renames_loses_nothing(sbm, cut, tmp_path):
+    dg = adaqp.load(cut(sbm, 1))
+    with dg.messages(Fixed(4)):
+        trainer = make(dg, Fixed(4))
+        trainer.fit(2)
+        trainer.save(tmp_path / "here")
+        # As a process leaves it that is killed after the first rename.
+        (tmp_path / "here").rename(tmp_path / "here.old")
+        (tmp_path / "here.new").mkdir()
+        assert find(tmp_path / "here") == tmp_path / "here.old"
+        again = make(dg, Fixed(4))
+        again.resume(tmp_path / "here")
+        assert again.epoch == 2
+        again.fit(1)
+        again.save(tmp_path / "here")
+    assert [p.name for p in tmp_path.iterdir()] == ["here"]
+    assert find(tmp_path / "here") == tmp_path / "here"
+
+
+def resumed_otherwise(folder, checkpoint):
+    """A run saved without links or channels, resumed with both at hand."""
+    dg = adaqp.load(folder)
+    policy = Adaptive(every=6, first_at=3, group_size=10)
+    with dg.messages(policy, links=None):
+        make(dg, policy).save(checkpoint)
+    links = adaqp.LinkTable.uniform(2, 12.5e6, 2e-4)
+    with dg.messages(policy, links=links) as messages:
+        trainer = make(dg, policy)
+        trainer.fit(2)
+        trainer.resume(checkpoint)
+        trainer.fit(1)
+    return trainer.epoch, messages.links is links
+
+
+def pushed_then_pulled(folder, checkpoint):
+    dg = adaqp.load(folder)
+    with dg.messages(Fixed(4), backward="push"):
+        trainer = make(dg, Fixed(4))
+        trainer.fit(1)
+        trainer.save(checkpoint)
+    with dg.messages(Fixed(4), backward="pull"):
+        make(dg, Fixed(4)).resume(checkpoint)
+
+
+def test_a_checkpoint_decides_what_a_rank_holds(sbm, cut, pool2, tmp_path):
+    folder = cut(sbm, 2)
+    assert pool2.run(resumed_otherwise, folder, tmp_path / "a").results == [(1, True)] * 2
+    with (
+        RankPool(2) as pool,
+        pytest.raises(RankFailure, match="was written with backward push, this run has pull"),
+    ):
+        pool.run(pushed_then_pulled, folder, tmp_path / "b")
+
+
+def evaluated_each_epoch(folder):
+    """Wall seconds of each epoch of training alone, and the phases that the history gives it."""
+    dg = adaqp.load(folder)
+    ends = []
+    with dg.messages(Exact()):
+        trainer = make(dg, Exact())
+        predict = trainer.predict
+
+        def slow_predict(**settings):
+            with dg.current_messages.evaluation(), dg.current_messages.clock.phase("wait"):
+                time.sleep(0.2)
+            return predict(**settings)
+
+        trainer.predict = slow_predict
+        for _ in range(4):
+            start = time.perf_counter()
+            trainer.fit(1)
+            ends.append(time.perf_counter() - start)
+            trainer.record_evaluation()
+    return ends, [sum(step) for step in zip(*trainer.history.seconds.values(), strict=True)]
+
+
+def test_an_evaluation_is_on_no_epochs_clock(sbm, cut, pool2):
+    for wall_s, phases_s in pool2.run(evaluated_each_epoch, cut(sbm, 2)).results:
+        for whole, parts in zip(wall_s, phases_s, strict=True):
+            assert parts <= whole
+
+
 def test_multilabel_targets_train(cut, pool2):
     draw = torch.Generator().manual_seed(2)
     base = data.sbm(400, blocks=4, degree=8, feat=10, seed=1)
@@ -136,6 +224,35 @@ def test_a_part_without_training_nodes_and_without_cut_edges_trains(cut, pool2):
             assert 0 in {num for num, _ in runs}
         for _, two in runs:
             assert two == pytest.approx(one, rel=1e-4)
+
+
+def as_configured(folder, steps):
+    """Losses of the model that the command line builds, on float64 features."""
+    dg = adaqp.load(folder)
+    dg.feat = dg.feat.double()
+    torch.manual_seed(0)
+    model = ModelConfig(hidden=16, dropout=0.0).build(dg)
+    with dg.messages(Exact()):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return adaqp.Trainer(dg, model, optimizer).fit(steps).loss
+
+
+def test_float64_features_train_in_float64(sbm, cut, pool2):
+    one = as_configured(cut(sbm, 1), 5)
+    two = pool2.run(as_configured, cut(sbm, 2), 5).results[0]
+    assert two == pytest.approx(one, rel=1e-12)
+
+
+def profiled_then_aggregated(folder):
+    dg = adaqp.load(folder)
+    measure(dg, ModelConfig(hidden=8).build(dg), overlap="edges", steps=1)
+    with torch.no_grad():
+        after = dg.aggregate(dg.feat)
+        return float((after - adaqp.load(folder).aggregate(dg.feat.clone())).abs().max())
+
+
+def test_a_profile_leaves_the_graph_as_it_was(sbm, cut, pool2):
+    assert max(pool2.run(profiled_then_aggregated, cut(sbm, 2)).results) < 1e-6
 
 
 def in_dtype(folder, dtype, policy):

@@ -93,6 +93,21 @@ def test_empty_rows_and_an_empty_matrix(form):
         assert bool((run(form, empty, torch.ones(3, 20), mean=mean) == 0).all())
 
 
+def test_strided_structure_is_read_in_its_own_steps(form):
+    draw = torch.Generator().manual_seed(0)
+    pairs = torch.randint(0, 40, (200, 2), generator=draw)
+    values = torch.rand(200, 3, generator=draw)
+    indptr = torch.arange(0, 201, 10)
+    x = torch.randn(40, 24, generator=draw)
+    strided = CSR(indptr, pairs[:, 0], 40, values[:, 1])
+    dense = CSR(indptr, pairs[:, 0].clone(), 40, values[:, 1].clone())
+    assert torch.equal(run(form, strided, x), run(form, dense, x))
+    expected = torch.zeros(20, 24).index_add_(
+        0, torch.arange(200) // 10, x[pairs[:, 0]] * values[:, 1:2]
+    )
+    torch.testing.assert_close(run(form, strided, x), expected)
+
+
 def test_no_rows_no_columns_no_dim():
     no_rows = CSR(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 3)
     assert spmm(no_rows, torch.ones(3, 4)).shape == (0, 4)

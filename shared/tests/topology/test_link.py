@@ -24,7 +24,7 @@ def test_time_and_rate():
     st.lists(st.integers(0, 10**9), min_size=2, unique=True),
 )
 def test_exact_samples_are_fitted_exactly(alpha, beta, sizes):
-    fit = fit_link(sizes, [alpha + beta * size for size in sizes])
+    fit = fit_link([(size, alpha + beta * size) for size in sizes])
     largest = alpha + beta * max(sizes)
     for size in sizes:
         assert fit.link.time_s(size) == pytest.approx(alpha + beta * size, abs=1e-6 * largest)
@@ -35,7 +35,7 @@ def test_fit_against_lstsq_on_noisy_samples():
     rng = np.random.default_rng(0)
     sizes = rng.uniform(1e3, 1e7, 200)
     times = 2e-4 + sizes * 8e-8 + rng.normal(0, 1e-5, 200)
-    fit = fit_link(sizes, times)
+    fit = fit_link(np.column_stack([sizes, times]))
     alpha, beta = np.linalg.lstsq(np.column_stack([np.ones(200), sizes]), times, rcond=None)[0]
     assert fit.link.alpha_s == pytest.approx(alpha, rel=1e-6)
     assert fit.link.beta_s_per_byte == pytest.approx(beta, rel=1e-6)
@@ -48,25 +48,26 @@ def test_fit_against_lstsq_on_noisy_samples():
 )
 def test_negative_parameter_is_held_at_zero_and_said(caplog, times, held):
     with caplog.at_level(logging.WARNING):
-        fit = fit_link([10, 20, 30], times)
+        fit = fit_link(list(zip([10, 20, 30], times, strict=True)))
     assert fit.clamped
     assert getattr(fit.link, held) == 0
     assert "held at zero" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("sizes", "times"),
+    "samples",
     [
-        ([1, 2], [1.0]),
-        ([5, 5], [1.0, 2.0]),
-        ([], []),
-        ([1, -2], [1.0, 1.0]),
-        ([1, 2], [1.0, float("nan")]),
+        [(1, 1.0)],
+        [(5, 1.0), (5, 2.0)],
+        [],
+        [1.0, 2.0],
+        [(1, 1.0), (-2, 1.0)],
+        [(1, 1.0), (2, float("nan"))],
     ],
 )
-def test_samples_that_fit_no_line(sizes, times):
+def test_samples_that_fit_no_line(samples):
     with pytest.raises(DataError, match="messages"):
-        fit_link(sizes, times)
+        fit_link(np.array(samples))
 
 
 @pytest.mark.parametrize("values", [(-1e-9, 0.0), (0.0, float("nan")), (float("inf"), 0.0)])

@@ -42,6 +42,8 @@ def assign_channels(
         What rank 0 solved, one solution a problem; empty on other ranks.
     """
     names = sorted(channels)
+    if not names:
+        return []
     orders: list[tuple[int, int, np.ndarray, np.ndarray]] = []
     lines: list[np.ndarray] = []
     for number, name in enumerate(names):
@@ -64,17 +66,19 @@ def assign_channels(
                 )
             )
     table = np.concatenate(lines) if lines else np.zeros((0, 4))
-    tables = gather_v(group, torch.from_numpy(table.astype(np.float64)).flatten(), 0)
+    flat = torch.from_numpy(table.astype(np.float64)).flatten()
+    tables = gather_v(group, flat.to(group.device), 0)
     hidden = torch.tensor([channels[n].hidden_s for n in names], dtype=torch.float64)
-    hidden_s = torch.stack(all_gather(group, hidden)).amin(0).numpy()
+    hidden = hidden.to(group.device)
+    hidden_s = torch.stack(all_gather(group, hidden)).amin(0).cpu().numpy()
     solutions: list[Solution] = []
     answers: list[Tensor] | None = None
     if tables is not None:
-        split = [t.numpy().reshape(-1, 4) for t in tables]
+        split = [t.cpu().numpy().reshape(-1, 4) for t in tables]
         shapes = [(channels[n].dim, channels[n].itemsize) for n in names]
         bits, solutions = _solve(split, shapes, policy, links, wire_dtype, hidden_s)
-        answers = [torch.from_numpy(b.astype(np.uint8)) for b in bits]
-    mine_bits = scatter_v(group, answers, 0).numpy()
+        answers = [torch.from_numpy(b.astype(np.uint8)).to(group.device) for b in bits]
+    mine_bits = scatter_v(group, answers, 0).cpu().numpy()
     _tell_receivers(group, [channels[n] for n in names], orders, mine_bits)
     return solutions
 
@@ -175,13 +179,13 @@ def _tell_receivers(
             np.concatenate(
                 [b[c.route.sent_to(p)] for b, c in zip(send_bits, channels, strict=True)]
             )
-        )
+        ).to(group.device)
         for p in peers
     ]
     sizes = [
         [s.stop - s.start for s in (c.route.received_from(p) for c in channels)] for p in peers
     ]
-    recvs = [torch.empty(sum(size), dtype=torch.uint8) for size in sizes]
+    recvs = [torch.empty(sum(size), dtype=torch.uint8, device=group.device) for size in sizes]
     all_to_all_v(group, sends, recvs)
     by_peer = [r.split(size) for r, size in zip(recvs, sizes, strict=True)]
     for number, channel in enumerate(channels):

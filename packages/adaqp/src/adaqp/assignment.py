@@ -15,11 +15,11 @@ from typing import Protocol, SupportsFloat, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from adaqp.policy import WIDTHS
 from shared.errors import ConfigError
 
-__all__ = ["BIT_WIDTHS", "Assignment"]
+__all__ = ["Assignment"]
 
-BIT_WIDTHS = (1, 2, 4, 8, 16, 32)
 _FORMAT = 1
 
 
@@ -102,10 +102,10 @@ class Assignment:
 
     def _check_options(self) -> None:
         bits = self.bits
-        known = np.isin(bits, BIT_WIDTHS).all()
+        known = np.isin(bits, WIDTHS).all()
         if bits.ndim != 1 or bits.size == 0 or not known or (np.diff(bits) <= 0).any():
             raise ConfigError(
-                f"bits: expected one or more of {BIT_WIDTHS}, ascending, came {bits.tolist()}; "
+                f"bits: expected one or more of {WIDTHS}, ascending, came {bits.tolist()}; "
                 "list the bit-widths to choose from, such as (2, 4, 8)"
             )
         if not 0.0 <= self.lam <= 1.0:

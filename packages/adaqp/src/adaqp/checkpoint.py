@@ -25,7 +25,7 @@ from shared.errors import DataError
 if TYPE_CHECKING:
     from adaqp.trainer import Trainer
 
-__all__ = ["resume", "save"]
+__all__ = ["find", "resume", "save"]
 
 
 def save(trainer: "Trainer", folder: Path) -> None:
@@ -38,21 +38,29 @@ def save(trainer: "Trainer", folder: Path) -> None:
     dcp.save(_state(trainer), checkpoint_id=str(fresh), no_dist=trainer.dg.group is None)
     if is_first:
         (fresh / "about.json").write_text(json.dumps(_about(trainer) | {"epoch": trainer.epoch}))
-        shutil.rmtree(old, ignore_errors=True)
+        # Killed anywhere in here, at least one of `folder` and `old` is whole.
         if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         fresh.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
     _barrier(trainer)
 
 
+def find(folder: Path) -> Path | None:
+    """Where the newest whole checkpoint of `folder` lies: there, or beside it after a crash."""
+    for place in (folder, folder.with_name(folder.name + ".old")):
+        if (place / "about.json").exists():
+            return place
+    return None
+
+
 def resume(trainer: "Trainer", folder: Path) -> None:
     """Puts a checkpoint into a trainer; see `Trainer.resume`."""
-    old = folder.with_name(folder.name + ".old")
-    if not folder.exists() and old.exists():
-        folder = old  # killed between the two renames: the checkpoint before is still whole
-    if not (folder / "about.json").exists():
+    found = find(folder)
+    if found is None:
         raise DataError(f"{folder} holds no checkpoint; write one with trainer.save()")
+    folder = found
     about = json.loads((folder / "about.json").read_text())
     for name, here in _about(trainer).items():
         if about[name] != here:
@@ -60,8 +68,9 @@ def resume(trainer: "Trainer", folder: Path) -> None:
                 f"{folder} was written with {name} {about[name]}, this run has {here}; resume "
                 "with the same graph, partition and policy"
             )
-    state = _state(trainer)
     mine = f"rank{trainer.dg.rank}."
+    # This rank's own part is what the checkpoint says it is, not what this run holds so far.
+    state = {k: v for k, v in _state(trainer).items() if not k.startswith(mine)}
     saved = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     for name, item in saved.items():
         if name.startswith(mine) and isinstance(item, TensorStorageMetadata):
@@ -72,8 +81,9 @@ def resume(trainer: "Trainer", folder: Path) -> None:
     own = {k.removeprefix(mine): v for k, v in state.items() if k.startswith(mine)}
     torch.set_rng_state(own.pop("rng"))
     device = trainer.dg.device
-    if "device_rng" in own:
-        torch.cuda.set_rng_state(own.pop("device_rng"), device)
+    device_rng = own.pop("device_rng", None)
+    if device_rng is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(device_rng, device)
     trainer.dg.current_messages.load_state_dict({k: v.to(device) for k, v in own.items()})
     trainer.epoch = about["epoch"]
 
@@ -84,6 +94,7 @@ def _about(trainer: "Trainer") -> dict[str, Any]:
         "fingerprint": trainer.dg.meta["fingerprint"],
         "parts": trainer.dg.num_parts,
         "policy": f"{messages.policy} {messages.wire_dtype} seed {messages.seed}",
+        "backward": "pull" if messages.pulls else "push",
     }
 
 

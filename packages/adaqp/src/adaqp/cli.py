@@ -129,7 +129,8 @@ class Bench:
         folder: a partition.
         model: the layers.
         policies: which to compare; the first is the baseline.
-        epochs: timed epochs of each policy, after two that warm up.
+        epochs: timed epochs of each policy, rounded up to a multiple of three, after three that
+            warm up.
         width: bits of the fixed policy.
         lam: the adaptive policy's weight of variance against time.
         rate: put each rank into a host of its own behind links of this rate (needs root).
@@ -161,17 +162,19 @@ class ProbeLinks:
         ranks: ranks to start when not under torchrun.
         out: JSON file for `adaqp plan --links`.
         budget_s: seconds the measurement may take.
+        fallback_rate: rate ("1gbit") of pairs whose measurement noise spoiled.
     """
 
     ranks: int = 2
     out: Path | None = None
     budget_s: float = 2.0
+    fallback_rate: str | None = None
 
     def run(self) -> None:
         """Prints the table, and writes it."""
         from adaqp import jobs
 
-        jobs.probe_links(self.ranks, self.out, self.budget_s)
+        jobs.probe_links(self.ranks, self.out, self.budget_s, self.fallback_rate)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,9 +129,11 @@ def _seconds(dg: DistGraph, act: Callable[[], None]) -> float:
         barrier(dg.group)
     start = time.perf_counter()
     act()
-    spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-    if dg.group is not None:
-        all_reduce(dg.group, spent, "max")
+    spent_s = time.perf_counter() - start
+    if dg.group is None:
+        return spent_s
+    spent = torch.tensor([spent_s], dtype=torch.float64, device=dg.group.device)
+    all_reduce(dg.group, spent, "max")
     return float(spent)
 
 
@@ -142,6 +144,7 @@ def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> T
         accuracy = run.trainer.evaluate()
     sent = torch.tensor([median(run.epoch_bytes)], dtype=torch.float64)
     if dg.group is not None:
+        sent = sent.to(dg.group.device)
         all_reduce(dg.group, sent)
     return Timing(
         policy=policy,

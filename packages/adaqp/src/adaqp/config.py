@@ -1,10 +1,9 @@
-"""Settings of a training run: the same dataclasses in Python, on the command line and in JSON.
+"""Settings of a training run: the same dataclasses in Python and on the command line.
 
 This module imports neither torch nor numba, so that `adaqp --help` answers at once.
 """
 
-import json
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from shared.errors import ConfigError
@@ -56,12 +55,13 @@ class ModelConfig:
             raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout}")
 
     def build(self, dg: "DistGraph") -> "nn.Module":
-        """The model for a rank's share."""
+        """The model for a rank's share, in its features' dtype and on their device."""
         from adaqp import nn
 
         dims = [dg.feat.shape[1], *[self.hidden] * (self.layers - 1), dg.num_classes]
         norm = None if self.norm == "none" else self.norm
-        return getattr(nn, self.conv)(dg, dims, norm=norm, dropout=self.dropout)
+        model = getattr(nn, self.conv)(dg, dims, norm=norm, dropout=self.dropout)
+        return model.to(device=dg.feat.device, dtype=dg.feat.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,30 +152,5 @@ class RunConfig:
                 f"epochs must be 1 or more and eval_every 0 or more, got {self.epochs} and "
                 f"{self.eval_every}"
             )
-
-    def to_json(self) -> str:
-        """The settings as JSON."""
-        return json.dumps(asdict(self), indent=2)
-
-    @classmethod
-    def from_json(cls, text: str) -> "RunConfig":
-        """Settings from `to_json`'s form; what is left out keeps its default.
-
-        Raises:
-            ConfigError: a key that no setting has.
-        """
-        return _from_dict(cls, json.loads(text), "")
-
-
-def _from_dict(cls: Any, values: dict[str, Any], path: str) -> Any:
-    known = {f.name: f for f in fields(cls)}
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ConfigError(f"unknown setting {path + unknown[0]!r}; known are {sorted(known)}")
-    taken = {}
-    for name, value in values.items():
-        kind = {"model": ModelConfig, "policy": PolicyConfig}.get(name, known[name].type)
-        if is_dataclass(kind):
-            value = _from_dict(kind, value, f"{path}{name}.")
-        taken[name] = tuple(value) if isinstance(value, list) else value
-    return cls(**taken)
+        if not self.lr > 0:
+            raise ConfigError(f"lr must be above 0, got {self.lr}")

@@ -231,9 +231,10 @@ class DistGraph:
     def alpha_sq_at_owner(self, op: Operator) -> Tensor:
         """float32 [num_send]: how far the noise of each row sent carries, told by its receivers."""
         if id(op) not in self._alpha_sq:
-            here = op.alpha_sq.cpu()
             theirs = torch.empty(len(self.pull.send_rows))
             if self.group is not None:
+                here = op.alpha_sq.to(self.group.device)
+                theirs = theirs.to(self.group.device)
                 peers = range(self.num_parts)
                 sends = [here[self.pull.received_from(p)] for p in peers]
                 recvs = [theirs[self.pull.sent_to(p)] for p in peers]
@@ -245,11 +246,18 @@ class DistGraph:
         """Node ids of the rows that a route sends from."""
         return self.part.halo_ids if route is self.push else self.global_ids
 
-    def probe_links(self) -> LinkTable:
-        """Measures what a byte and a message cost between every two ranks."""
+    def probe_links(self, fallback_bytes_per_s: float | None = None) -> LinkTable:
+        """Measures what a byte and a message cost between every two ranks.
+
+        Args:
+            fallback_bytes_per_s: rate of pairs whose measurement noise spoiled.
+
+        Raises:
+            ConfigError: there is a single rank.
+        """
         if self.group is None:
             raise ConfigError("probe_links: there are no links to measure with a single rank")
-        return probe(self.group)
+        return probe(self.group, fallback_bytes_per_s=fallback_bytes_per_s)
 
     def _check_rows(self, h: Tensor, where: str) -> None:
         if h.ndim != 2 or h.shape[0] != self.num_local:
@@ -341,7 +349,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 def _check_same_graph(group: Group, fingerprint: str) -> None:
     """Refuses a run whose hosts hold partitions of different graphs."""
-    mine = torch.tensor([int(fingerprint[:15], 16)])
+    mine = torch.tensor([int(fingerprint[:15], 16)], device=group.device)
     theirs = [int(t) for t in all_gather(group, mine)]
     odd = [rank for rank, other in enumerate(theirs) if other != theirs[0]]
     if odd:

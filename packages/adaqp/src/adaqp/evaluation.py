@@ -1,30 +1,11 @@
-"""Scores of node classification: accuracy, micro-averaged F1, area under the ROC curve."""
+"""The area under the ROC curve, exactly."""
 
-from jaxtyping import Float, Int64, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 from shared.errors import DataError
 
-__all__ = ["accuracy", "auc", "micro_f1"]
-
-
-def accuracy(logits: Float[Tensor, "rows classes"], label: Int64[Tensor, " rows"]) -> float:
-    """Share of rows whose largest logit is their label's, 0 to 1; NaN without rows."""
-    return float((logits.argmax(dim=1) == label).double().mean())
-
-
-def micro_f1(
-    logits: Float[Tensor, "rows classes"], target: Shaped[Tensor, "rows classes"]
-) -> float:
-    """F1 over all (row, class) pairs, a logit above 0 predicting the class.
-
-    Returns:
-        0 to 1; 0 where nothing is true and nothing predicted.
-    """
-    predicted, true = logits > 0, target > 0.5
-    hits = int((predicted & true).sum())
-    total = int(predicted.sum()) + int(true.sum())
-    return 2 * hits / total if total else 0.0
+__all__ = ["auc"]
 
 
 def auc(score: Shaped[Tensor, " rows"], label: Shaped[Tensor, " rows"]) -> float:

@@ -22,10 +22,10 @@ class Part:
     """What `adaqp.partition` wrote for one rank, on the rank's device.
 
     Attributes:
-        global_ids: int64 [num_local], central rows first, each half ascending.
+        global_ids: int64 [num_local], central rows first, each half by cluster and id.
         num_central: rows without a remote in-neighbour.
         indptr, indices: in-edges of each local row; an index at or above num_local is a halo row.
-        halo_ids: int64 [num_halo], by owner, then by id; halo_offsets: int64 [parts + 1].
+        halo_ids: int64 [num_halo], by owner, each in its owner's order; halo_offsets: int64 [parts + 1].
         send_rows: int64 [num_send], local rows by peer, in the peer's halo order;
             send_offsets: int64 [parts + 1].
         in_degree, out_degree, loops: int64 [num_local + num_halo], global degrees with self loops

@@ -28,7 +28,7 @@ from adaqp.profiler import Profile, measure
 from adaqp.simulator import predict
 from adaqp.trainer import History, Trainer
 from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 from shared.units import parse_rate
 
 __all__ = ["bench", "plan", "probe_links", "profile_in_rank", "train"]
@@ -50,6 +50,8 @@ def _num_parts(folder: Path) -> int:
 def _run(num_ranks: int, function: Callable[..., Any], *args: Any, rate: str | None = None) -> list:
     """Results of all ranks, or under torchrun this one's alone."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if rate is not None:
+            raise ConfigError("--rate builds hosts of its own, which torchrun's ranks are not in")
         init_from_env()
         return [function(*args)]
     if num_ranks == 1 and rate is None:
@@ -75,7 +77,9 @@ def train(
     links_file: Path | None,
 ) -> None:
     """Trains and prints the outcome; continues from `checkpoint` where one lies there."""
-    links = None if links_file is None else LinkTable.from_json(links_file.read_text())
+    if save_every < 1:
+        raise ConfigError(f"save_every must be 1 or more epochs, got {save_every}")
+    links = _read_links(links_file)
     args = (folder, config, checkpoint, save_every, links)
     history = _run(_num_parts(folder), _train_in_rank, *args)[0]
     if history is None:
@@ -103,7 +107,7 @@ def _train_in_rank(
     with dg.messages(policy, **settings), _progress(dg.rank, config) as on_epoch:
         optimizer = torch.optim.Adam(model.parameters(), config.lr)
         trainer = Trainer(dg, model, optimizer, seed=config.seed, on_epoch=on_epoch)
-        if checkpoint is not None and checkpoint.exists():
+        if checkpoint is not None and _has_checkpoint(checkpoint):
             trainer.resume(checkpoint)
         while trainer.epoch < config.epochs:
             left = config.epochs - trainer.epoch
@@ -113,6 +117,12 @@ def _train_in_rank(
         if trainer.epoch not in trainer.history.evaluated_at:
             trainer.record_evaluation()
     return trainer.history if dg.rank == 0 else None
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    from adaqp.checkpoint import find  # DCP takes most of a second to import
+
+    return find(folder) is not None
 
 
 @contextmanager
@@ -150,6 +160,8 @@ def bench(
     rate: str | None,
 ) -> None:
     """Times policies against the first of them and prints the table."""
+    if epochs < 1 or not policies:
+        raise ConfigError(f"bench needs an epoch and a policy, got {epochs} and {len(policies)}")
     blocks = -(-epochs // 3)
     timings: list[Timing] = _run(
         _num_parts(folder), compare_in_rank, str(folder), model, policies, blocks, rate=rate
@@ -180,10 +192,10 @@ def plan(
 ) -> None:
     """Predicts an epoch under each policy and prints the table."""
     num_parts = _num_parts(folder)
-    links = None
-    if links_file is not None:
-        links = LinkTable.from_json(links_file.read_text())
-    elif rate is not None:
+    if num_parts == 1:
+        raise DataError(f"{folder} has one part, which sends nothing; cut the graph into more")
+    links = _read_links(links_file)
+    if links is None and rate is not None:
         links = LinkTable.uniform(num_parts, parse_rate(rate), latency_ms / 1e3)
     outcome = _run(num_parts, profile_in_rank, str(folder), model, links is None)
     profiles, probed = outcome[0]
@@ -224,9 +236,13 @@ def profile_in_rank(
     return profiles, probe(dg.group) if probes else None
 
 
-def probe_links(ranks: int, out: Path | None, budget_s: float) -> None:
+def probe_links(ranks: int, out: Path | None, budget_s: float, fallback_rate: str | None) -> None:
     """Probes the links, prints and writes what they cost."""
-    links: LinkTable = _run(ranks, _probe_in_rank, budget_s)[0]
+    if ranks < 2:
+        raise ConfigError(f"there are no links between {ranks} ranks; name 2 or more")
+    links: LinkTable = _run(ranks, _probe_in_rank, budget_s, fallback_rate)[0]
+    if int(os.environ.get("RANK", "0")):
+        return
     table = Table("from", "to", "Mbit/s", "latency us", "fit", box=SIMPLE_HEAD)
     for sender in range(len(links.s_per_byte)):
         for receiver in range(len(links.s_per_byte)):
@@ -245,5 +261,14 @@ def probe_links(ranks: int, out: Path | None, budget_s: float) -> None:
         out.write_text(links.to_json())
 
 
-def _probe_in_rank(budget_s: float) -> LinkTable:
-    return probe(Group.world(), budget_s=budget_s)
+def _probe_in_rank(budget_s: float, fallback_rate: str | None) -> LinkTable:
+    fallback = None if fallback_rate is None else parse_rate(fallback_rate)
+    return probe(Group.world(), budget_s=budget_s, fallback_bytes_per_s=fallback)
+
+
+def _read_links(file: Path | None) -> LinkTable | None:
+    if file is None:
+        return None
+    if not file.is_file():
+        raise DataError(f"{file} is no file; write one with `adaqp probe-links --out {file}`")
+    return LinkTable.from_json(file.read_text())

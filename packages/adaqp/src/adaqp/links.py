@@ -1,9 +1,9 @@
 """What a message costs between any two ranks, measured the way messages will be sent.
 
-AdaQP (arXiv 2306.01381) fits a straight line to each pair's times. Here all pairs of a ring round
-send at once, through the same rounds that carry the halo, since a pair timed alone does not share
-its host's link; the receiver's clock counts, since a send returns when the system has buffered it;
-and a fit that noise turned negative is replaced, marked and reported instead of used.
+AdaQP (arXiv 2306.01381) fits a straight line to each pair's times. Here all pairs of all ring rounds
+send as an exchange of the halo does, since a pair timed alone does not share its host's link; the
+receiver's clock counts, since a send returns when the system has buffered it; and a fit that noise
+turned negative is replaced, marked and reported instead of used.
 """
 
 import json
@@ -134,7 +134,7 @@ def probe(
 ) -> LinkTable:
     """Measure the cost of messages between all ranks; every rank calls it and gets the table.
 
-    Round r pairs each rank i with i + r, all pairs at once. Sizes grow fourfold from 1 KiB, each
+    Round r pairs each rank i with i + r, all pairs at once, round upon round. Sizes grow fourfold from 1 KiB, each
     is sent a few times, and the median time at the receiver is kept.
 
     Args:
@@ -210,36 +210,40 @@ def _checked_sizes(
 
 
 def _round_times_s(group: Group, num_bytes: int) -> np.ndarray:
-    """Median seconds until a message of this size has come, for each ring round."""
+    """Median seconds that each ring round adds until its message of this size has come."""
     num_ranks, rank = group.world_size, group.rank
     sent = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device)
     came = torch.empty_like(sent)
-    times_s = np.zeros((_REPEATS, num_ranks - 1))
+    rounds = [
+        Round(
+            send_to=(rank + shift) % num_ranks,
+            send=sent,
+            recv_from=(rank - shift) % num_ranks,
+            recv=came,
+        )
+        for shift in range(1, num_ranks)
+    ]
+    landed_s = np.zeros((_REPEATS, num_ranks))
     for repeat in range(_REPEATS):
-        for shift in range(1, num_ranks):
-            item = Round(
-                send_to=(rank + shift) % num_ranks,
-                send=sent,
-                recv_from=(rank - shift) % num_ranks,
-                recv=came,
-            )
-            barrier(group)
-            started_s = time.perf_counter()
-            pending = post_rounds(group, [item], "probe")
-            pending.wait(0)
+        barrier(group)
+        landed_s[repeat, 0] = time.perf_counter()
+        # All at once, as an exchange does: a rank that is ahead meets another sender's message.
+        pending = post_rounds(group, rounds, "probe")
+        for index in range(len(rounds)):
+            pending.wait(index)
             if group.device.type == "cuda":
                 torch.cuda.synchronize()
-            times_s[repeat, shift - 1] = time.perf_counter() - started_s
-            pending.wait_all()
+            landed_s[repeat, index + 1] = time.perf_counter()
+        pending.wait_all()
     # The first message of a pair opens its connection.
-    return np.median(times_s[1:], axis=0)
+    return np.median(np.diff(landed_s, axis=1)[1:], axis=0)
 
 
 def _fit(
     sizes: list[int], times_s: np.ndarray, fallback_bytes_per_s: float | None
 ) -> tuple[float, float, float]:
     with _one_warning_for_all():
-        fit = fit_link(sizes, times_s)
+        fit = fit_link(np.column_stack([sizes, times_s]))
     latency_s, s_per_byte = float(fit.link.alpha_s), float(fit.link.beta_s_per_byte)
     is_flat = s_per_byte <= 0
     if is_flat:

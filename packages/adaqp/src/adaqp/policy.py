@@ -9,9 +9,10 @@ from typing import Literal
 
 from shared.errors import ConfigError
 
-__all__ = ["Adaptive", "Drop", "Exact", "Fixed", "Policy", "Stale"]
+__all__ = ["WIDTHS", "Adaptive", "Drop", "Exact", "Fixed", "Policy", "Stale"]
 
-_WIDTHS = (1, 2, 4, 8, 16, 32)
+# Bits a value: up to 8 quantised, 16 as bfloat16, 32 as it is.
+WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class Fixed:
     bits: int
 
     def __post_init__(self) -> None:
-        if self.bits not in _WIDTHS:
-            raise ConfigError(f"Fixed.bits: expected one of {_WIDTHS}, got {self.bits!r}")
+        if self.bits not in WIDTHS:
+            raise ConfigError(f"Fixed.bits: expected one of {WIDTHS}, got {self.bits!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,8 @@ class Adaptive:
         scope: one problem a layer and direction ("layer"), or one over all of them ("global").
         group_size: rows that share a width.
         first_bits: width before the first assignment.
-        first_at: step of the first assignment (rows' ranges settle within a few steps).
+        first_at: step of an assignment beside those at multiples of `every` (rows' ranges settle
+            within a few steps).
         overlap_aware: bits that hide behind the local aggregation count as free.
         decay: memory of the moving average over rows' squared ranges, per step.
 
@@ -75,14 +77,14 @@ class Adaptive:
     decay: float = 0.9
 
     def __post_init__(self) -> None:
-        bad = [b for b in self.bits if b not in _WIDTHS]
+        bad = [b for b in self.bits if b not in WIDTHS]
         if not self.bits or bad or list(self.bits) != sorted(set(self.bits)):
             raise ConfigError(
-                f"Adaptive.bits: expected ascending widths out of {_WIDTHS}, got {self.bits!r}"
+                f"Adaptive.bits: expected ascending widths out of {WIDTHS}, got {self.bits!r}"
             )
-        if self.first_bits not in _WIDTHS:
+        if self.first_bits not in WIDTHS:
             raise ConfigError(
-                f"Adaptive.first_bits: expected one of {_WIDTHS}, got {self.first_bits!r}"
+                f"Adaptive.first_bits: expected one of {WIDTHS}, got {self.first_bits!r}"
             )
         if not 0 <= self.lam <= 1:
             raise ConfigError(f"Adaptive.lam: expected a number in [0, 1], got {self.lam!r}")

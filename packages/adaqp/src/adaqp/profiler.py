@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from adaqp.distgraph import DistGraph
-from adaqp.policy import Adaptive
+from adaqp.policy import WIDTHS, Adaptive
 from adaqp.trainer import Trainer
 from adaqp.wire import Layout, pack, unpack
 
 __all__ = ["ChannelProfile", "Profile", "measure"]
 
-_WIDTHS = (1, 2, 4, 8, 16, 32)
 # Memory is faulted in, kernels are compiled and moving averages settle in these.
 _WARM_STEPS = 3
 _NEVER = 10**9
@@ -62,7 +61,7 @@ class Profile:
     channels: dict[str, ChannelProfile]
 
 
-def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int = 5) -> Profile:
+def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int = 12) -> Profile:
     """Profiles training steps of `model`; every rank calls it together.
 
     Args:
@@ -103,11 +102,11 @@ def _packing_s(
 ) -> dict[str, dict[int, float]]:
     """Seconds a row to pack and to unpack, for each width."""
     x = torch.randn(max(dg.num_local, dg.num_halo, 1), dim, device=dg.device)
-    packing, unpacking = dict.fromkeys(_WIDTHS, 0.0), dict.fromkeys(_WIDTHS, 0.0)
+    packing, unpacking = dict.fromkeys(WIDTHS, 0.0), dict.fromkeys(WIDTHS, 0.0)
     if not len(rows):
         return {"pack_s": packing, "unpack_s": unpacking}
     out = x.new_empty(len(rows), dim)
-    for bits in _WIDTHS:
+    for bits in WIDTHS:
         layout = Layout(torch.full((len(rows),), bits, dtype=torch.uint8), dim, x.dtype, wire_dtype)
         packed, unpacked = [], []
         for key in range(3):

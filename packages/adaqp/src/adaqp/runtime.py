@@ -48,7 +48,7 @@ class Messages:
         links: what the links cost; probed at the first assignment if None.
 
     Raises:
-        ConfigError: an unknown setting, or pull on a directed graph.
+        ConfigError: an unknown setting, pull on a directed graph, or links of other ranks.
     """
 
     def __init__(
@@ -74,6 +74,11 @@ class Messages:
         if wire_dtype not in (torch.bfloat16, torch.float32):
             raise ConfigError(
                 f"wire_dtype: expected torch.bfloat16 or torch.float32, got {wire_dtype}"
+            )
+        if links is not None and links.world_size != dg.num_parts:
+            raise ConfigError(
+                f"links: expected costs between {dg.num_parts} ranks, one a part, got "
+                f"{links.world_size}; measure these ranks with `adaqp probe-links`"
             )
         self.dg, self.policy, self.overlap = dg, policy, overlap
         self.wire_dtype, self.seed, self.links = wire_dtype, seed, links

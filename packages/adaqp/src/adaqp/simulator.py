@@ -16,6 +16,7 @@ from adaqp.planner import assign, group_messages
 from adaqp.policy import Adaptive, Drop, Exact, Fixed, Policy, Stale
 from adaqp.profiler import Profile
 from adaqp.wire import HEADER_BYTES, row_bytes
+from shared.errors import ConfigError
 
 __all__ = ["Prediction", "predict"]
 
@@ -53,7 +54,15 @@ def predict(
         policy: how rows travel.
         overlap: what hides the sending.
         wire_dtype: dtype of the rows' parameters.
+
+    Raises:
+        ConfigError: the links are not those between as many ranks as there are profiles.
     """
+    if links.world_size != len(profiles):
+        raise ConfigError(
+            f"links: expected costs between {len(profiles)} ranks, got {links.world_size}; measure "
+            "these ranks with `adaqp probe-links`"
+        )
     # Whoever computes longest waits least: the two together are everyone's.
     slowest = max(profiles, key=lambda p: p.compute_s + p.skew_s)
     compute_s = slowest.compute_s
@@ -170,7 +179,7 @@ def _bytes_and_packing(
 def _rounds_s(num_bytes: np.ndarray, links: LinkTable) -> float:
     """Seconds of one exchange: each round lasts as long as its slowest pair."""
     num_ranks = len(num_bytes)
-    pair_s = links.latency_s + links.s_per_byte * num_bytes
+    pair_s = np.where(num_bytes > 0, links.latency_s + links.s_per_byte * num_bytes, 0.0)
     ranks = np.arange(num_ranks)
     return float(
         sum(pair_s[ranks, (ranks + shift) % num_ranks].max() for shift in range(1, num_ranks))

@@ -92,7 +92,9 @@ class Trainer:
         torch.manual_seed(seed * 10_007 + dg.rank)
         if dg.group is not None:
             for tensor in [*model.parameters(), *model.buffers()]:
-                broadcast(dg.group, tensor.data, 0)
+                on_wire = tensor.data.to(dg.group.device)
+                broadcast(dg.group, on_wire, 0)
+                tensor.data.copy_(on_wire)
 
     def fit(self, epochs: int, eval_every: int = 0) -> History:
         """Trains for `epochs` more epochs.
@@ -155,7 +157,9 @@ class Trainer:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         grads = [p.grad for p in params if p.grad is not None]
-        flat = torch.cat([loss.reshape(1).float(), *[g.flatten().float() for g in grads]])
+        # Half types are summed in float32, so that no rank's share is rounded away.
+        wide = torch.promote_types(torch.float32, loss.dtype)
+        flat = torch.cat([part.flatten().to(wide) for part in (loss, *grads)])
         flat = self._sum(flat)
         start = 1
         for grad in grads:
@@ -164,9 +168,11 @@ class Trainer:
         return float(flat[0])
 
     def _sum(self, tensor: Tensor) -> Tensor:
-        if self.dg.group is not None:
-            all_reduce(self.dg.group, tensor)
-        return tensor
+        if self.dg.group is None:
+            return tensor
+        on_wire = tensor.to(self.dg.group.device)
+        all_reduce(self.dg.group, on_wire)
+        return on_wire.to(tensor.device)
 
     def predict(self, *, bits: int = 32) -> Tensor:
         """Logits of this rank's rows by the whole graph, [num_local, num_classes].

@@ -35,7 +35,7 @@ __all__ = ["HostCounters", "NetLab", "NetLabUnavailable", "available", "sweep"]
 
 _log = logging.getLogger(__name__)
 
-_PREFIX = "meshyard-"
+_PREFIX = "meshyard-lab-"
 _SHM = Path("/dev/shm")
 _DEVICE = "veth0"
 # Two bursts of 64 KiB are the largest jump over the rate; tc's kb are KiB.

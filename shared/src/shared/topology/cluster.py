@@ -163,7 +163,7 @@ class Cluster:
         ("100gbit").
 
         Args:
-            source: a file's path, or YAML text.
+            source: a `Path` to a file, or YAML text.
 
         Raises:
             TopologyError: if a key is missing, unknown or has a bad value; the message gives its

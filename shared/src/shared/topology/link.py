@@ -80,28 +80,27 @@ class LinkFit:
     clamped: bool
 
 
-def fit_link(
-    sizes_bytes: Sequence[Number] | np.ndarray, times_s: Sequence[Number] | np.ndarray
-) -> LinkFit:
+def fit_link(samples: Sequence[tuple[Number, Number]] | np.ndarray) -> LinkFit:
     """Fit alpha and beta to measured messages by non-negative least squares.
 
     Args:
-        sizes_bytes: size of each message.
-        times_s: time each took, in seconds.
+        samples: size in bytes and time in seconds of each message, [num_messages, 2].
 
     Returns:
         The fit; `clamped` and a warning in the log tell when a parameter was held at zero.
 
     Raises:
-        DataError: if there are fewer than two different sizes, the lengths differ, or a value is
-            negative or not finite.
+        DataError: if the samples are no pairs, there are fewer than two different sizes, or a value
+            is negative or not finite.
     """
-    sizes, times = np.asarray(sizes_bytes, dtype=float), np.asarray(times_s, dtype=float)
-    if sizes.shape != times.shape or sizes.ndim != 1 or len(np.unique(sizes)) < 2:
+    pairs = np.asarray(samples, dtype=float)
+    if pairs.ndim != 2 or pairs.shape[1] != 2 or len(np.unique(pairs[:, 0])) < 2:
         raise DataError(
-            f"a link is fitted to messages of at least two different sizes, one time each; got "
-            f"{sizes.size} sizes ({len(np.unique(sizes))} different) and {times.size} times"
+            "a link is fitted to (bytes, seconds) of messages of at least two different sizes; got "
+            f"an array {list(pairs.shape)}"
+            + (f" with {len(np.unique(pairs[:, 0]))} different sizes" if pairs.ndim == 2 else "")
         )
+    sizes, times = pairs.T
     if not (np.isfinite([sizes, times]).all() and (sizes >= 0).all() and (times >= 0).all()):
         raise DataError("sizes and times of messages must be finite and not negative")
     # Sizes in units of the largest: the two columns are then of one magnitude.

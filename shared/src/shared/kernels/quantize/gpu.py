@@ -16,7 +16,7 @@ from shared.kernels.philox.gpu import noise_tile
 
 __all__ = ["dequantize", "quantize"]
 
-# Elements a program holds, and warps that share them. Chosen for occupancy (16 a thread), not yet
+# Elements a program holds, and warps that share them. Chosen for occupancy (16 a thread), not
 # tuned on a device.
 _TILE = 2048
 _NUM_WARPS = 4

@@ -17,8 +17,8 @@ class CSR:
     """A sparse matrix whose row r holds the columns indices[indptr[r]:indptr[r + 1]].
 
     For a graph, rows are destinations and columns the sources of their in-edges. Duplicates and
-    any order within a row are allowed. The tensors are taken as they are, not copied; do not write
-    to them afterwards.
+    any order within a row are allowed. Contiguous tensors are taken as they are, not copied; do not
+    write to them afterwards.
 
     Attributes:
         indptr: int64 [num_rows + 1], from 0 up to nnz.
@@ -69,6 +69,11 @@ class CSR:
                 raise DataError(
                     f"expected indices in [0, num_cols = {self.num_cols}), came {low} to {high}"
                 )
+        # The compiled forms step through them by address.
+        for name in ("indptr", "indices", "weight"):
+            tensor = getattr(self, name)
+            if tensor is not None and not tensor.is_contiguous():
+                object.__setattr__(self, name, tensor.contiguous())
 
     @classmethod
     def from_coo(
@@ -137,5 +142,4 @@ class CSR:
 
     def _transpose(self) -> tuple[Tensor, Tensor, Tensor]:
         form = select("segment", self.indptr.device)
-        indptr = self.indptr.contiguous()
-        return form.transpose(indptr, self.indices.contiguous(), self.num_cols)
+        return form.transpose(self.indptr, self.indices, self.num_cols)

@@ -9,7 +9,7 @@ from shared.kernels.segment.reference import transpose
 
 __all__ = ["spmm", "transpose"]
 
-# Edges loaded together hide each other's latency. Not yet tuned on a device.
+# Edges loaded together hide each other's latency; a guess, no device was at hand.
 _EDGES = 8
 _MAX_COLS = 256
 
