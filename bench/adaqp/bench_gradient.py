@@ -198,7 +198,9 @@ def draw(predicted, measured, path):
     figure = Figure(figsize=(5, 4.6), layout="constrained")
     axes = figure.subplots()
     some = torch.randperm(len(predicted), generator=torch.Generator().manual_seed(0))[:4000]
-    axes.loglog(predicted[some], measured[some], ".", markersize=2, alpha=0.5, color="#0072B2")
+    axes.loglog(
+        predicted[some], measured[some], ".", markersize=2, color="#0072B2", rasterized=True
+    )
     ends = [float(predicted.min()), float(predicted.max())]
     axes.loglog(ends, ends, color="#D55E00", linewidth=1, label="equal")
     axes.set_xlabel("squared error predicted from ranges and widths")
@@ -206,4 +208,4 @@ def draw(predicted, measured, path):
     axes.set_title("Noise of one adaptive aggregation, by row", fontsize=11)
     axes.legend(frameon=False)
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, format="svg")
+    figure.savefig(path, format="svg", dpi=150)

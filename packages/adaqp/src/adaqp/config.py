@@ -123,7 +123,8 @@ class PolicyConfig:
     @property
     def label(self) -> str:
         """Short name for tables and pictures."""
-        return f"fixed {self.width} bits" if self.name == "fixed" else self.name.replace("-", " ")
+        name = f"fixed {self.width} bits" if self.name == "fixed" else self.name.replace("-", " ")
+        return f"{name}, by nodes" if self.overlap == "nodes" else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
