@@ -38,12 +38,15 @@ def test_exact_without_overlap_is_the_sum_of_its_parts():
     assert guess.mean_bits == 32
 
 
-def test_rounds_add_up_each_as_long_as_its_slowest_pair():
+def test_an_exchange_lasts_as_long_as_its_busiest_rank():
     rows = np.array([[0, 10, 500], [20, 0, 30], [40, 1000, 0]])
     profiles = [profile(r.tolist(), channels=1) for r in rows]
     guess = predict(profiles, LinkTable.uniform(3, 1e6, 0.0), Exact(), overlap=None)
-    # Round 1: 0->1, 1->2, 2->0. Round 2: 0->2, 1->0, 2->1.
+    # Rank 2 sends most; without its first message rank 1 receives most.
     assert guess.seconds["wait"] == pytest.approx((40 + 1000) * 400 / 1e6)
+    profiles[2] = profile([0, 1000, 0], channels=1)
+    guess = predict(profiles, LinkTable.uniform(3, 1e6, 0.0), Exact(), overlap=None)
+    assert guess.seconds["wait"] == pytest.approx((10 + 1000) * 400 / 1e6)
 
 
 def test_overlap_hides_what_stands_between_and_no_more():

@@ -1,8 +1,8 @@
 """Predicts a step's seconds under any policy from profiles and link costs, before any run.
 
 The model: what a rank computes, and how long it waits at an exchange for others to come to it, is
-measured; an exchange takes the sum over its rounds of the slowest pair; local aggregation hides it
-as far as the overlap allows; packing and unpacking add.
+measured; an exchange lasts as long as the rank that sends or receives longest; local aggregation
+hides it as far as the overlap allows; packing and unpacking add.
 """
 
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def predict(
     for name in profiles[0].channels:
         widths = _widths(profiles, name, links, policy, wire_dtype)
         channel_bytes, packing_s = _bytes_and_packing(profiles, name, widths, wire_dtype)
-        exchange_s = _rounds_s(channel_bytes, links)
+        exchange_s = _exchange_s(channel_bytes, links)
         hidden_s = 0.0
         if overlap is not None:
             hidden_s = min(p.channels[name].hidden_s for p in profiles)
@@ -176,11 +176,11 @@ def _bytes_and_packing(
     return num_bytes, float(packing_s.max())
 
 
-def _rounds_s(num_bytes: np.ndarray, links: LinkTable) -> float:
-    """Seconds of one exchange: each round lasts as long as its slowest pair."""
-    num_ranks = len(num_bytes)
+def _exchange_s(num_bytes: np.ndarray, links: LinkTable) -> float:
+    """Seconds of one exchange: as long as the rank that sends, or receives, longest.
+
+    Rounds are not in lock step, and what ranks wait for each other within them is in the links'
+    costs, which are measured over whole exchanges.
+    """
     pair_s = np.where(num_bytes > 0, links.latency_s + links.s_per_byte * num_bytes, 0.0)
-    ranks = np.arange(num_ranks)
-    return float(
-        sum(pair_s[ranks, (ranks + shift) % num_ranks].max() for shift in range(1, num_ranks))
-    )
+    return float(max(pair_s.sum(axis=0).max(), pair_s.sum(axis=1).max()))
