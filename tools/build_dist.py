@@ -41,7 +41,9 @@ def export(root: Path, target: Path) -> None:
     if done.returncode != 0:
         raise BuildError(f"git archive failed in {root}: {done.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        archive.extractall(target, filter="data")
+        # The argument came with 3.11.4; the attribute is ignored before that.
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)
+        archive.extractall(target)
 
 
 def homes(root: Path) -> list[Path]:
