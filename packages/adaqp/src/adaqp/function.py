@@ -10,6 +10,7 @@ with the sending in both directions: autograd runs later nodes first, hence the 
 of `send_rows` waits.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,12 +45,18 @@ class _Aggregate(torch.autograd.Function):
         messages.end_step()
         back = None
         if ctx.needs_input_grad[0]:
-            grad = grads[0].contiguous()
-            if ctx.transposed is not None:
-                back = messages.aggregate(grad, ctx.transposed, call)
-            else:
-                back = messages.push(grad, ctx.op, call)
+            back = _send_back(ctx, grads[0].contiguous(), call)
         return back, None, None, None, None, None
+
+
+def _send_back(
+    ctx: Any, grad: Tensor, call: str, meanwhile: Callable[[], None] | None = None
+) -> Tensor:
+    """A^T grad, pulled or pushed; `meanwhile` is called while gradients travel."""
+    if ctx.transposed is None:
+        return ctx.messages.push(grad, ctx.op, call, meanwhile)
+    pulled = None if meanwhile is None else lambda _: meanwhile()
+    return ctx.messages.aggregate(grad, ctx.transposed, call, pulled)
 
 
 def aggregate(
@@ -99,14 +106,10 @@ class _AggregateLinear(torch.autograd.Function):
         grad = grads[0].contiguous()
         own: list[Tensor] = []
 
-        def layers_own(_: Tensor | None = None) -> None:
+        def layers_own() -> None:
             own.extend((mixed.T @ grad, grad.sum(0)))
 
-        at_mixed = grad @ matrix.T
-        if ctx.transposed is not None:
-            back = messages.aggregate(at_mixed, ctx.transposed, call, layers_own)
-        else:
-            back = messages.push(at_mixed, ctx.op, call, layers_own)
+        back = _send_back(ctx, grad @ matrix.T, call, layers_own)
         return back, *own, None, None, None, None
 
 
