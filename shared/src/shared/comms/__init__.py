@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shared.comms.launch import RankPool, RunResult
     from shared.comms.ledger import Ledger, LedgerSnapshot, Traffic
     from shared.comms.netlab import HostCounters, NetLab, NetLabUnavailable
+    from shared.comms.tree import Tree
 
 __all__ = [
     "Group",
@@ -36,6 +37,7 @@ __all__ = [
     "Round",
     "RunResult",
     "Traffic",
+    "Tree",
     "all_gather",
     "all_gather_v",
     "all_reduce",
@@ -62,6 +64,7 @@ _HOME = {
     "HostCounters": "netlab",
     "NetLab": "netlab",
     "NetLabUnavailable": "netlab",
+    "Tree": "tree",
 }
 
 

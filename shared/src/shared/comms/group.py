@@ -48,10 +48,11 @@ class Group:
         self.ledger = ledger
         me = dist.get_rank()
         self.rank = self.ranks.index(me) if me in self.ranks else -1
-        self.backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+        self.backend = "nccl" if "nccl" in dist.get_backend(process_group) else "gloo"
         is_cuda = self.backend == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else _CPU
         self._subgroups: dict[tuple[int, ...], Group] = {}
+        self._control: Group | None = None
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, ranks={list(self.ranks)}, backend={self.backend!r})"
@@ -93,6 +94,21 @@ class Group:
             ranks = range(dist.get_world_size())
             _world = Group(process_group, ranks, _timeout_of(process_group), Ledger())
         return _world
+
+    @staticmethod
+    def control() -> Group:
+        """A gloo group of all ranks, apart from the one on which the caller's collectives run.
+
+        For small messages and CPU tensors beside training: nothing sent here mixes with, or waits
+        for, what the default group does, whatever its backend. Every rank of the world calls this
+        the first time; later calls return the same group and communicate nothing.
+        """
+        world = Group.world()
+        if world._control is None:
+            process_group = dist.new_group(timeout=world.timeout, backend="gloo")
+            assert isinstance(process_group, dist.ProcessGroup), "all ranks are members"
+            world._control = Group(process_group, world.ranks, world.timeout, world.ledger)
+        return world._control
 
     @staticmethod
     def of(ranks: Sequence[int]) -> Group:

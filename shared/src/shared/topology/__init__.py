@@ -7,14 +7,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shared.topology.boxes import Box, decompose, intersect, subtract
     from shared.topology.cluster import Cluster, Host
     from shared.topology.device import Device
     from shared.topology.link import Link, LinkFit, fit_link
     from shared.topology.mesh import Mesh
 
-__all__ = ["Cluster", "Device", "Host", "Link", "LinkFit", "Mesh", "fit_link"]
+__all__ = [
+    "Box",
+    "Cluster",
+    "Device",
+    "Host",
+    "Link",
+    "LinkFit",
+    "Mesh",
+    "decompose",
+    "fit_link",
+    "intersect",
+    "subtract",
+]
 
-_HOME = {"Host": "cluster", "LinkFit": "link", "fit_link": "link"}
+_HOME = {
+    "Box": "boxes",
+    "decompose": "boxes",
+    "intersect": "boxes",
+    "subtract": "boxes",
+    "Host": "cluster",
+    "LinkFit": "link",
+    "fit_link": "link",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,244 @@
+"""Moving sharded tensors from one layout into another: who sends which boxes to whom.
+
+A layout is what boxes each rank holds; replicas are boxes that several hold. What a rank wants and
+has is copied in place; every other element is sent once, by the replica with the least to send so
+far. The plan is pure and the same on all ranks; running it packs all boxes of all tensors between
+two ranks into one message, so that many small tensors cost as few messages as one large one.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shared.comms.courier import PendingRounds, Round, post_rounds
+from shared.comms.group import Group
+from shared.errors import ConfigError, DataError
+from shared.topology.boxes import Box, intersect, subtract
+
+__all__ = ["Move", "Transfer", "plan", "run", "sent_bytes"]
+
+
+class Transfer(NamedTuple):
+    """A box of a tensor on its way.
+
+    Attributes:
+        src: rank that has it.
+        dst: rank that wants it; the same rank where it only changes places.
+        box: in the tensor's global index space; within one box of each of the two.
+    """
+
+    src: int
+    dst: int
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """One tensor's transfers and this rank's side of them.
+
+    Attributes:
+        transfers: of all ranks, from `plan`.
+        held: this rank's source boxes and their values, each of its box's sizes.
+        wanted: this rank's destination boxes and where to put their values.
+    """
+
+    transfers: Sequence[Transfer]
+    held: Sequence[tuple[Box, Tensor]]
+    wanted: Sequence[tuple[Box, Tensor]]
+
+
+def plan(
+    sources: Sequence[Sequence[Box]],
+    destinations: Sequence[Sequence[Box]],
+    itemsize: int,
+    *,
+    already_sent: Sequence[int] | None = None,
+) -> list[Transfer]:
+    """Finds the transfers of one tensor, with the fewest bytes sent there can be.
+
+    O(wanted boxes x different source boxes), the latter in numpy.
+
+    Args:
+        sources: by rank, the boxes it holds.
+        destinations: by rank, the boxes it wants, disjoint on a rank.
+        itemsize: bytes of an element.
+        already_sent: by rank, bytes it sends in other transfers that run together with these; see
+            `sent_bytes`.
+
+    Returns:
+        Transfers that make up each wanted box exactly once, local ones included.
+
+    Raises:
+        ConfigError: the layouts are of different numbers of ranks.
+        DataError: no rank holds something that is wanted.
+    """
+    num_ranks = len(sources)
+    load = [0] * num_ranks if already_sent is None else list(already_sent)
+    if not num_ranks == len(destinations) == len(load):
+        raise ConfigError(
+            f"expected boxes and loads of as many ranks in both layouts, got {num_ranks} sources, "
+            f"{len(destinations)} destinations and {len(load)} loads"
+        )
+    holders: dict[Box, list[int]] = {}
+    for rank, boxes in enumerate(sources):
+        for box in boxes:
+            if box.numel:
+                holders.setdefault(box, []).append(rank)
+    different = list(holders)
+    low = np.array([box.offsets for box in different], dtype=np.int64)
+    high = low + np.array([box.sizes for box in different], dtype=np.int64)
+
+    def holding(box: Box) -> list[tuple[Box, list[int]]]:
+        """Parts of a box and who holds each; parts may overlap."""
+        if not different:
+            return []
+        start = np.array(box.offsets, dtype=np.int64)
+        meets = ((low < start + np.array(box.sizes, dtype=np.int64)) & (high > start)).all(axis=1)
+        found = []
+        for at in np.flatnonzero(meets).tolist():
+            part = intersect(different[at], box)
+            if part is not None:
+                found.append((part, holders[different[at]]))
+        return found
+
+    transfers: list[Transfer] = []
+    missing: list[tuple[int, int, Box]] = []
+    for dst, boxes in enumerate(destinations):
+        for wanted in boxes:
+            left = [wanted] if wanted.numel else []
+            for box in sources[dst]:
+                parts = [part for piece in left if (part := intersect(piece, box))]
+                transfers += [Transfer(dst, dst, part) for part in parts]
+                left = [rest for piece in left for rest in subtract(piece, box)]
+            missing += [(-piece.numel, dst, piece) for piece in left]
+    # Largest first, so that the small ones even out what replicas send.
+    heapq.heapify(missing)
+    while missing:
+        _, dst, piece = heapq.heappop(missing)
+        options = [
+            (load[src], -part.numel, src, part) for part, ranks in holding(piece) for src in ranks
+        ]
+        if not options:
+            raise DataError(
+                f"rank {dst} wants {piece}, of which no rank holds anything; the layout to move "
+                f"from must hold the whole of what is wanted"
+            )
+        _, _, src, part = min(options)
+        transfers.append(Transfer(src, dst, part))
+        load[src] += part.numel * itemsize
+        for rest in subtract(piece, part):
+            heapq.heappush(missing, (-rest.numel, dst, rest))
+    return transfers
+
+
+def sent_bytes(transfers: Sequence[Transfer], itemsize: int, num_ranks: int) -> list[int]:
+    """Bytes that each rank sends to others."""
+    sent = [0] * num_ranks
+    for src, dst, box in transfers:
+        if src != dst:
+            sent[src] += box.numel * itemsize
+    return sent
+
+
+def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
+    """Executes the transfers of many tensors together, in ring rounds.
+
+    A round's messages are packed and unpacked while the next one is under way, so that buffers take
+    what two rounds carry.
+
+    Args:
+        group: who takes part; ranks of transfers are ranks in it.
+        moves: one a tensor, in the same order on all ranks; `wanted` is written to.
+        phase: name of the program's phase; the ledger's open phase when None.
+
+    Raises:
+        DataError: a rank does not have or want what the transfers say.
+        CommError: a peer died or the timeout passed.
+    """
+    rank, size = group.rank, group.world_size
+    outgoing, incoming = _by_peer(moves, rank)
+    for move, box in outgoing.get(rank, ()):
+        _place(move.wanted, box).copy_(_place(move.held, box))
+    # What is to be sent and where it is to go is looked up before anyone waits for it.
+    sending = {
+        peer: [_place(move.held, box) for move, box in boxes] for peer, boxes in outgoing.items()
+    }
+    landing = {
+        peer: [_place(move.wanted, box) for move, box in boxes] for peer, boxes in incoming.items()
+    }
+    under_way: list[tuple[PendingRounds, Tensor, list[Tensor]]] = []
+    for shift in range(1, size):
+        to, origin = (rank + shift) % size, (rank - shift) % size
+        targets = landing.get(origin, [])
+        buffer = torch.empty(
+            sum(t.numel() * t.element_size() for t in targets),
+            dtype=torch.uint8,
+            device=group.device,
+        )
+        item = Round(
+            send_to=to,
+            send=partial(_packed, sending.get(to, ()), group.device),
+            recv_from=origin,
+            recv=buffer,
+        )
+        under_way.append((post_rounds(group, [item], phase, op="reshard"), buffer, targets))
+        if len(under_way) > 1:
+            _land(*under_way.pop(0))
+    for waiting in under_way:
+        _land(*waiting)
+
+
+def _by_peer(
+    moves: Sequence[Move], rank: int
+) -> tuple[dict[int, list[tuple[Move, Box]]], dict[int, list[tuple[Move, Box]]]]:
+    """What a rank sends and receives by peer, in the order that both ends know."""
+    outgoing: dict[int, list[tuple[Move, Box]]] = {}
+    incoming: dict[int, list[tuple[Move, Box]]] = {}
+    for move in moves:
+        for src, dst, box in move.transfers:
+            if src == rank:
+                outgoing.setdefault(dst, []).append((move, box))
+            if dst == rank:
+                incoming.setdefault(src, []).append((move, box))
+    return outgoing, incoming
+
+
+def _place(tensors: Sequence[tuple[Box, Tensor]], box: Box) -> Tensor:
+    for outer, tensor in tensors:
+        if intersect(outer, box) == box:
+            return tensor[box.within(outer)]
+    raise DataError(
+        f"expected a tensor that holds {box}, got only {[outer for outer, _ in tensors]}; give the "
+        f"boxes that the plan was made from"
+    )
+
+
+def _packed(values: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    return torch.cat([_bytes_of(value).to(device) for value in values]) if values else None
+
+
+def _bytes_of(value: Tensor) -> Tensor:
+    flat = value.reshape(-1)
+    if flat.stride(0) != 1:
+        # A column stays one when it is flattened, and only dense elements can be seen as bytes.
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
+def _land(pending: PendingRounds, buffer: Tensor, targets: list[Tensor]) -> None:
+    pending.wait_all()
+    start = 0
+    for target in targets:
+        end = start + target.numel() * target.element_size()
+        # A copy, because a message's bytes need not be aligned to the type.
+        values = buffer[start:end].clone().view(target.dtype)
+        target.copy_(values.view(target.shape))
+        start = end

@@ -1,0 +1,183 @@
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.comms import Group, RankPool, reshard
+from shared.comms.reshard import Move, Transfer
+from shared.errors import ConfigError, DataError, RankFailure
+from shared.topology import Box, decompose, intersect
+
+SHAPE = (4, 6)
+
+
+def elements(box: Box) -> set[tuple[int, ...]]:
+    axes = (range(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+    return set(itertools.product(*axes))
+
+
+def whole(shape) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def sharded(shape, dim: int, num_ranks: int) -> list[list[Box]]:
+    """As DTensor cuts: equal parts rounded up, the last ranks get less or nothing."""
+    part = -(-shape[dim] // num_ranks)
+    layout = []
+    for rank in range(num_ranks):
+        start, stop = (min(at * part, shape[dim]) for at in (rank, rank + 1))
+        offsets = tuple(start if d == dim else 0 for d in range(len(shape)))
+        sizes = tuple(stop - start if d == dim else n for d, n in enumerate(shape))
+        layout.append([Box(offsets, sizes)])
+    return layout
+
+
+def flat(shape, num_ranks: int) -> list[list[Box]]:
+    """As ZeRO cuts: equal ranges of the flat tensor."""
+    numel = torch.Size(shape).numel()
+    bounds = [numel * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [decompose(shape, *pair) for pair in itertools.pairwise(bounds)]
+
+
+def layouts(shape, num_ranks: int) -> dict[str, list[list[Box]]]:
+    found = {f"dim{d}": sharded(shape, d, num_ranks) for d in range(len(shape))}
+    found["flat"] = flat(shape, num_ranks)
+    found["replicated"] = [[whole(shape)] for _ in range(num_ranks)]
+    found["one"] = [[whole(shape)], *([] for _ in range(num_ranks - 1))]
+    return found
+
+
+@st.composite
+def any_layouts(draw):
+    """Destinations are disjoint flat ranges on each rank; sources any ranges that hold them all."""
+    num_ranks = draw(st.integers(1, 4))
+    bounds = st.lists(st.integers(0, 24), min_size=2, max_size=4)
+    wanted = []
+    for _ in range(num_ranks):
+        cuts = sorted(draw(bounds))
+        wanted.append([b for pair in itertools.pairwise(cuts) for b in decompose(SHAPE, *pair)])
+    held = [decompose(SHAPE, *sorted(draw(st.tuples(*[st.integers(0, 24)] * 2)))) for _ in wanted]
+    held[draw(st.integers(0, num_ranks - 1))] += flat(SHAPE, 3)[0]
+    rest = draw(st.integers(0, num_ranks - 1))
+    held[rest] += [box for boxes in flat(SHAPE, 3)[1:] for box in boxes]
+    return held, wanted
+
+
+@settings(max_examples=200)
+@given(any_layouts())
+def test_every_wanted_element_comes_once_and_only_if_it_must(found):
+    held, wanted = found
+    transfers = reshard.plan(held, wanted, 4)
+    for rank, boxes in enumerate(wanted):
+        arriving = [t for t in transfers if t.dst == rank]
+        want = set().union(*map(elements, boxes))
+        assert sum(t.box.numel for t in arriving) == len(want)
+        assert set().union(*(elements(t.box) for t in arriving)) == want
+        own = set().union(*map(elements, held[rank]))
+        from_others = sum(t.box.numel for t in arriving if t.src != rank)
+        assert from_others == len(want - own)
+    for src, dst, box in transfers:
+        assert any(intersect(box, outer) == box for outer in held[src])
+        assert any(intersect(box, outer) == box for outer in wanted[dst])
+    assert sum(reshard.sent_bytes(transfers, 4, len(held))) == 4 * sum(
+        t.box.numel for t in transfers if t.src != t.dst
+    )
+
+
+def test_replicas_share_the_sending():
+    held = [[whole((8, 10))]] * 4 + [[]] * 4
+    wanted = [[]] * 4 + sharded((8, 10), 0, 4)
+    transfers = reshard.plan(held, wanted, 2)
+    assert reshard.sent_bytes(transfers, 2, 8) == [40] * 4 + [0] * 4
+
+
+def test_what_is_sent_already_counts():
+    held = [[whole((6,))], [whole((6,))], []]
+    wanted = [[], [], [whole((6,))]]
+    assert reshard.plan(held, wanted, 4, already_sent=[24, 0, 0])[0].src == 1
+    assert reshard.plan(held, wanted, 4, already_sent=[0, 24, 0])[0].src == 0
+
+
+def test_what_is_there_is_not_sent():
+    layout = flat((5, 7), 3)
+    assert all(t.src == t.dst for t in reshard.plan(layout, layout, 8))
+
+
+def test_unheld_boxes_are_named():
+    with pytest.raises(DataError, match=r"rank 1 wants Box\(offsets=\(4,\), sizes=\(2,\)\)"):
+        reshard.plan([[Box((0,), (4,))], []], [[], [Box((2,), (4,))]], 4)
+    with pytest.raises(DataError, match="no rank holds"):
+        reshard.plan([[], []], [[], [whole(())]], 4)
+
+
+def test_layouts_of_different_worlds():
+    with pytest.raises(ConfigError, match="2 sources, 1 destinations"):
+        reshard.plan([[], []], [[]], 4)
+
+
+def values_of(shape, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 256 if dtype != torch.bool else 2, (count,), generator=noise)
+    return raw.to(torch.uint8).view(dtype).view(shape)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    one, two = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(one, two)
+
+
+def moving(tensors: list[tuple[tuple, torch.dtype, str, str]]) -> tuple[int, int, int, int]:
+    """Moves tensors of all kinds together; bytes planned and counted, sent and received."""
+    group = Group.world()
+    rank, size = group.rank, group.world_size
+    moves, checks, load, expected = [], [], [0] * size, 0
+    for seed, (shape, dtype, source, target) in enumerate(tensors):
+        held, wanted = layouts(shape, size)[source], layouts(shape, size)[target]
+        full = values_of(shape, dtype, seed)
+        transfers = reshard.plan(held, wanted, dtype.itemsize, already_sent=load)
+        sent = reshard.sent_bytes(transfers, dtype.itemsize, size)
+        load = [a + b for a, b in zip(load, sent, strict=True)]
+        expected += sum(t.box.numel * dtype.itemsize for t in transfers if t.dst == rank != t.src)
+        mine = [(box, full[box.within(whole(shape))]) for box in held[rank]]
+        places = [(box, torch.zeros(box.sizes, dtype=dtype)) for box in wanted[rank]]
+        moves.append(Move(transfers=transfers, held=mine, wanted=places))
+        checks += [(place, full[box.within(whole(shape))]) for box, place in places]
+    before = group.ledger.snapshot()
+    reshard.run(group, moves, "moving")
+    moved = group.ledger.snapshot().diff(before).by_phase().get("moving")
+    assert checks
+    assert all(same_bytes(place, values) for place, values in checks)
+    return load[rank], moved.sent_bytes, expected, moved.received_bytes
+
+
+KINDS = [
+    ((9, 5), torch.float32, "dim0", "dim1"),
+    ((9, 5), torch.bfloat16, "flat", "dim0"),
+    ((3, 4, 5), torch.complex64, "dim2", "flat"),
+    ((7,), torch.bool, "one", "replicated"),
+    ((), torch.float64, "replicated", "replicated"),
+    ((6, 2), torch.float8_e4m3fn, "dim1", "replicated"),
+    ((2, 3), torch.int8, "dim0", "dim1"),
+    ((0, 3), torch.float32, "dim1", "dim0"),
+]
+
+
+def test_moved_values_and_bytes_are_those_planned(pool_of_four):
+    for planned, sent, expected, received in pool_of_four.run(moving, KINDS).results:
+        assert planned == sent
+        assert expected == received
+    assert sum(r[0] for r in pool_of_four.run(moving, KINDS).results) > 0
+
+
+def moving_what_is_not_there() -> None:
+    group = Group.world()
+    move = Move(transfers=[Transfer(0, 1, whole((4,)))], held=[], wanted=[])
+    reshard.run(group, [move])
+
+
+def test_a_side_that_does_not_fit_the_plan():
+    with RankPool(2) as pool, pytest.raises(RankFailure, match="expected a tensor that holds Box"):
+        pool.run(moving_what_is_not_there)
