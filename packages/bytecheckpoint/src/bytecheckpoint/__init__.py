@@ -1,0 +1,70 @@
+"""Checkpoints that block training for a copy, survive any crash and load into any layout.
+
+The practical form of "ByteCheckpoint: A Unified Checkpointing System for Large Foundation Model
+Development" (NSDI 2025, arXiv 2407.20143): a `Checkpointer` saves a state as training has it, in a
+form free of the parallel layout, and loads it into any other. Names are loaded on first use, so that
+`bytecheckpoint --help` never waits for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import shared
+
+# Other distributions install a module of this name too, and theirs may have replaced ours.
+if getattr(shared, "__project__", None) != "meshyard":
+    raise ImportError(
+        "bytecheckpoint needs Meshyard's own module 'shared', but Python found another one at "
+        f"{getattr(shared, '__file__', None) or list(getattr(shared, '__path__', []))}. "
+        "Rename that file or folder if it is yours; uninstall that distribution if it is not "
+        "(`pip uninstall shared`), then install bytecheckpoint again: "
+        "`pip install --force-reinstall --no-deps ./shared`."
+    )
+
+if TYPE_CHECKING:
+    from bytecheckpoint.checkpointer import Checkpointer, load, save
+    from bytecheckpoint.dcp_storage import DCPReader, DCPWriter
+    from bytecheckpoint.job import Handle
+    from bytecheckpoint.loader_state import LoaderState
+    from bytecheckpoint.loading import LoadReport
+    from bytecheckpoint.opened import Checkpoint, open
+    from bytecheckpoint.rates import Rates
+    from bytecheckpoint.rng import rng_state
+    from bytecheckpoint.tensors import FlatShard
+
+__all__ = [
+    "Checkpoint",
+    "Checkpointer",
+    "DCPReader",
+    "DCPWriter",
+    "FlatShard",
+    "Handle",
+    "LoadReport",
+    "LoaderState",
+    "Rates",
+    "load",
+    "open",
+    "rng_state",
+    "save",
+]
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "checkpointer": ("Checkpointer", "load", "save"),
+    "dcp_storage": ("DCPReader", "DCPWriter"),
+    "job": ("Handle",),
+    "loader_state": ("LoaderState",),
+    "loading": ("LoadReport",),
+    "opened": ("Checkpoint", "open"),
+    "rates": ("Rates",),
+    "rng": ("rng_state",),
+    "tensors": ("FlatShard",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        return getattr(import_module(f"bytecheckpoint.{_HOME_OF[name]}"), name)
+    raise AttributeError(f"module 'bytecheckpoint' has no attribute {name!r}")

@@ -1,0 +1,213 @@
+"""Who writes what several ranks hold: equal shares for all, so that no rank is waited for.
+
+A chunk of one owner leaves no choice. Without splitting, the others go by size to their owner with
+the least to write (LPT; the idea is ByteCheckpoint's, arXiv 2407.20143). With splitting, the
+amounts that each set of owners should take are found first, by pouring each set's bytes like water
+over what its ranks already have, repeated until levels stay; then chunks fill these amounts, and a
+chunk that overflows one rank goes on at the next. Where sets are nested or disjoint, as those of
+parallel layouts are, the highest level is the least there can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, SupportsIndex
+
+import numpy as np
+
+from shared.errors import ConfigError, DataError
+
+__all__ = ["Assignment", "Shares", "assign_writers", "place"]
+
+_MIB = 1024 * 1024
+# A rank's share is rounded by at most one granule, here to 1/32 of what an average rank writes.
+_GRANULES = 32
+_LEAST_GRANULE_BYTES = 4096
+_PASSES = 64
+_SETTLED = 1e-3
+
+
+class Assignment(NamedTuple):
+    """Writers of chunks.
+
+    Attributes:
+        writer: by chunk, a rank; with splitting a list of (rank, bytes) that sum to its size.
+        load: int64 [highest owner + 1], bytes that each rank writes.
+    """
+
+    writer: list[int] | list[list[tuple[int, int]]]
+    load: np.ndarray
+
+
+class Shares(NamedTuple):
+    """Parts of chunks and their writers, sorted by chunk; a chunk's parts follow one another in it.
+
+    Attributes:
+        chunk: int64 [shares].
+        rank: int64 [shares].
+        num_bytes: int64 [shares].
+    """
+
+    chunk: np.ndarray
+    rank: np.ndarray
+    num_bytes: np.ndarray
+
+
+def assign_writers(
+    sizes: Sequence[SupportsIndex] | np.ndarray,
+    owners: Sequence[Iterable[SupportsIndex]],
+    *,
+    split: int | bool = False,
+) -> Assignment:
+    """Gives each chunk to one of its owners, or parts of it to several, so that loads are even.
+
+    O(chunks log chunks + entries of owners), a few times the latter where sets of owners overlap.
+
+    Args:
+        sizes: bytes of each chunk.
+        owners: by chunk, the ranks that hold it.
+        split: False gives each chunk to one rank. Else chunks may be cut at multiples of so many
+            bytes, True standing for 1 MiB; at finer ones where ranks write less than 32 times that.
+
+    Raises:
+        DataError: a chunk has no owner or a negative size, or there are not as many sizes as sets
+            of owners.
+        ConfigError: `split` is negative.
+    """
+    if split < 0:
+        raise ConfigError(f"expected split to be a number of bytes or a bool, got {split}")
+    if len(sizes) != len(owners):
+        raise DataError(f"expected owners of each of {len(sizes)} chunks, got {len(owners)}")
+    num_bytes = np.array(sizes, dtype=np.int64)
+    sets = [np.unique(np.array(list(ranks), dtype=np.int64)) for ranks in owners]
+    for at, ranks in enumerate(sets):
+        if not len(ranks) or ranks[0] < 0 or num_bytes[at] < 0:
+            raise DataError(
+                f"expected owners and a size of chunk {at}, got ranks {ranks.tolist()} and "
+                f"{num_bytes[at]} bytes"
+            )
+    first = np.cumsum([0, *(len(ranks) for ranks in sets)])
+    owner = np.concatenate([np.empty(0, dtype=np.int64), *sets])
+    cap = _MIB if split is True else int(split)
+    shares = place(num_bytes, first, owner, cap)
+    load = np.zeros(owner.max(initial=-1) + 1, dtype=np.int64)
+    np.add.at(load, shares.rank, shares.num_bytes)
+    if not cap:
+        return Assignment(shares.rank.tolist(), load)
+    parts: list[list[tuple[int, int]]] = [[] for _ in sets]
+    for chunk, rank, count in zip(*(column.tolist() for column in shares), strict=True):
+        parts[chunk].append((rank, count))
+    return Assignment(parts, load)
+
+
+def place(
+    num_bytes: np.ndarray, first: np.ndarray, owner: np.ndarray, granule_bytes: int
+) -> Shares:
+    """`assign_writers` on columns: chunk c is owned by owner[first[c]:first[c + 1]], ascending.
+
+    Args:
+        num_bytes: int64 [chunks].
+        first: int64 [chunks + 1].
+        owner: integers [rows].
+        granule_bytes: where chunks may be cut, as `split` above; 0 for nowhere.
+    """
+    copies = np.diff(first)
+    single = np.flatnonzero(copies == 1)
+    alone = owner[first[single]]
+    load = np.zeros(owner.max(initial=-1) + 1)
+    np.add.at(load, alone, num_bytes[single])
+    several = np.flatnonzero(copies > 1).tolist()
+    owned = {chunk: owner[first[chunk] : first[chunk + 1]] for chunk in several}
+    # By size; among equals those with the least choice first, and in no order of the caller's.
+    several.sort(key=lambda c: (-num_bytes[c], len(owned[c]), owned[c].tobytes()))
+    owned = {chunk: owned[chunk] for chunk in several}
+    if granule_bytes:
+        mean = num_bytes.sum() / max(len(np.unique(owner)), 1)
+        fine = max(1 << (int(mean) // _GRANULES).bit_length() >> 1, _LEAST_GRANULE_BYTES)
+        shared = _poured(num_bytes, owned, load, min(granule_bytes, fine), mean * _SETTLED)
+    else:
+        shared = _whole(num_bytes, owned, load)
+    columns = np.array(shared, dtype=np.int64).reshape(-1, 3).T
+    chunk = np.concatenate((single, columns[0]))
+    order = np.argsort(chunk, kind="stable")
+    return Shares(
+        chunk[order],
+        np.concatenate((alone, columns[1]))[order],
+        np.concatenate((num_bytes[single], columns[2]))[order],
+    )
+
+
+def _whole(
+    num_bytes: np.ndarray, owned: dict[int, np.ndarray], load: np.ndarray
+) -> list[tuple[int, int, int]]:
+    shares = []
+    for chunk, ranks in owned.items():
+        rank = int(ranks[load[ranks].argmin()])
+        load[rank] += num_bytes[chunk]
+        shares.append((chunk, rank, int(num_bytes[chunk])))
+    return shares
+
+
+def _poured(
+    num_bytes: np.ndarray,
+    owned: dict[int, np.ndarray],
+    load: np.ndarray,
+    granule_bytes: int,
+    tolerance_bytes: float,
+) -> list[tuple[int, int, int]]:
+    """Shares by levels; `load` is that of unreplicated chunks and ends as the load of all."""
+    grouped: dict[bytes, tuple[np.ndarray, list[int]]] = {}
+    for chunk, ranks in owned.items():
+        grouped.setdefault(ranks.tobytes(), (ranks, []))[1].append(chunk)
+    # Small sets first: those of larger ones can avoid what they fill. Once is enough if all are
+    # nested.
+    by_choice = sorted(grouped.items(), key=lambda item: (len(item[0]), item[0]))
+    sets = [of for _, of in by_choice]
+    totals = [float(num_bytes[chunks].sum()) for _, chunks in sets]
+    amounts = [np.zeros(len(ranks)) for ranks, _ in sets]
+    for _ in range(_PASSES):
+        moved = 0.0
+        for at, (ranks, _) in enumerate(sets):
+            load[ranks] -= amounts[at]
+            poured = _level(load[ranks], totals[at])
+            moved = max(moved, float(np.abs(poured - amounts[at]).max()))
+            amounts[at] = poured
+            load[ranks] += poured
+        if moved <= tolerance_bytes:
+            break
+    shares = []
+    for at, (ranks, chunks) in enumerate(sets):
+        # Poured once more, so that a set makes up for the rounding of those before.
+        load[ranks] -= amounts[at]
+        room = _level(load[ranks], totals[at])
+        given = np.zeros(len(ranks))
+        for chunk in chunks:
+            for place, count in _filled(int(num_bytes[chunk]), room, granule_bytes).items():
+                shares.append((chunk, int(ranks[place]), count))
+                given[place] += count
+        load[ranks] += given
+    return shares
+
+
+def _level(load: np.ndarray, amount: float) -> np.ndarray:
+    """What each rank gets when an amount is poured where least is, until all reached are level."""
+    rising = np.sort(load)
+    levels = (np.cumsum(rising) + amount) / np.arange(1, len(load) + 1)
+    # The k least loaded are reached if their common level is above the k-th.
+    reached = max(int((levels > rising).sum()), 1)
+    return np.maximum(levels[reached - 1] - load, 0.0)
+
+
+def _filled(num_bytes: int, room: np.ndarray, granule_bytes: int) -> dict[int, int]:
+    """Pours a chunk into the most room, again and again; `room` becomes what is left."""
+    parts: dict[int, int] = {}
+    while num_bytes or not parts:
+        place = int(room.argmax())
+        count = num_bytes
+        if num_bytes > room[place] + granule_bytes / 2:
+            count = max(int(room[place]) // granule_bytes, 1) * granule_bytes
+            count = min(count, num_bytes)
+        parts[place] = parts.get(place, 0) + count
+        room[place] -= count
+        num_bytes -= count
+    return parts

@@ -1,0 +1,286 @@
+"""Checkpoints of a training run, step by step; and one checkpoint at a path."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal
+
+from bytecheckpoint import commit
+from bytecheckpoint.job import Handle
+from bytecheckpoint.loading import Dedupe, LoadReport, load_state
+from bytecheckpoint.manifest import MANIFEST_NAME
+from bytecheckpoint.rates import Rates
+from bytecheckpoint.saver import Saver, StageKind
+from bytecheckpoint.source import split_url
+from bytecheckpoint.storage import open_storage
+from bytecheckpoint.team import Team
+from bytecheckpoint.trace import Trace
+from shared.errors import ConfigError
+
+__all__ = ["Checkpointer", "load", "save"]
+
+WhenBusy = Literal["wait", "drop", "fail"]
+_TIMEOUT = timedelta(minutes=30)
+_log = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """Saves a training state every so often while training goes on, and finds it again.
+
+    A save blocks for a copy; writing and committing happen behind training. What is committed is
+    whole, whatever is killed whenever. At exit a save that is under way is finished.
+
+    Example::
+
+        with bcp.Checkpointer("/runs/7", keep=3, every_n=100) as ckpt:
+            ckpt.load_latest(state)
+            for step in range(state["extra"]["step"], 10_000):
+                train(step)
+                state["extra"]["step"] = step + 1
+                ckpt.save(step + 1, state)
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        every_n: int = 1,
+        when_busy: WhenBusy = "wait",
+        overwrite: bool = False,
+        stage: StageKind = "arena",
+        timeout: timedelta = _TIMEOUT,
+    ) -> None:
+        """Every rank makes its own, at the same place in its program.
+
+        Args:
+            url: folder of the run: a path, or what fsspec opens ("s3://bucket/run").
+            keep: how many of the newest checkpoints stay; all by default.
+            every_n: save only steps that are multiples of it.
+            when_busy: what a save does while another is under way on some rank: "wait" for it,
+                "drop" the new one, or "fail".
+            overwrite: replace a step that exists, as after going back to an older one. Without it
+                such a save fails, since another job may be writing there.
+            stage: how values are kept until they are written: "arena" copies them, "fork" (CPU
+                only) has a child process write them while the kernel keeps old pages.
+            timeout: how long to wait for the slowest rank's file before a save fails.
+
+        Raises:
+            ConfigError: a setting is out of range, or the URL cannot be opened.
+        """
+        if every_n < 1 or (keep is not None and keep < 1):
+            raise ConfigError(f"every_n and keep must be at least 1, got {every_n} and {keep}")
+        if when_busy not in ("wait", "drop", "fail"):
+            raise ConfigError(f"when_busy must be 'wait', 'drop' or 'fail', got {when_busy!r}")
+        self._storage = open_storage(url)
+        self._saver = Saver(self._storage, stage=stage, timeout=timeout)
+        self._keep = keep
+        self._every_n = every_n
+        self._when_busy = when_busy
+        self._overwrite = overwrite
+        self._last: Handle | None = None
+        # Threads may not ask a storage for its listing while the interpreter ends.
+        self._steps = commit.steps(self._storage) if self._saver.team.is_coordinator else []
+        atexit.register(self._saver.wait)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._saver.wait()
+
+    def save(self, step: int, state: dict[str, Any]) -> Handle:
+        """Saves a state if it is this step's turn; called by all ranks.
+
+        Args:
+            step: names the checkpoint.
+            state: a dictionary of modules, optimizers, objects with state_dict, tensors of any
+                kind, and JSON-like values.
+
+        Returns:
+            A handle: `staged` and `committed`. A failure after the copy is in `committed` and in
+            the log, and training goes on.
+
+        Raises:
+            DataError: the state cannot be saved; all ranks raise, nothing was touched.
+            ConfigError: the step is negative, or a save is under way and `when_busy` is "fail".
+        """
+        if step < 0:
+            raise ConfigError(f"a step is 0 or more, got {step}")
+        team = self._saver.team
+        if step % self._every_n:
+            return Handle(step, Trace(team.rank), is_skipped=True)
+        if self._when_busy != "wait" and team.maximum([self._saver.is_busy])[0]:
+            if self._when_busy == "fail":
+                raise ConfigError(
+                    f"step {step}: the save of step {self._last.step if self._last else '?'} is "
+                    f"still under way; save less often, or use when_busy='wait' or 'drop'"
+                )
+            _log.warning("step %d is not saved: another save is under way", step)
+            return Handle(step, Trace(team.rank), is_skipped=True)
+        self._last = self._saver.save(
+            commit.step_folder(step),
+            state,
+            step=step,
+            overwrite=self._overwrite,
+            after_commit=lambda: self._retain(step),
+        )
+        return self._last
+
+    def load(self, step: int, state: dict[str, Any], **options: Any) -> LoadReport:
+        """Loads a step into a state in any layout; called by all ranks.
+
+        Args:
+            step: which.
+            state: as for saving; written to in place.
+            **options: of `load`: strict, atomic, verify, cast, dedupe, rates, num_threads.
+
+        Raises:
+            FileNotFoundError: there is no such step.
+            DataError: it is damaged or does not fit.
+        """
+        self._saver.wait()
+        path = commit.step_folder(step)
+        return load_state(self._saver.team, self._storage, path, state, **options)
+
+    def load_latest(self, state: dict[str, Any], **options: Any) -> int | None:
+        """Loads the newest checkpoint, if there is one; called by all ranks.
+
+        Args:
+            state: as for saving; written to in place.
+            **options: of `load`.
+
+        Returns:
+            Its step, None where nothing was ever committed.
+
+        Raises:
+            DataError: the newest is damaged or does not fit; `load` an older of `steps()`.
+        """
+        self._saver.wait()
+        team = self._saver.team
+        # All load what the coordinator found, whatever else appears meanwhile.
+        newest = max(commit.steps(self._storage), default=-1) if team.is_coordinator else -1
+        newest = team.maximum([newest])[0]
+        if newest < 0:
+            return None
+        self.load(newest, state, **options)
+        return newest
+
+    def steps(self) -> list[int]:
+        """Steps that can be loaded, ascending; looks at the storage."""
+        return commit.steps(self._storage)
+
+    def close(self) -> None:
+        """Waits for the save under way, and raises what went wrong with the last one.
+
+        Raises:
+            Exception: the last save failed.
+        """
+        self._saver.wait()
+        if self._last is not None:
+            self._last.committed.result()
+
+    def _retain(self, step: int) -> None:
+        """Removes what is older than the newest `keep`; called by the coordinator's thread."""
+        self._steps = sorted({*self._steps, step})
+        while self._keep is not None and len(self._steps) > self._keep:
+            # The one just written stays, also when training went back to before the others.
+            oldest = next(one for one in self._steps if one != step)
+            commit.remove_checkpoint(self._storage, commit.step_folder(oldest))
+            self._steps.remove(oldest)
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    overwrite: bool = False,
+    timeout: timedelta = _TIMEOUT,
+) -> None:
+    """Saves one checkpoint and returns when it exists; called by all ranks.
+
+    Args:
+        path: of its folder, or a URL that fsspec opens.
+        state: see `Checkpointer.save`.
+        overwrite: replace a checkpoint that is there, at once when the new one is whole.
+        timeout: how long to wait for the slowest rank.
+
+    Raises:
+        FileExistsError: there is a checkpoint.
+        DataError: the state cannot be saved.
+        OSError: the storage refused; all ranks raise.
+    """
+    root, name = split_url(os.fspath(path))
+    storage = open_storage(root)
+
+    def check() -> None:
+        if not overwrite and MANIFEST_NAME in storage.list(name):
+            raise FileExistsError(
+                f"{path}: expected no checkpoint, but there is one; choose another path, or pass "
+                f"overwrite=True to replace it"
+            )
+
+    saver = Saver(storage, timeout=timeout)
+    saver.save(name, state, overwrite=overwrite, check=check).committed.result()
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: dict[str, Any],
+    *,
+    strict: bool = True,
+    atomic: bool = False,
+    verify: bool = True,
+    cast: bool = False,
+    dedupe: Dedupe = "auto",
+    rates: Rates | None = None,
+    num_threads: int = 2,
+) -> LoadReport:
+    """Loads one checkpoint into a state in any layout; called by all ranks.
+
+    Args:
+        path: of its folder: ours, torch DCP's, or one of safetensors files ("hf://" may stand
+            before it).
+        state: as for saving; tensors are written to in place. A part of what was saved may be
+            loaded by giving only those keys.
+        strict: whether state and checkpoint must have the same names below these keys.
+        atomic: leave every destination as it was if the load fails; takes memory for a second copy.
+        verify: compare every block with its checksum before it is used.
+        cast: convert elements whose type differs from the checkpoint's.
+        dedupe: whether ranks read for one another what several want.
+        rates: of storage and network, for "auto"; measured by default.
+        num_threads: reads at a time.
+
+    Returns:
+        What was read, and how.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        DataError: it is damaged or does not fit; all ranks raise.
+    """
+    root, name = split_url(os.fspath(path))
+    return load_state(
+        Team(),
+        open_storage(root),
+        name,
+        state,
+        strict=strict,
+        atomic=atomic,
+        verify=verify,
+        cast=cast,
+        dedupe=dedupe,
+        rates=rates,
+        num_threads=num_threads,
+    )

@@ -1,0 +1,96 @@
+"""Saving from a forked child: the memory as it was at the fork, written while training goes on.
+
+Nothing is copied before training continues; the kernel copies a page when training changes it. The
+child calls nothing that may wait for a thread it does not have: numpy copies, hashes and writes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Sequence
+
+import msgspec
+from torch import Tensor
+
+from bytecheckpoint.failure import Failure
+from bytecheckpoint.manifest import FileRecord
+from bytecheckpoint.stage import Image, as_array
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.trace import Trace
+from bytecheckpoint.writer import write_image
+from shared.errors import CommError
+
+__all__ = ["ChildWriter"]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    file: FileRecord | None = None
+    failure: Failure | None = None
+
+
+class ChildWriter:
+    """One save of one image to one file, by a child process."""
+
+    def __init__(self, storage: Storage, path: str, image: Image, trace: Trace) -> None:
+        self._storage = storage
+        self._path = path
+        self._image = image
+        self._trace = trace
+        self._forked: queue.SimpleQueue[tuple[int, int] | BaseException] = queue.SimpleQueue()
+
+    def stage(self, values: Sequence[Tensor]) -> None:
+        """Forks; the values may change when this returns."""
+        try:
+            with self._trace.span("stage"):
+                # Views are made before the fork: the child stays out of torch.
+                slots, arrays = self._image.arrays, [as_array(value) for value in values]
+                read_end, write_end = os.pipe()
+                pid = os.fork()
+                if pid == 0:
+                    self._write_and_exit(slots, arrays, write_end)
+        except BaseException as error:
+            self._forked.put(error)
+            raise
+        os.close(write_end)
+        self._forked.put((pid, read_end))
+
+    def run(self, staged: threading.Event) -> FileRecord:
+        """Waits for the child.
+
+        Raises:
+            OSError: the storage refused.
+            CommError: the child was killed.
+        """
+        forked = self._forked.get()
+        if isinstance(forked, BaseException):
+            raise forked
+        pid, read_end = forked
+        with self._trace.span("write", self._image.num_bytes), os.fdopen(read_end, "rb") as pipe:
+            answer = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        if not answer:
+            raise CommError(
+                f"the child process {pid} that wrote {self._path} ended with status {status} "
+                f"before it had; memory may be short: use stage='arena', or save less often"
+            )
+        found = msgspec.msgpack.decode(answer, type=_Answer)
+        if found.failure is not None:
+            raise found.failure.exception(1)
+        assert found.file is not None, "the child answers with one of the two"
+        return found.file
+
+    def _write_and_exit(self, slots: Sequence, arrays: Sequence, write_end: int) -> None:
+        try:
+            for slot, array in zip(slots, arrays, strict=True):
+                slot[...] = array
+            answer = _Answer(file=write_image(self._storage, self._path, self._image))
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            answer = _Answer(failure=Failure.of(error, 0))
+        try:
+            with os.fdopen(write_end, "wb") as pipe:
+                pipe.write(msgspec.msgpack.encode(answer))
+        finally:
+            # The parent's handlers for the end of the process are not this one's.
+            os._exit(0)

@@ -1,0 +1,441 @@
+"""The command line. Nothing heavy is imported before a subcommand runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from shared.errors import MeshyardError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["main"]
+
+_ABOUT = """Look after checkpoints: list, check, compare, convert and clean up.
+
+RUN is a folder of steps and CHECKPOINT one checkpoint, as a path or URL (s3://bucket/run7); where a
+RUN is given for a CHECKPOINT, its newest step is taken. Hugging Face folders (*.safetensors) and
+folders of torch.distributed.checkpoint (.metadata) are read as well.
+
+Exit status: 0 done; 1 failed, damaged or different; 2 wrong usage.
+"""
+
+_Run = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+_Checkpoint = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
+_New = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NEW")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ls:
+    """List the checkpoints of a run: step, size, ranks, tensors.
+
+    Example: bytecheckpoint ls /nfs/run7
+    """
+
+    run: _Run
+    """Folder of steps, or one checkpoint."""
+
+    def execute(self) -> int:
+        """Prints the table; 1 if a checkpoint is damaged or there is none."""
+        from bytecheckpoint.inventory import entries
+        from shared.units import format_bytes
+
+        found = entries(self.run)
+        table = _table("checkpoint", "step>", "size>", "ranks>", "files>", "tensors>", "damage")
+        for one in found:
+            numbers = (one.step, one.num_bytes, one.world_size, one.num_files, one.num_tensors)
+            step, size, *rest = ("-" if n is None else n for n in numbers)
+            size = size if isinstance(size, str) else format_bytes(size)
+            table.add_row(one.path or ".", *map(str, (step, size, *rest)), one.damage)
+        if not found:
+            print(f"{self.run}: no checkpoint", file=sys.stderr)
+            return 1
+        if not any(one.damage for one in found):
+            table.columns.pop()
+        _show(table)
+        return int(any(one.damage for one in found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """Show the tensors of a checkpoint: name, type, shape, size, chunks.
+
+    Example: bytecheckpoint inspect /nfs/run7/step_00000100 --filter '*layers.3.*'
+    """
+
+    checkpoint: _Checkpoint
+    """Checkpoint, or a run for its newest."""
+    filter: str = "*"
+    """Only names that match, with * and ?; a text without either may stand anywhere in a name."""
+    values: bool = False
+    """Also show what is no tensor, as JSON."""
+
+    def execute(self) -> int:
+        """Prints the table; 1 if nothing matches."""
+        import json
+
+        from bytecheckpoint import opened
+        from bytecheckpoint.inventory import newest
+        from shared.units import format_bytes
+
+        with opened.open(newest(self.checkpoint)) as checkpoint:
+            index = checkpoint.index
+            table = _table("tensor", "type", "shape", "size>", "chunks>")
+            total, count = 0, 0
+            wanted = _matcher(self.filter)
+            for at in sorted(range(len(index.names)), key=index.names.__getitem__):
+                if not wanted(index.names[at]):
+                    continue
+                rows = slice(int(index.rows[at]), int(index.rows[at + 1]))
+                num_bytes = int(index.num_bytes[rows].sum())
+                total, count = total + num_bytes, count + 1
+                shape = "x".join(map(str, index.shapes[at])) or "scalar"
+                chunks = str(rows.stop - rows.start)
+                size = format_bytes(num_bytes)
+                table.add_row(index.names[at], index.dtypes[at], shape, size, chunks)
+            for alias, target in sorted(index.aliases.items()):
+                if wanted(alias):
+                    table.add_row(alias, "", f"tied to {target}", "", "")
+            _show(table)
+            print(f"{count} of {len(index.names)} tensors, {format_bytes(total)}")
+            if self.values:
+                extra = checkpoint.source.extra
+                print(json.dumps({key: extra[key] for key in ("tree", "ranks")}, indent=1))
+        return int(not table.row_count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Check that checkpoints are whole; list every damage.
+
+    Example: bytecheckpoint verify /nfs/run7 --deep
+    """
+
+    run: _Run
+    """A run, of which all checkpoints are checked, or one checkpoint."""
+    deep: bool = False
+    """Read every byte and compare it with its checksum, instead of sizes, headers and tables."""
+
+    def execute(self) -> int:
+        """Prints damages; 1 if there are any or nothing to check."""
+        from bytecheckpoint.inventory import entries
+        from bytecheckpoint.verify import verify
+        from shared.units import format_bytes
+
+        found = entries(self.run)
+        total = sum(one.num_bytes or 0 for one in found)
+        num_damages = 0
+        with _progress("reading", total, is_shown=self.deep) as progress:
+            for one in found:
+                damages = verify(one.url, deep=self.deep, progress=progress)
+                num_damages += len(damages)
+                for damage in damages:
+                    block = "" if damage.block is None else f", block {damage.block}"
+                    print(f"{one.path or self.run}: {damage.file}{block}: {damage.what}")
+                    if damage.tensors:
+                        print(f"    holds parts of {_some(damage.tensors)}")
+        how = "every byte" if self.deep else "sizes, headers and tables, not their content (--deep)"
+        if not found:
+            print(f"{self.run}: no checkpoint", file=sys.stderr)
+        elif not num_damages:
+            print(f"{len(found)} whole, {format_bytes(total)}; looked at {how}")
+        else:
+            print(f"{num_damages} damages in {len(found)} checkpoints", file=sys.stderr)
+        return int(num_damages > 0 or not found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    """Compare two checkpoints, of any formats and layouts, bit by bit.
+
+    Example: bytecheckpoint diff /nfs/run7/step_00000100 /nfs/run8/step_00000100
+    """
+
+    a: _Checkpoint
+    """One checkpoint, or a run for its newest."""
+    b: _Checkpoint
+    """The other."""
+    filter: str = "*"
+    """Only names that match, as for inspect."""
+
+    def execute(self) -> int:
+        """Prints what differs; 1 if anything does."""
+        from bytecheckpoint import opened
+        from bytecheckpoint.diff import diff_tensors, diff_values
+        from bytecheckpoint.inventory import newest
+
+        table = _table("tensor", "differs in", "A", "B", "elements>", "max abs>")
+        num_equal = 0
+        with opened.open(newest(self.a)) as a, opened.open(newest(self.b)) as b:
+            total = a.index.total_bytes
+            with _progress("comparing", total, is_shown=True) as progress:
+                for one in diff_tensors(a, b, _matcher(self.filter), progress):
+                    if not one.what:
+                        num_equal += 1
+                    elif one.what == "values":
+                        far = (f"{one.num_different:,}", f"{one.max_abs:.3g}")
+                        table.add_row(one.name, one.what, one.a, "same", *far)
+                    else:
+                        table.add_row(one.name, one.what, one.a, one.b, "", "")
+            trees = [{key: one.source.extra[key] for key in ("tree", "ranks")} for one in (a, b)]
+        for path, *values in diff_values(*trees) if self.filter == "*" else ():
+            table.add_row(path, "value", *(f"{value!r:.40}" for value in values), "", "")
+        if table.row_count:
+            _show(table)
+        print(f"{num_equal} tensors equal, {table.row_count} differences")
+        return int(table.row_count > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convert:
+    """Write a checkpoint in another format.
+
+    Example: bytecheckpoint convert /nfs/run7/step_00000100 ./hub --to safetensors
+    """
+
+    src: _Checkpoint
+    """Checkpoint of any format, or a run for its newest."""
+    dst: _New
+    """What to make: a folder, for torch a file. Must not exist."""
+    to: Literal["dcp", "safetensors", "torch"]
+    """dcp: a folder of torch.distributed.checkpoint; safetensors: the weights for Hugging Face;
+    torch: one file of torch.save, which torch.load(weights_only=True) reads."""
+    prefix: str | None = None
+    """For safetensors: which tensors are the model's, and what is cut from their names."""
+
+    def execute(self) -> int:
+        """Converts, with a progress bar."""
+        from bytecheckpoint import opened
+        from bytecheckpoint.formats import convert
+        from bytecheckpoint.inventory import newest
+
+        src = newest(self.src)
+        with opened.open(src) as checkpoint:
+            total = checkpoint.index.total_bytes
+        with _progress("writing", total, is_shown=True) as progress:
+            convert(src, self.dst, self.to, prefix=self.prefix, progress=progress)
+        print(self.dst)
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reshard:
+    """Rewrite a checkpoint as files of equal size, one a rank, without starting any rank.
+
+    Loading on another number of ranks needs no such thing. It pays where one checkpoint is read
+    often, and gives checkpoints of other formats checksums.
+
+    Example: bytecheckpoint reshard /nfs/run7/step_00000100 /nfs/for64 --world 64
+    """
+
+    src: _Checkpoint
+    """Checkpoint of any format, or a run for its newest."""
+    dst: _New
+    """Folder or URL of the new checkpoint."""
+    world: int
+    """Number of ranks to write files for."""
+
+    def execute(self) -> int:
+        """Rewrites, with a progress bar."""
+        from bytecheckpoint import opened
+        from bytecheckpoint.inventory import newest
+        from bytecheckpoint.resharding import reshard
+        from shared.units import format_bytes
+
+        src = newest(self.src)
+        with opened.open(src) as checkpoint:
+            total = checkpoint.index.total_bytes
+        with _progress("writing", total, is_shown=True) as progress:
+            sizes = reshard(src, self.dst, self.world, progress=progress)
+        smallest, largest = (format_bytes(pick(sizes, default=0)) for pick in (min, max))
+        print(f"{self.dst}: {len(sizes)} files of {smallest} to {largest}")
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Show what a save spent its seconds on, rank by rank.
+
+    Example: bytecheckpoint timeline /nfs/run7 --out timeline
+    """
+
+    checkpoint: _Checkpoint
+    """Checkpoint, or a run for its newest."""
+    out: Path | None = None
+    """Folder for trace.json, which chrome://tracing and ui.perfetto.dev open, and heat.svg, a table
+    of ranks and stages."""
+
+    def execute(self) -> int:
+        """Prints seconds by stage and writes the files; 1 if the checkpoint has no trace."""
+        import json
+
+        from bytecheckpoint import opened, report
+        from bytecheckpoint.inventory import newest
+        from shared.units import format_bytes, format_s
+
+        url = newest(self.checkpoint)
+        with opened.open(url) as checkpoint:
+            spans = report.spans_of(checkpoint.source.extra.get("trace", []))
+        if not spans:
+            print(f"{url}: was saved without a trace", file=sys.stderr)
+            return 1
+        table = _table("stage", "median>", "slowest>", "on rank>", "bytes>", "GB/s a rank>")
+        for one in report.stage_times(spans):
+            slowest = float(one.seconds.max())
+            busy = float(one.seconds.sum())
+            rate = f"{one.num_bytes / busy / 1e9:.2f}" if one.num_bytes and busy else ""
+            moved = format_bytes(one.num_bytes) if one.num_bytes else ""
+            median = format_s(float(sorted(one.seconds)[len(one.seconds) // 2]))
+            table.add_row(one.stage, median, format_s(slowest), str(one.slowest), moved, rate)
+        _show(table)
+        if self.out is not None:
+            self.out.mkdir(parents=True, exist_ok=True)
+            (self.out / "trace.json").write_text(json.dumps(report.chrome_trace(spans)))
+            report.draw_heat(spans, f"save of {url}", self.out / "heat.svg")
+            print(f"{self.out / 'trace.json'}\n{self.out / 'heat.svg'}")
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gc:
+    """Remove what saves that never ended left behind; only shows it without --yes.
+
+    A save that is under way looks the same: run it when none is.
+
+    Example: bytecheckpoint gc /nfs/run7 --yes
+    """
+
+    run: _Run
+    """Folder of steps, or one checkpoint."""
+    yes: bool = False
+    """Remove it."""
+
+    def execute(self) -> int:
+        """Prints what is, or would be, removed."""
+        from bytecheckpoint.commit import garbage, remove_garbage
+        from bytecheckpoint.storage import open_storage
+
+        storage = open_storage(self.run)
+        found = garbage(storage)
+        for path in found:
+            print(f"{'removed' if self.yes else 'would remove'} {path}")
+            if self.yes:
+                remove_garbage(storage, [path])
+        if not found:
+            print("nothing to remove")
+        elif not self.yes:
+            print("nothing was removed; add --yes, when no save is under way", file=sys.stderr)
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """Measure saving and loading on this machine beside what torch does.
+
+    Example: bytecheckpoint demo --out report/bytecheckpoint
+    """
+
+    out: Path = Path("report/bytecheckpoint")
+    """Folder for demo.json and the pictures."""
+    full: bool = False
+    """The long form: more repeats."""
+
+    def execute(self) -> int:
+        """Runs the demo and prints its claims."""
+        from bytecheckpoint.demo import run_demo
+
+        for claim in run_demo(self.out, repeats=25 if self.full else 5):
+            print(f"{claim.name}: {claim.ratio:.1f}x")
+        return 0
+
+
+_Command = (
+    Annotated[Ls, tyro.conf.subcommand("ls")]
+    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Diff, tyro.conf.subcommand("diff")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Reshard, tyro.conf.subcommand("reshard")]
+    | Annotated[Timeline, tyro.conf.subcommand("timeline")]
+    | Annotated[Gc, tyro.conf.subcommand("gc")]
+    | Annotated[Demo, tyro.conf.subcommand("demo")]
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: the arguments; the process's own when left out.
+
+    Returns:
+        The exit status: 0 done, 1 failed. Usage errors exit with 2.
+    """
+    command = tyro.cli(_Command, prog="bytecheckpoint", description=_ABOUT, args=argv)  # type: ignore[arg-type]
+    try:
+        return command.execute()
+    except (MeshyardError, OSError) as error:
+        print(f"bytecheckpoint: {error}", file=sys.stderr)
+        return 1
+
+
+def _matcher(pattern: str) -> Callable[[str], bool]:
+    if not set("*?[") & set(pattern):
+        pattern = f"*{pattern}*"
+    return lambda name: fnmatchcase(name, pattern)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
+
+
+def _table(*columns: str) -> Table:
+    """A table without lines; columns that end in > are of numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        is_number = column.endswith(">")
+        table.add_column(
+            column.removesuffix(">"), justify="right" if is_number else "left", overflow="fold"
+        )
+    return table
+
+
+def _show(table: Table) -> None:
+    from rich.console import Console
+
+    # What goes into a file or pipe is not broken to the width of no terminal.
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=10**6).print(
+        table, soft_wrap=True
+    )
+
+
+@contextmanager
+def _progress(what: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    from rich import progress
+    from rich.console import Console
+
+    bar = progress.Progress(
+        progress.TextColumn(what),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        disable=not is_shown or not sys.stderr.isatty(),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

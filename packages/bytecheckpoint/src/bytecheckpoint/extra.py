@@ -1,0 +1,143 @@
+"""Everything in a state that is no tensor, as JSON: read back exactly, or refused when saved.
+
+JSON knows no tuples, bytes, keys that are not text, or numbers that are not finite; those are
+written as objects with one key that begins with a dollar sign. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from shared.errors import DataError
+
+__all__ = ["decode_tree", "dump", "encode_leaf", "parse"]
+
+
+def encode_leaf(value: Any, path: str) -> Any:
+    """A value that is no container, as JSON.
+
+    Args:
+        value: a number, text, bytes, truth value or None; numpy's scalars too.
+        path: for errors.
+
+    Raises:
+        DataError: JSON cannot say it, and unpickling it later would run its code.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, bytes | bytearray):
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, complex):
+        return {"$complex": [encode_leaf(value.real, path), encode_leaf(value.imag, path)]}
+    raise DataError(
+        f"{path}: expected tensors, numbers, texts, lists and dictionaries, got a "
+        f"{type(value).__module__}.{type(value).__qualname__}; give it state_dict() and "
+        f"load_state_dict(), or store what it is made of"
+    )
+
+
+def encode_dict(items: Mapping[Any, Any]) -> Any:
+    """A dictionary whose values are encoded already."""
+    if all(isinstance(key, str) and not key.startswith("$") for key in items):
+        return dict(items)
+    return {"$dict": [[encode_leaf(key, "key"), value] for key, value in items.items()]}
+
+
+def decode_tree(tree: Any, tensor: Callable[[str], Any]) -> Any:
+    """The value that a tree stands for.
+
+    Args:
+        tree: JSON.
+        tensor: gives the tensor of a name.
+
+    Raises:
+        DataError: the tree was not written by this module.
+    """
+    if isinstance(tree, list):
+        return [decode_tree(item, tensor) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        ((kind, content),) = tree.items()
+        if kind.startswith("$"):
+            try:
+                return _decode_tagged(kind, content, tensor)
+            except (TypeError, ValueError, KeyError) as error:
+                raise DataError(f"extra values: {kind} with content {content!r:.60}") from error
+    return {key: decode_tree(item, tensor) for key, item in tree.items()}
+
+
+def _decode_tagged(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any:
+    match kind:
+        case "$tensor":
+            return tensor(content)
+        case "$array":
+            return tensor(content).numpy()
+        case "$tuple":
+            return tuple(decode_tree(item, tensor) for item in content)
+        case "$bytes":
+            return base64.b64decode(content, validate=True)
+        case "$float":
+            return float(content)
+        case "$complex":
+            return complex(*(decode_tree(part, tensor) for part in content))
+        case "$dict":
+            return {decode_tree(k, tensor): decode_tree(v, tensor) for k, v in content}
+        case "$module" | "$optimizer" | "$ranks":
+            return decode_tree(content, tensor)
+    raise ValueError(f"unknown kind {kind}")
+
+
+def dump(tree: Any) -> bytes:
+    """The bytes of a tree; trees equal in order too give equal bytes."""
+    return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse(data: bytes, where: str) -> Any:
+    """The tree of bytes.
+
+    Raises:
+        DataError: it is not JSON.
+    """
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: expected JSON, {error}; the file is damaged") from error
+
+
+def merge_trees(trees: list[Any]) -> dict[str, list[Any]]:
+    """Where the ranks' trees differ: by path, each rank's value, in order of the ranks.
+
+    Lists and dictionaries that have the same keys on all ranks are looked into.
+    """
+    found: dict[str, list[Any]] = {}
+    _find_differences("", trees, found)
+    return found
+
+
+def _find_differences(path: str, trees: list[Any], found: dict[str, list[Any]]) -> None:
+    first = trees[0]
+    if all(tree == first for tree in trees):
+        return
+    if all(isinstance(tree, dict) and tree.keys() == first.keys() for tree in trees):
+        keys = list(first)
+        is_plain = not any(key.startswith("$") for key in keys)
+    else:
+        is_list = all(isinstance(tree, list) and len(tree) == len(first) for tree in trees)
+        keys, is_plain = list(range(len(first))) if is_list else [], is_list
+    if not is_plain:
+        found[path] = trees
+        return
+    for key in keys:
+        inner = f"{path}.{key}" if path else str(key)
+        _find_differences(inner, [tree[key] for tree in trees], found)

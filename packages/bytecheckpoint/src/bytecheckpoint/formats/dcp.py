@@ -1,0 +1,304 @@
+"""Folders of torch.distributed.checkpoint, read in place by byte ranges.
+
+A folder holds `.metadata`, a pickle that says which box of which tensor lies in which part of which
+`.distcp` file; each part is an archive of torch.save. torch reads a part whole to get a slice of
+it. Here every archive's directory is read once, which gives an index of plain byte ranges, so that
+slices are read as slices. No pickle is run (see `pickles`).
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+
+from bytecheckpoint.formats.archive import Archive
+from bytecheckpoint.formats.dcp_write import METADATA_NAME, write_dcp
+from bytecheckpoint.formats.pickles import (
+    Metadata,
+    StoredTensor,
+    contiguous_strides,
+    load_metadata,
+    load_tree,
+)
+from bytecheckpoint.formats.ranges import Chunk, Window, build_index, joined, plain_name
+from bytecheckpoint.formats.tree import Path, encode, nest
+from bytecheckpoint.index import File, Index
+from bytecheckpoint.storage import Storage
+from shared.errors import DataError
+from shared.topology.boxes import Box
+
+__all__ = [
+    "METADATA_NAME",
+    "Folder",
+    "Part",
+    "load_entry",
+    "read_folder",
+    "read_index",
+    "write_dcp",
+]
+
+_NUM_THREADS = 8
+_log = logging.getLogger(__name__)
+
+
+class Part(NamedTuple):
+    """A part of a file.
+
+    Attributes:
+        file: its name.
+        start: offset of the part's first byte.
+        num_bytes: its length.
+    """
+
+    file: str
+    start: int
+    num_bytes: int
+
+
+class Folder(NamedTuple):
+    """What a DCP folder holds.
+
+    Attributes:
+        index: of its tensors.
+        entries: where its other values lie, each a file of torch.save, by name.
+        paths: where names stand in the nested state, None if it does not say.
+    """
+
+    index: Index
+    entries: dict[str, Part]
+    paths: dict[str, Path] | None
+
+
+def read_index(
+    storage: Storage, path: str, *, trust_pickle: bool = False
+) -> tuple[Index, dict[str, Any]]:
+    """Reads a DCP folder.
+
+    Args:
+        storage: where it lies.
+        path: of the folder.
+        trust_pickle: unpickle values that torch.load(weights_only=True) refuses; runs what code
+            they name. Without it such values are left out, with a warning.
+
+    Returns:
+        The index, and the tree of everything else (see `bytecheckpoint.extra`).
+
+    Raises:
+        DataError: the folder is damaged, incomplete, or of a kind that cannot be read by ranges.
+    """
+    folder = read_folder(storage, path, trust_pickle=trust_pickle)
+    tensors = [*folder.index.names, *folder.index.aliases]
+    leaves: dict[str, Any] = {name: {"$tensor": name} for name in tensors}
+    for name, part in folder.entries.items():
+        try:
+            value = load_entry(storage, path, name, part, trust_pickle=trust_pickle)
+            leaves[name] = encode(value, name)
+        except DataError as error:
+            _log.warning("left out: %s", error)
+    return folder.index, nest(leaves, folder.paths or {})
+
+
+def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> Folder:
+    """Finds the byte ranges of everything in a DCP folder; reads no values.
+
+    Raises:
+        DataError: as `read_index`.
+    """
+    where = joined(path, METADATA_NAME)
+    metadata = load_metadata(storage.read(where), where, trust_pickle=trust_pickle)
+    try:
+        tensors, boxes, others = _described(metadata)
+        parts = _parts(metadata, where)
+        paths = paths_of(metadata)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{where}: expected the metadata of DCP, {error}") from error
+    entries = {}
+    for name in others:
+        if (name, None) not in parts:
+            raise DataError(f"{where}: does not say where {name!r} lies; it is damaged")
+        entries[name] = parts[name, None]
+    lying: dict[str, list[tuple[Box, Part]]] = {name: [] for name in tensors}
+    for name, box in boxes:
+        if (name, box.offsets) not in parts:
+            raise DataError(
+                f"{where}: does not say where {name!r} at {list(box.offsets)} lies; it is damaged"
+            )
+        lying[name].append((box, parts[name, box.offsets]))
+    aliases = _same_bytes(lying, tensors)
+    by_file: dict[str, list[tuple[str, Box, Part]]] = {}
+    for part in entries.values():
+        by_file.setdefault(part.file, [])
+    for name, found in lying.items():
+        for box, part in found if name not in aliases else ():
+            by_file.setdefault(part.file, []).append((name, box, part))
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        scans = list(
+            threads.map(lambda file: _scan(storage, path, file, by_file[file], tensors), by_file)
+        )
+    sizes = {file: num_bytes for file, (num_bytes, _) in zip(by_file, scans, strict=True)}
+    files = [File(*item) for item in sizes.items()]
+    for name, part in entries.items():
+        if part.start + part.num_bytes > sizes[part.file]:
+            raise DataError(f"{joined(path, part.file)}: cut off before the end of {name!r}")
+    chunks = [chunk for _, found in scans for chunk in found]
+    stored = {name: described for name, described in tensors.items() if name not in aliases}
+    return Folder(build_index(stored, chunks, files, where, aliases), entries, paths)
+
+
+def load_entry(
+    storage: Storage, path: str, name: str, part: Part, *, trust_pickle: bool = False
+) -> Any:
+    """Reads a value that is no tensor.
+
+    Raises:
+        DataError: it holds objects that torch.load(weights_only=True) refuses, or is damaged.
+    """
+    buffer = bytearray(part.num_bytes)
+    storage.read_into(joined(path, part.file), part.start, memoryview(buffer))
+    try:
+        return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=not trust_pickle)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        why = next((line for line in lines if "GLOBAL" in line), lines[0] if lines else "damaged")
+        raise DataError(
+            f"{joined(path, part.file)}: the value {name!r} was refused: {why}; trust_pickle=True "
+            f"lets its code run, if you trust its source"
+        ) from error
+
+
+def _described(
+    metadata: Metadata,
+) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], list[tuple[str, Box]], list[str]]:
+    """Types and shapes of tensors, boxes of their chunks, and names of other values."""
+    tensors, boxes, others = {}, [], []
+    for name, found in vars(metadata)["state_dict_metadata"].items():
+        if not isinstance(name, str):
+            raise TypeError(f"a name that is no text: {name!r}")
+        if type(found).__name__ == "BytesStorageMetadata":
+            others.append(name)
+            continue
+        dtype = found.properties.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"no element type for {name!r}")
+        shape = _whole_numbers(found.size)
+        tensors[name] = (dtype, shape)
+        known = set()
+        for chunk in found.chunks:
+            box = Box(_whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes))
+            if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+                raise ValueError(f"a chunk of {name!r} has other dimensions than the tensor")
+            if box.numel and box not in known:
+                known.add(box)
+                boxes.append((name, box))
+    return tensors, boxes, others
+
+
+def _same_bytes(
+    lying: Mapping[str, list[tuple[Box, Part]]], described: Mapping[str, tuple]
+) -> dict[str, str]:
+    """Names of tensors that lie where another does, and the other's."""
+    first: dict[tuple, str] = {}
+    aliases = {}
+    for name, found in lying.items():
+        if found:
+            stored = first.setdefault((described[name], *sorted(found)), name)
+            if stored != name:
+                aliases[name] = stored
+    return aliases
+
+
+def _parts(metadata: Metadata, where: str) -> dict[tuple[str, tuple[int, ...] | None], Part]:
+    parts = {}
+    for item, info in vars(metadata)["storage_data"].items():
+        if getattr(info, "transform_descriptors", None):
+            raise DataError(
+                f"{where}: {item.fqn!r} was written through extensions "
+                f"{info.transform_descriptors}, which only torch reads; load it with torch and "
+                f"save it again"
+            )
+        # A value that is no tensor has no offset, and DCP pickles none for it.
+        offset = getattr(item, "offset", None)
+        offset = None if offset is None else _whole_numbers(offset)
+        start, num_bytes = _whole_numbers((info.offset, info.length))
+        parts[item.fqn, offset] = Part(plain_name(info.relative_path, where), start, num_bytes)
+    return parts
+
+
+def paths_of(metadata: object) -> dict[str, Path] | None:
+    """The paths of flat names, as torch's default planner leaves them in a `Metadata`."""
+    data = getattr(metadata, "planner_data", None)
+    if not isinstance(data, dict):
+        return None
+    return {
+        name: path
+        for name, path in data.items()
+        if isinstance(name, str)
+        and isinstance(path, tuple)
+        and path
+        and all(isinstance(key, str | int) for key in path)
+    }
+
+
+def _whole_numbers(numbers: Iterable[Any]) -> tuple[int, ...]:
+    numbers = tuple(numbers)
+    if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+        raise ValueError(f"{numbers!r:.80} are no sizes")
+    return numbers
+
+
+def _scan(
+    storage: Storage,
+    path: str,
+    file: str,
+    wanted: list[tuple[str, Box, Part]],
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> tuple[int, list[Chunk]]:
+    """Size of a file, and where in it the elements of each chunk lie."""
+    window = Window(storage, joined(path, file))
+    chunks = []
+    for name, box, part in sorted(wanted, key=lambda one: one[2].start):
+        where = f"{joined(path, file)} at {part.start}, tensor {name!r}"
+        # The beginning first: it is in the window of the end of the archive before.
+        window.read(part.start, min(part.num_bytes, 1024))
+        archive = Archive(window.read, part.start, part.num_bytes, where)
+        stored = load_tree(archive.read("data.pkl"), where)
+        if not isinstance(stored, StoredTensor):
+            raise DataError(f"{where}: expected a tensor, got a {type(stored).__name__}")
+        if (stored.dtype, stored.shape) != (tensors[name][0], box.sizes):
+            raise DataError(
+                f"{where}: expected {tensors[name][0]} of shape {list(box.sizes)}, got "
+                f"{stored.dtype} of {list(stored.shape)}; .metadata belongs to another save"
+            )
+        chunks.append(Chunk(name, box, file, elements_start(archive, stored, where)))
+    return window.num_bytes, chunks
+
+
+def elements_start(archive: Archive, stored: StoredTensor, where: str) -> int:
+    """Where a tensor's first element lies in the archive's file.
+
+    Raises:
+        DataError: the elements do not lie there in row-major order, or not all of them.
+    """
+    if "byteorder" in archive.names and archive.read("byteorder") != b"little":
+        raise DataError(f"{where}: written on a big-endian machine; save it again with torch")
+    steps = zip(stored.shape, stored.strides, contiguous_strides(stored.shape), strict=True)
+    if not stored.is_plain or any(size > 1 and step != flat for size, step, flat in steps):
+        raise DataError(
+            f"{where}: its elements are stored with strides {list(stored.strides)} for shape "
+            f"{list(stored.shape)}, or as a lazy conjugate; ranges need row-major order, so save "
+            f"`tensor.resolve_conj().contiguous()`"
+        )
+    numel = 1
+    for size in stored.shape:
+        numel *= size
+    record = archive.locate(f"data/{stored.key}")
+    begin = stored.offset * stored.dtype.itemsize
+    if begin + numel * stored.dtype.itemsize > min(record.num_bytes, stored.storage_bytes):
+        raise DataError(f"{where}: its storage is smaller than its shape; the file is damaged")
+    return record.start + begin

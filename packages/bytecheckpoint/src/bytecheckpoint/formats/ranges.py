@@ -1,0 +1,139 @@
+"""What the readers of other formats share: small reads of large files, and the index they build."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from bytecheckpoint.dtypes import name_of
+from bytecheckpoint.index import ChunkTable, File, Index
+from bytecheckpoint.storage import Storage
+from shared.errors import DataError
+from shared.topology.boxes import Box
+
+__all__ = ["Chunk", "Window", "build_index", "joined", "plain_name"]
+
+_WINDOW_BYTES = 64 * 1024
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
+
+
+class Chunk(NamedTuple):
+    """A box of a tensor whose elements lie in a file in row-major order.
+
+    Attributes:
+        name: of the tensor.
+        box: in its global index space.
+        file: name of the file.
+        start: offset of its first byte there.
+    """
+
+    name: str
+    box: Box
+    file: str
+    start: int
+
+
+class Window:
+    """Reads a file here and there through its last two windows of 64 KiB.
+
+    Archives one after another are read from their end and their beginning: the end of one and the
+    beginning of the next share a window, and so do many small archives.
+    """
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage, self._path = storage, path
+        try:
+            self.num_bytes = storage.size(path)
+        except FileNotFoundError as error:
+            raise DataError(f"{path}: the file is missing; fetch the whole folder") from error
+        self._windows: list[tuple[int, bytes]] = []
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """The bytes at an offset.
+
+        Raises:
+            DataError: the file ends before.
+        """
+        if offset < 0 or offset + num_bytes > self.num_bytes:
+            raise DataError(
+                f"{self._path}: expected at least {offset + num_bytes} bytes, got "
+                f"{self.num_bytes}; the file is cut off"
+            )
+        for start, data in self._windows:
+            if start <= offset and offset + num_bytes <= start + len(data):
+                return data[offset - start : offset - start + num_bytes]
+        buffer = bytearray(min(max(num_bytes, _WINDOW_BYTES), self.num_bytes - offset))
+        if buffer:
+            self._storage.read_into(self._path, offset, memoryview(buffer))
+        data = bytes(buffer)
+        self._windows = [*self._windows[-1:], (offset, data)]
+        return data[:num_bytes]
+
+
+def joined(path: str, name: str) -> str:
+    """A path below another, which may be empty."""
+    return posixpath.join(path, name) if path else name
+
+
+def plain_name(name: object, where: str) -> str:
+    """A file name that a checkpoint may refer to, before anything is opened by it.
+
+    Raises:
+        DataError: it is no text, or leads out of the folder.
+    """
+    if not isinstance(name, str) or not _PLAIN.fullmatch(name):
+        raise DataError(
+            f"{where}: file name {name!r} leads out of the checkpoint or is no plain name; do not "
+            f"load checkpoints from sources you do not trust"
+        )
+    return name
+
+
+def build_index(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    chunks: Iterable[Chunk],
+    files: Iterable[File],
+    where: str,
+    aliases: Mapping[str, str] | None = None,
+) -> Index:
+    """The index of chunks in files.
+
+    Args:
+        tensors: type and global shape by name.
+        chunks: of them, in any order; empty boxes are left out.
+        files: what there is of them.
+        where: the folder, for errors.
+        aliases: names of tied tensors, and the name each is stored under.
+
+    Raises:
+        DataError: the chunks are not whole, disjoint tensors inside the files.
+    """
+    names, numbers = list(tensors), {name: at for at, name in enumerate(tensors)}
+    files = list(files)
+    positions = {file.name: at for at, file in enumerate(files)}
+    rows = sorted((c for c in chunks if c.box.numel), key=lambda c: (numbers[c.name], c.box))
+    ndim = max((len(shape) for _, shape in tensors.values()), default=0)
+    offsets = np.zeros((len(rows), ndim), dtype=np.int64)
+    sizes = np.ones((len(rows), ndim), dtype=np.int64)
+    for row, chunk in enumerate(rows):
+        offsets[row, : len(chunk.box.offsets)] = chunk.box.offsets
+        sizes[row, : len(chunk.box.sizes)] = chunk.box.sizes
+    index = Index(
+        names=names,
+        dtypes=[name_of(dtype) for dtype, _ in tensors.values()],
+        shapes=[shape for _, shape in tensors.values()],
+        chunks=ChunkTable(
+            np.array([numbers[chunk.name] for chunk in rows], dtype=np.int32), offsets, sizes
+        ),
+        file=np.array([positions[chunk.file] for chunk in rows], dtype=np.int32),
+        start=np.array([chunk.start for chunk in rows], dtype=np.int64),
+        files=files,
+        aliases=dict(aliases or {}),
+    )
+    index.check(where)
+    return index

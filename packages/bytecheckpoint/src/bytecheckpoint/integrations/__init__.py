@@ -1,0 +1,1 @@
+"""Hooks into training frameworks; each needs its framework installed, and no other."""

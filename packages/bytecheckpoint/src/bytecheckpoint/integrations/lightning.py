@@ -1,0 +1,110 @@
+"""Checkpoints for Lightning's Trainer, written behind training."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from bytecheckpoint.checkpointer import Checkpointer
+from bytecheckpoint.rng import rng_state
+
+__all__ = ["CheckpointCallback"]
+
+
+class CheckpointCallback(Callback):
+    """Saves model, optimizers, schedulers, random numbers and the loop's progress, and resumes.
+
+    Takes the place of ModelCheckpoint and `ckpt_path`: `fit` goes on from the newest checkpoint if
+    there is one, on any number of ranks. With `Trainer(enable_checkpointing=False)` Lightning
+    writes nothing of its own. To go on in the middle of an epoch give it a loader that can, as
+    `LoaderState.track` makes, in `extra` too; others begin the epoch again.
+
+    Example::
+
+        trainer = Trainer(
+            callbacks=[CheckpointCallback("/nfs/run7", every_n_steps=100, keep=3)],
+            enable_checkpointing=False,
+        )
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        every_n_steps: int = 1,
+        extra: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Open the run when training begins.
+
+        Args:
+            url: folder of the run.
+            every_n_steps: optimizer steps between two checkpoints.
+            extra: further objects to save and load.
+            **options: of `Checkpointer`: keep, when_busy, stage, ...
+        """
+        super().__init__()
+        self._url = url
+        self._every_n_steps = every_n_steps
+        self._extra = extra or {}
+        self._options = options
+        self._checkpointer: Checkpointer | None = None
+        self._last_step: int | None = None
+        self._rng: dict[str, Any] | None = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Loads the newest checkpoint: the strategy is set up, and the loop has not begun."""
+        self._checkpointer = Checkpointer(self._url, **self._options)
+        self._last_step = self._checkpointer.load_latest(self._state_of(trainer))
+        self._rng = None if self._last_step is None else rng_state().state_dict()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Sets the random numbers again that beginning to read a begun epoch has drawn from."""
+        if self._rng is not None and batch_idx > 0:
+            rng_state().load_state_dict(self._rng)
+        self._rng = None
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Saves, if a step ended and it is its turn."""
+        step = trainer.global_step
+        if step % self._every_n_steps or step == self._last_step:
+            return
+        assert self._checkpointer is not None, "fitting starts before its first batch ends"
+        self._checkpointer.save(step, self._state_of(trainer))
+        self._last_step = step
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Waits for the last save, and raises if it failed."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+    def _state_of(self, trainer: Trainer) -> dict[str, Any]:
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        return {
+            "model": trainer.model,
+            "optimizers": dict(enumerate(trainer.optimizers)),
+            "schedulers": dict(enumerate(schedulers)),
+            "loop": _Loop(trainer),
+            "rng": rng_state(),
+            "extra": self._extra,
+        }
+
+
+class _Loop:
+    """The fit loop's progress without its loaders' states, which differ by rank; see `extra`."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._loop = trainer.fit_loop
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._loop.state_dict()
+        return state | {"state_dict": {}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loop.load_state_dict(state)

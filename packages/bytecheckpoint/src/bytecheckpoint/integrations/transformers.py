@@ -1,0 +1,146 @@
+"""Checkpoints for the Trainer of Hugging Face transformers, written behind training.
+
+The Trainer's own loop decides what it skips when it resumes, by a folder with its counters. It gets
+one that is empty of weights, and the callback then loads everything in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from bytecheckpoint.checkpointer import Checkpointer
+from bytecheckpoint.inventory import newest
+from bytecheckpoint.opened import open as open_checkpoint
+from bytecheckpoint.rng import rng_state
+from bytecheckpoint.storage import open_storage
+
+__all__ = ["CheckpointCallback"]
+
+
+class CheckpointCallback(TrainerCallback):
+    """Saves model, optimizer, scheduler, random numbers and the Trainer's counters, and resumes.
+
+    For one process and for DDP. With `save_strategy="no"` the Trainer writes nothing of its own.
+
+    Example::
+
+        callback = CheckpointCallback("/nfs/run7", every_n_steps=100, keep=3)
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+        trainer.train(resume_from_checkpoint=callback.resume_folder())
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        every_n_steps: int | None = None,
+        extra: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Open the run when training begins.
+
+        Args:
+            url: folder of the run.
+            every_n_steps: between two checkpoints; whenever the Trainer saves by default.
+            extra: further objects to save and load.
+            **options: of `Checkpointer`: keep, when_busy, stage, ...
+        """
+        self._url = os.fspath(url)
+        self._every_n_steps = every_n_steps
+        self._extra = extra or {}
+        self._options = options
+        self._checkpointer: Checkpointer | None = None
+        self._resume_step: int | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._rng: dict[str, Any] | None = None
+
+    def resume_folder(self) -> str | None:
+        """What to give to `Trainer.train(resume_from_checkpoint=...)`; None to start anew."""
+        url = newest(self._url)
+        if not open_storage(url).list(""):
+            return None
+        with open_checkpoint(url) as checkpoint:
+            self._resume_step, state = checkpoint.step, checkpoint.extra["trainer_state"]
+            names = checkpoint.names
+            weights = [n.removeprefix("model.") for n in names if n.startswith("model.")]
+        self._folder = tempfile.TemporaryDirectory(prefix="bytecheckpoint-")
+        folder = Path(self._folder.name)
+        (folder / "trainer_state.json").write_text(state)
+        # The Trainer wants to find all weights somewhere; what it finds there is none.
+        save_file({}, folder / "none.safetensors")
+        index = {"weight_map": dict.fromkeys(weights, "none.safetensors")}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return str(folder)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **objects: Any,
+    ) -> None:
+        """Opens the run, and loads the step that `resume_folder` found."""
+        self._checkpointer = Checkpointer(self._url, **self._options)
+        if self._resume_step is not None:
+            self._checkpointer.load(self._resume_step, self._state_of(state, objects))
+            self._rng = rng_state().state_dict()
+            self._resume_step = None
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def on_step_begin(self, *args: Any, **objects: Any) -> None:
+        """Sets the random numbers again that skipping batches has drawn from."""
+        if self._rng is not None:
+            rng_state().load_state_dict(self._rng)
+            self._rng = None
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **objects: Any,
+    ) -> None:
+        """Saves, if it is this step's turn."""
+        if self._every_n_steps is not None and state.global_step % self._every_n_steps == 0:
+            self._save(state, objects)
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **objects: Any,
+    ) -> None:
+        """Saves when the Trainer does, if no interval of our own was given."""
+        if self._every_n_steps is None:
+            self._save(state, objects)
+
+    def on_train_end(self, *args: Any, **objects: Any) -> None:
+        """Waits for the last save, and raises if it failed."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+    def _save(self, state: TrainerState, objects: dict[str, Any]) -> None:
+        assert self._checkpointer is not None, "training begins before its first step ends"
+        self._checkpointer.save(state.global_step, self._state_of(state, objects))
+
+    def _state_of(self, state: TrainerState, objects: dict[str, Any]) -> dict[str, Any]:
+        optimizer = objects["optimizer"]
+        return {
+            "model": objects["model"],
+            # Accelerate hands out a wrapper.
+            "optimizer": getattr(optimizer, "optimizer", optimizer),
+            "scheduler": objects["lr_scheduler"],
+            "rng": rng_state(),
+            "trainer_state": json.dumps(dataclasses.asdict(state)),
+            "extra": self._extra,
+        }

@@ -1,0 +1,71 @@
+"""The state of every generator of random numbers a rank uses."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["RngState", "rng_state"]
+
+
+class RngState:
+    """Python's, numpy's and torch's default generators, captured when saved, set when loaded.
+
+    Each rank has its own. Loaded by another number of ranks, rank r takes what rank r of the save
+    had; ranks there were none of go on from seeds drawn from rank 0's state and their own number.
+    """
+
+    per_rank = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states now."""
+        version, numbers, gauss = random.getstate()
+        name, keys, at, has_gauss, cached = np.random.get_state()
+        state: dict[str, Any] = {
+            "python": {"version": version, "numbers": np.array(numbers), "gauss": gauss},
+            "numpy": {
+                "name": name,
+                "keys": np.array(keys).astype(np.int64),
+                "at": at,
+                "has_gauss": has_gauss,
+                "cached": cached,
+            },
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets the generators."""
+        python, numpy = state["python"], state["numpy"]
+        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+        np.random.set_state(
+            (
+                numpy["name"],
+                np.asarray(numpy["keys"]).astype(np.uint32),
+                numpy["at"],
+                numpy["has_gauss"],
+                numpy["cached"],
+            )
+        )
+        torch.set_rng_state(state["torch"].cpu())
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"].cpu())
+
+    def load_rank_states(self, states: list[dict[str, Any]], rank: int, world_size: int) -> None:
+        """Sets the generators from a save by another number of ranks."""
+        self.load_state_dict(states[min(rank, len(states) - 1)])
+        if rank >= len(states):
+            seed = random.getrandbits(32) + rank
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+
+
+def rng_state() -> RngState:
+    """What to put into a state so that random numbers go on where they were."""
+    return RngState()

@@ -1,0 +1,290 @@
+"""One save after another by the same ranks: plan once, copy, write behind training's back.
+
+The first save is planned by the coordinator. A later one, of a state with the same tensors, costs
+one reduction of four numbers before the copy, and everything after the copy happens on threads.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import msgspec
+import torch
+import xxhash
+
+from bytecheckpoint import planner
+from bytecheckpoint.child import ChildWriter
+from bytecheckpoint.dtypes import name_of
+from bytecheckpoint.extra import dump
+from bytecheckpoint.job import Handle, Job
+from bytecheckpoint.stage import Image, sources
+from bytecheckpoint.state import LocalState, describe, no_collection
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.team import Team
+from bytecheckpoint.trace import Trace
+from bytecheckpoint.writer import Writer
+from shared.errors import ConfigError
+from shared.topology.boxes import Box
+
+__all__ = ["Saver", "StageKind", "rows_of"]
+
+StageKind = Literal["arena", "fork"]
+Row = tuple[str, str, tuple[int, ...], Box]
+
+
+@dataclass
+class _Plan:
+    """What stays the same from save to save.
+
+    Attributes:
+        rows, aliases: what this rank listed.
+        part: what it writes.
+        index: of the checkpoint, on the coordinator.
+        token: drawn by the coordinator; names what the ranks of a save share.
+        image: memory for the part, made when it is first filled.
+        num_saves: made by this plan.
+    """
+
+    rows: list[Row]
+    aliases: dict[str, str]
+    part: planner.Part
+    index: bytes
+    token: bytes
+    image: Image | None = None
+    num_saves: int = 0
+
+    def next_key(self) -> str:
+        """12 hex digits: the same on all ranks, and no other save's."""
+        self.num_saves += 1
+        return xxhash.xxh3_128_hexdigest(self.token + self.num_saves.to_bytes(8, "little"))[:12]
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    pieces: bytes
+    aliases: dict[str, str]
+
+
+class _Planned(msgspec.Struct, frozen=True):
+    token: bytes
+    part: bytes
+
+
+class Saver:
+    """Saves states of one training to one storage, one at a time."""
+
+    def __init__(self, storage: Storage, *, stage: StageKind = "arena", timeout: timedelta) -> None:
+        """Every rank makes its own, at the same place in its program.
+
+        Args:
+            storage: where checkpoints go.
+            stage: "arena" copies values to memory of its own, "fork" has a child process write them.
+            timeout: how long to wait for the slowest rank's file.
+
+        Raises:
+            ConfigError: a child process cannot write to this storage.
+        """
+        if stage == "fork" and not storage.has_rename:
+            raise ConfigError(
+                f"stage='fork' writes from a child process, which cannot use its parent's "
+                f"connections to {storage.url}; use stage='arena'"
+            )
+        self.team = Team()
+        self._storage = storage
+        self._stage: StageKind = stage
+        self._timeout = timeout
+        self._plan: _Plan | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank."""
+        return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Blocks until no save is under way; in a forked child none ever is."""
+        if self.is_busy and self._thread is not None:
+            self._thread.join()
+
+    def save(
+        self,
+        path: str,
+        state: dict[str, Any],
+        *,
+        step: int | None = None,
+        overwrite: bool = False,
+        check: Callable[[], None] = lambda: None,
+        after_commit: Callable[[], None] = lambda: None,
+    ) -> Handle:
+        """Copies a state and returns; called by all ranks.
+
+        Args:
+            path: of the checkpoint's folder in the storage.
+            state: see `state`.
+            step: of training, for the manifest.
+            overwrite: whether to replace a checkpoint at the path.
+            check: called on the coordinator first; what it raises, all ranks raise.
+            after_commit: called on the coordinator when the checkpoint exists.
+
+        Returns:
+            A handle; it holds failures after the copy.
+
+        Raises:
+            DataError: the state of a rank cannot be saved; nothing was touched.
+            CommError: a rank is missing.
+        """
+        self.wait()
+        handle = Handle(step, Trace(self.team.rank))
+        with handle.trace.span("extract"):
+            local, rows, digest, error = self._described(state, check)
+        with handle.trace.span("plan"):
+            plan, has_rank_trees = self._agreed(local, rows, digest, error)
+        key = plan.next_key()
+        job = Job(
+            handle=handle,
+            team=self.team,
+            storage=self._storage,
+            path=path,
+            folder=f"data-{key}",
+            key=key,
+            index=plan.index,
+            state=local,
+            has_rank_trees=has_rank_trees,
+            overwrite=overwrite,
+            timeout=self._timeout,
+            after_commit=after_commit,
+        )
+        self._start(job, plan)
+        return handle
+
+    def _described(
+        self, state: dict[str, Any], check: Callable[[], None]
+    ) -> tuple[LocalState, list[Row], int, Exception | None]:
+        try:
+            if self.team.is_coordinator:
+                check()
+            with no_collection():
+                local = describe(state, self.team.rank)
+                rows = rows_of(local)
+            return local, rows, xxhash.xxh3_64_intdigest(dump(local.tree)) >> 2, None
+        except Exception as error:  # noqa: BLE001 - raised on all ranks together
+            return LocalState(), [], 0, error
+
+    def _agreed(
+        self, local: LocalState, rows: list[Row], digest: int, error: Exception | None
+    ) -> tuple[_Plan, bool]:
+        """The plan, kept or made, and whether what is no tensor differs between ranks."""
+        plan = self._plan
+        is_new = plan is None or plan.rows != rows or plan.aliases != local.aliases
+        any_failed, any_new, most, minus_least = self.team.maximum(
+            [error is not None, is_new, digest, -digest]
+        )
+        if any_failed:
+            self.team.agree(error)
+        if any_new:
+            self._plan = plan = None  # its image goes before the next one comes
+            self._plan = plan = self._planned(rows, local.aliases)
+        assert plan is not None, "a rank without a plan says that it is new"
+        return plan, most != -minus_least
+
+    def _planned(self, rows: list[Row], aliases: dict[str, str]) -> _Plan:
+        """Gathers what the ranks hold, plans on the coordinator, hands each rank its part."""
+        listed, error = b"", None
+        try:
+            pieces = planner.Pieces.of(self.team.rank, rows)
+            listed = msgspec.msgpack.encode(_Listed(pieces.encode(), aliases))
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self.team.agree(error)
+        index, parts = b"", None
+        try:
+            merged = self.team.gather(listed, _merged)
+            if merged is not None:
+                index, parts = self._plan_all(merged)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self.team.agree(error)
+        mine = msgspec.msgpack.decode(self.team.scatter(parts), type=_Planned)
+        part = planner.Part.decode(mine.part)
+        return _Plan(rows=rows, aliases=aliases, part=part, index=index, token=mine.token)
+
+    def _plan_all(self, merged: bytes) -> tuple[bytes, list[bytes]]:
+        listed = msgspec.msgpack.decode(merged, type=_Listed)
+        pieces = planner.Pieces.decode(listed.pieces)
+        plan = planner.plan(pieces, self.team.world_size, aliases=listed.aliases)
+        token = secrets.token_bytes(16)
+        parts = [
+            msgspec.msgpack.encode(_Planned(token, plan.part(rank).encode()))
+            for rank in range(self.team.world_size)
+        ]
+        return plan.index.encode(), parts
+
+    def _start(self, job: Job, plan: _Plan) -> None:
+        """Starts the threads, then copies: the one that writes follows the copy."""
+        values: list[torch.Tensor] = []
+        try:
+            if plan.part.file is not None:
+                values = list(sources(plan.part, job.state.tensors))
+                job.writer = self._writer(job, plan, values)
+        except Exception as error:  # noqa: BLE001 - the job reports it to all ranks
+            job.error = error
+        self._thread = threading.Thread(target=job.run, name="bytecheckpoint-save")
+        self._thread.start()
+        # What goes wrong from here on the job learns from the writer.
+        event = None if job.writer is None else job.writer.stage(values)
+        if event is None:
+            job.handle.staged.set()
+        elif job.state.optimizers:
+            for optimizer in job.state.optimizers.values():
+                _wait_before_step(optimizer, event)
+        else:
+            event.synchronize()
+
+    def _writer(self, job: Job, plan: _Plan, values: list[torch.Tensor]) -> Writer | ChildWriter:
+        assert plan.part.file is not None, "a rank that writes nothing needs no writer"
+        if plan.image is None:
+            is_cuda = any(value.is_cuda for value in values)
+            if is_cuda and self._stage == "fork":
+                raise ConfigError("stage='fork' cannot read a GPU's memory; use stage='arena'")
+            plan.image = Image(plan.part, is_pinned=is_cuda, is_shared=self._stage == "fork")
+        file = f"{job.path}/{job.folder}/{plan.part.file.name}".lstrip("/")
+        kind = ChildWriter if self._stage == "fork" else Writer
+        return kind(self._storage, file, plan.image, job.handle.trace)
+
+
+def rows_of(local: LocalState) -> list[Row]:
+    """Every box this rank holds: name, type, the tensor's shape, box; an empty one for a tensor of
+    which it holds nothing.
+    """
+    rows = []
+    for name, (dtype, shape, pieces) in local.tensors.items():
+        type_name = name_of(dtype)
+        if pieces:
+            rows.extend((name, type_name, shape, piece.box) for piece in pieces)
+        else:
+            rows.append((name, type_name, shape, Box((0,) * len(shape), (0,) * len(shape))))
+    return rows
+
+
+def _merged(parts: list[bytes]) -> bytes:
+    """Joins what some ranks listed; called at every branch of the tree."""
+    listed = [msgspec.msgpack.decode(part, type=_Listed) for part in parts]
+    pieces = planner.Pieces.merge([planner.Pieces.decode(one.pieces) for one in listed])
+    aliases = {name: target for one in listed for name, target in one.aliases.items()}
+    return msgspec.msgpack.encode(_Listed(pieces.encode(), aliases))
+
+
+def _wait_before_step(optimizer: torch.optim.Optimizer, event: torch.cuda.Event) -> None:
+    """Has the optimizer's next step wait for an event, on the device."""
+
+    def wait(*_: object) -> None:
+        torch.cuda.current_stream().wait_event(event)
+        hook.remove()
+
+    hook = optimizer.register_step_pre_hook(wait)

@@ -1,0 +1,165 @@
+"""A rank's data file in memory: where training's values go before it may change them.
+
+The image is laid out as the file will be, so that writing it is nothing but writing it. It is kept
+from save to save, because a copy into memory that is not mapped yet is several times slower. The
+copy goes in file order and says how far it is, and writing may follow right behind.
+
+On a GPU the copies are queued on a stream of their own, and instead of the caller the optimizer's
+next step waits for them, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707): values
+do not change between steps. With `stage="fork"` nothing is copied at all: a child process writes
+the memory as it was at the fork.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bytecheckpoint.dtypes import dtype_named
+from bytecheckpoint.planner import Part
+from bytecheckpoint.tensors import LocalTensor
+from shared.topology.boxes import intersect
+
+__all__ = ["Image", "sources"]
+
+# How much is copied before the writer is told.
+_BATCH_BYTES = 16 * 1024 * 1024
+
+
+class Image:
+    """Memory for one data file, with a view of each chunk's place in it.
+
+    Attributes:
+        part: what the file holds.
+        memory: uint8 [bytes of the file].
+        num_bytes: of the whole file, the table of checksums included.
+    """
+
+    def __init__(self, part: Part, *, is_pinned: bool = False, is_shared: bool = False) -> None:
+        """Allocates it and writes the header.
+
+        Args:
+            part: the layout.
+            is_pinned: for copies from a GPU.
+            is_shared: so that a forked child writes into it without copying pages first.
+        """
+        assert part.file is not None, "a rank that writes nothing needs no image"
+        self.part = part
+        self.num_bytes = part.file.num_bytes
+        self.hashed_bytes = part.file.hashed_bytes or 0
+        if is_pinned:
+            self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            kind = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
+            mapped = mmap.mmap(-1, self.num_bytes, flags=kind | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE") and not is_shared:
+                mapped.madvise(mmap.MADV_HUGEPAGE)
+            self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.view = memoryview(self.memory.numpy())
+        self.view[: len(part.header)] = part.header
+        dtypes = {name: dtype_named(d) for name, d in zip(part.names, part.dtypes, strict=True)}
+        self._slots = [
+            self.memory[start : start + box.numel * dtypes[name].itemsize]
+            .view(dtypes[name])
+            .view(box.sizes)
+            for name, box, start in part.rows
+        ]
+        self._batches = _batches(part.start.tolist(), self.hashed_bytes)
+        self._ready = threading.Condition()
+        self._ready_bytes = 0
+        self._error: BaseException | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """Forgets the last save's contents."""
+        with self._ready:
+            self._ready_bytes, self._error = 0, None
+
+    @torch.no_grad()
+    def fill(self, values: Sequence[Tensor]) -> None:
+        """Copies the chunks' values in, on the CPU, telling `wait_for` how far it is."""
+        for first, last, end in self._batches:
+            torch._foreach_copy_(self._slots[first:last], list(values[first:last]))
+            self.ready_until(end)
+
+    @torch.no_grad()
+    def fill_on_stream(
+        self, values: Sequence[Tensor], stream: torch.cuda.Stream
+    ) -> torch.cuda.Event:
+        """Queues the copies on a stream behind the caller's; the event marks their end."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for slot, value in zip(self._slots, values, strict=True):
+                slot.copy_(value, non_blocking=True)
+                if value.is_cuda:
+                    # The caller may drop it; its memory must not be given away before the copy.
+                    value.record_stream(stream)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """The chunks' places as arrays of plain integers."""
+        return [as_array(slot) for slot in self._slots]
+
+    def ready_until(self, end: int) -> None:
+        """Says that the first `end` bytes hold what is to be written."""
+        with self._ready:
+            self._ready_bytes = end
+            self._ready.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Says that the image will never be complete; `wait_for` raises this."""
+        with self._ready:
+            self._error = error
+            self._ready.notify_all()
+
+    def wait_for(self, end: int) -> None:
+        """Blocks until the first `end` bytes hold what is to be written."""
+        with self._ready:
+            self._ready.wait_for(lambda: self._ready_bytes >= end or self._error is not None)
+            if self._error is not None:
+                raise self._error
+
+
+def _batches(starts: list[int], end_bytes: int) -> list[tuple[int, int, int]]:
+    """Rows in groups of about a write block: first row, the one after the last, end in the file."""
+    batches, first = [], 0
+    for row in range(1, len(starts) + 1):
+        end = starts[row] if row < len(starts) else end_bytes
+        if row == len(starts) or end - starts[first] >= _BATCH_BYTES:
+            batches.append((first, row, end))
+            first = row
+    return batches
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """A CPU tensor's elements as integers of their size; of any type and strides."""
+    tensor = tensor.detach()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if tensor.itemsize == 16:
+        return torch.view_as_real(tensor).numpy()
+    return tensor.view(integers[tensor.itemsize]).numpy()
+
+
+def sources(part: Part, tensors: dict[str, LocalTensor]) -> Iterable[Tensor]:
+    """The user's memory of each chunk that a rank writes, in file order.
+
+    A chunk is a piece as the rank listed it, or a part of one where the plan split it.
+    """
+    for name, box, _ in part.rows:
+        for piece in tensors[name].pieces:
+            if piece.box == box:
+                yield piece.tensor
+                break
+            if intersect(piece.box, box) == box:
+                yield piece.tensor[box.within(piece.box)]
+                break
+        else:
+            raise AssertionError(f"the plan has this rank write {box} of {name}, which it lacks")

@@ -1,0 +1,239 @@
+"""The boxes of a tensor that a rank holds, whatever kind of tensor it is.
+
+Plain tensors are one box, DTensors one or a few, ShardedTensors as many as they list, and a
+`FlatShard`, the even cut of concatenated parameters that ZeRO, Megatron's distributed optimizer and
+FSDP1 make, is decomposed into boxes (the idea of ByteCheckpoint, arXiv 2407.20143), each a view of
+the flat memory. Nothing is copied or communicated here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shared.errors import DataError
+from shared.topology.boxes import Box, decompose
+
+__all__ = ["FlatShard", "LocalTensor", "Piece", "local_tensor"]
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, held by this rank.
+
+    Attributes:
+        box: in the tensor's global index space.
+        tensor: the elements, of the box's sizes; the user's memory, perhaps one that takes part in
+            automatic differentiation: to be read and written under `torch.no_grad`.
+    """
+
+    box: Box
+    tensor: Tensor
+
+
+class LocalTensor(NamedTuple):
+    """What this rank holds of a tensor.
+
+    Attributes:
+        dtype: of its elements.
+        shape: of the whole tensor.
+        pieces: the boxes held here; none where a rank holds nothing of it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatShard:
+    """A range of a tensor in flat, row-major order, as ZeRO and Megatron's optimizers hold one.
+
+    Attributes:
+        tensor: one-dimensional, contiguous; the elements from `start` on. Padding stays out.
+        shape: of the whole tensor.
+        start: flat index of the first element.
+    """
+
+    tensor: Tensor
+    shape: Sequence[int]
+    start: int
+
+    def __post_init__(self) -> None:
+        if self.tensor.dim() != 1 or not self.tensor.is_contiguous():
+            raise DataError(
+                f"FlatShard needs a one-dimensional contiguous tensor, got shape "
+                f"{list(self.tensor.shape)} with strides {self.tensor.stride()}; pass the view of "
+                f"the flat buffer that belongs to this tensor"
+            )
+        numel = math.prod(self.shape)
+        if not 0 <= self.start <= self.start + self.tensor.numel() <= numel:
+            raise DataError(
+                f"FlatShard of a tensor {list(self.shape)} has indices 0..{numel}, got "
+                f"{self.start}..{self.start + self.tensor.numel()}; leave padding out"
+            )
+
+
+def local_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
+    """What this rank holds of a tensor of any kind.
+
+    Args:
+        value: a tensor, parameter, DTensor, ShardedTensor or FlatShard.
+        name: for errors.
+
+    Raises:
+        DataError: the tensor has no plain elements: quantised or other wrapper subclasses, sparse
+            and meta tensors, DTensors with partial sums.
+    """
+    if type(value) in _PLAIN:
+        return _plain(value, name)
+    if isinstance(value, FlatShard):
+        return _flat(value)
+    # DTensor and ShardedTensor are found by name: their modules load slowly, and a process that
+    # holds one has loaded them.
+    kinds = {kind.__name__ for kind in type(value).__mro__}
+    if "DTensor" in kinds:
+        return _dtensor(value, name)
+    if "ShardedTensor" in kinds:
+        return _sharded(value)
+    if hasattr(value, "__tensor_flatten__"):
+        raise DataError(
+            f"{name}: expected a tensor of plain elements, got a {type(value).__name__}, whose "
+            f"meaning is in several inner tensors; put those into the state instead"
+        )
+    return _plain(value, name)
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+
+def _plain(value: Tensor, name: str) -> LocalTensor:
+    if value.layout is not torch.strided or value.is_meta or value.is_quantized:
+        kind = "meta" if value.is_meta else "quantized" if value.is_quantized else value.layout
+        raise DataError(
+            f"{name}: expected a dense tensor with values, got a {kind} one; materialise it, or "
+            f"put its parts into the state"
+        )
+    shape = value.shape
+    pieces = (Piece(_whole(shape), value),) if value.numel() else ()
+    return LocalTensor(value.dtype, tuple(shape), pieces)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: torch.Size) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def _flat(value: FlatShard) -> LocalTensor:
+    flat, shape = value.tensor, tuple(value.shape)
+    pieces, at = [], 0
+    for box in decompose(shape, value.start, value.start + flat.numel()):
+        pieces.append(Piece(box, flat[at : at + box.numel].view(box.sizes)))
+        at += box.numel
+    return LocalTensor(flat.dtype, shape, tuple(pieces))
+
+
+def _sharded(value: Tensor) -> LocalTensor:
+    metadata = value.metadata()
+    pieces = tuple(
+        Piece(
+            Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)),
+            shard.tensor,
+        )
+        for shard in value.local_shards()
+        if shard.tensor.numel()
+    )
+    return LocalTensor(metadata.tensor_properties.dtype, tuple(metadata.size), pieces)
+
+
+def _dtensor(value: Tensor, name: str) -> LocalTensor:
+    shape, mesh = tuple(value.shape), value.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return LocalTensor(value.dtype, shape, ())
+    local = value._local_tensor
+    boxes = _shard_boxes(shape, tuple(mesh.shape), tuple(coordinate), tuple(value.placements))
+    if boxes is None:
+        raise DataError(
+            f"{name}: expected placements Shard and Replicate, got {value.placements}; reduce "
+            f"partial sums first with .redistribute()"
+        )
+    if len(boxes) == 1:
+        local = _plain(local, name).pieces
+        return LocalTensor(value.dtype, shape, tuple(Piece(boxes[0], p.tensor) for p in local))
+    pieces, at = [], [0] * len(shape)
+    for box in boxes:
+        # Only the dimensions that are cut several times advance; the last one turns fastest.
+        part = local[tuple(slice(a, a + n) for a, n in zip(at, box.sizes, strict=True))]
+        pieces.append(Piece(box, part))
+        for d in reversed(range(len(shape))):
+            at[d] += box.sizes[d]
+            if at[d] < local.shape[d]:
+                break
+            at[d] = 0
+    return LocalTensor(value.dtype, shape, tuple(pieces))
+
+
+@functools.lru_cache(maxsize=65536)
+def _shard_boxes(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple,
+) -> list[Box] | None:
+    """The boxes of a DTensor's local tensor in its row-major order; None for a placement unknown.
+
+    Placements apply in the mesh's order, each cutting what those before it left, as torch.chunk
+    does; a strided shard (FSDP over tensor parallelism) takes its part of each of several pieces.
+    """
+    runs = [[(0, size)] for size in shape]
+    for size, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if placement.is_replicate():
+            continue
+        kind = type(placement).__name__
+        if kind not in ("Shard", "_StridedShard"):
+            return None
+        dim = placement.dim % len(shape)
+        parts = _chunks(runs[dim], getattr(placement, "split_factor", 1))
+        cut = [_chunks(part, size) for part in parts]
+        runs[dim] = _joined([run for chunks in cut if at < len(chunks) for run in chunks[at]])
+    boxes = [Box((), ())]
+    for dim_runs in runs:
+        boxes = [
+            Box((*box.offsets, start), (*box.sizes, length))
+            for box in boxes
+            for start, length in dim_runs
+        ]
+    return boxes
+
+
+def _chunks(runs: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
+    """Cuts a sequence of index runs as torch.chunk does: ceil(n / count) each, the rest in the last."""
+    total = sum(length for _, length in runs)
+    each = -(-total // count)
+    chunks: list[list[tuple[int, int]]] = []
+    room = 0
+    for start, length in runs:
+        while length:
+            if not room:
+                chunks.append([])
+                room = each
+            take = min(room, length)
+            chunks[-1].append((start, take))
+            start, length, room = start + take, length - take, room - take
+    return chunks
+
+
+def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, length in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        else:
+            joined.append((start, length))
+    return joined

@@ -1,0 +1,55 @@
+"""What a save or load did and when, on each rank: the input of `bytecheckpoint timeline`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+__all__ = ["Span", "Trace"]
+
+
+class Span(NamedTuple):
+    """One stage of work on one rank.
+
+    Attributes:
+        stage: "extract", "plan", "stage", "checksum", "write", "sync", "commit", "read", "verify",
+            "exchange", "copy".
+        rank: who did it.
+        start_s: since the operation began on that rank, in seconds.
+        seconds: how long it took.
+        num_bytes: bytes it moved, 0 where it moved none.
+    """
+
+    stage: str
+    rank: int
+    start_s: float
+    seconds: float
+    num_bytes: int
+
+
+class Trace:
+    """Collects spans of one operation; may be written to from several threads."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.spans: list[Span] = []
+        self._begin = time.perf_counter()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def span(self, stage: str, num_bytes: int = 0) -> Iterator[None]:
+        """Times what runs inside."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            with self._lock:
+                self.spans.append(Span(stage, self.rank, start - self._begin, seconds, num_bytes))
+
+    def seconds(self, stage: str) -> float:
+        """Total seconds of a stage, over all threads."""
+        return sum(span.seconds for span in self.spans if span.stage == stage)

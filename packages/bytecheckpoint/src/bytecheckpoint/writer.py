@@ -1,0 +1,147 @@
+"""Fills a file's image and writes it: copy, checksum and write follow one another block by block."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+
+import torch
+import xxhash
+from torch import Tensor
+
+from bytecheckpoint.index import BLOCK_BYTES
+from bytecheckpoint.manifest import FileRecord
+from bytecheckpoint.stage import Image
+from bytecheckpoint.storage import WRITE_BYTES, Sink, Storage
+from bytecheckpoint.trace import Trace
+
+__all__ = ["Writer", "hash_blocks", "write_image"]
+
+
+def hash_blocks(data: memoryview, table: memoryview, first: int, stop: int) -> None:
+    """Hashes the blocks of `data` that begin in [first, stop) into their places in the table."""
+    for block in range(-(-first // BLOCK_BYTES), -(-stop // BLOCK_BYTES)):
+        at = block * BLOCK_BYTES
+        digest = xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES])
+        table[8 * block : 8 * block + 8] = digest.to_bytes(8, "little")
+
+
+def file_record(path: str, image: Image) -> FileRecord:
+    """What the manifest says of an image that was written."""
+    table = image.view[image.hashed_bytes :]
+    name = path.rpartition("/")[2]
+    return FileRecord(name, image.num_bytes, xxhash.xxh3_128_hexdigest(table))
+
+
+def write_image(storage: Storage, path: str, image: Image) -> FileRecord:
+    """Hashes and writes an image that is complete, on this thread alone.
+
+    Raises:
+        OSError: the storage refused; the file is given up.
+    """
+    data, table = image.view[: image.hashed_bytes], image.view[image.hashed_bytes :]
+    hash_blocks(data, table, 0, image.hashed_bytes)
+    sink = storage.create(path, image.num_bytes)
+    try:
+        for offset in range(0, image.num_bytes, WRITE_BYTES):
+            sink.write_at(offset, image.view[offset : offset + WRITE_BYTES])
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+    return file_record(path, image)
+
+
+class Writer:
+    """One save of one image to one file.
+
+    Its thread is started at once: none can be when the interpreter ends, and a save that is under
+    way then is still finished.
+    """
+
+    def __init__(self, storage: Storage, path: str, image: Image, trace: Trace) -> None:
+        """Starts the thread that writes what `run` gives it."""
+        self._storage = storage
+        self._path = path
+        self._image = image
+        self._trace = trace
+        self._began: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
+        self._offsets: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._sink: Sink | None = None
+        self._error: BaseException | None = None
+        image.begin()
+        self._thread = threading.Thread(target=self._write, name="bytecheckpoint-write")
+        self._thread.start()
+
+    def stage(self, values: Sequence[Tensor]) -> torch.cuda.Event | None:
+        """Copies the values into the image, or queues the copies of a GPU's.
+
+        Called by the training thread, which may change values on the CPU when this returns.
+
+        Returns:
+            The event behind copies that are only queued: values on the GPU may change after it.
+        """
+        image, event = self._image, None
+        with self._trace.span("stage", image.num_bytes):
+            try:
+                if any(value.is_cuda for value in values):
+                    event = image.fill_on_stream(values)
+                    self._began.put(event)
+                else:
+                    self._began.put(None)
+                    image.fill(values)
+            except BaseException as error:
+                image.fail(error)
+                self._began.put(None)
+                raise
+        return event
+
+    def run(self, staged: threading.Event) -> FileRecord:
+        """Hashes and writes the image as it fills; returns when the file would survive power loss.
+
+        Args:
+            staged: set when the last copy from a GPU has ended.
+
+        Raises:
+            OSError: the storage refused; the file is given up.
+        """
+        image = self._image
+        data, table = image.view[: image.hashed_bytes], image.view[image.hashed_bytes :]
+        try:
+            event = self._began.get()
+            if event is not None:
+                event.synchronize()
+                staged.set()
+                image.ready_until(image.hashed_bytes)
+            for offset in range(0, image.num_bytes, WRITE_BYTES):
+                end = min(offset + WRITE_BYTES, image.hashed_bytes)
+                image.wait_for(end)
+                with self._trace.span("checksum", max(end - offset, 0)):
+                    hash_blocks(data, table, offset, end)
+                if self._error is not None:
+                    break
+                self._offsets.put(offset)
+        except BaseException as error:  # noqa: BLE001 - raised below, when the thread has ended
+            self._error = self._error or error
+        self._offsets.put(None)
+        self._thread.join()
+        if self._error is None and self._sink is not None:
+            with self._trace.span("sync"):
+                self._sink.finish()
+            return file_record(self._path, image)
+        if self._sink is not None:
+            self._sink.abort()
+        assert self._error is not None, "a thread that did not fail has opened the file"
+        raise self._error
+
+    def _write(self) -> None:
+        view = self._image.view
+        try:
+            self._sink = self._storage.create(self._path, self._image.num_bytes)
+            while (offset := self._offsets.get()) is not None:
+                block = view[offset : offset + WRITE_BYTES]
+                with self._trace.span("write", len(block)):
+                    self._sink.write_at(offset, block)
+        except BaseException as error:  # noqa: BLE001 - raised by run
+            self._error = error

@@ -1,0 +1,212 @@
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import bytecheckpoint as bcp
+from bytecheckpoint.cli import main
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Three steps; the second differs from the first in two elements, the third in a shape too."""
+    root = tmp_path / "run"
+    weight = torch.arange(20_000.0).view(200, 100)
+    state = {"model": {"weight": weight, "bias": torch.ones(7)}, "step": 0}
+    state["model"]["head"] = weight
+    with bcp.Checkpointer(root) as ckpt:
+        for step in (10, 20, 30):
+            state["step"] = step
+            ckpt.save(step, state).committed.result()
+            weight[0, :2] += 0.5
+        del state["model"]["bias"]
+        ckpt.save(40, state | {"model": {"weight": torch.zeros(3), "head": weight}})
+    return root
+
+
+def out_of(capsys, *args, code=0):
+    assert main([str(arg) for arg in args]) == code
+    return capsys.readouterr()
+
+
+def test_help_teaches_every_command_with_an_example(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    commands = ("ls", "inspect", "verify", "diff", "convert", "reshard", "timeline", "gc", "demo")
+    for command in commands:
+        assert f"Example: bytecheckpoint {command}" in text
+    assert "Exit status" in text
+
+
+def test_help_does_not_import_torch():
+    program = (
+        "import sys; from bytecheckpoint.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print('heavy', sorted({'torch', 'numpy', 'matplotlib'} & {*sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.endswith("heavy []\n")
+
+
+@pytest.mark.parametrize("args", [[], ["lst"], ["ls"], ["reshard", "a", "b"], ["gc", "a", "--no"]])
+def test_wrong_usage_exits_with_2(args):
+    with pytest.raises(SystemExit) as stopped:
+        main(args)
+    assert stopped.value.code == 2
+
+
+def test_ls_shows_step_size_ranks_tensors(run, capsys):
+    lines = out_of(capsys, "ls", run).out.splitlines()
+    assert lines[0].split() == ["checkpoint", "step", "size", "ranks", "files", "tensors"]
+    assert [line.split()[:2] for line in lines[1:]] == [
+        [f"step_000000{step}", str(step)] for step in (10, 20, 30, 40)
+    ]
+    assert lines[1].split()[-3:] == ["1", "1", "2"]
+    single = out_of(capsys, "ls", run / "step_00000010").out.splitlines()
+    assert single[1].split()[:2] == [".", "10"]
+
+
+def test_ls_shows_damage_and_fails(run, capsys):
+    (file,) = (run / "step_00000020").glob("data-*/rank-*")
+    file.unlink()
+    text = out_of(capsys, "ls", run, code=1).out
+    assert "got nothing" in text
+    assert "no checkpoint" in out_of(capsys, "ls", run / "elsewhere", code=1).err
+
+
+def test_inspect_filters_by_pattern_or_part_of_a_name(run, capsys):
+    step = run / "step_00000010"
+    text = out_of(capsys, "inspect", step).out
+    assert ["model.weight", "float32", "200x100", "78.1", "KiB", "1"] in map(
+        str.split, text.splitlines()
+    )
+    assert "tied to model.weight" in text
+    assert "2 of 2 tensors" in text
+    assert "1 of 2 tensors" in out_of(capsys, "inspect", step, "--filter", "*.bias").out
+    assert "1 of 2 tensors" in out_of(capsys, "inspect", step, "--filter", "bia").out
+    assert "0 of 2 tensors" in out_of(capsys, "inspect", step, "--filter", "x", code=1).out
+    assert '"step": 10' in out_of(capsys, "inspect", step, "--values").out
+
+
+def test_a_run_stands_for_its_newest_checkpoint(run, capsys):
+    assert "model.weight  float32  3" in out_of(capsys, "inspect", run).out
+
+
+def test_verify_lists_damage_and_exits_with_1(run, capsys):
+    assert "4 whole" in out_of(capsys, "verify", run).out
+    (file,) = (run / "step_00000020").glob("data-*/rank-*")
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+    assert "4 whole" in out_of(capsys, "verify", run).out
+    found = out_of(capsys, "verify", run, "--deep", code=1)
+    assert "step_00000020: data-" in found.out
+    assert "block 0: bytes 0 to" in found.out
+    assert "holds parts of model." in found.out
+    assert "1 damages in 4 checkpoints" in found.err
+    assert "no checkpoint" in out_of(capsys, "verify", run / "elsewhere", code=1).err
+
+
+def test_diff_tells_bits_and_distance(run, capsys):
+    one, two = run / "step_00000010", run / "step_00000020"
+    assert "3 tensors equal, 0 differences" in out_of(capsys, "diff", one, one).out
+    text = out_of(capsys, "diff", one, two, code=1).out
+    (line,) = (line for line in text.splitlines() if line.startswith("model.weight"))
+    assert line.split()[-2:] == ["2", "0.5"]
+    assert any(line.split()[:4] == ["tree.step", "value", "10", "20"] for line in text.splitlines())
+    text = out_of(capsys, "diff", one, run / "step_00000040", code=1).out
+    assert "only in A" in text
+    assert "shape" in text
+    assert "1 tensors equal" in out_of(capsys, "diff", one, two, "--filter", "bias").out
+
+
+def test_diff_compares_bits_and_not_values(tmp_path, capsys):
+    nan, zero = float("nan"), torch.zeros(4, dtype=torch.bfloat16)
+    bcp.save(tmp_path / "a", {"x": torch.tensor([nan, 1.0, nan]), "y": zero, "z": torch.arange(3)})
+    bcp.save(tmp_path / "b", {"x": torch.tensor([nan, nan, nan]), "y": -zero, "z": torch.arange(3)})
+    text = out_of(capsys, "diff", tmp_path / "a", tmp_path / "b", code=1).out
+    rows = {line.split()[0]: line.split()[-2:] for line in text.splitlines()}
+    assert rows["x"] == ["1", "nan"]
+    assert rows["y"] == ["4", "0"]
+    assert "z" not in rows
+
+
+def test_reshard_writes_balanced_files_with_the_same_content(run, tmp_path, capsys):
+    text = out_of(capsys, "reshard", run / "step_00000010", tmp_path / "five", "--world", 5).out
+    sizes = [file.stat().st_size for file in tmp_path.glob("five/data-*/rank-*")]
+    assert f"{len(sizes)} files" in text
+    assert (
+        "3 tensors equal, 0 differences"
+        in out_of(capsys, "diff", run / "step_00000010", tmp_path / "five").out
+    )
+    assert "1 whole" in out_of(capsys, "verify", tmp_path / "five", "--deep").out
+    state = {"model": {"weight": torch.zeros(200, 100), "bias": torch.zeros(7)}, "step": 0}
+    state["model"]["head"] = state["model"]["weight"]
+    bcp.load(tmp_path / "five", state)
+    assert state["step"] == 10
+    assert state["model"]["weight"][1, 5] == 105
+    found = out_of(capsys, "reshard", run, tmp_path / "five", "--world", 2, code=1)
+    assert "expected no checkpoint, but there is one" in found.err
+    assert (
+        "at least one file"
+        in out_of(capsys, "reshard", run, tmp_path / "none", "--world", 0, code=1).err
+    )
+
+
+def test_reshard_splits_a_large_tensor_evenly(tmp_path, capsys):
+    bcp.save(tmp_path / "one", {"big": torch.randn(1_000_000, 5), "small": torch.randn(10)})
+    out_of(capsys, "reshard", tmp_path / "one", tmp_path / "four", "--world", 4)
+    sizes = [file.stat().st_size for file in tmp_path.glob("four/data-*/rank-*")]
+    assert len(sizes) == 4
+    assert max(sizes) / (sum(sizes) / 4) < 1.05
+    assert "2 tensors equal" in out_of(capsys, "diff", tmp_path / "one", tmp_path / "four").out
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
+def test_convert_writes_what_reads_back_equal(run, tmp_path, capsys, to):
+    target = tmp_path / ("file.pt" if to == "torch" else "folder")
+    out_of(capsys, "convert", run / "step_00000010", target, "--to", to)
+    if to == "torch":
+        found = torch.load(target, weights_only=True)
+        assert found["model"]["weight"][1, 5] == 105
+    else:
+        with bcp.open(target) as checkpoint:
+            name = next(name for name in checkpoint.names if name.endswith("weight"))
+            assert checkpoint[name][1, 5] == 105
+    assert (
+        "exists" in out_of(capsys, "convert", run / "step_00000010", target, "--to", to, code=1).err
+    )
+
+
+def test_timeline_writes_a_trace_and_a_picture(run, tmp_path, capsys):
+    text = out_of(capsys, "timeline", run, "--out", tmp_path / "timeline").out
+    assert {"stage", "write", "sync"} <= {line.split()[0] for line in text.splitlines()}
+    trace = json.loads((tmp_path / "timeline" / "trace.json").read_text())
+    assert {"write", "sync"} <= {event["name"] for event in trace["traceEvents"]}
+    ElementTree.parse(tmp_path / "timeline" / "heat.svg")
+
+
+def test_gc_shows_first_and_removes_only_when_told(run, capsys):
+    (run / "step_00000050" / "data-0123456789ab").mkdir(parents=True)
+    shown = out_of(capsys, "gc", run)
+    assert "would remove step_00000050" in shown.out
+    assert "add --yes" in shown.err
+    assert (run / "step_00000050").exists()
+    assert "removed step_00000050" in out_of(capsys, "gc", run, "--yes").out
+    assert not (run / "step_00000050").exists()
+    assert "nothing to remove" in out_of(capsys, "gc", run).out
+    assert "4 whole" in out_of(capsys, "verify", run).out
+
+
+def test_errors_are_one_line_on_stderr_and_exit_1(tmp_path, capsys):
+    found = out_of(capsys, "inspect", tmp_path / "nothing", code=1)
+    assert found.out == ""
+    assert found.err.startswith("bytecheckpoint: ")
+    assert found.err.count("\n") == 1

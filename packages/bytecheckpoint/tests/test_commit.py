@@ -1,0 +1,214 @@
+"""A checkpoint appears whole, is found, is checked and goes away: on every kind of storage."""
+
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytecheckpoint import commit
+from bytecheckpoint.manifest import MANIFEST_NAME
+from bytecheckpoint.storage import open_storage
+from bytecheckpoint.storage.local import LocalStorage
+from shared.errors import DataError
+
+from .toy import FILE_BYTES, save, version_of
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def storage(request, tmp_path):
+    if request.param == "local":
+        return open_storage(tmp_path / "run")
+    if request.param == "memory":
+        return open_storage(f"memory://{uuid.uuid4().hex}/run")
+    return open_storage(request.getfixturevalue("s3") + "/run")
+
+
+@pytest.fixture
+def local(tmp_path):
+    return LocalStorage(tmp_path / "run")
+
+
+def put(storage, path, content):
+    """Changes a file behind the package's back."""
+    storage.publish(path, content, overwrite=True)
+
+
+def seal(storage, path, manifest):
+    put(storage, f"{path}/{MANIFEST_NAME}", manifest.encode())
+
+
+def test_appears_is_found_and_goes_away(storage):
+    assert commit.steps(storage) == []
+    for step in (100_000_000, 20, 3):
+        save(storage, step, 0)
+    assert commit.steps(storage) == [3, 20, 100_000_000]
+    assert [version_of(storage, step) for step in (3, 20, 100_000_000)] == [0, 0, 0]
+    commit.remove_checkpoint(storage, commit.step_folder(20))
+    commit.remove_checkpoint(storage, commit.step_folder(21))
+    assert commit.steps(storage) == [3, 100_000_000]
+    assert storage.list("") == ["step_00000003", "step_100000000"]
+    assert commit.garbage(storage) == []
+
+
+def test_lies_in_the_root_itself(storage):
+    save(storage, 5, 0, path="")
+    save(storage, 5, 1, path="", overwrite=True)
+    assert version_of(storage, 5, path="") == 1
+    assert len(storage.list("")) == 2  # the manifest and its data
+    commit.remove_checkpoint(storage, "")
+    assert storage.list("") == []
+
+
+def test_is_replaced_only_if_asked(storage):
+    first = save(storage, 1, 0)
+    with pytest.raises(FileExistsError, match=r"step_00000001/manifest\.json"):
+        save(storage, 1, 1)
+    assert version_of(storage, 1) == 0
+    [left] = commit.garbage(storage)
+    commit.remove_garbage(storage, [left])
+    second = save(storage, 1, 2, overwrite=True)
+    assert version_of(storage, 1) == 2
+    assert first.data != second.data
+    assert storage.list(commit.step_folder(1)) == [second.data, MANIFEST_NAME]
+
+
+def test_one_of_several_savers_wins(storage):
+    def attempt(version):
+        try:
+            save(storage, 1, version)
+        except FileExistsError:
+            return None
+        return version
+
+    with ThreadPoolExecutor(4) as threads:
+        won = [version for version in threads.map(attempt, range(4)) if version is not None]
+    assert won == [version_of(storage, 1)]
+
+
+def test_needs_all_data_files(storage):
+    """And says which is not there, before anything is visible."""
+    sizes = storage.sizes
+    storage.sizes = lambda path: {**sizes(path), "rank-00001.safetensors": FILE_BYTES - 1}
+    with pytest.raises(DataError, match=r"rank-00001\.safetensors: expected .* 5000 .* 4999"):
+        save(storage, 1, 0)
+    storage.sizes = lambda path: {}
+    with pytest.raises(DataError, match=r"rank-00000\.safetensors: expected .* nothing"):
+        save(storage, 1, 0)
+    assert commit.steps(storage) == []
+    assert MANIFEST_NAME not in storage.list(commit.step_folder(1))
+
+
+def test_a_save_that_fails_leaves_the_old_one(local, monkeypatch):
+    save(local, 1, 0)
+
+    def refuse(path, data, *, overwrite):
+        raise OSError(28, "No space left on device", path)
+
+    monkeypatch.setattr(local, "publish", refuse)
+    with pytest.raises(OSError, match="No space"):
+        save(local, 1, 1, overwrite=True)
+    assert version_of(local, 1) == 0
+
+
+def test_garbage_is_what_nobody_names(storage):
+    kept = save(storage, 1, 0)
+    put(storage, f"step_00000001/{commit.data_folder()}/rank-00000.safetensors", b"dead")
+    put(storage, f"step_00000002/{commit.data_folder()}/rank-00000.safetensors", b"dead")
+    put(storage, "step_00000001/.manifest.json.0123456789ab", b"dead")
+    put(storage, "step_00000001/notes.txt", b"alive")
+    put(storage, "logs/data.txt", b"alive")
+    save(storage, 3, 0)
+    put(storage, "step_00000003/manifest.json", b"damaged, but its data may be wanted")
+    found = commit.garbage(storage)
+    assert len(found) == 3
+    commit.remove_garbage(storage, found)
+    assert commit.garbage(storage) == []
+    assert commit.steps(storage) == [1]
+    assert storage.list("") == ["logs", "step_00000001", "step_00000003"]
+    assert storage.list("step_00000001") == [kept.data, MANIFEST_NAME, "notes.txt"]
+    assert len(storage.list("step_00000003")) == 2
+
+
+def test_missing_checkpoint(storage):
+    with pytest.raises(FileNotFoundError, match="step_00000007"):
+        commit.read_manifest(storage, "step_00000007")
+
+
+@pytest.mark.parametrize("name", ["index.msgpack", "extra.json", "rank-00001.safetensors"])
+@pytest.mark.parametrize("harm", ["missing", "short", "long"])
+def test_files_are_looked_for(local, name, harm):
+    manifest = save(local, 1, 0)
+    save(local, 2, 0)
+    where = f"step_00000001/{manifest.data}/{name}"
+    content = local.read(where)
+    if harm == "missing":
+        local.remove(where)
+    else:
+        put(local, where, content[:-1] if harm == "short" else content + b"\0")
+    with pytest.raises(DataError, match=name):
+        commit.check_files(local, "step_00000001", manifest)
+    assert commit.steps(local) == [2]
+    if name != "rank-00001.safetensors":
+        with pytest.raises(DataError, match=name):
+            version_of(local, 1)
+
+
+def test_every_bit_of_the_small_files_counts(tmp_path_factory):
+    storage = LocalStorage(tmp_path_factory.mktemp("bits"))
+    manifest = save(storage, 1, 0)
+    folder = f"step_00000001/{manifest.data}"
+    files = ["step_00000001/manifest.json", f"{folder}/index.msgpack", f"{folder}/extra.json"]
+
+    @settings(max_examples=60)
+    @given(st.sampled_from(files), st.data())
+    def flip(path, data):
+        content = storage.read(path)
+        bit = data.draw(st.integers(0, 8 * len(content) - 1))
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        put(storage, path, changed)
+        try:
+            with pytest.raises(DataError, match=path):
+                version_of(storage, 1)
+        finally:
+            put(storage, path, content)
+
+    flip()
+    assert version_of(storage, 1) == 0
+
+
+def test_index_of_another_checkpoint(local):
+    """Whole by itself, and of the hash that a forged manifest says, but of other files."""
+    one, two = save(local, 1, 0), save(local, 2, 0)
+    forged = msgspec.structs.replace(two, files=[*two.files[:1], one.files[1]][::-1])
+    seal(local, "step_00000002", forged)
+    with pytest.raises(DataError, match="other files or sizes"):
+        commit.read_index(local, "step_00000002", commit.read_manifest(local, "step_00000002"))
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "", ".hidden", "a\n"])
+def test_names_that_lead_elsewhere(local, name):
+    manifest = save(local, 1, 0)
+    record = msgspec.structs.replace(manifest.files[0], name=name)
+    for change in (
+        {"data": name},
+        {"index": record},
+        {"extra": record},
+        {"files": [manifest.files[1], record]},
+    ):
+        seal(local, "step_00000001", msgspec.structs.replace(manifest, **change))
+        with pytest.raises(DataError, match="do not trust"):
+            commit.read_manifest(local, "step_00000001")
+
+
+def test_impossible_records(local):
+    manifest = save(local, 1, 0)
+    file = manifest.files[0]
+    for wrong in ({"num_bytes": -1}, {"xxh3_128": "0" * 31}, {"name": "index.msgpack"}):
+        record = msgspec.structs.replace(file, **wrong)
+        seal(local, "step_00000001", msgspec.structs.replace(manifest, files=[record]))
+        with pytest.raises(DataError, match=r"impossible|twice"):
+            commit.read_manifest(local, "step_00000001")

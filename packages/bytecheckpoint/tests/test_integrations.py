@@ -1,0 +1,172 @@
+import json
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import bytecheckpoint as bcp
+
+
+class Model(nn.Module):
+    """Dropout, so that random numbers matter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+    def forward(self, x, y):
+        return {"loss": (self.layers(x).squeeze(-1) - y).square().mean()}
+
+
+def samples():
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 4, generator=generator)
+    return [{"x": row, "y": row.sum()} for row in x]
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+def hugging_face(tmp_path, url, max_steps, every_n_steps=3, save_steps=0):
+    transformers = pytest.importorskip("transformers")
+    from bytecheckpoint.integrations.transformers import CheckpointCallback
+
+    callback = CheckpointCallback(url, every_n_steps=every_n_steps, keep=2)
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path / "hf"),
+        per_device_train_batch_size=4,
+        max_steps=max_steps,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=7,
+        save_strategy="steps" if save_steps else "no",
+        save_steps=save_steps or 500,
+        save_only_model=True,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=5,
+    )
+    model = Model()
+    trainer = transformers.Trainer(model, args, train_dataset=samples(), callbacks=[callback])
+    return trainer, callback, model
+
+
+def test_transformers_goes_on_where_it_stopped(tmp_path, caplog):
+    # 10 steps an epoch: the interruption is in the middle of the second.
+    trainer, callback, whole = hugging_face(tmp_path, tmp_path / "a", 16)
+    assert callback.resume_folder() is None
+    trainer.train()
+    trainer, callback, _ = hugging_face(tmp_path, tmp_path / "b", 14)
+    trainer.train()
+    with bcp.Checkpointer(tmp_path / "b") as ckpt:
+        assert ckpt.steps() == [9, 12]
+    trainer, callback, resumed = hugging_face(tmp_path, tmp_path / "b", 16)
+    with caplog.at_level(logging.ERROR):
+        trainer.train(resume_from_checkpoint=callback.resume_folder())
+    assert trainer.state.global_step == 16
+    assert_equal(whole.state_dict(), resumed.state_dict())
+    with bcp.Checkpointer(tmp_path / "b") as ckpt:
+        assert ckpt.steps() == [12, 15]
+    with bcp.open(tmp_path / "b" / "step_00000015") as checkpoint:
+        assert json.loads(checkpoint.extra["trainer_state"])["global_step"] == 15
+
+
+def test_transformers_saves_when_the_trainer_does(tmp_path):
+    trainer, _, _ = hugging_face(tmp_path, tmp_path / "a", 7, every_n_steps=None, save_steps=3)
+    trainer.train()
+    with bcp.Checkpointer(tmp_path / "a") as ckpt:
+        # The Trainer saves at the end too.
+        assert ckpt.steps() == [6, 7]
+
+
+def accelerated():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return (accelerator, *accelerator.prepare(model, optimizer))
+
+
+def test_accelerate_saves_models_in_our_format_and_loads_them(tmp_path):
+    from bytecheckpoint.integrations.accelerate import attach
+
+    accelerator, model, optimizer = accelerated()
+    attach(accelerator, {"model": model, "optimizer": optimizer})
+    batch = torch.utils.data.default_collate(samples()[:8])
+    for _ in range(2):
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.save_state(str(tmp_path / "state"))
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    assert not list((tmp_path / "state").glob("*.safetensors"))
+    with bcp.open(tmp_path / "state" / "bytecheckpoint") as checkpoint:
+        assert "optimizer.state.model.layers.0.weight.exp_avg" in checkpoint.names
+    drawn = torch.rand(3)
+    accelerator, model, optimizer = accelerated()
+    attach(accelerator, {"model": model, "optimizer": optimizer})
+    accelerator.load_state(str(tmp_path / "state"))
+    assert_equal(saved, model.state_dict())
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_accelerate_refuses_to_drop_a_model_it_was_not_given(tmp_path):
+    from bytecheckpoint.integrations.accelerate import attach
+    from shared.errors import ConfigError
+
+    accelerator, _, optimizer = accelerated()
+    attach(accelerator, {"optimizer": optimizer})
+    with pytest.raises(ConfigError, match="give attach"):
+        accelerator.save_state(str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("every_n_steps", [3, 5])
+def test_lightning_goes_on_where_it_stopped(tmp_path, every_n_steps):
+    # 10 steps an epoch: 3 interrupts in the middle of the second, 5 at the end of the first.
+    lightning = pytest.importorskip("lightning.pytorch", reason="not in the environment")
+    from bytecheckpoint.integrations.lightning import CheckpointCallback
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+
+        def training_step(self, batch, at):
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def fit(url, max_steps):
+        module = Module()
+        torch.manual_seed(3)
+        order = bcp.LoaderState(40, seed=1)
+        loader = order.track(torch.utils.data.DataLoader(samples(), batch_size=4, sampler=order))
+        trainer = lightning.Trainer(
+            max_steps=max_steps,
+            callbacks=[CheckpointCallback(url, every_n_steps=every_n_steps, extra={"l": loader})],
+            enable_checkpointing=False,
+            logger=False,
+            accelerator="cpu",
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(module, loader)
+        return trainer, module
+
+    _, whole = fit(tmp_path / "a", 16)
+    fit(tmp_path / "b", 14)
+    trainer, resumed = fit(tmp_path / "b", 16)
+    assert trainer.global_step == 16
+    assert trainer.fit_loop.epoch_progress.current.ready == 2
+    assert_equal(whole.state_dict(), resumed.state_dict())
+    with bcp.Checkpointer(tmp_path / "b") as ckpt:
+        assert ckpt.steps() == list(range(every_n_steps, 17, every_n_steps))

@@ -1,0 +1,126 @@
+"""A save stands the loss of power at any time, and needs every sync that it does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bytecheckpoint import commit
+from bytecheckpoint.manifest import MANIFEST_NAME
+from bytecheckpoint.storage import local
+from bytecheckpoint.storage.local import LocalStorage
+from shared.errors import DataError
+
+from . import power
+from .toy import save, version_of
+
+ROOT = "jobs/run7"
+
+
+def check(remains, facts):
+    """What is visible is whole, and at least as new as the last commit that was reported."""
+    storage = LocalStorage(remains / ROOT)
+    visible = {}
+    for name in storage.list(""):
+        if MANIFEST_NAME in storage.list(name):
+            step = int(name.removeprefix("step_"))
+            try:
+                visible[step] = version_of(storage, step)
+            except (DataError, OSError) as error:
+                return f"step {step} is visible, but: {error}"
+    if facts:
+        step, version = facts[-1]
+        if visible.get(step, -1) < version:
+            return f"version {version} of step {step} was committed; left are {visible}"
+    return None
+
+
+def life(record, root):
+    """Saves, saves over, removes."""
+    storage = LocalStorage(root)
+    for step, version in ((1, 0), (2, 0), (2, 1)):
+        save(storage, step, version, overwrite=version > 0)
+        record.report((step, version))
+    commit.remove_checkpoint(storage, commit.step_folder(1))
+
+
+def died_replacing(record, root):
+    """Killed between the manifest's new name and its sync; the next process tidies up."""
+    storage = LocalStorage(root)
+    save(storage, 1, 0)
+    record.report((1, 0))
+    seen = []
+
+    def after_replacing(call, path):
+        seen.append(call)
+        return "replace" in seen[:-1]
+
+    with record.killed(after_replacing):
+        save(storage, 1, 1, overwrite=True)
+    storage = LocalStorage(root)
+    left = commit.garbage(storage)
+    assert len(left) == 1
+    commit.remove_garbage(storage, left)
+
+
+def died_removing(record, root):
+    """Killed between the removal of the manifest and its sync; the next process tidies up."""
+    storage = LocalStorage(root)
+    save(storage, 1, 0)
+    save(storage, 2, 0)
+    record.report((2, 0))
+    seen = []
+
+    def after_unlinking(call, path):
+        seen.append(call)
+        return "unlink" in seen[:-1]
+
+    with record.killed(after_unlinking):
+        commit.remove_checkpoint(storage, commit.step_folder(1))
+    storage = LocalStorage(root)
+    assert commit.garbage(storage) == [commit.step_folder(1)]
+    commit.remove_garbage(storage, commit.garbage(storage))
+
+
+def died_early(record, root):
+    """Killed when all folders are made but none is synced; the next process saves again."""
+    storage = LocalStorage(root)
+    with record.killed(lambda call, path: call == "fsync"):
+        save(storage, 1, 0)
+    save(LocalStorage(root), 1, 0)
+    record.report((1, 0))
+
+
+LIVES = (life, died_replacing, died_removing, died_early)
+
+
+def log_of(lived, folder):
+    disk = folder / f"{lived.__name__}"
+    disk.mkdir()
+    with power.recording(disk) as record:
+        lived(record, disk / ROOT)
+    return record.log
+
+
+@pytest.mark.parametrize("lived", LIVES)
+def test_no_loss_of_power_does_harm(lived, tmp_path):
+    assert power.violation(log_of(lived, tmp_path), check) is None
+
+
+def test_every_sync_is_needed(tmp_path):
+    logs = [log_of(lived, tmp_path) for lived in LIVES]
+    found = {}
+    for site in sorted(set().union(*map(power.sites, logs))):
+        for log in logs:
+            if site in power.sites(log) and not found.get(site):
+                found[site] = power.violation(power.without(log, site), check)
+    assert not [site for site, wrong in found.items() if not wrong]
+
+    # And there is no sync in the source that these lives did not come by.
+    source = Path(local.__file__).read_text().splitlines()
+    syncs = {
+        at for at, line in enumerate(source, 1) if re.match(r" .*\b(fsync|_sync_folder)\(", line)
+    }
+    seen = {int(at) for site in found for at in re.findall(r"local\.\w+:(\d+)", site)}
+    assert len(syncs) == 7
+    assert syncs <= seen
