@@ -100,31 +100,31 @@ def test_a_run_stands_for_its_newest_checkpoint(run, capsys):
 
 
 def test_verify_lists_damage_and_exits_with_1(run, capsys):
-    assert "4 whole" in out_of(capsys, "verify", run).out
+    assert "whole checkpoints: 4" in out_of(capsys, "verify", run).out
     (file,) = (run / "step_00000020").glob("data-*/rank-*")
     content = bytearray(file.read_bytes())
     content[5000] ^= 1
     file.write_bytes(content)
-    assert "4 whole" in out_of(capsys, "verify", run).out
+    assert "whole checkpoints: 4" in out_of(capsys, "verify", run).out
     found = out_of(capsys, "verify", run, "--deep", code=1)
     assert "step_00000020: data-" in found.out
     assert "block 0: bytes 0 to" in found.out
     assert "holds parts of model." in found.out
-    assert "1 damages in 4 checkpoints" in found.err
+    assert "damages: 1, checkpoints: 4" in found.err
     assert "no checkpoint" in out_of(capsys, "verify", run / "elsewhere", code=1).err
 
 
 def test_diff_tells_bits_and_distance(run, capsys):
     one, two = run / "step_00000010", run / "step_00000020"
-    assert "3 tensors equal, 0 differences" in out_of(capsys, "diff", one, one).out
+    assert "equal tensors: 3, differences: 0" in out_of(capsys, "diff", one, one).out
     text = out_of(capsys, "diff", one, two, code=1).out
     (line,) = (line for line in text.splitlines() if line.startswith("model.weight"))
     assert line.split()[-2:] == ["2", "0.5"]
-    assert any(line.split()[:4] == ["tree.step", "value", "10", "20"] for line in text.splitlines())
+    assert any(line.split()[:4] == ["step", "value", "10", "20"] for line in text.splitlines())
     text = out_of(capsys, "diff", one, run / "step_00000040", code=1).out
     assert "only in A" in text
     assert "shape" in text
-    assert "1 tensors equal" in out_of(capsys, "diff", one, two, "--filter", "bias").out
+    assert "equal tensors: 1" in out_of(capsys, "diff", one, two, "--filter", "bias").out
 
 
 def test_diff_compares_bits_and_not_values(tmp_path, capsys):
@@ -143,10 +143,10 @@ def test_reshard_writes_balanced_files_with_the_same_content(run, tmp_path, caps
     sizes = [file.stat().st_size for file in tmp_path.glob("five/data-*/rank-*")]
     assert f"{len(sizes)} files" in text
     assert (
-        "3 tensors equal, 0 differences"
+        "equal tensors: 3, differences: 0"
         in out_of(capsys, "diff", run / "step_00000010", tmp_path / "five").out
     )
-    assert "1 whole" in out_of(capsys, "verify", tmp_path / "five", "--deep").out
+    assert "whole checkpoints: 1" in out_of(capsys, "verify", tmp_path / "five", "--deep").out
     state = {"model": {"weight": torch.zeros(200, 100), "bias": torch.zeros(7)}, "step": 0}
     state["model"]["head"] = state["model"]["weight"]
     bcp.load(tmp_path / "five", state)
@@ -166,7 +166,7 @@ def test_reshard_splits_a_large_tensor_evenly(tmp_path, capsys):
     sizes = [file.stat().st_size for file in tmp_path.glob("four/data-*/rank-*")]
     assert len(sizes) == 4
     assert max(sizes) / (sum(sizes) / 4) < 1.05
-    assert "2 tensors equal" in out_of(capsys, "diff", tmp_path / "one", tmp_path / "four").out
+    assert "equal tensors: 2" in out_of(capsys, "diff", tmp_path / "one", tmp_path / "four").out
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
@@ -202,7 +202,7 @@ def test_gc_shows_first_and_removes_only_when_told(run, capsys):
     assert "removed step_00000050" in out_of(capsys, "gc", run, "--yes").out
     assert not (run / "step_00000050").exists()
     assert "nothing to remove" in out_of(capsys, "gc", run).out
-    assert "4 whole" in out_of(capsys, "verify", run).out
+    assert "whole checkpoints: 4" in out_of(capsys, "verify", run).out
 
 
 def test_errors_are_one_line_on_stderr_and_exit_1(tmp_path, capsys):

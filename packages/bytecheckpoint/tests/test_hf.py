@@ -1,25 +1,19 @@
-"""Folders of safetensors files: of transformers' kind, and torch's unmerged ones."""
+"""Folders of safetensors files are read in place, and written as transformers reads them."""
 
 import json
 import random
-import shutil
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint.formats import convert
 from bytecheckpoint.formats.hf import INDEX_NAME, write_hf
 from bytecheckpoint.formats.output import slabs
-from shared.comms import RankPool
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
@@ -96,27 +90,6 @@ def test_tied_names_in_the_header_are_names(tmp_path):
     with bcp.open(tmp_path) as found:
         assert set(found.names) == set(model.state_dict())
         assert torch.equal(found.read("a.weight"), found.read("b.weight"))
-
-
-def save_unmerged(folder):
-    mesh = init_device_mesh("cpu", (2,))
-    rows = torch.arange(35.0).view(5, 7)
-    state = {
-        "rows": distribute_tensor(rows, mesh, [Shard(0)]),
-        "columns": distribute_tensor(rows.to(torch.bfloat16), mesh, [Shard(1)]),
-    }
-    writer = dcp.HuggingFaceStorageWriter(path=folder, save_distributed=True)
-    dcp.save(state, storage_writer=writer)
-
-
-def test_reads_what_ranks_left_unmerged(tmp_path):
-    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
-        pool.run(save_unmerged, str(tmp_path / "parts"))
-    rows = torch.arange(35.0).view(5, 7)
-    with bcp.open(tmp_path / "parts") as found:
-        assert len(found.index.files) == 2
-        assert torch.equal(found.read("rows"), rows)
-        assert torch.equal(found["columns"][1:4, 2:6], rows.to(torch.bfloat16)[1:4, 2:6])
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 700])
@@ -238,13 +211,13 @@ def test_a_name_in_two_files_is_refused(tmp_path):
         bcp.open(tmp_path)
 
 
-def test_damaged_headers_are_data_errors_or_harmless(repository, tmp_path):
+def test_damaged_headers_are_data_errors_or_harmless(repository):
     file = repository / "model-00001-of-00002.safetensors"
     data = file.read_bytes()
     length = 8 + int.from_bytes(data[:8], "little")
     draw = random.Random(4)
     refused = 0
-    for _ in range(200):
+    for _ in range(100):
         damaged = bytearray(data)
         damaged[draw.randrange(length)] = draw.randrange(256)
         file.write_bytes(damaged)
@@ -252,10 +225,10 @@ def test_damaged_headers_are_data_errors_or_harmless(repository, tmp_path):
             bcp.open(repository).close()
         except DataError:
             refused += 1
-    assert refused > 50
-    shutil.rmtree(repository)
+    assert refused > 25
 
 
+@settings(deadline=None)
 @given(
     offsets=st.lists(st.integers(0, 9), min_size=4, max_size=4),
     sizes=st.lists(st.integers(0, 6), max_size=4),

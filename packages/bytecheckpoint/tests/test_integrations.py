@@ -1,5 +1,8 @@
 import json
 import logging
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +127,71 @@ def test_accelerate_refuses_to_drop_a_model_it_was_not_given(tmp_path):
     attach(accelerator, {"optimizer": optimizer})
     with pytest.raises(ConfigError, match="give attach"):
         accelerator.save_state(str(tmp_path / "state"))
+
+
+def test_lightning_callback_by_its_protocol(tmp_path, monkeypatch):
+    if find_spec("lightning"):
+        pytest.skip("the tests below run the real one")
+    stand_in = ModuleType("lightning.pytorch")
+    kinds = {"Callback": type("Callback", (), {}), "LightningModule": object, "Trainer": object}
+    stand_in.__dict__.update(kinds)
+    monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)
+    monkeypatch.delitem(sys.modules, "bytecheckpoint.integrations.lightning", raising=False)
+    from bytecheckpoint.integrations.lightning import CheckpointCallback
+
+    class Loop:
+        def __init__(self):
+            self.progress = {"ready": 0}
+
+        def state_dict(self):
+            return {"progress": dict(self.progress), "state_dict": {"combined_loader": [{"a": 1}]}}
+
+        def load_state_dict(self, state):
+            assert state["state_dict"] == {}, "loaders differ by rank and are not the loop's"
+            self.progress = state["progress"]
+
+    def made():
+        model = Model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        trainer = SimpleNamespace(
+            model=model,
+            optimizers=[optimizer],
+            lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler)],
+            fit_loop=Loop(),
+            global_step=0,
+        )
+        callback = CheckpointCallback(tmp_path, every_n_steps=2)
+        callback.on_fit_start(trainer, model)
+        return trainer, callback
+
+    trainer, callback = made()
+    batch = torch.utils.data.default_collate(samples()[:4])
+    saved, drawn = {}, torch.zeros(0)
+    for at in range(6):
+        # Two batches a step.
+        callback.on_train_batch_start(trainer, trainer.model, batch, at)
+        trainer.model(**batch)["loss"].backward()
+        if at % 2:
+            trainer.optimizers[0].step()
+            trainer.lr_scheduler_configs[0].scheduler.step()
+            trainer.global_step += 1
+            trainer.fit_loop.progress["ready"] += 1
+        callback.on_train_batch_end(trainer, trainer.model, {}, batch, at)
+        if trainer.global_step == 2 and at % 2:
+            saved = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+            drawn = torch.rand(2)
+    callback.on_fit_end(trainer, trainer.model)
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.steps() == [2]
+    trainer, callback = made()
+    assert_equal(saved, trainer.model.state_dict())
+    assert trainer.fit_loop.progress == {"ready": 2}
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+    torch.rand(5)
+    callback.on_train_batch_start(trainer, trainer.model, batch, 4)
+    assert torch.equal(torch.rand(2), drawn)
 
 
 @pytest.mark.parametrize("every_n_steps", [3, 5])

@@ -1,4 +1,5 @@
 from collections import Counter
+from datetime import timedelta
 from itertools import islice
 
 import numpy as np
@@ -8,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
+import bytecheckpoint as bcp
 from bytecheckpoint.loader_state import LoaderState
 from bytecheckpoint.shuffle import shuffled
 from bytecheckpoint.tracked_loader import TrackedLoader
+from shared.comms import RankPool
 from shared.errors import ConfigError, DataError
 
 LENGTH = 7
@@ -96,7 +99,7 @@ legs = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(num_samples=st.integers(1, 60), legs=legs, shuffle=st.booleans(), last=st.integers(1, 7))
 def test_each_sample_of_an_epoch_is_seen_once_over_any_changes(num_samples, legs, shuffle, last):
     # Each leg is a number of ranks and how many samples each of them takes, unevenly.
@@ -117,7 +120,7 @@ def test_each_sample_of_an_epoch_is_seen_once_over_any_changes(num_samples, legs
     assert seen == Counter((e, i) for e in range(end + 1) for i in range(num_samples))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(num_samples=st.integers(1, 60), legs=legs, last=st.integers(1, 7))
 def test_even_ranks_take_the_stream_in_step_and_lose_nothing(num_samples, legs, last):
     seen, states, options = [], None, {"num_samples": num_samples, "seed": 2, "even": True}
@@ -132,15 +135,15 @@ def test_even_ranks_take_the_stream_in_step_and_lose_nothing(num_samples, legs, 
     assert Counter(seen) == Counter(np.concatenate([*stream, []]).tolist()[: len(seen)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(num_samples=st.integers(1, 40), legs=legs, last=st.integers(1, 7))
 def test_packing_emits_every_token_once_over_any_changes(num_samples, legs, last):
     seen, states, options = Counter(), None, {"num_samples": num_samples, "seed": 4}
     for world_size, counts in [*legs, (last, [10**6] * last)]:
         orders = split(world_size, states, **options)
-        if orders[0].epoch:
-            break
         for order, count in zip(orders, counts, strict=False):
+            if order.epoch:
+                continue
             for sequence in islice(order.pack(document, LENGTH), count):
                 assert len(sequence) <= LENGTH
                 seen.update(sequence.tolist())
@@ -209,6 +212,16 @@ def test_a_loop_left_by_break_goes_on_where_it_was(kind):
     assert sorted(seen) == list(range(101))
 
 
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_who_knows_the_number_of_batches_need_not_ask_for_another(kind):
+    (loader,) = tracked(kind, 1, 0)
+    for epoch in range(3):
+        batches = iter(loader)
+        seen = [i for _ in range(26) for i in next(batches).tolist()]
+        assert loader.epoch == epoch
+        assert sorted(seen) == list(range(101))
+
+
 @pytest.mark.parametrize("is_persistent", [False, True])
 def test_packing_in_workers_is_split_anew(is_persistent):
     StatefulDataLoader = stateful()
@@ -240,6 +253,21 @@ def test_packing_in_workers_is_split_anew(is_persistent):
         assert Counter(t for s in loader for t in s.tolist()) == tokens_of(60)
 
 
+def test_as_many_ranks_go_on_exactly_though_unevenly():
+    options = {"num_samples": 40, "seed": 3}
+    whole = [
+        [s.tolist() for s in order.pack(document, LENGTH)] for order in split(3, None, **options)
+    ]
+    orders = split(3, None, **options)
+    first = [
+        [s.tolist() for s in islice(order.pack(document, LENGTH), 2 * order.rank + 1)]
+        for order in orders
+    ]
+    orders = split(3, [order.state_dict() for order in orders], **options)
+    rest = [[s.tolist() for s in order.pack(document, LENGTH)] for order in orders]
+    assert [one + other for one, other in zip(first, rest, strict=True)] == whole
+
+
 def test_buffers_are_dealt_out_whole_and_in_order():
     orders = split(3, None, num_samples=10)
     for order in orders:
@@ -269,6 +297,8 @@ def test_what_does_not_belong_together_is_refused():
         orders[0].load_state_dict(states[0] | {"taken": "3"})
     with pytest.raises(DataError, match="different checkpoints"):
         split(1, [states[0], states[1] | {"seen": 4}], num_samples=10, dataset="a")
+    with pytest.raises(DataError, match="as many workers on every rank, got readers of 2 and of 4"):
+        split(1, [states[0], states[1] | {"num_readers": 4}], num_samples=10, dataset="a")
     with pytest.raises(DataError, match="equal counters"):
         split(1, [states[0], states[1] | {"counters": {"n": 1}}], num_samples=10, dataset="a")
     with pytest.raises(ConfigError, match="rank 2 of 2"):
@@ -309,6 +339,26 @@ def test_positions_of_many_skewed_readers_stay_small():
     (order,) = split(1, states, num_samples=10**9)
     assert len(order.state_dict()["ahead"]) <= 4000 * 32 / 8 + 1
     assert len(order) == 10**9 - 2000 * 32
+
+
+def save_on_ranks(folder):
+    order = LoaderState(60, seed=1)
+    loader = order.track(stateful()(Documents(order), batch_size=None, num_workers=2))
+    seen = [t for sequence in islice(loader, 3 + order.rank) for t in sequence.tolist()]
+    bcp.save(folder, {"loader": loader, "order": LoaderState(10)})
+    return seen
+
+
+def test_loaders_of_two_ranks_go_on_in_one_process(tmp_path):
+    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
+        seen = Counter(
+            t for tokens in pool.run(save_on_ranks, tmp_path / "c").results for t in tokens
+        )
+    order = LoaderState(60, seed=1)
+    loader = order.track(stateful()(Documents(order), batch_size=None, num_workers=0))
+    bcp.load(tmp_path / "c", {"loader": loader, "order": LoaderState(10)})
+    seen.update(t for sequence in loader for t in sequence.tolist())
+    assert seen == tokens_of(60)
 
 
 def stateful():

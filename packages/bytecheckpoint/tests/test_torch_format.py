@@ -6,11 +6,11 @@ import zipfile
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
-from bytecheckpoint.formats import archive, convert, detect
+from bytecheckpoint.formats import archive, convert
 from bytecheckpoint.formats.archive import Archive, ArchiveWriter
 from bytecheckpoint.formats.torch import read_index
 from bytecheckpoint.storage import open_storage
@@ -65,7 +65,6 @@ def test_reads_tensors_ties_and_values(tmp_path):
     assert tensors["optimizer.state.0.step"] == 3
     assert tree["step"] == 12
     assert tree["pair"] == {"$tuple": [1, [2.5, None, {"$bytes": "AA=="}]]}
-    assert detect(open_storage(str(tmp_path)), "state.pt") == "torch"
 
 
 def assert_equal(found, expected):
@@ -157,8 +156,6 @@ def test_destinations_that_cannot_be_are_refused(tmp_path):
         convert(tmp_path / "native", "s3://bucket/state.pt", "torch")
     with pytest.raises(ConfigError, match="expected a format"):
         convert(tmp_path / "native", tmp_path / "out", "onnx")
-    with pytest.raises(DataError, match="found nothing"):
-        detect(open_storage(str(tmp_path)), "nowhere")
 
 
 def test_any_format_becomes_any_other(tmp_path):
@@ -167,7 +164,10 @@ def test_any_format_becomes_any_other(tmp_path):
     convert(tmp_path / "native", tmp_path / "a", "dcp")
     convert(tmp_path / "a", tmp_path / "b", "safetensors")
     convert(tmp_path / "b", tmp_path / "c.pt", "torch")
-    assert_equal(dict(sorted(torch.load(tmp_path / "c.pt").items())), dict(sorted(values.items())))
+    convert(tmp_path / "c.pt", tmp_path / "d.pt", "torch")
+    for name in ("c.pt", "d.pt"):
+        found = torch.load(tmp_path / name, weights_only=True)
+        assert_equal(dict(sorted(found.items())), dict(sorted(values.items())))
 
 
 def test_damage_anywhere_is_a_data_error_or_harmless(tmp_path, caplog):
@@ -176,7 +176,7 @@ def test_damage_anywhere_is_a_data_error_or_harmless(tmp_path, caplog):
     data = (tmp_path / "state.pt").read_bytes()
     draw = random.Random(6)
     refused = 0
-    for _ in range(150):
+    for _ in range(80):
         damaged = bytearray(data)
         damaged[draw.randrange(len(data))] = draw.randrange(256)
         (tmp_path / "state.pt").write_bytes(damaged)
@@ -184,7 +184,7 @@ def test_damage_anywhere_is_a_data_error_or_harmless(tmp_path, caplog):
             read_index(open_storage(str(tmp_path)), "state.pt")
         except DataError:
             refused += 1
-    assert refused > 10
+    assert refused > 5
     for keep in (0, 10, 500, len(data) - 1):
         (tmp_path / "state.pt").write_bytes(data[:keep])
         with pytest.raises(DataError):
@@ -192,6 +192,7 @@ def test_damage_anywhere_is_a_data_error_or_harmless(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("limit", [archive._LIMIT, 100])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     records=st.dictionaries(st.text("abc/", min_size=1, max_size=9), st.binary(max_size=300)),
     before=st.integers(0, 70),

@@ -9,11 +9,13 @@ checkpoint. Nothing points at the newest one: it is found by looking.
 
 from __future__ import annotations
 
+import logging
 import posixpath
 import re
 import secrets
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import xxhash
 
@@ -27,6 +29,7 @@ __all__ = [
     "check_listed",
     "commit",
     "data_folder",
+    "discard",
     "garbage",
     "read_contents",
     "read_extra",
@@ -38,6 +41,8 @@ __all__ = [
     "step_folder",
     "steps",
 ]
+
+logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step_(\d{8,})")
 _DATA = re.compile(r"data-[0-9a-f]{12}")
@@ -139,7 +144,7 @@ def read_extra(storage: Storage, path: str, manifest: Manifest) -> bytes:
 
 
 def check_files(storage: Storage, path: str, manifest: Manifest) -> None:
-    """Checks that every file a manifest names is there with its size, by one listing.
+    """Checks that every file a manifest names is there with its size, by one listing if all are.
 
     Raises:
         DataError: names the first file that is not.
@@ -163,7 +168,8 @@ def commit(
     Raises:
         DataError: a data file is missing or has another size than the manifest says.
         FileExistsError: there is a checkpoint and `overwrite` is False; it stays as it is.
-        OSError: the storage failed; whatever was there before stays as it is.
+        OSError: the storage failed. The manifest may have appeared all the same, if only the last
+            sync or answer failed; so give the data up by `discard`, not by removing them.
     """
     _check_sizes(storage, path, manifest, manifest.files)
     data = _join(path, manifest.data)
@@ -175,7 +181,28 @@ def commit(
     replaced = _data_of(storage, path) if overwrite else None
     storage.publish(_join(path, MANIFEST_NAME), manifest.encode(), overwrite=overwrite)
     if replaced is not None and replaced != manifest.data:
-        storage.remove_tree(_join(path, replaced))
+        try:
+            storage.remove_tree(_join(path, replaced))
+        except OSError as error:
+            logger.warning("%s: %s; `bytecheckpoint gc` removes the rest", path, error)
+
+
+def discard(storage: Storage, path: str, data: str) -> None:
+    """Removes what a save that failed has written, unless its manifest appeared all the same.
+
+    Args:
+        storage: where it lies.
+        path: of the checkpoint's folder, "" for the root itself.
+        data: name of the data folder of that save.
+    """
+    try:
+        used = read_manifest(storage, path).data
+    except FileNotFoundError:
+        used = None
+    except DataError:
+        return  # which data folder is its own cannot be known
+    if used != data:
+        storage.remove_tree(_join(path, data))
 
 
 def steps(storage: Storage) -> list[int]:
@@ -263,6 +290,10 @@ def _check_sizes(
     there = storage.sizes(folder)
     for file in records:
         size = there.get(file.name)
+        if size != file.num_bytes:
+            # NFS lists late what other hosts wrote, but knows a file that it is asked for.
+            with suppress(FileNotFoundError):
+                size = storage.size(_join(folder, file.name))
         if size != file.num_bytes:
             came = "nothing" if size is None else f"{size} bytes"
             raise DataError(

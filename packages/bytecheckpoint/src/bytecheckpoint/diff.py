@@ -49,14 +49,14 @@ def diff_tensors(
         progress: told the bytes compared since it was last told.
     """
     for name in sorted(filter(wanted, {*a.names, *b.names})):
-        described = [_described(one, name) if name in one.names else "" for one in (a, b)]
-        if not all(described):
-            yield Difference(name, "only in A" if described[0] else "only in B", *described)
-        elif described[0] != described[1]:
+        in_a, in_b = (_described(one, name) if name in one else "" for one in (a, b))
+        if not (in_a and in_b):
+            yield Difference(name, "only in A" if in_a else "only in B", in_a, in_b)
+        elif in_a != in_b:
             what = "shape" if a[name].shape != b[name].shape else "type"
-            yield Difference(name, what, *described)
+            yield Difference(name, what, in_a, in_b)
         else:
-            yield _compared(a, b, name, described[0], progress)
+            yield _compared(a, b, name, in_a, progress)
 
 
 def diff_values(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -88,11 +88,10 @@ def _compared(
     num_different, max_abs = 0, 0.0
     for slab in slabs(Box((0,) * len(shape), tuple(shape)), itemsize):
         one, other = (checkpoint.read(name, slab).reshape(-1) for checkpoint in (a, b))
-        bits = [values.contiguous().view(torch.uint8).view(-1, itemsize) for values in (one, other)]
-        unequal = (bits[0] != bits[1]).any(dim=1)
-        count = int(unequal.sum())
-        if count:
-            num_different += count
+        bits = [values.contiguous().view(torch.uint8) for values in (one, other)]
+        if not torch.equal(*bits):
+            unequal = (bits[0] != bits[1]).view(-1, itemsize).any(dim=1)
+            num_different += int(unequal.sum())
             max_abs = max(max_abs, _max_abs(one[unequal], other[unequal]), key=_nan_last)
         if progress is not None:
             progress(one.numel() * itemsize)

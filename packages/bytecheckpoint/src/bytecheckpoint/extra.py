@@ -46,11 +46,11 @@ def encode_leaf(value: Any, path: str) -> Any:
     )
 
 
-def encode_dict(items: Mapping[Any, Any]) -> Any:
-    """A dictionary whose values are encoded already."""
+def encode_dict(items: Mapping[Any, Any], path: str = "") -> Any:
+    """A dictionary whose values are encoded already; the path is for errors."""
     if all(isinstance(key, str) and not key.startswith("$") for key in items):
         return dict(items)
-    return {"$dict": [[encode_leaf(key, "key"), value] for key, value in items.items()]}
+    return {"$dict": [[encode_leaf(key, f"{path}, a key"), value] for key, value in items.items()]}
 
 
 def decode_tree(tree: Any, tensor: Callable[[str], Any]) -> Any:
@@ -82,7 +82,8 @@ def _decode_tagged(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any
         case "$tensor":
             return tensor(content)
         case "$array":
-            return tensor(content).numpy()
+            found = tensor(content)
+            return found.numpy() if hasattr(found, "numpy") else found
         case "$tuple":
             return tuple(decode_tree(item, tensor) for item in content)
         case "$bytes":
@@ -136,6 +137,11 @@ def _find_differences(path: str, trees: list[Any], found: dict[str, list[Any]]) 
         is_list = all(isinstance(tree, list) and len(tree) == len(first) for tree in trees)
         keys, is_plain = list(range(len(first))) if is_list else [], is_list
     if not is_plain:
+        if path in found:
+            raise DataError(
+                f"two values that differ between ranks are named {path!r}; rename a key: keys are "
+                f"joined by dots"
+            )
         found[path] = trees
         return
     for key in keys:

@@ -6,6 +6,8 @@ system's arrives as a RankFailure.
 
 from __future__ import annotations
 
+import errno
+
 import msgspec
 
 from shared.errors import CommError, ConfigError, DataError, RankFailure, TopologyError
@@ -15,6 +17,10 @@ __all__ = ["Failure"]
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (CommError, ConfigError, DataError, TopologyError)
 }
+
+
+# Raised by hand they have no number, and the number is what makes the kind on another rank.
+_NUMBERS = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -40,7 +46,8 @@ class Failure(msgspec.Struct, frozen=True):
         text = str(error) or type(error).__name__
         if kind not in _KINDS and not is_os_error:
             text = f"{kind}: {text}"
-        return cls(rank, kind, getattr(error, "errno", None) if is_os_error else None, text)
+        number = getattr(error, "errno", None) or _NUMBERS.get(type(error))
+        return cls(rank, kind, number if is_os_error else None, text)
 
     def exception(self, world_size: int) -> Exception:
         """The exception to raise, on any rank."""

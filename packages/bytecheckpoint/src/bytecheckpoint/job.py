@@ -148,6 +148,7 @@ class Job:
             reports = [msgspec.msgpack.decode(data, type=_Report) for data in found]
             failure = next((one.failure for one in reports if one.failure is not None), None)
             if failure is not None:
+                self._discard()
                 return failure
             with self.handle.trace.span("commit"):
                 extra = dump(self._extra(reports))
@@ -168,12 +169,20 @@ class Job:
                     overwrite=self.overwrite,
                 )
         except Exception as error:  # noqa: BLE001 - all ranks get it
+            self._discard()
             return Failure.of(error, self.team.rank)
         try:
             self.after_commit()
         except Exception as error:  # noqa: BLE001 - the checkpoint exists all the same
             _log.warning("removing old checkpoints failed, the next save tries again: %s", error)
         return None
+
+    def _discard(self) -> None:
+        """Removes what was written for nothing; a rank that hangs may still be writing there."""
+        try:
+            commit.discard(self.storage, self.path, self.folder)
+        except Exception as error:  # noqa: BLE001 - what went wrong before matters more
+            _log.warning("%s/%s is left for `bytecheckpoint gc`: %s", self.path, self.folder, error)
 
     def _extra(self, reports: list[_Report]) -> dict[str, Any]:
         tree, by_rank = self.state.tree, {}

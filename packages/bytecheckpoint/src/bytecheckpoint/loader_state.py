@@ -226,7 +226,7 @@ class LoaderState:
     def load_rank_states(
         self, states: Sequence[dict[str, Any]], rank: int, world_size: int
     ) -> None:
-        """Goes on from where other readers stopped, however many they were.
+        """Goes on from where other readers stopped; exactly where their number is the same.
 
         Args:
             states: the `state_dict` of every one of them, in any order.
@@ -240,7 +240,12 @@ class LoaderState:
         first = states[0] if states else {}
         for state in states:
             self._check(state)
-            if any(state[key] != first[key] for key in ("seen", "ahead", "since", "num_readers")):
+            if state["num_readers"] != first["num_readers"]:
+                raise DataError(
+                    f"expected as many workers on every rank, got readers of "
+                    f"{first['num_readers']} and of {state['num_readers']}"
+                )
+            if any(state[key] != first[key] for key in ("seen", "ahead", "since")):
                 raise DataError("the readers' positions are from different checkpoints")
             if state["counters"] != first["counters"]:
                 raise DataError(
@@ -253,6 +258,9 @@ class LoaderState:
                 f"of {[state['reader'] for state in states]}"
             )
         self.rank, self.world_size = rank, world_size
+        if len(states) == world_size:
+            self.load_state_dict(states[rank])
+            return
         self._set_origin(first["seen"], first["ahead"], first["since"])
         taken = [
             max(state["taken"], self._end(state["epoch"] - 1, reader, len(states)))

@@ -122,6 +122,8 @@ def load_state(
         found.restore_values()
     except Exception as caught:  # noqa: BLE001 - raised on all ranks together
         error = caught
+    # Open files would hold the disk space of checkpoints that are removed later.
+    storage.close()
     team.agree(error)
     return LoadReport(
         step=source.summary.step,

@@ -140,7 +140,8 @@ def destinations(
         raise
 
     def restore_values() -> None:
-        walk.apply = True
+        # What is missing was found before; the lists are the caller's.
+        walk.apply, walk.missing, walk.unexpected = True, [], []
         if has_values:
             walk.visit("", state, saved.root)
 
@@ -234,6 +235,8 @@ class _Restore:
 
     def visit(self, path: str, value: Any, nodes: list[Any]) -> Any:
         """Compares or applies; returns what is to stand in the value's place."""
+        if isinstance(value, np.ndarray) and not value.flags.writeable:
+            raise DataError(f"{path}: expected an array to load into, this one is read-only")
         if isinstance(value, Tensor | FlatShard | np.ndarray):
             return value
         if isinstance(value, nn.Module):
@@ -290,7 +293,7 @@ class _Restore:
         if not self.apply or all(new is old for new, old in zip(items, value, strict=True)):
             return value
         if isinstance(value, tuple):
-            return tuple(items)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         value[:] = items
         return value
 

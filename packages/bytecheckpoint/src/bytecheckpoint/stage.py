@@ -141,7 +141,7 @@ def _batches(starts: list[int], end_bytes: int) -> list[tuple[int, int, int]]:
 
 def as_array(tensor: Tensor) -> np.ndarray:
     """A CPU tensor's elements as integers of their size; of any type and strides."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if tensor.itemsize == 16:
         return torch.view_as_real(tensor).numpy()

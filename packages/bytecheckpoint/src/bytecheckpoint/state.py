@@ -106,6 +106,13 @@ def _modules(value: Any, path: str) -> list[tuple[str, nn.Module]]:
     return [found for key, item in items for found in _modules(item, join(path, key))]
 
 
+def _of_array(array: np.ndarray, path: str) -> Tensor:
+    try:
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{path}: expected an array that torch can view; {error}") from error
+
+
 def join(path: str, key: Any) -> str:
     """The path of what a key leads to."""
     return f"{path}.{key}" if path else str(key)
@@ -123,12 +130,13 @@ class _Walk:
         if isinstance(value, Tensor | FlatShard):
             return self.tensor(path, value)
         if isinstance(value, dict):
-            return encode_dict({k: self.value(join(path, k), v) for k, v in value.items()})
+            items = {k: self.value(join(path, k), v) for k, v in value.items()}
+            return encode_dict(items, path)
         if isinstance(value, list | tuple):
             items = [self.value(join(path, at), item) for at, item in enumerate(value)]
             return {"$tuple": items} if isinstance(value, tuple) else items
         if isinstance(value, np.ndarray):
-            return {"$array": self.tensor(path, torch.from_numpy(value))["$tensor"]}
+            return {"$array": self.tensor(path, _of_array(value, path))["$tensor"]}
         if isinstance(value, nn.Module):
             return self.module(path)
         if isinstance(value, torch.optim.Optimizer):
@@ -158,6 +166,8 @@ class _Walk:
                 local.shape,
                 local.dtype,
                 first.tensor.stride(),
+                first.tensor.is_conj(),
+                first.tensor.is_neg(),
                 len(local.pieces),
             )
             stored = self._memory.setdefault(memory, name)

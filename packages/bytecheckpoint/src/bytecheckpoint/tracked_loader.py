@@ -74,14 +74,24 @@ class TrackedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         """What the loader yields, from where it stands to the end of the epoch."""
+        was_left, num_batches = self._is_open, 0
+        for batch in self._rest():
+            num_batches += 1
+            yield batch
+        if was_left and not num_batches:
+            # Who left it had all batches and, knowing their number, did not ask for another.
+            yield from self._rest()
+
+    def _rest(self) -> Iterator[Any]:
+        """The rest of the epoch; afterwards the next one is the present one."""
+        was_left, self._is_open, self._is_finished = self._is_open, True, False
         if self.is_stateful:
-            if self._is_open:
+            if was_left:
                 self._loader.load_state_dict(self._patched(self._loader.state_dict()))
-            self._is_open, self._is_finished = True, False
             yield from self._loader
-            self._is_open, self._is_finished = False, True
         else:
             yield from self._counted()
+        self._is_open, self._is_finished = False, True
         self.epoch += 1
         if self._position is not None:
             self._position.epoch = self.epoch
@@ -124,6 +134,7 @@ class TrackedLoader:
             assert self._position is not None, "checked at the start"
             self._position.load_state_dict(state["position"])
             self.epoch, self._taken = self._position.epoch, state["position"]["taken"]
+            self._is_open = self._is_finished = False
 
     def load_rank_states(
         self, states: Sequence[dict[str, Any]], rank: int, world_size: int
@@ -156,7 +167,8 @@ class TrackedLoader:
             )
         self._position.load_rank_states(found, rank, world_size)
         self.epoch = self._position.epoch
-        self._taken, self._is_open, self._is_finished = 0, False, False
+        self._taken = self._position.taken
+        self._is_open = self._is_finished = False
         if self.is_stateful:
             self._loader.load_state_dict({})
 

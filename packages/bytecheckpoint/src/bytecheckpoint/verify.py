@@ -129,8 +129,8 @@ def _header_fault(storage: Storage, path: str, index: Index, number: int) -> str
     text = bytearray(data_start - 8)
     storage.read_into(path, 8, memoryview(text))
     try:
-        entries = json.loads(bytes(text))
-        spans = {name: entry["data_offsets"] for name, entry in entries.items()}
+        entries = json.loads(bytes(text)).items()
+        spans = {name: entry["data_offsets"] for name, entry in entries if name != "__metadata__"}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return f"its header is not one of a safetensors file: {error!r:.100}"
     for row in np.flatnonzero((index.file == number) & (index.num_bytes > 0)).tolist():

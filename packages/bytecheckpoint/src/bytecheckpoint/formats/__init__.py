@@ -1,4 +1,4 @@
-"""Other formats of checkpoints: what a folder is, and conversion of any into any.
+"""Other formats of checkpoints, and conversion of any into any.
 
 Readers make an index of the byte ranges of existing files, so that everything that reads our own
 format by slices reads others by slices too. Writers stream, one piece of a tensor at a time.
@@ -7,43 +7,17 @@ format by slices reads others by slices too. Writers stream, one piece of a tens
 from __future__ import annotations
 
 import os
-import posixpath
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING
 
-from bytecheckpoint.storage import Storage
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError
 
-__all__ = ["TARGETS", "Kind", "convert", "detect"]
+if TYPE_CHECKING:
+    from bytecheckpoint.opened import Checkpoint
 
-Kind = Literal["native", "dcp", "huggingface", "torch"]
+__all__ = ["TARGETS", "convert"]
+
 TARGETS = ("dcp", "safetensors", "torch")
-
-
-def detect(storage: Storage, path: str = "") -> Kind:
-    """What lies at a path, by the names of files there.
-
-    Args:
-        storage: where to look.
-        path: a folder, or a file of torch.save.
-
-    Raises:
-        DataError: nothing that can be read.
-    """
-    names = storage.list(path)
-    if "manifest.json" in names:
-        return "native"
-    if ".metadata" in names:
-        return "dcp"
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
-        return "huggingface"
-    if not names and posixpath.splitext(path)[1] in (".pt", ".pth", ".bin", ".ckpt"):
-        return "torch"
-    raise DataError(
-        f"{posixpath.join(storage.url, path)}: expected a checkpoint: a folder with manifest.json, "
-        f".metadata (DCP) or *.safetensors, or a file .pt, .pth, .bin or .ckpt of torch.save; "
-        f"found {', '.join(names[:5]) or 'nothing'}"
-    )
 
 
 def convert(
@@ -54,10 +28,11 @@ def convert(
     prefix: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Writes a checkpoint in another format, in memory of about 64 MiB.
+    """Writes a checkpoint in another format, in about 200 MiB of memory at most.
 
     Args:
-        src: path or URL of a checkpoint of any kind that `bytecheckpoint.open` takes.
+        src: path or URL of a checkpoint of any kind that `bytecheckpoint.open` takes, or a local
+            file of torch.save.
         dst: a local folder, for "torch" a file; appears when it is whole and on disk.
         to: "dcp" (torch.distributed.checkpoint), "safetensors" (a Hugging Face folder of the
             model's weights alone) or "torch" (one file of torch.save).
@@ -69,11 +44,9 @@ def convert(
         ConfigError: `to` or `dst` cannot be, or `dst` exists.
         DataError: the source is damaged, or holds what the format cannot.
     """
-    from bytecheckpoint import opened
-
     if "://" in os.fspath(dst):
         raise ConfigError(f"expected a local path to write to, got {os.fspath(dst)}")
-    with opened.open(src) as checkpoint:
+    with _opened(src) as checkpoint:
         match to:
             case "dcp":
                 from bytecheckpoint.formats.dcp import write_dcp
@@ -93,3 +66,21 @@ def convert(
                 write_torch(checkpoint, dst, progress=progress)
             case _:
                 raise ConfigError(f"expected a format of {', '.join(TARGETS)}, got {to!r}")
+
+
+def _opened(src: str | os.PathLike[str]) -> Checkpoint:
+    from bytecheckpoint import opened
+
+    if not os.path.isfile(src):
+        return opened.open(src)
+    from bytecheckpoint.extra import dump
+    from bytecheckpoint.formats.torch import read_index
+    from bytecheckpoint.source import Source, Summary
+    from bytecheckpoint.storage import open_storage
+
+    folder, name = os.path.split(os.path.abspath(src))
+    storage = open_storage(folder)
+    index, tree = read_index(storage, name)
+    extra = dump({"tree": tree, "ranks": {}, "trace": []})
+    summary = Summary(kind="torch", folder="", index=index.encode(), extra=extra)
+    return opened.Checkpoint(Source.of(storage, summary))

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _NUM_THREADS = 8
+_MAX_DEPTH = 100
 _log = logging.getLogger(__name__)
 
 
@@ -240,7 +241,7 @@ def paths_of(metadata: object) -> dict[str, Path] | None:
         for name, path in data.items()
         if isinstance(name, str)
         and isinstance(path, tuple)
-        and path
+        and 0 < len(path) <= _MAX_DEPTH
         and all(isinstance(key, str | int) for key in path)
     }
 
@@ -291,8 +292,8 @@ def elements_start(archive: Archive, stored: StoredTensor, where: str) -> int:
     if not stored.is_plain or any(size > 1 and step != flat for size, step, flat in steps):
         raise DataError(
             f"{where}: its elements are stored with strides {list(stored.strides)} for shape "
-            f"{list(stored.shape)}, or as a lazy conjugate; ranges need row-major order, so save "
-            f"`tensor.resolve_conj().contiguous()`"
+            f"{list(stored.shape)}, or as a lazy conjugate; ranges need row-major order: load it "
+            f"with torch and save `tensor.resolve_conj().contiguous()`"
         )
     numel = 1
     for size in stored.shape:

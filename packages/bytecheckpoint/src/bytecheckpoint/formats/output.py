@@ -17,7 +17,7 @@ from shared.topology.boxes import Box, decompose
 __all__ = ["SLAB_BYTES", "appearing", "data_of", "slabs"]
 
 # Tensors are read and written in pieces of this size; more would not be faster.
-SLAB_BYTES = 64 * 1024 * 1024
+SLAB_BYTES = 32 * 1024 * 1024
 
 
 @contextmanager

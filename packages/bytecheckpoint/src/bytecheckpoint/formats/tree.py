@@ -43,11 +43,18 @@ def encode(value: Any, path: str, leaf: Callable[[Any, str], Any] = encode_leaf)
     Raises:
         DataError: JSON cannot say it.
     """
+    try:
+        return _encoded(value, path, leaf)
+    except RecursionError:
+        raise DataError(f"{path or 'the state'}: a value lies too deep, or in itself") from None
+
+
+def _encoded(value: Any, path: str, leaf: Callable[[Any, str], Any]) -> Any:
     if isinstance(value, Mapping):
-        items = {key: encode(item, _below(path, key), leaf) for key, item in value.items()}
+        items = {key: _encoded(item, _below(path, key), leaf) for key, item in value.items()}
         return encode_dict(items)
     if type(value) in (list, tuple):
-        items = [encode(item, _below(path, at), leaf) for at, item in enumerate(value)]
+        items = [_encoded(item, _below(path, at), leaf) for at, item in enumerate(value)]
         return {"$tuple": items} if type(value) is tuple else items
     return leaf(value, path)
 
@@ -136,7 +143,7 @@ def _flatten(path: Path, tree: Any, found: Flat) -> None:
             found.values[name] = decode_tree(tree, _no_tensor)
 
 
-def at_path(tree: Any, path: Path) -> Any:
+def at_path(tree: Any, path: Iterable[str | int]) -> Any:
     """The tree at a path.
 
     Raises:
@@ -145,7 +152,7 @@ def at_path(tree: Any, path: Path) -> Any:
     for key in path:
         items = dict(enumerate(_list_items(tree)) if isinstance(key, int) else _items(tree))
         if key not in items:
-            raise DataError(f"extra values: nothing at {'.'.join(map(str, path))!r}; damaged")
+            raise DataError(f"extra values: expected one at {path}, found none; damaged")
         tree = items[key]
     return tree
 

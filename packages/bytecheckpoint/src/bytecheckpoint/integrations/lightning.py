@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer  # pyrefly: ignore
 
 from bytecheckpoint.checkpointer import Checkpointer
 from bytecheckpoint.rng import rng_state
@@ -46,10 +46,9 @@ class CheckpointCallback(Callback):
             **options: of `Checkpointer`: keep, when_busy, stage, ...
         """
         super().__init__()
-        self._url = url
+        self._url, self._options = url, options
         self._every_n_steps = every_n_steps
         self._extra = extra or {}
-        self._options = options
         self._checkpointer: Checkpointer | None = None
         self._last_step: int | None = None
         self._rng: dict[str, Any] | None = None
@@ -61,23 +60,21 @@ class CheckpointCallback(Callback):
         self._rng = None if self._last_step is None else rng_state().state_dict()
 
     def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any
     ) -> None:
         """Sets the random numbers again that beginning to read a begun epoch has drawn from."""
+        _, batch_idx = args
         if self._rng is not None and batch_idx > 0:
             rng_state().load_state_dict(self._rng)
         self._rng = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Saves, if a step ended and it is its turn."""
         step = trainer.global_step
-        if step % self._every_n_steps or step == self._last_step:
-            return
-        assert self._checkpointer is not None, "fitting starts before its first batch ends"
-        self._checkpointer.save(step, self._state_of(trainer))
-        self._last_step = step
+        if step and step % self._every_n_steps == 0 and step != self._last_step:
+            assert self._checkpointer is not None, "fitting starts before its first batch ends"
+            self._checkpointer.save(step, self._state_of(trainer))
+            self._last_step = step
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits for the last save, and raises if it failed."""
@@ -103,8 +100,7 @@ class _Loop:
         self._loop = trainer.fit_loop
 
     def state_dict(self) -> dict[str, Any]:
-        state = self._loop.state_dict()
-        return state | {"state_dict": {}}
+        return self._loop.state_dict() | {"state_dict": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loop.load_state_dict(state)

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 # Pauses between tries, each drawn from half to one and a half of this.
 _WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 # A larger read is split into requests of this size: one connection gives a part of the bandwidth.
-_READ_BYTES = 8 * 1024 * 1024
+_READ_BYTES = WRITE_BYTES
 _NUM_THREADS = 16
 # Python knows the class of an error by its number, but not the number by the class.
 _NUMBERS = {

@@ -1,0 +1,246 @@
+"""Saving and loading beside torch's DCP, and beside the plain ways of moving the same bytes.
+
+Four gloo ranks, one thread each, every state made of DTensors that are sharded over all of them. The
+ways alternate within one run; a round's time is the slowest rank's. DCP gets its best settings: one
+round of each (threads 1, 2, 4; plan cache on and off; asynchronous by thread and by process)
+chooses which one is measured. Files of earlier rounds are on disk before a round begins.
+"""
+
+import os
+import shutil
+import time
+from datetime import timedelta
+from statistics import median
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import bytecheckpoint as bcp
+from shared.claims import Claim
+from shared.comms import RankPool
+
+NUM_RANKS = 4
+ROUNDS = 7
+STATES = {
+    # tensors, rows and columns of each
+    "small": (8_000, 4 * NUM_RANKS, 16),
+    "large": (48, 1_365 * NUM_RANKS, 1_024),
+}
+SYNC = [(threads, cached) for threads in (1, 2, 4) for cached in (False, True)]
+ASYNC = [
+    (kind, cached)
+    for kind in (AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS)
+    for cached in (False, True)
+]
+
+
+def make(kind, seed):
+    count, rows, columns = STATES[kind]
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    torch.manual_seed(seed + dist.get_rank())
+    return {
+        f"layer{at}.weight": DTensor.from_local(
+            torch.randn(rows // NUM_RANKS, columns), mesh, [Shard(0)]
+        )
+        for at in range(count)
+    }
+
+
+class Ways:
+    """Everything that is measured, on one rank: each method returns its figures in seconds."""
+
+    def __init__(self, folder, kind):
+        self.folder = folder
+        self.state = make(kind, 0)
+        self.local = [tensor.to_local() for tensor in self.state.values()]
+        self.num_bytes = sum(t.numel() * t.itemsize for t in self.local)
+        self.checkpointer = bcp.Checkpointer(f"{folder}/ours", keep=1)
+        self.step = 0
+        self.warm = [torch.zeros_like(tensor) for tensor in self.local]
+        self.image = torch.zeros(self.num_bytes, dtype=torch.uint8)
+        self.planners = {}
+
+    def slowest(self, *seconds):
+        worst = torch.tensor(seconds)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return worst.tolist()
+
+    def begin(self):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.sync()
+        dist.barrier()
+        return time.perf_counter()
+
+    def ours(self):
+        self.step += 1
+        start = self.begin()
+        handle = self.checkpointer.save(self.step, {"m": self.state})
+        blocked = time.perf_counter() - start
+        handle.committed.result()
+        total = time.perf_counter() - start
+        spans = [handle.trace.seconds(stage) for stage in ("checksum", "stage", "write", "sync")]
+        return self.slowest(blocked, total, *spans)
+
+    def memcpy(self):
+        start = self.begin()
+        torch._foreach_copy_(self.warm, self.local)
+        return self.slowest(time.perf_counter() - start)
+
+    def raw(self):
+        path = f"{self.folder}/raw-{dist.get_rank()}"
+        if os.path.exists(path):
+            os.unlink(path)
+        view = memoryview(self.image.numpy())
+        start = self.begin()
+        file = os.open(path, os.O_WRONLY | os.O_CREAT)
+        for offset in range(0, len(view), 16 << 20):
+            os.pwrite(file, view[offset : offset + (16 << 20)], offset)
+        os.fsync(file)
+        os.close(file)
+        return self.slowest(time.perf_counter() - start)
+
+    def _writer(self, name, threads):
+        path = f"{self.folder}/{name}"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        return dcp.FileSystemWriter(path, thread_count=threads)
+
+    def _planner(self, name, cached):
+        return DefaultSavePlanner(enable_plan_caching=cached)
+
+    def dcp_save(self, threads, cached):
+        writer = self._writer("dcp", threads)
+        planner = self._planner("sync", cached)
+        start = self.begin()
+        dcp.save({"m": self.state}, storage_writer=writer, planner=planner)
+        return self.slowest(time.perf_counter() - start)
+
+    def dcp_async(self, kind, cached):
+        writer = self._writer("dcp-async", 1)
+        planner = self._planner("async", cached)
+        start = self.begin()
+        future = dcp.async_save(
+            {"m": self.state},
+            storage_writer=writer,
+            planner=planner,
+            async_checkpointer_type=kind,
+        )
+        blocked = time.perf_counter() - start
+        future.result()
+        return self.slowest(blocked, time.perf_counter() - start)
+
+    def _empty(self):
+        return {
+            name: DTensor.from_local(torch.zeros_like(t.to_local()), t.device_mesh, t.placements)
+            for name, t in self.state.items()
+        }
+
+    def _is_equal(self, loaded):
+        return float(
+            all(
+                torch.equal(loaded[name].to_local(), tensor.to_local())
+                for name, tensor in self.state.items()
+            )
+        )
+
+    def load(self):
+        target = self._empty()
+        start = self.begin()
+        self.checkpointer.load(self.step, {"m": target})
+        seconds = time.perf_counter() - start
+        return [*self.slowest(seconds), -self.slowest(-self._is_equal(target))[0]]
+
+    def dcp_load(self):
+        target = self._empty()
+        start = self.begin()
+        dcp.load({"m": target}, storage_reader=dcp.FileSystemReader(f"{self.folder}/dcp"))
+        seconds = time.perf_counter() - start
+        return [*self.slowest(seconds), -self.slowest(-self._is_equal(target))[0]]
+
+
+def measure(folder, kind, rounds):
+    """Chooses DCP's settings, then alternates; figures by way and round."""
+    # The process of asynchronous saves would have each rank start on its own otherwise.
+    ways = Ways(folder, kind)
+    control = dist.new_group(backend="gloo")
+    assert control is not None
+    chosen = {}
+    for name, options, method, figure in (
+        ("save", SYNC, ways.dcp_save, 0),
+        ("blocked", ASYNC, ways.dcp_async, 0),
+    ):
+        method(*options[0])  # the first of all pays for imports
+        timed = [(method(*option)[figure], at) for at, option in enumerate(options)]
+        chosen[name] = options[min(timed)[1]]
+    found = {name: [] for name in ("ours", "memcpy", "raw", "save", "async", "load", "dcp load")}
+    for number in range(rounds + 1):
+        figures = {
+            "ours": ways.ours(),
+            "memcpy": ways.memcpy(),
+            "raw": ways.raw(),
+            "save": ways.dcp_save(*chosen["save"]),
+            "async": ways.dcp_async(*chosen["blocked"]),
+            "load": ways.load(),
+            "dcp load": ways.dcp_load(),
+        }
+        for name, values in figures.items():
+            if number:  # the first round warms up
+                found[name].append(values)
+    ways.checkpointer.close()
+    return found, {name: str(option) for name, option in chosen.items()}, ways.num_bytes
+
+
+@pytest.mark.parametrize("kind", ["small", "large"])
+def bench_against_dcp(benchmark, record_claim, tmp_path, kind):
+    with RankPool(NUM_RANKS, timeout=timedelta(minutes=25)) as pool:
+        found, chosen, num_bytes = benchmark.pedantic(
+            lambda: pool.run(measure, str(tmp_path), kind, ROUNDS).results[0], rounds=1
+        )
+    columns = {name: list(zip(*rounds, strict=True)) for name, rounds in found.items()}
+    benchmark.extra_info.update(
+        rounds=found, chosen={k: str(v) for k, v in chosen.items()}, bytes_per_rank=num_bytes
+    )
+    count, rows, columns_of = STATES[kind]
+    what = f"{count:,} tensors of {rows}x{columns_of} float32 sharded over {NUM_RANKS} ranks"
+    correct = all(min(columns[name][1]) == 1.0 for name in ("load", "dcp load"))
+
+    def claim(name, ours, baseline, baseline_name, aim):
+        spread = [f"{min(figures):.3f}-{max(figures):.3f}" for figures in (ours, baseline)]
+        record_claim(
+            Claim(
+                name=name,
+                unit="s",
+                ours=median(ours),
+                baseline=median(baseline),
+                baseline_name=baseline_name,
+                higher_is_better=False,
+                correct=correct,
+                detail=f"{what}; median of {ROUNDS}, spread {spread[0]} against {spread[1]}; "
+                f"what was loaded equals what was saved, in both",
+                source=f"hatch run bench bytecheckpoint -k {kind}",
+            ),
+            aim=aim,
+        )
+
+    blocked, total, checksum = columns["ours"][:3]
+    small = kind == "small"
+    dcp_save, dcp_async = f"DCP, {chosen['save']}", f"DCP async, {chosen['blocked']}"
+    claim(f"{kind}: save", total, columns["save"][0], dcp_save, 20 if small else 1 / 1.1)
+    claim(f"{kind}: blocked", blocked, columns["async"][0], dcp_async, 10 if small else 1 / 0.35)
+    claim(f"{kind}: load", columns["load"][0], columns["dcp load"][0], "DCP", 10 if small else None)
+    if not small:
+        warm, raw = columns["memcpy"][0], columns["raw"][0]
+        claim("large: blocked", blocked, warm, "copy into warm memory", 1 / 1.3)
+        claim("large: save", total, raw, "pwrite and fsync of the same bytes", 1 / 1.15)
+        # Not a rival: the share of a save that hashing takes, on the rank that takes longest.
+        claim(
+            "large: 3 % of a save against checksums", checksum, [0.03 * t for t in total], "3 %", 1
+        )
