@@ -9,6 +9,7 @@ chooses which one is measured. Files of earlier rounds are on disk before a roun
 import os
 import shutil
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from statistics import median
 
@@ -97,7 +98,7 @@ class Ways:
         path = f"{self.folder}/raw-{dist.get_rank()}"
         if os.path.exists(path):
             os.unlink(path)
-        view = memoryview(self.image.numpy())
+        view = self.image.numpy().data
         start = self.begin()
         file = os.open(path, os.O_WRONLY | os.O_CREAT)
         for offset in range(0, len(view), 16 << 20):
@@ -134,6 +135,7 @@ class Ways:
             async_checkpointer_type=kind,
         )
         blocked = time.perf_counter() - start
+        assert isinstance(future, Future)
         future.result()
         return self.slowest(blocked, time.perf_counter() - start)
 

@@ -419,6 +419,17 @@ def test_values_that_lie_too_deep_or_in_themselves_are_refused():
             encode({"a": value}, "")
 
 
+def test_names_in_the_place_of_others_are_refused(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "dcp")
+
+    def change(metadata):
+        metadata.planner_data["model.matrix"] = ("other", "epoch", "more")
+
+    with_metadata(folder, change)
+    with pytest.raises(DataError, match=r"two values stand at 'other\.epoch"):
+        bcp.open(folder)
+
+
 def test_paths_without_end_are_ignored(saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "dcp")
 

@@ -230,7 +230,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device", "rank-00000.safetensors")
 
     monkeypatch.setattr(LocalSink, "write_at", refuse)
-    with pytest.raises(CheckpointException, match="No space left.*rank-00000"):
+    with pytest.raises(CheckpointException, match=r"No space left.*rank-00000"):
         dcp.save(state(), storage_writer=DCPWriter(tmp_path / "step"))
     assert not list(tmp_path.glob("**/*.safetensors"))
     assert not list(tmp_path.glob("**/manifest.json"))

@@ -59,6 +59,7 @@ def hugging_face(tmp_path, url, max_steps, every_n_steps=3, save_steps=0):
     return trainer, callback, model
 
 
+@pytest.mark.slow  # importing the Trainer alone takes seconds
 def test_transformers_goes_on_where_it_stopped(tmp_path, caplog):
     # 10 steps an epoch: the interruption is in the middle of the second.
     trainer, callback, whole = hugging_face(tmp_path, tmp_path / "a", 16)
@@ -79,6 +80,7 @@ def test_transformers_goes_on_where_it_stopped(tmp_path, caplog):
         assert json.loads(checkpoint.extra["trainer_state"])["global_step"] == 15
 
 
+@pytest.mark.slow  # importing the Trainer alone takes seconds
 def test_transformers_saves_when_the_trainer_does(tmp_path):
     trainer, _, _ = hugging_face(tmp_path, tmp_path / "a", 7, every_n_steps=None, save_steps=3)
     trainer.train()

@@ -135,6 +135,14 @@ def test_even_ranks_take_the_stream_in_step_and_lose_nothing(num_samples, legs, 
     assert Counter(seen) == Counter(np.concatenate([*stream, []]).tolist()[: len(seen)])
 
 
+def test_what_even_ranks_leave_of_an_epoch_comes_first_on_other_ranks():
+    options = {"num_samples": 10, "shuffle": False, "even": True}
+    orders = split(4, None, **options)
+    assert sorted(i for order in orders for i in order) == list(range(8))
+    orders = split(2, [order.state_dict() for order in orders], **options)
+    assert [list(order) for order in orders] == [[8, 0, 2, 4, 6, 8], [9, 1, 3, 5, 7, 9]]
+
+
 @settings(max_examples=40, deadline=None)
 @given(num_samples=st.integers(1, 40), legs=legs, last=st.integers(1, 7))
 def test_packing_emits_every_token_once_over_any_changes(num_samples, legs, last):
@@ -236,21 +244,25 @@ def test_packing_in_workers_is_split_anew(is_persistent):
         )
 
     seen, states = Counter(), None
-    for world_size, num_workers, sequences in [(2, 2, 5), (2, 2, 4), (1, 3, 7), (2, 0, 999)]:
+    for world_size, num_workers, sequences in [(2, 2, 5), (2, 2, 4), (1, 0, 7), (2, 2, 999)]:
         loaders = [make(rank, world_size, num_workers) for rank in range(world_size)]
         for rank, loader in enumerate(loaders):
             if states is not None:
+                loader.state_dict()  # as a load describes what it loads into; starts the workers
                 loader.load_rank_states(states, rank, world_size)
             for sequence in islice(loader, sequences):
                 seen.update(sequence.tolist())
         states = [loader.state_dict() for loader in loaders]
     assert seen == tokens_of(60)
+    for epoch in (1, 2):
+        # The next epochs of the same loaders: nothing of an old buffer comes again.
+        assert {loader.epoch for loader in loaders} == {epoch}
+        seen = Counter(t for loader in loaders for s in loader for t in s.tolist())
+        assert seen == tokens_of(60)
     (loader,) = [make(0, 1, 2)]
     loader.load_rank_states(states, 0, 1)
-    for epoch in (1, 2):
-        # The next epochs of the same loader: nothing of an old buffer comes again.
-        assert loader.epoch == epoch
-        assert Counter(t for s in loader for t in s.tolist()) == tokens_of(60)
+    assert loader.epoch == 1
+    assert Counter(t for s in loader for t in s.tolist()) == tokens_of(60)
 
 
 def test_as_many_ranks_go_on_exactly_though_unevenly():

@@ -116,6 +116,49 @@ def test_a_training_state_becomes_the_state_dictionaries_of_torch(tmp_path):
     assert found["optimizer"]["param_groups"][0]["params"][0] == "0.weight"
 
 
+class Loader:
+    """Differs by rank."""
+
+    per_rank = True
+
+    def state_dict(self):
+        return {"position": 7}
+
+    def load_rank_states(self, states, rank, world_size):
+        raise AssertionError
+
+
+def test_values_of_every_kind_become_python_values(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Rprop(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    values = {
+        "nets": [model, torch.nn.Linear(1, 1)],
+        "optimizer": optimizer,
+        "loader": Loader(),
+        "keys": {1: "one", None: 2},
+        "empty": [{}, [], ()],
+    }
+    bcp.save(tmp_path / "native", values)
+    convert(tmp_path / "native", tmp_path / "state.pt", "torch")
+    found = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert torch.equal(found["nets"][0]["weight"], model.weight)
+    assert found["loader"] == [{"position": 7}]
+    assert found["keys"] == values["keys"]
+    assert found["empty"] == values["empty"]
+    # Parameters of one of two modules are named from that module on.
+    assert found["optimizer"]["param_groups"][0]["params"] == ["weight", "bias"]
+    assert found["optimizer"]["state"].keys() == {"weight", "bias"}
+
+
+def test_values_that_json_cannot_say_are_read_as_none(tmp_path, caplog):
+    torch.save({"w": torch.ones(2), "dtype": torch.float16}, tmp_path / "state.pt")
+    _, _, tree = read(tmp_path / "state.pt")
+    assert tree == {"w": {"$tensor": "w"}, "dtype": None}
+    assert "read as None: dtype: expected" in caplog.text
+
+
 class Runs:
     def __reduce__(self):
         return print, ("hacked",)
@@ -232,12 +275,21 @@ def test_a_record_of_another_length_is_refused():
         ArchiveWriter(io.BytesIO()).stream("data/0", 5, [b"abc"])
 
 
+class Sparse(io.FileIO):
+    """A file in which large writes are holes."""
+
+    def write(self, data):
+        if len(data) < 1 << 26:
+            return super().write(data)
+        self.seek(len(data), io.SEEK_CUR)
+        return len(data)
+
+
 @pytest.mark.slow
 def test_files_beyond_4_gib_are_those_of_any_zip_tool(tmp_path):
-    """Sparse: the hole costs no disk."""
     path = tmp_path / "large.zip"
     zeros = memoryview(bytes(1 << 26))
-    with path.open("wb") as file:
+    with io.BufferedWriter(Sparse(path, "w")) as file:
         writer = ArchiveWriter(file)
         writer.stream("data/0", 65 << 26, (zeros for _ in range(65)))
         writer.write("after", b"behind 4 GiB")
@@ -245,3 +297,12 @@ def test_files_beyond_4_gib_are_those_of_any_zip_tool(tmp_path):
     with zipfile.ZipFile(path) as found:
         assert found.getinfo("archive/data/0").file_size == 65 << 26
         assert found.read("archive/after") == b"behind 4 GiB"
+    with path.open("rb") as file:
+
+        def read_at(offset, num_bytes):
+            file.seek(offset)
+            return file.read(num_bytes)
+
+        found = Archive(read_at, 0, path.stat().st_size, "here")
+        assert found.locate("data/0").num_bytes == 65 << 26
+        assert found.read("after") == b"behind 4 GiB"

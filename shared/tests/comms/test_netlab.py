@@ -1,5 +1,6 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -159,6 +160,30 @@ def test_hosts_have_a_shm_of_their_own_that_their_ranks_share(tmp_path):
         assert seen == [["rank0", "rank1"]] * 2 + [["rank2", "rank3"]] * 2
         assert not Path("/dev/shm/rank0").exists()
     assert lab_names() == others
+
+
+def fetch_from(address: str) -> bytes:
+    with socket.create_connection((address, 4000), timeout=5) as connection:
+        return connection.recv(2)
+
+
+@needs_namespaces
+def test_ranks_in_some_hosts_reach_a_server_in_another():
+    serve = (
+        "import socket; s = socket.create_server(('', 4000)); print(flush=True); "
+        "[s.accept()[0].send(b'ok') for _ in range(2)]"
+    )
+    with NetLab(hosts=2, rate="1gbit", ranks_per_host=2) as lab:
+        command = [*lab.command(0), sys.executable, "-c", serve]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+            server.stdout.readline()
+            with lab.pool(hosts=[1]) as pool:
+                assert pool.num_ranks == 2
+                assert pool.run(fetch_from, lab.address(0)).results == [b"ok"] * 2
+            # Two connections' frames came over the link.
+            assert lab.counters()[0].rx_frames >= 6
+        with pytest.raises(ConfigError, match="hosts 0 to 1, got 2"):
+            lab.command(2)
 
 
 @needs_namespaces

@@ -105,7 +105,7 @@ def run_shared(
         unit = plan.units[at]
         buffer = torch.empty(unit.stop - unit.start, dtype=torch.uint8)
         with trace.span("read", len(buffer)):
-            source.read(unit.file, unit.start, memoryview(buffer.numpy()))
+            source.read(unit.file, unit.start, buffer.numpy().data)
         return buffer
 
     with ThreadPoolExecutor(num_threads) as threads:

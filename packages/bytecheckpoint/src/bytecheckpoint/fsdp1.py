@@ -7,7 +7,8 @@ parameter a rank holds, and that is all a checkpoint needs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -51,7 +52,7 @@ class FlatParameters(NamedTuple):
     owners: dict[int, list[FlatRange]]
 
 
-def flat_parameters(root: nn.Module, clean: object) -> FlatParameters:
+def flat_parameters(root: nn.Module, clean: Callable[[str], str]) -> FlatParameters:
     """The flat parameters that FSDP1 made in a model, none where it is not used.
 
     Args:
@@ -60,7 +61,7 @@ def flat_parameters(root: nn.Module, clean: object) -> FlatParameters:
     """
     found = FlatParameters([], {})
     for path, module in root.named_modules():
-        handle = getattr(module, "_handle", None)
+        handle: Any = getattr(module, "_handle", None)
         flat = getattr(handle, "flat_param", None)
         if flat is None or not hasattr(flat, "_shard_param_infos"):
             continue

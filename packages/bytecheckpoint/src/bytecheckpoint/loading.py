@@ -202,13 +202,11 @@ class _Loading:
         rank, size = team.rank, team.world_size
         with self._trace.span("plan"), no_collection():
             alone = plan_units(source, self._wants, self._headers(rank, size))
-            group = team.group
-            if dedupe == "never" or group is None or not self._is_shared(dedupe, rates, alone):
-                group = None
-            else:
+            group, plan = team.group, None
+            if group is not None and self._is_shared(dedupe, rates, alone):
                 everyone = [wants_of(source.index, p) for p in self._everyones_places()]
                 plan = plan_shared(source, everyone, self._headers(0, 1))
-        if group is None:
+        if group is None or plan is None:
             self._read_alone(alone)
             return False
         self._error = run_shared(
@@ -274,8 +272,8 @@ class _Loading:
     def _is_shared(self, dedupe: Dedupe, rates: Rates | None, alone: list[Unit]) -> bool:
         """Whether ranks read for one another; all come to the same answer."""
         team, source = self._team, self._source
-        if team.world_size == 1 or dedupe == "always":
-            return team.world_size > 1
+        if team.world_size == 1 or dedupe != "auto":
+            return team.world_size > 1 and dedupe == "always"
         row_bytes = source.index.num_bytes
         counts = torch.zeros(len(row_bytes) + 2, dtype=torch.int64)
         counts[list({want.row for want in self._wants})] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,20 @@ class ParameterNames:
     names: dict[int, list[str]] = field(default_factory=dict)
     ranges: dict[int, list[FlatRange]] = field(default_factory=dict)
 
+    def relative(self, modules: Iterable[str]) -> dict[str, str]:
+        """Names by what they are from their modules on, as torch names them.
+
+        Args:
+            modules: paths of the modules in the state.
+        """
+        names = [name for of_one in self.names.values() for name in of_one]
+        return {
+            name.removeprefix(f"{path}."): name
+            for path in modules
+            for name in names
+            if name.startswith(f"{path}.")
+        }
+
 
 def clean(name: str) -> str:
     """A parameter's name without the names of wrappers around modules."""
@@ -49,7 +63,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         inner = getattr(module, "_orig_mod", None)
         if inner is None and type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
             inner = module.module
-        if inner is None:
+        if not isinstance(inner, nn.Module):
             return module
         module = inner
 

@@ -49,14 +49,14 @@ class View:
     def __repr__(self) -> str:
         return f"View({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
-    def __getitem__(self, key: int | slice | tuple[int | slice, ...] | Any) -> Tensor:
+    def __getitem__(self, key: Any) -> Tensor:
         """Reads a slice; as of a tensor, with integers, slices and `...`.
 
         Raises:
             IndexError: there is no such element.
             DataError: a block read for it is damaged.
         """
-        keys = list(key) if isinstance(key, tuple) else [key]
+        keys: list[Any] = list(key) if isinstance(key, tuple) else [key]
         if ... in keys:
             at = keys.index(...)
             keys[at : at + 1] = [slice(None)] * (len(self.shape) - len(keys) + 1)

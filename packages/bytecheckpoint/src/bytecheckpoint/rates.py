@@ -76,7 +76,7 @@ def measure(team: Team, source: Source, units: Sequence[Unit]) -> Rates:
     with suppress(OSError):  # the load itself meets it again, and says so
         if units:
             path = source.path(units[0].file)
-            source.storage.read_into(path, units[0].start, memoryview(buffer.numpy()))
+            source.storage.read_into(path, units[0].start, buffer.numpy().data)
     storage_s = time.perf_counter() - begin
     sent, received = torch.empty(2, probe_bytes, dtype=torch.uint8)
     team.maximum([0])

@@ -257,7 +257,7 @@ def read_units(
             buffers.bytes = torch.empty(max(size, min(UNIT_BYTES, 4 * size)), dtype=torch.uint8)
         buffer = buffers.bytes[:size]
         with trace.span("read", size):
-            source.read(unit.file, unit.start, memoryview(buffer.numpy()))
+            source.read(unit.file, unit.start, buffer.numpy().data)
         use(unit, buffer)
 
     if len(units) <= 1 or num_threads == 1:

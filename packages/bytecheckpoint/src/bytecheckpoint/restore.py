@@ -113,12 +113,13 @@ def destinations(
         DataError: the state or the checkpoint cannot be understood.
     """
     index = source.index
-    prefix = _prefix(state, source)
-    stored = {
-        prefix + name: (dtype_named(index.dtypes[at]), index.shapes[at])
-        for name, at in index.position.items()
-    }
     local = describe(state, rank)
+    stored_as = _names_here(state, source, local)
+    stored = {
+        here: (dtype_named(index.dtypes[at]), index.shapes[at])
+        for here, name in stored_as.items()
+        for at in (index.position[name],)
+    }
     made = [
         (optimizer, parameter, key)
         for path, optimizer in local.optimizers.items()
@@ -128,13 +129,12 @@ def destinations(
         local = describe(state, rank)
     saved = SavedValues(source.extra, rank, source.summary.world_size)
     walk = _Restore(local, saved, stored, rank, world_size)
-    # Other formats hold tensors; what else they hold is in `open(path).extra`.
-    has_values = source.summary.kind == "native"
+    has_values = source.summary.kind != "hf"  # which holds nothing but tensors
     found = Destinations(missing=walk.missing, unexpected=walk.unexpected, made=made)
     try:
         if has_values:
             walk.visit("", state, saved.root)
-        _fill(found, walk, stored, prefix, state, cast=cast)
+        _fill(found, walk, stored, stored_as, state, cast=cast)
     except DataError:
         found.take_back()
         raise
@@ -153,7 +153,7 @@ def _fill(
     found: Destinations,
     walk: _Restore,
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    prefix: str,
+    stored_as: dict[str, str],
     state: dict[str, Any],
     *,
     cast: bool,
@@ -177,13 +177,12 @@ def _fill(
                 f"(cast=True converts)"
             )
         found.places += [
-            Place(name.removeprefix(prefix), piece.box, piece.tensor, stored_dtype)
-            for piece in pieces
+            Place(stored_as[name], piece.box, piece.tensor, stored_dtype) for piece in pieces
         ]
     for name, tensor in walk.fresh.items():
         box = Box((0,) * tensor.dim(), tuple(tensor.shape))
         if tensor.numel():
-            found.places.append(Place(name.removeprefix(prefix), box, tensor, tensor.dtype))
+            found.places.append(Place(stored_as[name], box, tensor, tensor.dtype))
     wanted = {*local.tensors, *local.aliases, *walk.fresh}
     roots = tuple(f"{key}." for key in state)
     found.unexpected += [
@@ -200,16 +199,29 @@ def _is_of_rank(name: str, local: LocalState) -> bool:
     return any(name.startswith(f"{path}.rank") for path in local.rank_trees)
 
 
-def _prefix(state: dict[str, Any], source: Source) -> str:
-    """What the state's names have before those of a checkpoint that was no training state."""
-    if source.summary.kind != "hf":
-        return ""
-    if len(state) != 1:
-        raise DataError(
-            f"a folder of safetensors holds one model: load it into {{'model': model}}, got the "
-            f"keys {list(state)}"
-        )
-    return f"{next(iter(state))}."
+def _names_here(state: dict[str, Any], source: Source, local: LocalState) -> dict[str, str]:
+    """The checkpoint's names by the names that a state of this form gives the same tensors.
+
+    A folder of safetensors names a model's tensors from the model on; torch's own optimizer states
+    name parameters so as well.
+    """
+    names = list(source.index.position)
+    if source.summary.kind == "hf":
+        if len(state) != 1:
+            raise DataError(
+                f"a folder of safetensors holds one model: load it into {{'model': model}}, got "
+                f"the keys {list(state)}"
+            )
+        return {f"{next(iter(state))}.{name}": name for name in names}
+    found = {name: name for name in names}
+    for path in local.optimizers:
+        prefix = f"{path}.state."
+        known = local.parameters.relative(local.modules)
+        for name in names:
+            parameter, _, key = name.removeprefix(prefix).rpartition(".")
+            if name.startswith(prefix) and parameter in known:
+                found[f"{prefix}{known[parameter]}.{key}"] = found.pop(name)
+    return found
 
 
 class _Restore:
@@ -313,11 +325,14 @@ class _Restore:
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer, nodes: list[Any]) -> None:
         known = self.local.parameters
-        groups = [group for node in nodes for group in node["$optimizer"]["groups"]]
-        settings = {name: group["settings"] for group in groups for name in group["params"]}
+        relative = known.relative(self.local.modules)
+        settings: dict[str, Any] = {}
         values: dict[str, Any] = {}
         for node in reversed(nodes):
-            values.update(node["$optimizer"]["values"])
+            for group in _groups(node):
+                for name in group["params"]:
+                    settings[relative.get(name, name)] = group["settings"]
+            values.update(node.get("$optimizer", {}).get("values", {}))
         names = iter(parameter_names(optimizer, known))
         for at, group in enumerate(optimizer.param_groups):
             own = [name for _ in group["params"] for name in next(names)]
@@ -375,3 +390,16 @@ class _Restore:
 
     def _is_tensor(self, name: str) -> bool:
         return name in self._stored
+
+
+def _groups(node: dict[str, Any]) -> list[dict[str, Any]]:
+    """An optimizer's groups as ours: names of parameters, and settings; torch's own form too."""
+    if "$optimizer" in node:
+        return node["$optimizer"]["groups"]
+    return [
+        {
+            "params": group["params"],
+            "settings": {key: value for key, value in group.items() if key != "params"},
+        }
+        for group in node.get("param_groups", [])
+    ]

@@ -80,7 +80,11 @@ class Source:
     @property
     def extra(self) -> dict[str, Any]:
         """Everything that is no tensor: "tree", values that differ by rank, the save's trace."""
-        return parse(self.summary.extra, f"{self.summary.folder}/extra")
+        where = f"{self.summary.folder}/extra"
+        found = parse(self.summary.extra, where)
+        if not isinstance(found, dict):
+            raise DataError(f"{where}: expected an object with a tree; the file is damaged")
+        return found
 
     def has_checksums(self, file: int) -> bool:
         """Whether blocks of a file are verified."""

@@ -60,7 +60,7 @@ class Image:
             if hasattr(mmap, "MADV_HUGEPAGE") and not is_shared:
                 mapped.madvise(mmap.MADV_HUGEPAGE)
             self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        self.view = memoryview(self.memory.numpy())
+        self.view = self.memory.numpy().data
         self.view[: len(part.header)] = part.header
         dtypes = {name: dtype_named(d) for name, d in zip(part.names, part.dtypes, strict=True)}
         self._slots = [
@@ -88,10 +88,9 @@ class Image:
             self.ready_until(end)
 
     @torch.no_grad()
-    def fill_on_stream(
-        self, values: Sequence[Tensor], stream: torch.cuda.Stream
-    ) -> torch.cuda.Event:
-        """Queues the copies on a stream behind the caller's; the event marks their end."""
+    def fill_on_stream(self, values: Sequence[Tensor]) -> torch.cuda.Event:
+        """Queues the copies behind the work of the caller's stream; the event marks their end."""
+        stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for slot, value in zip(self._slots, values, strict=True):

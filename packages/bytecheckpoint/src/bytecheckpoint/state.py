@@ -42,6 +42,7 @@ class LocalState:
         rank_trees: by path, what objects that differ by rank hold on this one.
         parameters: names of the parameters of all modules.
         optimizers: by path; their next steps change what is being saved.
+        modules: paths of modules.
     """
 
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
@@ -51,6 +52,7 @@ class LocalState:
     rank_trees: dict[str, Any] = field(default_factory=dict)
     parameters: ParameterNames = field(default_factory=ParameterNames)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -89,6 +91,7 @@ def describe(state: dict[str, Any], rank: int) -> LocalState:
     walk = _Walk(rank)
     # Optimizers are named after the parameters of modules that may come later.
     for path, module in _modules(state, ""):
+        walk.found.modules.append(path)
         walk.modules[path] = list(module_entries(path, module, walk.found.parameters))
     walk.found.tree = walk.value("", state)
     return walk.found
@@ -158,6 +161,8 @@ class _Walk:
             )
         local = local_tensor(value, name)
         found.values[name] = value
+        # Who holds no part of a tied tensor still has it under both names.
+        memory: tuple = (id(value),)
         if local.pieces:
             first = local.pieces[0]
             memory = (
@@ -170,10 +175,10 @@ class _Walk:
                 first.tensor.is_neg(),
                 len(local.pieces),
             )
-            stored = self._memory.setdefault(memory, name)
-            if stored != name:
-                found.aliases[name] = stored
-                return {"$tensor": name}
+        stored = self._memory.setdefault(memory, name)
+        if stored != name:
+            found.aliases[name] = stored
+            return {"$tensor": name}
         found.tensors[name] = local
         return {"$tensor": name}
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import torch
@@ -39,11 +40,10 @@ class Team:
         self.world_size = self.group.world_size if self.group else 1
         self._alone: dict[str, bytes] = {}
         # A clone has a connection of its own: a background thread may wait on it.
-        self._store = (
-            dist.PrefixStore("bytecheckpoint", self.group.checked().get_group_store().clone())
-            if self.group
-            else None
-        )
+        self._store: Any = None
+        if self.group:
+            store: Any = self.group.checked().get_group_store()
+            self._store = dist.PrefixStore("bytecheckpoint", store.clone())
 
     @property
     def is_coordinator(self) -> bool:

@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def local_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
 _PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
-def _plain(value: Tensor, name: str) -> LocalTensor:
+def _plain(value: Any, name: str) -> LocalTensor:
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         kind = "meta" if value.is_meta else "quantized" if value.is_quantized else value.layout
         raise DataError(
@@ -138,7 +138,7 @@ def _flat(value: FlatShard) -> LocalTensor:
     return LocalTensor(flat.dtype, shape, tuple(pieces))
 
 
-def _sharded(value: Tensor) -> LocalTensor:
+def _sharded(value: Any) -> LocalTensor:
     metadata = value.metadata()
     pieces = tuple(
         Piece(
@@ -151,7 +151,7 @@ def _sharded(value: Tensor) -> LocalTensor:
     return LocalTensor(metadata.tensor_properties.dtype, tuple(metadata.size), pieces)
 
 
-def _dtensor(value: Tensor, name: str) -> LocalTensor:
+def _dtensor(value: Any, name: str) -> LocalTensor:
     shape, mesh = tuple(value.shape), value.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ def blocked(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]
         begin = _together()
         future = dcp.async_save(state, storage_writer=writer)
         theirs = time.perf_counter() - begin
+        assert isinstance(future, Future)
         future.result()
         theirs_total = time.perf_counter() - begin
         seconds = torch.tensor([ours, ours_total, theirs, theirs_total])

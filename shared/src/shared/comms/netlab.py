@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,28 +146,41 @@ class NetLab:
     ) -> None:
         self._remove()
 
-    def pool(self, **options: Any) -> RankPool:
+    def pool(self, *, hosts: Sequence[int] | None = None, **options: Any) -> RankPool:
         """Ranks in the hosts, `ranks_per_host` consecutive ones in each.
 
         Args:
+            hosts: those that get ranks; all by default.
             **options: of RankPool, but for the number of ranks and where they run.
 
         Returns:
             A pool to be entered.
 
         Raises:
-            ConfigError: if the lab's `with` block is not entered.
+            ConfigError: if the lab's `with` block is not entered, or it has no such host.
         """
-        self._check_entered()
-        prefix = []
-        for rank in range(self.hosts * self.ranks_per_host):
-            host = rank // self.ranks_per_host
-            shm = str(_SHM / self._namespace(host))
-            prefix.append([*_inside(self._namespace(host)), "sh", "-c", _IN_HOST, shm])
+        hosts = range(self.hosts) if hosts is None else hosts
+        prefix = [self.command(host) for host in hosts for _ in range(self.ranks_per_host)]
         env = {**options.pop("env", {}), "GLOO_SOCKET_IFNAME": _DEVICE}
         return RankPool(
             len(prefix), prefix=prefix, env=env, ranks_per_host=self.ranks_per_host, **options
         )
+
+    def command(self, host: int) -> list[str]:
+        """Words before a command that have it run in a host, as a server beside the ranks.
+
+        Raises:
+            ConfigError: if the lab's `with` block is not entered, or it has no such host.
+        """
+        self._check_entered()
+        if not 0 <= host < self.hosts:
+            raise ConfigError(f"this lab has the hosts 0 to {self.hosts - 1}, got {host}")
+        shm = str(_SHM / self._namespace(host))
+        return [*_inside(self._namespace(host)), "sh", "-c", _IN_HOST, shm]
+
+    def address(self, host: int) -> str:
+        """The address under which other hosts reach a host."""
+        return f"10.77.0.{host + 1}"
 
     def counters(self) -> list[HostCounters]:
         """What each host's device has carried since the lab was made, by host."""
@@ -203,7 +217,7 @@ class NetLab:
                 *("netns", namespace),
             )
             _run(*_inside(switch), "ip", "link", "set", port, "master", "bridge", "up")
-            address = f"10.77.0.{host + 1}/24"
+            address = f"{self.address(host)}/24"
             _run(*_inside(namespace), "ip", "address", "add", address, "dev", _DEVICE)
             _run(*_inside(namespace), "ip", "link", "set", _DEVICE, "up")
             _run(*_inside(namespace), "ip", "link", "set", "lo", "up")

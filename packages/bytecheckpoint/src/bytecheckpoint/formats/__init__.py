@@ -15,7 +15,7 @@ from shared.errors import ConfigError
 if TYPE_CHECKING:
     from bytecheckpoint.opened import Checkpoint
 
-__all__ = ["TARGETS", "convert"]
+__all__ = ["TARGETS", "convert", "open_any"]
 
 TARGETS = ("dcp", "safetensors", "torch")
 
@@ -31,8 +31,7 @@ def convert(
     """Writes a checkpoint in another format, in about 200 MiB of memory at most.
 
     Args:
-        src: path or URL of a checkpoint of any kind that `bytecheckpoint.open` takes, or a local
-            file of torch.save.
+        src: path or URL of any checkpoint that `open_any` takes.
         dst: a local folder, for "torch" a file; appears when it is whole and on disk.
         to: "dcp" (torch.distributed.checkpoint), "safetensors" (a Hugging Face folder of the
             model's weights alone) or "torch" (one file of torch.save).
@@ -46,7 +45,7 @@ def convert(
     """
     if "://" in os.fspath(dst):
         raise ConfigError(f"expected a local path to write to, got {os.fspath(dst)}")
-    with _opened(src) as checkpoint:
+    with open_any(src) as checkpoint:
         match to:
             case "dcp":
                 from bytecheckpoint.formats.dcp import write_dcp
@@ -68,7 +67,13 @@ def convert(
                 raise ConfigError(f"expected a format of {', '.join(TARGETS)}, got {to!r}")
 
 
-def _opened(src: str | os.PathLike[str]) -> Checkpoint:
+def open_any(src: str | os.PathLike[str]) -> Checkpoint:
+    """Opens what `bytecheckpoint.open` opens, and local files of torch.save.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        DataError: it is damaged, or cannot be read by ranges.
+    """
     from bytecheckpoint import opened
 
     if not os.path.isfile(src):
