@@ -166,7 +166,9 @@ def load_damaged(folder, num_flips, dedupe):
             text = ""
         except DataError as error:
             text = str(error)
-        if at % 2 == 0 and not all(bool((t == -1).all()) for o in "abc" for t in into.get(o, {}).values()):
+        if at % 2 == 0 and not all(
+            bool((t == -1).all()) for o in "abc" for t in into.get(o, {}).values()
+        ):
             wrong.append((what, bit, "touched"))
         texts = [None, None]
         dist.all_gather_object(texts, text)
@@ -276,7 +278,10 @@ def edit_manifest(copy, _):
 
 
 DAMAGES = {
-    "cut by a byte": (lambda c, _: truncate(data_files(c)[1], 1), r"rank-00001.*expected a file of"),
+    "cut by a byte": (
+        lambda c, _: truncate(data_files(c)[1], 1),
+        r"rank-00001.*expected a file of",
+    ),
     "cut to nothing": (lambda c, _: data_files(c)[0].write_bytes(b""), r"rank-00000.*got 0 bytes"),
     "grown": (lambda c, _: data_files(c)[0].open("ab").write(b"0"), r"rank-00000.*expected a file"),
     "missing": (lambda c, _: data_files(c)[1].unlink(), r"rank-00001.*got nothing"),
@@ -394,7 +399,13 @@ def test_values_of_another_state_are_refused_or_ignored_but_never_run(copy):
         with pytest.raises(DataError):
             bcp.load(copy, into)
         assert is_untouched(into), tree
-    for content in (b"[]", b"null", b'{"tree": 1, "ranks": []}', b'{"tree": {}, "ranks": {"": 3}}', b"{"):
+    for content in (
+        b"[]",
+        b"null",
+        b'{"tree": 1, "ranks": []}',
+        b'{"tree": {}, "ranks": {"": 3}}',
+        b"{",
+    ):
         (copy / manifest.data / "extra.json").write_bytes(content)
         changed = msgspec.structs.replace(manifest, extra=commit.record("extra.json", content))
         (copy / "manifest.json").write_bytes(changed.encode())

@@ -66,7 +66,9 @@ def test_every_type_comes_back_bit_by_bit(tmp_path, stage):
     into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     bcp.load(path, into)
     assert [name for name in state if not same_bits(state[name], into[name])] == []
-    assert [name for name, found in contents(path).items() if not same_bits(state[name], found)] == []
+    assert [
+        name for name, found in contents(path).items() if not same_bits(state[name], found)
+    ] == []
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -86,7 +88,9 @@ def test_every_shape_and_stride_comes_back(tmp_path, stage):
     path = saved(tmp_path, state, stage)
     found = contents(path)
     assert found.keys() == state.keys()
-    assert [name for name in state if not same_bits(state[name].detach().contiguous(), found[name])] == []
+    assert [
+        name for name in state if not same_bits(state[name].detach().contiguous(), found[name])
+    ] == []
     # And into destinations that are not contiguous.
     into = {
         name: torch.full((*tensor.shape, 2), -1, dtype=tensor.dtype)[..., 0]
@@ -140,10 +144,14 @@ VALUES = st.recursive(
     | st.text(max_size=8)
     | st.binary(max_size=8)
     | st.complex_numbers(allow_nan=False),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=4).map(tuple)
-    | st.dictionaries(
-        st.text(max_size=4) | st.integers() | st.booleans() | st.binary(max_size=3), inner, max_size=4
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(
+            st.text(max_size=4) | st.integers() | st.booleans() | st.binary(max_size=3),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
 )
@@ -822,7 +830,9 @@ def _of_boxes(whole, boxes):
     indices = []
     for d in range(whole.dim()):
         runs = dict.fromkeys((box.offsets[d], box.sizes[d]) for box in boxes)
-        indices.append(torch.cat([torch.arange(a, a + n) for a, n in runs] or [torch.empty(0)]).long())
+        indices.append(
+            torch.cat([torch.arange(a, a + n) for a, n in runs] or [torch.empty(0)]).long()
+        )
     if not boxes:
         return whole.reshape(-1)[:0]
     return whole[torch.meshgrid(*indices, indexing="ij")]

@@ -85,7 +85,7 @@ class Checkpointer:
         self._last: Handle | None = None
         # Threads may not ask a storage for its listing while the interpreter ends.
         self._steps = commit.steps(self._storage) if self._saver.team.is_coordinator else []
-        atexit.register(self._saver.wait)
+        atexit.register(self._saver.finish)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -99,7 +99,7 @@ class Checkpointer:
         if error is None:
             self.close()
         else:
-            self._saver.wait()
+            self._saver.finish()
 
     def save(self, step: int, state: dict[str, Any]) -> Handle:
         """Saves a state if it is this step's turn; called by all ranks.
@@ -188,8 +188,9 @@ class Checkpointer:
         Raises:
             Exception: the last save failed.
         """
-        self._saver.wait()
-        if self._last is not None:
+        self._saver.finish()
+        # In a forked child the parent's save is never done.
+        if self._last is not None and self._last.committed.done():
             self._last.committed.result()
 
     def _retain(self, step: int) -> None:
@@ -233,7 +234,9 @@ def save(
             )
 
     saver = Saver(storage, timeout=timeout)
-    saver.save(name, state, overwrite=overwrite, check=check).committed.result()
+    handle = saver.save(name, state, overwrite=overwrite, check=check)
+    saver.finish()
+    handle.committed.result()
 
 
 def load(

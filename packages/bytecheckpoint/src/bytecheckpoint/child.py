@@ -7,7 +7,6 @@ child calls nothing that may wait for a thread it does not have: numpy copies, h
 from __future__ import annotations
 
 import os
-import queue
 import threading
 from collections.abc import Sequence
 
@@ -31,30 +30,37 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 class ChildWriter:
-    """One save of one image to one file, by a child process."""
+    """Writes one image to one file, by a child process."""
 
-    def __init__(self, storage: Storage, path: str, image: Image, trace: Trace) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        image: Image,
+        values: Sequence[Tensor],
+        trace: Trace,
+    ) -> None:
+        """Forks; the values may change when this returns.
+
+        Args:
+            storage: where to; usable in a child.
+            path: of the file.
+            image: for the values.
+            values: on the CPU.
+            trace: of the save.
+        """
         self._storage = storage
         self._path = path
         self._image = image
         self._trace = trace
-        self._forked: queue.SimpleQueue[tuple[int, int] | BaseException] = queue.SimpleQueue()
-
-    def stage(self, values: Sequence[Tensor]) -> None:
-        """Forks; the values may change when this returns."""
-        try:
-            with self._trace.span("stage"):
-                # Views are made before the fork: the child stays out of torch.
-                slots, arrays = self._image.arrays, [as_array(value) for value in values]
-                read_end, write_end = os.pipe()
-                pid = os.fork()
-                if pid == 0:
-                    self._write_and_exit(slots, arrays, write_end)
-        except BaseException as error:
-            self._forked.put(error)
-            raise
-        os.close(write_end)
-        self._forked.put((pid, read_end))
+        with trace.span("stage"):
+            # Views are made before the fork: the child stays out of torch.
+            slots, arrays = image.arrays, [as_array(value) for value in values]
+            self._read_end, write_end = os.pipe()
+            self._pid = os.fork()
+            if self._pid == 0:
+                self._write_and_exit(slots, arrays, write_end)
+            os.close(write_end)
 
     def run(self, staged: threading.Event) -> FileRecord:
         """Waits for the child.
@@ -63,16 +69,13 @@ class ChildWriter:
             OSError: the storage refused.
             CommError: the child was killed.
         """
-        forked = self._forked.get()
-        if isinstance(forked, BaseException):
-            raise forked
-        pid, read_end = forked
-        with self._trace.span("write", self._image.num_bytes), os.fdopen(read_end, "rb") as pipe:
-            answer = pipe.read()
-        _, status = os.waitpid(pid, 0)
+        with self._trace.span("write", self._image.num_bytes):
+            with os.fdopen(self._read_end, "rb") as pipe:
+                answer = pipe.read()
+            _, status = os.waitpid(self._pid, 0)
         if not answer:
             raise CommError(
-                f"the child process {pid} that wrote {self._path} ended with status {status} "
+                f"the child process {self._pid} that wrote {self._path} ended with status {status} "
                 f"before it had; memory may be short: use stage='arena', or save less often"
             )
         found = msgspec.msgpack.decode(answer, type=_Answer)

@@ -334,6 +334,9 @@ class Index:
         limit = self._padded_shapes[tensor]
         inside = (chunks.offsets >= 0) & (chunks.sizes >= 0) & (chunks.sizes <= limit)
         inside &= chunks.offsets <= limit - np.minimum(chunks.sizes, limit)
+        # Readers leave out the dimensions a tensor does not have: nothing may hide there.
+        ndims = np.array([len(shape) for shape in self.shapes])[tensor, None]
+        inside &= (chunks.sizes == 1) | (np.arange(chunks.sizes.shape[1]) < ndims)
         if not inside.all():
             row = int(np.flatnonzero(~inside.all(axis=1))[0])
             name, shape = self.names[tensor[row]], self.shapes[tensor[row]]

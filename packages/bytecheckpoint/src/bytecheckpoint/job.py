@@ -104,8 +104,12 @@ class Job:
     writer: Writer | ChildWriter | None = None
     error: Exception | None = None
 
-    def run(self) -> None:
-        """Sees the save to its end; the handle learns how it went, nothing is raised."""
+    def run(self, before: threading.Thread | None) -> None:
+        """Sees the save to its end; the handle learns how it went, nothing is raised.
+
+        Args:
+            before: the thread of the save before, which may still be removing old checkpoints.
+        """
         team, committed = self.team, self.handle.committed
         try:
             team.report(self.key, msgspec.msgpack.encode(self._report()))
@@ -119,13 +123,23 @@ class Job:
             error = None if failure is None else failure.exception(team.world_size)
         except Exception as caught:  # noqa: BLE001 - the handle's owner gets it
             error = caught
-        if error is None:
-            committed.set_result(None)
-        else:
-            _log.error("checkpoint %s was not saved: %s", self.path, error)
-            committed.set_exception(error)
         # Training that runs on must not keep what it has dropped.
         self.state, self.writer = LocalState(), None
+        if error is not None:
+            _log.error("checkpoint %s was not saved: %s", self.path, error)
+            committed.set_exception(error)
+            return
+        committed.set_result(None)
+        if team.is_coordinator:
+            # After the news: removing large files takes a file system as long as writing some.
+            if before is not None:
+                before.join()
+            try:
+                self.after_commit()
+            except Exception as error:  # noqa: BLE001 - the checkpoint exists all the same
+                _log.warning(
+                    "removing old checkpoints failed, the next save tries again: %s", error
+                )
 
     def _report(self) -> _Report:
         try:
@@ -171,10 +185,6 @@ class Job:
         except Exception as error:  # noqa: BLE001 - all ranks get it
             self._discard()
             return Failure.of(error, self.team.rank)
-        try:
-            self.after_commit()
-        except Exception as error:  # noqa: BLE001 - the checkpoint exists all the same
-            _log.warning("removing old checkpoints failed, the next save tries again: %s", error)
         return None
 
     def _discard(self) -> None:

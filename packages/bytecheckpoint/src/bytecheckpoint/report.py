@@ -20,8 +20,8 @@ from shared.units import format_s
 __all__ = ["STAGES", "StageTimes", "chrome_trace", "draw_heat", "spans_of", "stage_times"]
 
 STAGES = (
-    *("extract", "plan", "stage", "checksum", "write", "sync", "commit"),
-    *("read", "verify", "exchange", "copy"),
+    *("extract", "stage", "agree", "plan", "checksum", "write", "sync", "commit"),
+    *("open", "read", "exchange", "copy"),
 )
 
 # More rows than this are drawn as the slowest rank of several.

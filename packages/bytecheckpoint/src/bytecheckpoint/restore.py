@@ -20,7 +20,7 @@ from bytecheckpoint.extra import decode_tree
 from bytecheckpoint.modules import clean, fill_missing_state, parameter_names, unwrapped
 from bytecheckpoint.saved_values import SavedValues
 from bytecheckpoint.source import Source
-from bytecheckpoint.state import LocalState, describe, is_stateful, join
+from bytecheckpoint.state import LocalState, describe, is_per_rank, is_stateful, join
 from bytecheckpoint.tensors import FlatShard
 from shared.errors import DataError
 from shared.topology.boxes import Box
@@ -255,7 +255,7 @@ class _Restore:
             self._module(path, value, nodes)
         elif isinstance(value, torch.optim.Optimizer):
             self._optimizer(path, value, nodes)
-        elif getattr(value, "per_rank", False):
+        elif is_per_rank(value):
             self._per_rank(path, value)
         elif is_stateful(value):
             if not nodes:
@@ -366,6 +366,12 @@ class _Restore:
             decoded = self._decoded(trees[self._rank])
             if self.apply:
                 value.load_state_dict(decoded)
+        elif not hasattr(value, "load_rank_states"):
+            raise DataError(
+                f"{path}: {len(trees)} ranks saved the positions of their {type(value).__name__}, "
+                f"and {self._world_size} load; give the loader a bcp.LoaderState as its sampler and "
+                f"put what its track() returns into the state"
+            )
         else:
             decoded = [self._decoded(tree) for tree in trees]
             if self.apply:

@@ -10,6 +10,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -99,17 +100,25 @@ class Saver:
         self._stage: StageKind = stage
         self._timeout = timeout
         self._plan: _Plan | None = None
+        self._handle: Handle | None = None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way on this rank."""
-        return self._thread is not None and self._pid == os.getpid() and self._thread.is_alive()
+        """Whether a save is under way on this rank; in a forked child none ever is."""
+        is_own = self._pid == os.getpid()
+        return is_own and self._handle is not None and not self._handle.committed.done()
 
     def wait(self) -> None:
-        """Blocks until no save is under way; in a forked child none ever is."""
-        if self.is_busy and self._thread is not None:
+        """Blocks until no save is under way."""
+        if self.is_busy and self._handle is not None:
+            futures.wait([self._handle.committed])
+
+    def finish(self) -> None:
+        """Blocks until what follows a commit, the removal of old checkpoints, is done too."""
+        self.wait()
+        if self._thread is not None and self._pid == os.getpid():
             self._thread.join()
 
     def save(
@@ -141,10 +150,40 @@ class Saver:
         """
         self.wait()
         handle = Handle(step, Trace(self.team.rank))
-        with handle.trace.span("extract"):
-            local, rows, digest, error = self._described(state, check)
-        with handle.trace.span("plan"):
-            plan, has_rank_trees = self._agreed(local, rows, digest, error)
+        trace = handle.trace
+        local, rows, digest = LocalState(), [], 0
+        copied, error = None, None
+        try:
+            if self.team.is_coordinator:
+                check()
+            with trace.span("extract"), no_collection():
+                local = describe(state, self.team.rank)
+                rows = rows_of(local)
+                digest = xxhash.xxh3_64_intdigest(dump(local.tree)) >> 2
+            plan = self._plan if self._is_of(rows, local.aliases) else None
+            if plan is not None and self._stage == "arena":
+                # Before the ranks agree: a rank that is done waits for the others then, and its
+                # writing does not slow their copies down.
+                copied = self._copied(plan, local, trace)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            plan, error = None, caught
+        with trace.span("agree"):
+            any_failed, any_new, most, minus_least = self.team.maximum(
+                [error is not None, plan is None, digest, -digest]
+            )
+            if any_failed:
+                self.team.agree(error)
+        if any_new:
+            self._plan = None  # its image goes before the next one comes
+            with trace.span("plan"):
+                self._plan = plan = self._planned(rows, local.aliases)
+            try:
+                if self._stage == "arena":
+                    copied = self._copied(plan, local, trace)
+            except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+                error = caught
+            self.team.agree(error)
+        assert plan is not None, "a rank without a plan says so"
         key = plan.next_key()
         job = Job(
             handle=handle,
@@ -155,43 +194,30 @@ class Saver:
             key=key,
             index=plan.index,
             state=local,
-            has_rank_trees=has_rank_trees,
+            has_rank_trees=most != -minus_least,
             overwrite=overwrite,
             timeout=self._timeout,
             after_commit=after_commit,
         )
-        self._start(job, plan)
+        self._start(job, plan, copied)
         return handle
 
-    def _described(
-        self, state: dict[str, Any], check: Callable[[], None]
-    ) -> tuple[LocalState, list[Row], int, Exception | None]:
-        try:
-            if self.team.is_coordinator:
-                check()
-            with no_collection():
-                local = describe(state, self.team.rank)
-                rows = rows_of(local)
-            return local, rows, xxhash.xxh3_64_intdigest(dump(local.tree)) >> 2, None
-        except Exception as error:  # noqa: BLE001 - raised on all ranks together
-            return LocalState(), [], 0, error
-
-    def _agreed(
-        self, local: LocalState, rows: list[Row], digest: int, error: Exception | None
-    ) -> tuple[_Plan, bool]:
-        """The plan, kept or made, and whether what is no tensor differs between ranks."""
+    def _is_of(self, rows: list[Row], aliases: dict[str, str]) -> bool:
+        """Whether the last plan is of a state with the same tensors."""
         plan = self._plan
-        is_new = plan is None or plan.rows != rows or plan.aliases != local.aliases
-        any_failed, any_new, most, minus_least = self.team.maximum(
-            [error is not None, is_new, digest, -digest]
-        )
-        if any_failed:
-            self.team.agree(error)
-        if any_new:
-            self._plan = plan = None  # its image goes before the next one comes
-            self._plan = plan = self._planned(rows, local.aliases)
-        assert plan is not None, "a rank without a plan says that it is new"
-        return plan, most != -minus_least
+        return plan is not None and plan.rows == rows and plan.aliases == aliases
+
+    def _copied(self, plan: _Plan, local: LocalState, trace: Trace) -> torch.cuda.Event | None:
+        """Copies what this rank writes into its image; the event behind copies only queued."""
+        if plan.part.file is None:
+            return None
+        values = list(sources(plan.part, local.tensors))
+        image = self._image(plan, values)
+        with trace.span("stage", image.num_bytes):
+            if any(value.is_cuda for value in values):
+                return image.fill_on_stream(values)
+            image.fill(values)
+        return None
 
     def _planned(self, rows: list[Row], aliases: dict[str, str]) -> _Plan:
         """Gathers what the ranks hold, plans on the coordinator, hands each rank its part."""
@@ -225,37 +251,39 @@ class Saver:
         ]
         return plan.index.encode(), parts
 
-    def _start(self, job: Job, plan: _Plan) -> None:
-        """Starts the threads, then copies: the one that writes follows the copy."""
-        values: list[torch.Tensor] = []
-        try:
-            if plan.part.file is not None:
-                values = list(sources(plan.part, job.state.tensors))
-                job.writer = self._writer(job, plan, values)
-        except Exception as error:  # noqa: BLE001 - the job reports it to all ranks
-            job.error = error
-        self._thread = threading.Thread(target=job.run, name="bytecheckpoint-save")
+    def _start(self, job: Job, plan: _Plan, copied: torch.cuda.Event | None) -> None:
+        """Starts what writes, and the thread that sees to the commit."""
+        if plan.part.file is not None:
+            file = f"{job.path}/{job.folder}/{plan.part.file.name}".lstrip("/")
+            trace = job.handle.trace
+            try:
+                if self._stage == "fork":
+                    values = list(sources(plan.part, job.state.tensors))
+                    image = self._image(plan, values)
+                    job.writer = ChildWriter(self._storage, file, image, values, trace)
+                else:
+                    assert plan.image is not None, "the copy made it"
+                    job.writer = Writer(self._storage, file, plan.image, copied, trace)
+            except Exception as error:  # noqa: BLE001 - the job reports it to all ranks
+                job.error = error
+        before, self._handle = self._thread, job.handle
+        self._thread = threading.Thread(target=job.run, args=(before,), name="bytecheckpoint-save")
         self._thread.start()
-        # What goes wrong from here on the job learns from the writer.
-        event = None if job.writer is None else job.writer.stage(values)
-        if event is None:
+        if copied is None:
             job.handle.staged.set()
         elif job.state.optimizers:
             for optimizer in job.state.optimizers.values():
-                _wait_before_step(optimizer, event)
+                _wait_before_step(optimizer, copied)
         else:
-            event.synchronize()
+            copied.synchronize()
 
-    def _writer(self, job: Job, plan: _Plan, values: list[torch.Tensor]) -> Writer | ChildWriter:
-        assert plan.part.file is not None, "a rank that writes nothing needs no writer"
+    def _image(self, plan: _Plan, values: list[torch.Tensor]) -> Image:
         if plan.image is None:
             is_cuda = any(value.is_cuda for value in values)
             if is_cuda and self._stage == "fork":
                 raise ConfigError("stage='fork' cannot read a GPU's memory; use stage='arena'")
             plan.image = Image(plan.part, is_pinned=is_cuda, is_shared=self._stage == "fork")
-        file = f"{job.path}/{job.folder}/{plan.part.file.name}".lstrip("/")
-        kind = ChildWriter if self._stage == "fork" else Writer
-        return kind(self._storage, file, plan.image, job.handle.trace)
+        return plan.image
 
 
 def rows_of(local: LocalState) -> list[Row]:

@@ -1,8 +1,9 @@
 """A rank's data file in memory: where training's values go before it may change them.
 
 The image is laid out as the file will be, so that writing it is nothing but writing it. It is kept
-from save to save, because a copy into memory that is not mapped yet is several times slower. The
-copy goes in file order and says how far it is, and writing may follow right behind.
+from save to save, because a copy into memory that is not mapped yet is several times slower. Writing
+begins when the copy has ended: beside it, the writing threads only slowed the copy down, and the
+whole save took no less.
 
 On a GPU the copies are queued on a stream of their own, and instead of the caller the optimizer's
 next step waits for them, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707): values
@@ -13,7 +14,6 @@ the memory as it was at the fork.
 from __future__ import annotations
 
 import mmap
-import threading
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -26,9 +26,6 @@ from bytecheckpoint.tensors import LocalTensor
 from shared.topology.boxes import intersect
 
 __all__ = ["Image", "sources"]
-
-# How much is copied before the writer is told.
-_BATCH_BYTES = 16 * 1024 * 1024
 
 
 class Image:
@@ -69,23 +66,12 @@ class Image:
             .view(box.sizes)
             for name, box, start in part.rows
         ]
-        self._batches = _batches(part.start.tolist(), self.hashed_bytes)
-        self._ready = threading.Condition()
-        self._ready_bytes = 0
-        self._error: BaseException | None = None
         self._stream: torch.cuda.Stream | None = None
-
-    def begin(self) -> None:
-        """Forgets the last save's contents."""
-        with self._ready:
-            self._ready_bytes, self._error = 0, None
 
     @torch.no_grad()
     def fill(self, values: Sequence[Tensor]) -> None:
-        """Copies the chunks' values in, on the CPU, telling `wait_for` how far it is."""
-        for first, last, end in self._batches:
-            torch._foreach_copy_(self._slots[first:last], list(values[first:last]))
-            self.ready_until(end)
+        """Copies the chunks' values in, on the CPU."""
+        torch._foreach_copy_(self._slots, list(values))
 
     @torch.no_grad()
     def fill_on_stream(self, values: Sequence[Tensor]) -> torch.cuda.Event:
@@ -106,36 +92,6 @@ class Image:
     def arrays(self) -> list[np.ndarray]:
         """The chunks' places as arrays of plain integers."""
         return [as_array(slot) for slot in self._slots]
-
-    def ready_until(self, end: int) -> None:
-        """Says that the first `end` bytes hold what is to be written."""
-        with self._ready:
-            self._ready_bytes = end
-            self._ready.notify_all()
-
-    def fail(self, error: BaseException) -> None:
-        """Says that the image will never be complete; `wait_for` raises this."""
-        with self._ready:
-            self._error = error
-            self._ready.notify_all()
-
-    def wait_for(self, end: int) -> None:
-        """Blocks until the first `end` bytes hold what is to be written."""
-        with self._ready:
-            self._ready.wait_for(lambda: self._ready_bytes >= end or self._error is not None)
-            if self._error is not None:
-                raise self._error
-
-
-def _batches(starts: list[int], end_bytes: int) -> list[tuple[int, int, int]]:
-    """Rows in groups of about a write block: first row, the one after the last, end in the file."""
-    batches, first = [], 0
-    for row in range(1, len(starts) + 1):
-        end = starts[row] if row < len(starts) else end_bytes
-        if row == len(starts) or end - starts[first] >= _BATCH_BYTES:
-            batches.append((first, row, end))
-            first = row
-    return batches
 
 
 def as_array(tensor: Tensor) -> np.ndarray:

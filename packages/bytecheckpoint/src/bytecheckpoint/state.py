@@ -27,7 +27,7 @@ from bytecheckpoint.modules import (
 from bytecheckpoint.tensors import FlatShard, LocalTensor, local_tensor
 from shared.errors import DataError
 
-__all__ = ["LocalState", "describe", "is_stateful", "join", "no_collection"]
+__all__ = ["LocalState", "describe", "is_per_rank", "is_stateful", "join", "no_collection"]
 
 
 @dataclass(slots=True)
@@ -70,6 +70,12 @@ def no_collection() -> Iterator[None]:
 def is_stateful(value: Any) -> bool:
     """Whether an object saves and loads itself as torch's schedulers and loaders do."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def is_per_rank(value: Any) -> bool:
+    """Whether an object's state is another one on each rank; torchdata's loaders do not say so."""
+    kinds = {kind.__name__ for kind in type(value).__mro__}
+    return getattr(value, "per_rank", False) or "StatefulDataLoader" in kinds
 
 
 def describe(state: dict[str, Any], rank: int) -> LocalState:
@@ -144,7 +150,7 @@ class _Walk:
             return self.module(path)
         if isinstance(value, torch.optim.Optimizer):
             return self.optimizer(path, value)
-        if getattr(value, "per_rank", False):
+        if is_per_rank(value):
             tree = self.value(f"{path}.rank{self.rank}", value.state_dict())
             self.found.rank_trees[path] = tree
             return {"$ranks": None}

@@ -15,7 +15,7 @@ class Span(NamedTuple):
     """One stage of work on one rank.
 
     Attributes:
-        stage: "extract", "plan", "stage", "checksum", "write", "sync", "commit", "read", "verify",
+        stage: "extract", "stage", "agree", "plan", "checksum", "write", "sync", "commit", "open", "read",
             "exchange", "copy".
         rank: who did it.
         start_s: since the operation began on that rank, in seconds.

@@ -1,14 +1,14 @@
-"""Fills a file's image and writes it: copy, checksum and write follow one another block by block."""
+"""Writes a file's image: checksums of the next block while the last one is on its way."""
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
-from collections.abc import Sequence
 
 import torch
 import xxhash
-from torch import Tensor
 
 from bytecheckpoint.index import BLOCK_BYTES
 from bytecheckpoint.manifest import FileRecord
@@ -17,6 +17,14 @@ from bytecheckpoint.storage import WRITE_BYTES, Sink, Storage
 from bytecheckpoint.trace import Trace
 
 __all__ = ["Writer", "hash_blocks", "write_image"]
+
+_NICE = 10
+
+
+def give_way() -> None:
+    """Lets training's threads have the cores before this one; for threads that end with the save."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def hash_blocks(data: memoryview, table: memoryview, first: int, stop: int) -> None:
@@ -54,51 +62,42 @@ def write_image(storage: Storage, path: str, image: Image) -> FileRecord:
 
 
 class Writer:
-    """One save of one image to one file.
+    """Writes one image to one file.
 
     Its thread is started at once: none can be when the interpreter ends, and a save that is under
     way then is still finished.
     """
 
-    def __init__(self, storage: Storage, path: str, image: Image, trace: Trace) -> None:
-        """Starts the thread that writes what `run` gives it."""
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        image: Image,
+        copied: torch.cuda.Event | None,
+        trace: Trace,
+    ) -> None:
+        """Starts the thread that writes what `run` gives it.
+
+        Args:
+            storage: where to.
+            path: of the file.
+            image: filled, or being filled from a GPU.
+            copied: the event behind copies from a GPU.
+            trace: of the save.
+        """
         self._storage = storage
         self._path = path
         self._image = image
+        self._copied = copied
         self._trace = trace
-        self._began: queue.SimpleQueue[torch.cuda.Event | None] = queue.SimpleQueue()
         self._offsets: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._sink: Sink | None = None
         self._error: BaseException | None = None
-        image.begin()
         self._thread = threading.Thread(target=self._write, name="bytecheckpoint-write")
         self._thread.start()
 
-    def stage(self, values: Sequence[Tensor]) -> torch.cuda.Event | None:
-        """Copies the values into the image, or queues the copies of a GPU's.
-
-        Called by the training thread, which may change values on the CPU when this returns.
-
-        Returns:
-            The event behind copies that are only queued: values on the GPU may change after it.
-        """
-        image, event = self._image, None
-        with self._trace.span("stage", image.num_bytes):
-            try:
-                if any(value.is_cuda for value in values):
-                    event = image.fill_on_stream(values)
-                    self._began.put(event)
-                else:
-                    self._began.put(None)
-                    image.fill(values)
-            except BaseException as error:
-                image.fail(error)
-                self._began.put(None)
-                raise
-        return event
-
     def run(self, staged: threading.Event) -> FileRecord:
-        """Hashes and writes the image as it fills; returns when the file would survive power loss.
+        """Hashes and writes the image; returns when the file would survive a power loss.
 
         Args:
             staged: set when the last copy from a GPU has ended.
@@ -106,22 +105,12 @@ class Writer:
         Raises:
             OSError: the storage refused; the file is given up.
         """
-        image = self._image
-        data, table = image.view[: image.hashed_bytes], image.view[image.hashed_bytes :]
+        give_way()
         try:
-            event = self._began.get()
-            if event is not None:
-                event.synchronize()
+            if self._copied is not None:
+                self._copied.synchronize()
                 staged.set()
-                image.ready_until(image.hashed_bytes)
-            for offset in range(0, image.num_bytes, WRITE_BYTES):
-                end = min(offset + WRITE_BYTES, image.hashed_bytes)
-                image.wait_for(end)
-                with self._trace.span("checksum", max(end - offset, 0)):
-                    hash_blocks(data, table, offset, end)
-                if self._error is not None:
-                    break
-                self._offsets.put(offset)
+            self._hash_ahead()
         except BaseException as error:  # noqa: BLE001 - raised below, when the thread has ended
             self._error = self._error or error
         self._offsets.put(None)
@@ -129,13 +118,25 @@ class Writer:
         if self._error is None and self._sink is not None:
             with self._trace.span("sync"):
                 self._sink.finish()
-            return file_record(self._path, image)
+            return file_record(self._path, self._image)
         if self._sink is not None:
             self._sink.abort()
         assert self._error is not None, "a thread that did not fail has opened the file"
         raise self._error
 
+    def _hash_ahead(self) -> None:
+        image = self._image
+        data, table = image.view[: image.hashed_bytes], image.view[image.hashed_bytes :]
+        for offset in range(0, image.num_bytes, WRITE_BYTES):
+            end = min(offset + WRITE_BYTES, image.hashed_bytes)
+            with self._trace.span("checksum", max(end - offset, 0)):
+                hash_blocks(data, table, offset, end)
+            if self._error is not None:
+                return
+            self._offsets.put(offset)
+
     def _write(self) -> None:
+        give_way()
         view = self._image.view
         try:
             self._sink = self._storage.create(self._path, self._image.num_bytes)

@@ -1,0 +1,673 @@
+"""What goes wrong around a save: told to all ranks, harmless to training and to what is committed."""
+
+import errno
+import multiprocessing
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import bytecheckpoint as bcp
+from bytecheckpoint import commit
+from bytecheckpoint.index import ChunkTable, File, Index, num_blocks
+from bytecheckpoint.manifest import MANIFEST_NAME
+from bytecheckpoint.storage.local import LocalSink, LocalStorage
+from shared.comms import RankPool
+from shared.errors import CommError, ConfigError, DataError, RankFailure
+from shared.topology.boxes import Box
+
+
+STAGES = ["arena", "fork"]
+
+# --- Storage that refuses, waits or loses its process at a chosen call, under a real save. ---
+
+_CALLS = {
+    "create": (LocalStorage, "create"),
+    "write": (LocalSink, "write_at"),
+    "sync": (LocalSink, "finish"),
+    "sync folders": (LocalStorage, "sync_folders"),
+    "publish": (LocalStorage, "publish"),
+}
+
+
+@contextmanager
+def before(call, act):
+    """Calls `act` with the arguments of every such call of local storage, before it is made."""
+    owner, name = _CALLS[call]
+    method = getattr(owner, name)
+
+    def wrapper(self, *args, **options):
+        act(*args)
+        return method(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, wrapper)
+        yield
+
+
+def failing(call, number):
+    """Every such call fails with an error number of the operating system."""
+
+    def act(*_):
+        raise OSError(number, os.strerror(number), f"/the/file/at/{call}")
+
+    return before(call, act)
+
+
+def slow(seconds, call="write"):
+    """Every such call takes so much longer."""
+    return before(call, lambda *_: time.sleep(seconds))
+
+
+def deadly(call):
+    """The process is killed at the first such call."""
+    return before(call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+TEN_S = timedelta(seconds=10)
+
+
+def state(number, numel=1000):
+    return {"x": torch.full((numel,), float(number)), "n": number}
+
+
+def loaded(path, step, numel=1000):
+    into = state(-1, numel)
+    bcp.load(path / commit.step_folder(step), into)
+    assert bool((into["x"] == into["n"]).all()), "parts of several saves"
+    return into["n"]
+
+
+# --- A storage that refuses, on one rank of two. ---
+
+FAULTS = [
+    ("create", errno.EACCES, 1, "arena", PermissionError),
+    ("create", errno.EACCES, 1, "fork", PermissionError),
+    ("write", errno.ENOSPC, 1, "arena", OSError),
+    ("write", errno.ENOSPC, 0, "fork", OSError),
+    ("sync", errno.EIO, 1, "arena", OSError),
+    ("sync folders", errno.EIO, 0, "arena", OSError),
+    ("publish", errno.ENOSPC, 0, "arena", OSError),
+    ("publish", errno.EDQUOT, 0, "fork", OSError),
+]
+
+
+def save_on_bad_storage(path, call, number, bad_rank, stage):
+    """A save before, one that fails, training, one after; what the failed one's handle says."""
+    rank = dist.get_rank()
+    part = bcp.FlatShard(torch.full((500,), 1.0), (1000,), 500 * rank)
+    with bcp.Checkpointer(path, stage=stage, timeout=TEN_S) as ckpt:
+        ckpt.save(1, {"x": part, "n": 1}).committed.result(20)
+        part.tensor.fill_(2.0)
+        with failing(call, number) if rank == bad_rank else nullcontext():
+            handle = ckpt.save(2, {"x": part, "n": 2})
+            assert handle.staged.wait(20)
+            part.tensor.fill_(3.0)  # training goes on
+            error = handle.committed.exception(20)
+        dist.barrier()
+        left = commit.steps(LocalStorage(path))
+        ckpt.save(3, {"x": part, "n": 3}).committed.result(20)
+    return type(error), getattr(error, "errno", None), str(error), left
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_storage_that_refuses_on_one_rank_is_told_to_all(tmp_path, stage):
+    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
+        for at, (call, number, bad, of_stage, kind) in enumerate(FAULTS):
+            if of_stage != stage:
+                continue
+            path = tmp_path / str(at)
+            one, two = pool.run(save_on_bad_storage, path, call, number, bad, stage).results
+            assert one == two
+            assert issubclass(one[0], kind)
+            assert one[1] == number
+            assert f"rank {bad} of 2" in one[2]
+            assert f"/the/file/at/{call}" in one[2]
+            assert one[3] == [1]
+            with bcp.Checkpointer(path) as ckpt:
+                assert ckpt.steps() == [1, 3]
+            assert (loaded(path, 1), loaded(path, 3)) == (1, 3)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_file_size_limit_of_the_system_fails_the_save_alone(tmp_path, stage):
+    """The operating system's own refusal, in the midst of a file."""
+    numel = 1 << 20
+    with bcp.Checkpointer(tmp_path, stage=stage) as ckpt:
+        ckpt.save(1, state(1, numel)).committed.result(20)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        try:
+            error = ckpt.save(2, state(2, numel)).committed.exception(20)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert isinstance(error, OSError)
+        assert error.errno == errno.EFBIG
+        assert "rank-00000.safetensors" in str(error)
+        # A file that was given up takes no space.
+        assert not list((tmp_path / "step_00000002").glob("*/*.safetensors"))
+        assert ckpt.steps() == [1]
+        ckpt.save(3, state(3, numel)).committed.result(20)
+    assert loaded(tmp_path, 3, numel) == 3
+
+
+def test_a_failed_save_is_logged_and_raised_at_the_end(tmp_path, caplog):
+    ckpt = bcp.Checkpointer(tmp_path)
+    with failing("write", errno.ENOSPC):
+        handle = ckpt.save(1, state(1))
+        handle.committed.exception(20)
+    assert "step_00000001 was not saved" in caplog.text
+    assert "No space left" in caplog.text
+    with pytest.raises(OSError, match="No space left"):
+        ckpt.close()
+
+
+def test_an_error_says_once_what_the_system_says(tmp_path):
+    with failing("write", errno.ENOSPC), pytest.raises(OSError, match="No space") as raised:
+        bcp.save(tmp_path / "x", state(1))
+    assert str(raised.value).count("Errno") == 1
+
+
+@pytest.mark.parametrize("call", ["create", "write", "sync", "sync folders", "publish"])
+def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, call):
+    path = tmp_path / "one"
+    bcp.save(path, state(1))
+    with failing(call, errno.EIO), pytest.raises(OSError, match="/the/file/at/"):
+        bcp.save(path, state(2), overwrite=True)
+    into = state(0)
+    bcp.load(path, into)
+    assert into["n"] == 1
+    bcp.save(path, state(3), overwrite=True)
+    bcp.load(path, into)
+    assert into["n"] == 3
+    storage = LocalStorage(path)
+    commit.remove_garbage(storage, commit.garbage(storage))
+    assert sorted(storage.list("")) == sorted(
+        [MANIFEST_NAME, commit.read_manifest(storage, "").data]
+    )
+
+
+def test_a_child_that_cannot_be_forked_fails_the_save_alone(tmp_path, monkeypatch):
+    with bcp.Checkpointer(tmp_path, stage="fork") as ckpt:
+        ckpt.save(1, state(1)).committed.result(20)
+
+        def refuse():
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fork", refuse)
+            handle = ckpt.save(2, state(2))
+            error = handle.committed.exception(20)
+        assert isinstance(error, BlockingIOError)
+        ckpt.save(3, state(3)).committed.result(20)
+        assert ckpt.steps() == [1, 3]
+
+
+def test_a_child_that_is_killed_fails_the_save_alone(tmp_path):
+    with bcp.Checkpointer(tmp_path, stage="fork") as ckpt:
+        ckpt.save(1, state(1)).committed.result(20)
+        with deadly("sync"):
+            error = ckpt.save(2, state(2)).committed.exception(20)
+        assert isinstance(error, CommError)
+        assert "child process" in str(error)
+        ckpt.save(3, state(3)).committed.result(20)
+        assert ckpt.steps() == [1, 3]
+
+
+# --- Ranks that die or hang. ---
+
+
+def save_while_another_dies(path, dying, call, hangs):
+    """Rank `dying` is lost in the midst of a save; the other writes down what it was told."""
+    rank = dist.get_rank()
+    ckpt = bcp.Checkpointer(path, timeout=timedelta(seconds=1.2))
+    ckpt.save(1, state(1)).committed.result(20)
+    # Of two ranks both must have something to write.
+    own = {"own": torch.full((100,), float(rank)), "n": 2}
+    begin = time.monotonic()
+    bad = nullcontext() if rank != dying else slow(3.5, call) if hangs else deadly(call)
+    with bad:
+        handle = ckpt.save(2, {f"r{rank}": own})
+        error = handle.committed.exception(20)
+    waited_s = time.monotonic() - begin
+    text = f"{type(error).__name__}\n{waited_s}\n{error}"
+    (path / f"told-{rank}").write_text(text)
+    ckpt._saver.wait()
+
+
+@pytest.mark.parametrize(("dying", "call"), [(1, "write"), (0, "publish")])
+def test_a_rank_that_dies_before_the_commit_is_named_in_time(tmp_path, dying, call):
+    with (
+        pytest.raises(RankFailure, match=f"rank {dying} of 2"),
+        RankPool(2, timeout=timedelta(seconds=30)) as pool,
+    ):
+        pool.run(save_while_another_dies, tmp_path, dying, call, False)
+    kind, waited_s, text = (tmp_path / f"told-{1 - dying}").read_text().split("\n", 2)
+    assert kind == "CommError"
+    assert f"rank {dying}" in text
+    assert float(waited_s) < 5
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.steps() == [1]
+    assert loaded(tmp_path, 1) == 1
+
+
+def test_a_rank_that_hangs_is_named_in_time_and_may_finish_later(tmp_path):
+    with RankPool(2, timeout=timedelta(seconds=30)) as pool:
+        pool.run(save_while_another_dies, tmp_path, 1, "sync", True)
+    for rank in (0, 1):
+        kind, waited_s, text = (tmp_path / f"told-{rank}").read_text().split("\n", 2)
+        assert kind == "CommError"
+        assert "rank 1 of 2 did not report within 1 s" in text
+        assert (float(waited_s) < 3) == (rank == 0)
+    assert loaded(tmp_path, 1) == 1
+    assert commit.steps(LocalStorage(tmp_path)) == [1]
+
+
+# --- Training beside a save. ---
+
+
+def collectives_beside(path, stage):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with bcp.Checkpointer(path, stage=stage) as ckpt, slow(0.3):
+        handle = ckpt.save(1, state(rank + 1))
+        count = 0
+        while not handle.committed.done():
+            # Ranks do not agree on when it is over; nor do they need to.
+            total = torch.tensor([rank + 1.0])
+            dist.all_reduce(total)
+            assert total.item() == size * (size + 1) / 2
+            gathered = [torch.zeros(3) for _ in range(size)]
+            dist.all_gather(gathered, torch.full((3,), float(rank)))
+            assert [int(t[0]) for t in gathered] == list(range(size))
+            count += 1
+            stop = torch.tensor([handle.committed.done()], dtype=torch.int32)
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+            if stop.item():
+                break
+        handle.committed.result(20)
+    return count
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_collectives_of_training_go_on_during_a_save(tmp_path, stage):
+    with RankPool(2, timeout=timedelta(seconds=30)) as pool:
+        counts = pool.run(collectives_beside, tmp_path, stage).results
+    assert min(counts) > 5
+    assert commit.steps(LocalStorage(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_values_changed_in_place_after_save_are_stored_as_they_were(tmp_path, stage):
+    numel = 3 << 20
+    one, two = state(1, numel), torch.full((5, 7), 1.0, dtype=torch.bfloat16).t()
+    whole = {**one, "two": two, "list": [1]}
+    with bcp.Checkpointer(tmp_path, stage=stage) as ckpt, slow(0.2):
+        for step in (1, 2, 3):
+            handle = ckpt.save(step, whole)
+            assert not handle.committed.done()
+            one["x"].add_(1)
+            two.add_(1)
+            whole["n"] += 1
+            whole["list"][0] += 1
+            handle.committed.result(20)
+    for step in (1, 2, 3):
+        into = {**state(0, numel), "two": torch.zeros(7, 5, dtype=torch.bfloat16), "list": [0]}
+        bcp.load(tmp_path / commit.step_folder(step), into)
+        assert (into["n"], into["list"]) == (step, [step])
+        assert bool((into["x"] == step).all())
+        assert bool((into["two"] == step).all())
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "drop", "fail"])
+def test_a_save_while_another_is_under_way(tmp_path, when_busy):
+    with bcp.Checkpointer(tmp_path, when_busy=when_busy) as ckpt:
+        with slow(0.5):
+            first = ckpt.save(1, state(1))
+            assert not first.committed.done()
+            begin = time.monotonic()
+            if when_busy == "fail":
+                with pytest.raises(ConfigError, match="the save of step 1 is still under way"):
+                    ckpt.save(2, state(2))
+            else:
+                second = ckpt.save(2, state(2))
+                assert second.is_skipped == (when_busy == "drop")
+            waited_s = time.monotonic() - begin
+            assert first.committed.done() == (when_busy == "wait")
+            assert (waited_s > 0.3) == (when_busy == "wait")
+        first.committed.result(20)
+        ckpt.save(3, state(3)).committed.result(20)
+        assert ckpt.steps() == ([1, 2, 3] if when_busy == "wait" else [1, 3])
+
+
+def busy_on_one_rank(path, when_busy):
+    rank = dist.get_rank()
+    ckpt = bcp.Checkpointer(path, when_busy=when_busy)
+    # The part of rank 1 alone is slow; rank 0 still has to wait for the commit.
+    with slow(0.6) if rank == 1 else nullcontext():
+        first = ckpt.save(1, {f"own{rank}": torch.ones(10)})
+        try:
+            answer = ckpt.save(2, {f"own{rank}": torch.ones(10)}).is_skipped
+        except ConfigError as error:
+            answer = str(error)
+        first.committed.result(20)
+    ckpt.close()
+    return answer
+
+
+def test_ranks_agree_whether_a_save_is_under_way(tmp_path):
+    with RankPool(2, timeout=timedelta(seconds=30)) as pool:
+        assert pool.run(busy_on_one_rank, tmp_path / "drop", "drop").results == [True, True]
+        one, two = pool.run(busy_on_one_rank, tmp_path / "fail", "fail").results
+        assert one == two
+        assert "still under way" in one
+
+
+# --- Processes that fork or end during a save. ---
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_process_forked_during_a_save_does_no_harm(tmp_path, stage):
+    with bcp.Checkpointer(tmp_path, stage=stage) as ckpt, slow(0.5):
+        handle = ckpt.save(1, state(1))
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                # The child's own view: nothing is under way, and leaving waits for nothing.
+                ckpt.close()
+                code = 0
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        assert status == 0
+        assert not handle.committed.done(), "else the child came too late to tell"
+        handle.committed.result(20)
+    assert loaded(tmp_path, 1) == 1
+
+
+def square(number):
+    return number * number
+
+
+def test_multiprocessing_and_data_loaders_during_a_save(tmp_path):
+    with bcp.Checkpointer(tmp_path, stage="fork") as ckpt, slow(1.0):
+        handle = ckpt.save(1, state(1))
+        loader = DataLoader(
+            torch.arange(20), batch_size=5, num_workers=2, multiprocessing_context="fork"
+        )
+        assert torch.cat(list(loader)).tolist() == list(range(20))
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert pool.map(square, range(5)) == [0, 1, 4, 9, 16]
+        handle.committed.result(20)
+    assert loaded(tmp_path, 1) == 1
+
+
+SCRIPT = """
+    import os, sys, time
+    import torch
+    import bytecheckpoint as bcp
+    from bytecheckpoint.storage.local import LocalSink
+
+    write_at = LocalSink.write_at
+
+    def slowly(self, offset, data):
+        time.sleep(0.4)
+        write_at(self, offset, data)
+
+    LocalSink.write_at = slowly
+    ckpt = bcp.Checkpointer(sys.argv[1], stage=sys.argv[2])
+    handle = ckpt.save(1, {"x": torch.full((1000,), 5.0), "n": 5})
+    assert not handle.committed.done()
+"""
+ENDS = {
+    "the end": "",
+    "sys.exit": "sys.exit(0)",
+    "an exception": "raise KeyboardInterrupt",
+    "a forked child": "pid = os.fork()\nif pid:\n    os.waitpid(pid, 0)\nelse:\n    sys.exit(0)",
+}
+
+
+@pytest.mark.parametrize(
+    ("stage", "end"),
+    [
+        ("arena", "the end"),
+        ("fork", "sys.exit"),
+        ("arena", "an exception"),
+        ("arena", "a forked child"),
+    ],
+)
+def test_a_save_that_is_pending_at_exit_is_finished(tmp_path, stage, end):
+    script = textwrap.dedent(SCRIPT) + textwrap.dedent(ENDS[end])
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path, stage], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode == 0) == (end != "an exception"), done.stderr
+    assert "not saved" not in done.stderr
+    assert loaded(tmp_path, 1) == 5
+
+
+def save_and_return(path):
+    """Leaves a save behind; the pool ends the rank."""
+    kept.append(slow(0.4))
+    kept[-1].__enter__()
+    kept.append(bcp.Checkpointer(path))
+    return kept[-1].save(1, {f"own{dist.get_rank()}": torch.ones(3), "n": 1}).committed.done()
+
+
+kept = []
+
+
+def test_a_save_that_is_pending_when_ranks_end_is_finished(tmp_path):
+    with RankPool(2, timeout=timedelta(seconds=30)) as pool:
+        assert pool.run(save_and_return, tmp_path).results == [False, False]
+    assert commit.steps(LocalStorage(tmp_path)) == [1]
+
+
+# --- Two jobs. ---
+
+
+def test_of_two_jobs_that_save_one_step_one_succeeds(tmp_path):
+    """Both have written everything before either publishes."""
+    met = threading.Barrier(2, timeout=10)
+    one, two = bcp.Checkpointer(tmp_path), bcp.Checkpointer(tmp_path)
+    with before("publish", lambda *_: met.wait()):
+        handles = [one.save(1, state(1)), two.save(1, state(2))]
+        errors = [handle.committed.exception(20) for handle in handles]
+    assert sorted(type(error).__name__ for error in errors) == ["FileExistsError", "NoneType"]
+    winner = errors.index(None)
+    assert loaded(tmp_path, 1) == winner + 1
+    storage = LocalStorage(tmp_path)
+    commit.remove_garbage(storage, commit.garbage(storage))
+    assert loaded(tmp_path, 1) == winner + 1
+
+
+def test_of_two_jobs_that_replace_one_step_the_last_one_stays_whole(tmp_path):
+    bcp.save(tmp_path / commit.step_folder(1), state(0))
+    met = threading.Barrier(2, timeout=10)
+    jobs = [bcp.Checkpointer(tmp_path, overwrite=True) for _ in range(2)]
+    with before("publish", lambda *_: met.wait()):
+        handles = [job.save(1, state(at + 1)) for at, job in enumerate(jobs)]
+        errors = [handle.committed.exception(20) for handle in handles]
+    assert errors == [None, None]
+    assert loaded(tmp_path, 1) in (1, 2)
+
+
+# --- Indices from hostile files. ---
+
+
+def index(shapes, cuts, hashed=True):
+    """Tensors cut along their first dimension, one after another in two files."""
+    names, rows, ends = [], [], [4096, 4096]
+    for at, shape in enumerate(shapes):
+        names.append(f"t{at}")
+        edges = sorted({0, shape[0], *(cut % (shape[0] + 1) for cut in cuts)})
+        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+            file = len(rows) % 2
+            size = (stop - start, *shape[1:])
+            rows.append((at, (start, *(0 for _ in shape[1:])), size, file, ends[file]))
+            ends[file] += 4 * int(np.prod(size))
+    files = [
+        File(f"f{at}", end + 8 * num_blocks(end), end) if hashed else File(f"f{at}", end)
+        for at, end in enumerate(ends)
+    ]
+    ndim = max(map(len, shapes))
+    offsets = np.zeros((len(rows), ndim), np.int64)
+    sizes = np.ones((len(rows), ndim), np.int64)
+    for at, (_, offset, size, _, _) in enumerate(rows):
+        offsets[at, : len(offset)], sizes[at, : len(size)] = offset, size
+    return Index(
+        names=names,
+        dtypes=["float32"] * len(names),
+        shapes=[tuple(shape) for shape in shapes],
+        chunks=ChunkTable(np.array([r[0] for r in rows], np.int32), offsets, sizes),
+        file=np.array([r[3] for r in rows], np.int32),
+        start=np.array([r[4] for r in rows], np.int64),
+        files=files,
+    )
+
+
+def is_sound(found):
+    """Each element of each tensor is in exactly one chunk, as readers look chunks up, and chunks
+    lie in files apart from each other; by brute force."""
+    spans = []
+    for at, (name, shape) in enumerate(zip(found.names, found.shapes, strict=True)):
+        if np.prod(shape, dtype=np.float64) > 1e5:
+            return False
+        seen = np.zeros(shape, np.int64)
+        box = Box((0,) * len(shape), tuple(shape))
+        for row, part in found.overlapping(name, box):
+            assert found.chunks.tensor[row] == at
+            seen[part.within(box)] += 1
+            size = found.itemsizes[at] * int(np.prod(found.box(row).sizes))
+            spans.append((int(found.file[row]), int(found.start[row]), int(size)))
+        if (seen != 1).any():
+            return False
+    for file, start, size in spans:
+        limit = found.files[file].hashed_bytes
+        limit = found.files[file].num_bytes if limit is None else limit
+        if start < 0 or start + size > limit:
+            return False
+    spans.sort()
+    return all(
+        one[0] != two[0] or one[1] + one[2] <= two[1]
+        for one, two in zip(spans[:-1], spans[1:], strict=True)
+    )
+
+
+VALUES = st.sampled_from([-1, 0, 1, 2, 3, 4, 5, 4096, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63)])
+COLUMNS = {"tensor": "<i4", "offsets": "<i8", "sizes": "<i8", "file": "<i4", "start": "<i8"}
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_an_edited_index_is_refused_or_still_sound(data):
+    shapes = data.draw(
+        st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=3)
+    )
+    valid = index(shapes, data.draw(st.lists(st.integers(0, 5), max_size=3)))
+    assert is_sound(Index.decode(valid.encode()))
+    stored = msgspec.msgpack.decode(valid.encode())
+    offsets = stored["offsets"]
+    for _ in range(data.draw(st.integers(1, 3))):
+        kind = data.draw(st.sampled_from([*COLUMNS, "row", "shapes", "files", "ndim", "dtypes"]))
+        if kind in COLUMNS:
+            column = np.frombuffer(stored[kind], COLUMNS[kind]).copy()
+            if len(column):
+                at = data.draw(st.integers(0, len(column) - 1))
+                value = data.draw(
+                    VALUES | st.just(int(column[at]) + 1) | st.just(int(column[at]) - 4)
+                )
+                column[at : at + 1] = np.array([value]).astype(COLUMNS[kind])
+                stored[kind] = column.tobytes()
+        elif kind == "row" and len(stored["tensor"]) and stored["offsets"] == offsets:
+            # A row twice, once with an empty side.
+            for name, dtype in COLUMNS.items():
+                column = np.frombuffer(stored[name], dtype)
+                column = column.reshape(len(stored["tensor"]) // 4, -1)
+                row = column[:1].copy()
+                if name == "sizes" and column.shape[1]:
+                    row[0, -1] = data.draw(st.integers(0, 1))
+                stored[name] = np.concatenate([row, column]).tobytes()
+            break
+        elif kind == "shapes":
+            at = data.draw(st.integers(0, len(stored["shapes"]) - 1))
+            stored["shapes"][at] = data.draw(st.lists(VALUES.filter(lambda v: v >= -1), max_size=4))
+        elif kind == "files":
+            at = data.draw(st.integers(0, 1))
+            stored["files"][at][data.draw(st.integers(1, 2))] = data.draw(VALUES)
+        elif kind == "ndim":
+            stored["ndim"] = data.draw(VALUES)
+        else:
+            stored["dtypes"][0] = data.draw(st.sampled_from(["float64", "uint8", "quint8", ""]))
+    try:
+        found = Index.decode(msgspec.msgpack.encode(stored))
+    except DataError:
+        return
+    assert is_sound(found)
+
+
+@given(content=st.binary(max_size=200))
+def test_arbitrary_bytes_are_no_index(content):
+    with pytest.raises(DataError):
+        Index.decode(content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x",
+        "/etc/passwd",
+        "a/../../x",
+        "",
+        ".",
+        "..",
+        "a//b",
+        "a/",
+        ".hidden",
+        "a\\b",
+        "a\0",
+        "x\n",
+        "~/x",
+    ],
+)
+def test_file_names_that_lead_elsewhere_are_refused(name):
+    valid = msgspec.msgpack.decode(index([(4,)], []).encode())
+    valid["files"][0][0] = name
+    with pytest.raises(DataError, match="plain name"):
+        Index.decode(msgspec.msgpack.encode(valid))
+
+
+def test_a_chunk_that_is_empty_only_beyond_the_tensors_dimensions_is_refused():
+    """It has no elements to count, but a reader who leaves out the padding would read it."""
+    one = index([(4,), (2, 2)], [])
+    tensor, offsets, sizes = one.chunks.tensor, one.chunks.offsets, one.chunks.sizes
+    hostile = Index(
+        names=one.names,
+        dtypes=one.dtypes,
+        shapes=one.shapes,
+        chunks=ChunkTable(
+            np.concatenate([tensor[:1], tensor]),
+            np.concatenate([offsets[:1], offsets]),
+            np.concatenate([[[4, 0]], sizes]),
+        ),
+        file=np.concatenate([one.file[:1], one.file]),
+        start=np.concatenate([[2**60], one.start]),
+        files=one.files,
+    )
+    with pytest.raises(DataError):
+        Index.decode(hostile.encode())
