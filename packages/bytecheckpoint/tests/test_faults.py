@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -30,7 +31,6 @@ from bytecheckpoint.storage.local import LocalSink, LocalStorage
 from shared.comms import RankPool
 from shared.errors import CommError, ConfigError, DataError, RankFailure
 from shared.topology.boxes import Box
-
 
 STAGES = ["arena", "fork"]
 
@@ -82,6 +82,13 @@ def deadly(call):
 TEN_S = timedelta(seconds=10)
 
 
+@pytest.fixture(scope="module")
+def pool():
+    """Two ranks for the tests that leave them alive."""
+    with RankPool(2, timeout=timedelta(seconds=60)) as ranks:
+        yield ranks
+
+
 def state(number, numel=1000):
     return {"x": torch.full((numel,), float(number)), "n": number}
 
@@ -126,22 +133,21 @@ def save_on_bad_storage(path, call, number, bad_rank, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_storage_that_refuses_on_one_rank_is_told_to_all(tmp_path, stage):
-    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
-        for at, (call, number, bad, of_stage, kind) in enumerate(FAULTS):
-            if of_stage != stage:
-                continue
-            path = tmp_path / str(at)
-            one, two = pool.run(save_on_bad_storage, path, call, number, bad, stage).results
-            assert one == two
-            assert issubclass(one[0], kind)
-            assert one[1] == number
-            assert f"rank {bad} of 2" in one[2]
-            assert f"/the/file/at/{call}" in one[2]
-            assert one[3] == [1]
-            with bcp.Checkpointer(path) as ckpt:
-                assert ckpt.steps() == [1, 3]
-            assert (loaded(path, 1), loaded(path, 3)) == (1, 3)
+def test_a_storage_that_refuses_on_one_rank_is_told_to_all(tmp_path, stage, pool):
+    for at, (call, number, bad, of_stage, kind) in enumerate(FAULTS):
+        if of_stage != stage:
+            continue
+        path = tmp_path / str(at)
+        one, two = pool.run(save_on_bad_storage, path, call, number, bad, stage).results
+        assert one == two
+        assert issubclass(one[0], kind)
+        assert one[1] == number
+        assert f"rank {bad} of 2" in one[2]
+        assert f"/the/file/at/{call}" in one[2]
+        assert one[3] == [1]
+        with bcp.Checkpointer(path) as ckpt:
+            assert ckpt.steps() == [1, 3]
+        assert (loaded(path, 1), loaded(path, 3)) == (1, 3)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -235,12 +241,12 @@ def test_a_child_that_is_killed_fails_the_save_alone(tmp_path):
 def save_while_another_dies(path, dying, call, hangs):
     """Rank `dying` is lost in the midst of a save; the other writes down what it was told."""
     rank = dist.get_rank()
-    ckpt = bcp.Checkpointer(path, timeout=timedelta(seconds=1.2))
+    ckpt = bcp.Checkpointer(path, timeout=timedelta(seconds=0.6))
     ckpt.save(1, state(1)).committed.result(20)
     # Of two ranks both must have something to write.
     own = {"own": torch.full((100,), float(rank)), "n": 2}
     begin = time.monotonic()
-    bad = nullcontext() if rank != dying else slow(3.5, call) if hangs else deadly(call)
+    bad = nullcontext() if rank != dying else slow(2.0, call) if hangs else deadly(call)
     with bad:
         handle = ckpt.save(2, {f"r{rank}": own})
         error = handle.committed.exception(20)
@@ -266,14 +272,13 @@ def test_a_rank_that_dies_before_the_commit_is_named_in_time(tmp_path, dying, ca
     assert loaded(tmp_path, 1) == 1
 
 
-def test_a_rank_that_hangs_is_named_in_time_and_may_finish_later(tmp_path):
-    with RankPool(2, timeout=timedelta(seconds=30)) as pool:
-        pool.run(save_while_another_dies, tmp_path, 1, "sync", True)
+def test_a_rank_that_hangs_is_named_in_time_and_may_finish_later(tmp_path, pool):
+    pool.run(save_while_another_dies, tmp_path, 1, "sync", True)
     for rank in (0, 1):
         kind, waited_s, text = (tmp_path / f"told-{rank}").read_text().split("\n", 2)
         assert kind == "CommError"
-        assert "rank 1 of 2 did not report within 1 s" in text
-        assert (float(waited_s) < 3) == (rank == 0)
+        assert "rank 1 of 2 did not report within" in text
+        assert (float(waited_s) < 1.9) == (rank == 0)
     assert loaded(tmp_path, 1) == 1
     assert commit.steps(LocalStorage(tmp_path)) == [1]
 
@@ -286,8 +291,7 @@ def collectives_beside(path, stage):
     with bcp.Checkpointer(path, stage=stage) as ckpt, slow(0.3):
         handle = ckpt.save(1, state(rank + 1))
         count = 0
-        while not handle.committed.done():
-            # Ranks do not agree on when it is over; nor do they need to.
+        while True:
             total = torch.tensor([rank + 1.0])
             dist.all_reduce(total)
             assert total.item() == size * (size + 1) / 2
@@ -304,9 +308,8 @@ def collectives_beside(path, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_collectives_of_training_go_on_during_a_save(tmp_path, stage):
-    with RankPool(2, timeout=timedelta(seconds=30)) as pool:
-        counts = pool.run(collectives_beside, tmp_path, stage).results
+def test_collectives_of_training_go_on_during_a_save(tmp_path, stage, pool):
+    counts = pool.run(collectives_beside, tmp_path, stage).results
     assert min(counts) > 5
     assert commit.steps(LocalStorage(tmp_path)) == [1]
 
@@ -369,12 +372,11 @@ def busy_on_one_rank(path, when_busy):
     return answer
 
 
-def test_ranks_agree_whether_a_save_is_under_way(tmp_path):
-    with RankPool(2, timeout=timedelta(seconds=30)) as pool:
-        assert pool.run(busy_on_one_rank, tmp_path / "drop", "drop").results == [True, True]
-        one, two = pool.run(busy_on_one_rank, tmp_path / "fail", "fail").results
-        assert one == two
-        assert "still under way" in one
+def test_ranks_agree_whether_a_save_is_under_way(tmp_path, pool):
+    assert pool.run(busy_on_one_rank, tmp_path / "drop", "drop").results == [True, True]
+    one, two = pool.run(busy_on_one_rank, tmp_path / "fail", "fail").results
+    assert one == two
+    assert "still under way" in one
 
 
 # --- Processes that fork or end during a save. ---
@@ -445,16 +447,20 @@ ENDS = {
 @pytest.mark.parametrize(
     ("stage", "end"),
     [
-        ("arena", "the end"),
-        ("fork", "sys.exit"),
-        ("arena", "an exception"),
+        ("fork", "the end"),
         ("arena", "a forked child"),
+        pytest.param("arena", "sys.exit", marks=pytest.mark.slow),
+        pytest.param("arena", "an exception", marks=pytest.mark.slow),
     ],
 )
 def test_a_save_that_is_pending_at_exit_is_finished(tmp_path, stage, end):
     script = textwrap.dedent(SCRIPT) + textwrap.dedent(ENDS[end])
     done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path, stage], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, tmp_path, stage],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode == 0) == (end != "an exception"), done.stderr
     assert "not saved" not in done.stderr
@@ -516,7 +522,7 @@ def index(shapes, cuts, hashed=True):
     for at, shape in enumerate(shapes):
         names.append(f"t{at}")
         edges = sorted({0, shape[0], *(cut % (shape[0] + 1) for cut in cuts)})
-        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        for start, stop in pairwise(edges):
             file = len(rows) % 2
             size = (stop - start, *shape[1:])
             rows.append((at, (start, *(0 for _ in shape[1:])), size, file, ends[file]))
@@ -563,17 +569,14 @@ def is_sound(found):
         if start < 0 or start + size > limit:
             return False
     spans.sort()
-    return all(
-        one[0] != two[0] or one[1] + one[2] <= two[1]
-        for one, two in zip(spans[:-1], spans[1:], strict=True)
-    )
+    return all(one[0] != two[0] or one[1] + one[2] <= two[1] for one, two in pairwise(spans))
 
 
 VALUES = st.sampled_from([-1, 0, 1, 2, 3, 4, 5, 4096, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63)])
 COLUMNS = {"tensor": "<i4", "offsets": "<i8", "sizes": "<i8", "file": "<i4", "start": "<i8"}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_an_edited_index_is_refused_or_still_sound(data):
     shapes = data.draw(
@@ -596,9 +599,10 @@ def test_an_edited_index_is_refused_or_still_sound(data):
                 stored[kind] = column.tobytes()
         elif kind == "row" and len(stored["tensor"]) and stored["offsets"] == offsets:
             # A row twice, once with an empty side.
+            num_rows = len(stored["tensor"]) // 4
             for name, dtype in COLUMNS.items():
                 column = np.frombuffer(stored[name], dtype)
-                column = column.reshape(len(stored["tensor"]) // 4, -1)
+                column = column.reshape(num_rows, -1)
                 row = column[:1].copy()
                 if name == "sizes" and column.shape[1]:
                     row[0, -1] = data.draw(st.integers(0, 1))

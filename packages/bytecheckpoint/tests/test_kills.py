@@ -186,7 +186,7 @@ def one_life(folder, life, seed):
                 os._exit(1)
         pids.append(pid)
     # Both have begun, or have saved some times: then any moment may be the last.
-    newest, moment = _told(reading, WORLD_SIZE * drawn.choice([1, 2, 3]), 20.0)
+    newest, _ = _told(reading, WORLD_SIZE * drawn.choice([1, 2, 3]), 20.0)
     time.sleep(drawn.uniform(0, 0.08))
     if LIVES[life][3] == "one":
         os.kill(drawn.choice(pids), signal.SIGKILL)

@@ -4,6 +4,7 @@ import math
 import random
 from collections import namedtuple
 from datetime import timedelta
+from itertools import pairwise
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -276,7 +277,7 @@ def test_wrapper_subclasses_are_refused(tmp_path):
     ids=["dot", "type of key", "list", "module"],
 )
 def test_two_tensors_of_one_name_are_refused(tmp_path, state):
-    with pytest.raises(DataError, match="two values of the state are named 'a\\.|'m\\."):
+    with pytest.raises(DataError, match=r"two values of the state are named '(a|m)\."):
         bcp.save(tmp_path / "no", state)
 
 
@@ -558,7 +559,7 @@ def test_any_flat_cut_into_any_other(shape, cuts, others):
 
     def ranges(fractions):
         ends = sorted({0, numel, *(int(part * numel) for part in fractions)})
-        return list(zip(ends[:-1], ends[1:], strict=True)) or [(0, 0)]
+        return list(pairwise(ends)) or [(0, 0)]
 
     with TemporaryDirectory() as folder:
         state = {"whole": bcp.FlatShard(whole, shape, 0)}
@@ -614,7 +615,7 @@ def values_by_rank(path):
 
 def values_of_one_path(path):
     rank = dist.get_rank()
-    with pytest.raises(DataError, match="two values that differ between ranks are named 'a.b'"):
+    with pytest.raises(DataError, match=r"two values that differ between ranks are named 'a\.b'"):
         bcp.save(path, {"a.b": rank, "a": {"b": 10 + rank}})
 
 
@@ -646,8 +647,8 @@ def load_rng(path):
 def partial_and_submesh(path):
     rank = dist.get_rank()
     mesh = DeviceMesh("cpu", [0, 1])
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(DataError, match=r"^rank \d of 2: m\.w: .*Shard and Replicate.*Partial"):
-        partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
         bcp.save(path + "/partial", {"m": {"w": partial}})
     alone = DeviceMesh("cpu", [1])
     value = torch.arange(6.0)
@@ -678,13 +679,6 @@ def tied_with_an_empty_part(path):
     two = distribute_tensor(torch.zeros(1, 4), mesh, [Shard(0)])
     bcp.load(path, {"a": two, "b": two})
     assert two.full_tensor().tolist() == [[3.0] * 4]
-
-
-def tied_on_one_rank(path):
-    rank = dist.get_rank()
-    one = torch.ones(2, 2)
-    with pytest.raises(DataError, match=r"tied .* not on"):
-        bcp.save(path, {"a": one, "b": one if rank == 0 else torch.zeros(2, 2)})
 
 
 def different_keys(path):

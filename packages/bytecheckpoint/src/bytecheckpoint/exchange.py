@@ -46,22 +46,19 @@ class SharedReads:
     reader: list[int]
 
 
-def plan_shared(
-    source: Source, wants: Sequence[Sequence[Want]], extra: Sequence[tuple[int, int, int]]
-) -> SharedReads:
+def plan_shared(source: Source, wants: Sequence[Sequence[Want]]) -> SharedReads:
     """Assigns every unit to one reader: of the ranks that want it, the one that reads least so far.
 
     Args:
         source: of the checkpoint.
         wants: by rank.
-        extra: intervals that must be read by someone, to verify them: file, start, stop.
     """
     joined = [want for of_rank in wants for want in of_rank]
     owner = [rank for rank, of_rank in enumerate(wants) for _ in of_rank]
-    units = plan_units(source, joined, extra)
+    units = plan_units(source, joined)
     load, reader = [0] * len(wants), []
     for unit in units:
-        wanting = sorted({owner[want] for want in unit.wants}) or list(range(len(wants)))
+        wanting = sorted({owner[want] for want in unit.wants})
         size = unit.stop - unit.start
         chosen = min(wanting, key=lambda rank: (load[rank], rank))
         load[chosen] += size

@@ -46,8 +46,12 @@ class Failure(msgspec.Struct, frozen=True):
         text = str(error) or type(error).__name__
         if kind not in _KINDS and not is_os_error:
             text = f"{kind}: {text}"
-        number = getattr(error, "errno", None) or _NUMBERS.get(type(error))
-        return cls(rank, kind, number if is_os_error else None, text)
+        if not isinstance(error, OSError) or not is_os_error:
+            return cls(rank, kind, None, text)
+        if error.errno is not None:
+            # Without the number, which the exception made of this says again.
+            text = f"{error.strerror}: {error.filename!r}" if error.filename else error.strerror
+        return cls(rank, kind, error.errno or _NUMBERS.get(type(error)), text)
 
     def exception(self, world_size: int) -> Exception:
         """The exception to raise, on any rank."""

@@ -183,7 +183,9 @@ class Job:
                     overwrite=self.overwrite,
                 )
         except Exception as error:  # noqa: BLE001 - all ranks get it
-            self._discard()
+            # An object store may still make a manifest appear whose put seemed to fail.
+            if self.storage.has_rename or isinstance(error, FileExistsError):
+                self._discard()
             return Failure.of(error, self.team.rank)
         return None
 

@@ -27,7 +27,7 @@ from bytecheckpoint.state import no_collection
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.team import Team
 from bytecheckpoint.trace import Trace
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError
 from shared.topology.boxes import Box
 
 __all__ = ["Dedupe", "LoadReport", "load_state"]
@@ -86,7 +86,8 @@ def load_state(
         state: as for saving, in any layout; tensors are written to in place.
         strict: whether the state and the checkpoint must have the same names.
         atomic: copy only when everything has been read and verified on all ranks, so that a load
-            that fails leaves every destination as it was; takes memory for a second copy.
+            that fails leaves every tensor as it was; takes memory for a second copy. Objects get
+            theirs after that, and may still refuse it in `load_state_dict`.
         verify: compare every block with its checksum before it is used.
         cast: convert elements whose type differs from the checkpoint's.
         dedupe: whether ranks read for one another what several want; "auto" decides by rates.
@@ -114,7 +115,7 @@ def load_state(
             error = caught
         team.agree(error)
         assert found is not None, "a rank without destinations has failed"
-        _check(team, found, strict=strict)
+        _check(team, source, found, strict=strict)
         loading = _Loading(team, source, found, trace, num_threads, is_apart=atomic)
     is_shared = loading.read(dedupe, rates)
     loading.finish()
@@ -150,14 +151,15 @@ def _opened(team: Team, storage: Storage, path: str, verify: bool) -> Source:
     return Source.of(storage, summary, verify=verify)
 
 
-def _check(team: Team, found: Destinations, *, strict: bool) -> None:
-    """Refuses, on all ranks, what does not fit on one; takes back what was made for loading."""
+def _check(team: Team, source: Source, found: Destinations, *, strict: bool) -> None:
+    """Refuses, on all ranks, what does not fit or is damaged, as far as can be told so early."""
     # What one rank has no place for may be another's: a stage's, or a rank's own.
     found.unexpected = team.in_all(found.unexpected)
     error = None
     try:
         found.check(strict=strict)
-    except DataError as caught:
+        source.check_fronts(team.rank, team.world_size)
+    except Exception as caught:  # noqa: BLE001 - raised on all ranks together
         error = caught
     try:
         team.agree(error)
@@ -199,13 +201,12 @@ class _Loading:
     def read(self, dedupe: Dedupe, rates: Rates | None) -> bool:
         """Reads everything; returns whether ranks read for one another."""
         team, source = self._team, self._source
-        rank, size = team.rank, team.world_size
         with self._trace.span("plan"), no_collection():
-            alone = plan_units(source, self._wants, self._headers(rank, size))
+            alone = plan_units(source, self._wants)
             group, plan = team.group, None
             if group is not None and self._is_shared(dedupe, rates, alone):
                 everyone = [wants_of(source.index, p) for p in self._everyones_places()]
-                plan = plan_shared(source, everyone, self._headers(0, 1))
+                plan = plan_shared(source, everyone)
         if group is None or plan is None:
             self._read_alone(alone)
             return False
@@ -291,18 +292,6 @@ class _Loading:
             num_boxes=num_boxes,
             num_ranks=team.world_size,
         )
-
-    def _headers(self, first: int, step: int) -> list[tuple[int, int, int]]:
-        """Bytes before the data of every step-th file: read only to be verified."""
-        source = self._source
-        files = range(first, len(source.index.files), step)
-        mine = [file for file in files if source.has_checksums(file)]
-        found = []
-        for file in mine:
-            starts = source.index.start[source.index.file == file]
-            end = int(starts.min()) if len(starts) else source.index.files[file].hashed_bytes or 0
-            found.append((file, 0, end))
-        return found
 
     def _everyones_places(self) -> list[list[tuple[str, Box]]]:
         own = [(place.name, place.box) for place in self._found.places]

@@ -84,17 +84,12 @@ def wants_of(index: Index, places: Iterable[tuple[str, Box]]) -> list[Want]:
     ]
 
 
-def plan_units(
-    source: Source,
-    wants: Sequence[Want],
-    extra: Iterable[tuple[int, int, int]] = (),
-) -> list[Unit]:
+def plan_units(source: Source, wants: Sequence[Want]) -> list[Unit]:
     """The reads that bring all wants, in the order of files and bytes.
 
     Args:
         source: of the checkpoint; files with checksums are read in whole blocks.
         wants: parts of chunks.
-        extra: further intervals to read for the sake of verifying them: file, start, stop.
     """
     by_file: dict[int, list[tuple[int, int, int]]] = {}
     index = source.index
@@ -110,8 +105,6 @@ def plan_units(
         gap_here = max(gap, BLOCK_BYTES) if source.has_checksums(file) else gap
         for first, last in _intervals(chunk, part, gap_here // itemsize):
             found.append((start + first * itemsize, start + last * itemsize, at))
-    for file, start, stop in extra:
-        by_file.setdefault(file, []).append((start, stop, -1))
     return [
         unit
         for file, found in sorted(by_file.items())
@@ -166,7 +159,7 @@ def _units_of(
     inside: list[dict[int, None]] = [{} for _ in units]
     for start, stop, want in intervals:
         at = bisect_right(begins, start) - 1
-        while want >= 0 and at < len(units) and begins[at] < stop:
+        while at < len(units) and begins[at] < stop:
             inside[at][want] = None
             at += 1
     for (start, stop), wants in zip(units, inside, strict=True):

@@ -159,6 +159,10 @@ def _fill(
     cast: bool,
 ) -> None:
     local = walk.local
+    for alias, name in local.aliases.items():
+        # Tied here, and stored under the other name.
+        if name not in stored and alias in stored:
+            stored[name], stored_as[name] = stored[alias], stored_as[alias]
     for name, (dtype, shape, pieces) in local.tensors.items():
         if name in walk.fresh:
             continue

@@ -100,6 +100,7 @@ class Saver:
         self._stage: StageKind = stage
         self._timeout = timeout
         self._plan: _Plan | None = None
+        self._key: str | None = None
         self._handle: Handle | None = None
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -199,6 +200,10 @@ class Saver:
             timeout=self._timeout,
             after_commit=after_commit,
         )
+        if self._key is not None and self.team.is_coordinator:
+            # All ranks have read what was announced there: they wait for that before they save.
+            self.team.forget(self._key)
+        self._key = key
         self._start(job, plan, copied)
         return handle
 

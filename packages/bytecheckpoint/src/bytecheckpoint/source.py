@@ -121,6 +121,21 @@ class Source:
                     f"load another step"
                 )
 
+    def check_fronts(self, first: int, step: int) -> None:
+        """Verifies header and table of checksums of every step-th file, before any is read from.
+
+        Raises:
+            DataError: a file is damaged, or was swapped for another.
+        """
+        for file in range(first, len(self.index.files), step):
+            if not self.has_checksums(file):
+                continue
+            self._table(file)
+            starts = self.index.start[self.index.file == file]
+            hashed = self.index.files[file].hashed_bytes or 0
+            end = -(-int(starts.min(initial=hashed)) // BLOCK_BYTES) * BLOCK_BYTES
+            self.read(file, 0, memoryview(bytearray(min(end, hashed))))
+
     def _held(self, file: int, block: int) -> str:
         """The tensors with elements in a block, for errors."""
         index, first = self.index, block * BLOCK_BYTES

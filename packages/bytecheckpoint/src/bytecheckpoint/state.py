@@ -117,7 +117,8 @@ def _modules(value: Any, path: str) -> list[tuple[str, nn.Module]]:
 
 def _of_array(array: np.ndarray, path: str) -> Tensor:
     try:
-        return torch.from_numpy(array)
+        # torch warns of arrays that must not be written to; what is read from a copy is the same.
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
         raise DataError(f"{path}: expected an array that torch can view; {error}") from error
 
