@@ -1,7 +1,9 @@
 """A run's checkpoints: which are kept, which are found, and what a later save costs."""
 
+import gc
 import logging
-from datetime import timedelta
+import threading
+import weakref
 
 import pytest
 import torch
@@ -11,8 +13,7 @@ from torch import nn
 import bytecheckpoint as bcp
 from bytecheckpoint import commit
 from bytecheckpoint.team import Team
-from shared.comms import RankPool
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RankFailure
 
 
 def state(number=0):
@@ -238,9 +239,8 @@ def test_a_later_save_of_the_same_state_plans_nothing(tmp_path):
     assert all(calls == [0, 0, 0, 1] for step, calls in enumerate(seen, 1) if step in (2, 4, 5, 7))
 
 
-def test_ranks_plan_together_even_if_only_one_has_something_new(tmp_path):
-    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
-        seen = pool.run(plan_once, tmp_path).results
+def test_ranks_plan_together_even_if_only_one_has_something_new(tmp_path, pool):
+    seen = pool.run(plan_once, tmp_path).results
     # Step 12 is new on rank 1 alone.
     assert [[s for s, calls in enumerate(of_rank, 1) if calls[0]] for of_rank in seen] == [
         [*PLANNED, 12]
@@ -261,6 +261,51 @@ def many_saves(path, num_saves):
         return store.num_keys() - before
 
 
-def test_a_long_run_leaves_nothing_behind_in_the_store(tmp_path):
-    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
-        assert max(pool.run(many_saves, tmp_path, 10).results) <= 2
+def test_a_long_run_leaves_nothing_behind_in_the_store(tmp_path, pool):
+    assert max(pool.run(many_saves, tmp_path, 10).results) <= 2
+
+
+def test_after_going_back_the_next_save_removes_what_came_after(tmp_path, caplog):
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        for step in (98, 99, 100):
+            ckpt.save(step, state(step))
+    with bcp.Checkpointer(tmp_path, overwrite=True) as ckpt, caplog.at_level(logging.WARNING):
+        ckpt.load(98, state())
+        assert "went back to step 98" in caplog.text
+        for step in (99, 101):
+            ckpt.save(step, state(-step))
+            ckpt.close()
+            assert folders(tmp_path) == [98, *range(99, step + 1, 2)]
+        assert ckpt.load_latest(state()) == 101
+
+
+def test_a_closed_checkpointer_holds_no_copy(tmp_path):
+    ckpt = bcp.Checkpointer(tmp_path)
+    ckpt.save(1, state())
+    image = weakref.ref(ckpt._saver._plan.image)
+    ckpt.close()
+    gc.collect()
+    assert image() is None
+    ckpt.save(2, state(2))
+    ckpt.close()
+    assert ckpt.steps() == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_cannot_start_fails_the_save_and_hangs_nothing(tmp_path, monkeypatch):
+    ckpt = bcp.Checkpointer(tmp_path)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "bytecheckpoint-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        handle = ckpt.save(1, state())
+    with pytest.raises(RankFailure, match="can't start new thread"):
+        handle.committed.result(10)
+    assert handle.staged.is_set()
+    ckpt.save(2, state(2)).committed.result(10)
+    assert ckpt.steps() == [2]

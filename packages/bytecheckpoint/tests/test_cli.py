@@ -5,9 +5,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from safetensors.torch import save_model
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import main
+from bytecheckpoint.storage.local import LocalStorage
 
 
 @pytest.fixture
@@ -167,6 +169,44 @@ def test_reshard_splits_a_large_tensor_evenly(tmp_path, capsys):
     assert len(sizes) == 4
     assert max(sizes) / (sum(sizes) / 4) < 1.05
     assert "equal tensors: 2" in out_of(capsys, "diff", tmp_path / "one", tmp_path / "four").out
+
+
+@pytest.mark.parametrize("appears", [False, True])
+def test_reshard_that_fails_leaves_what_it_found(run, tmp_path, capsys, monkeypatch, appears):
+    publish = LocalStorage.publish
+
+    def fail(storage, path, data, *, overwrite):
+        if appears:
+            publish(storage, path, data, overwrite=overwrite)
+        raise OSError(5, "Input/output error", path)
+
+    monkeypatch.setattr(LocalStorage, "publish", fail)
+    out_of(capsys, "reshard", run / "step_00000010", tmp_path / "two", "--world", 2, code=1)
+    # A manifest that appeared all the same has its data.
+    assert len(list((tmp_path / "two").iterdir())) == 2 * appears
+    if appears:
+        assert "whole checkpoints: 1" in out_of(capsys, "verify", tmp_path / "two", "--deep").out
+
+
+@pytest.mark.parametrize("is_dict", [False, True])
+def test_reshard_of_a_hugging_face_folder_loads_under_the_models_key(tmp_path, capsys, is_dict):
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    save_model(model, tmp_path / "model.safetensors")
+    out_of(capsys, "reshard", tmp_path, tmp_path / "two", "--world", 2)
+    other = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    bcp.load(tmp_path / "two", {"model": other.state_dict() if is_dict else other})
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value)
+    out_of(capsys, "convert", tmp_path / "two", tmp_path / "back", "--to", "safetensors")
+    assert "differences: 0" in out_of(capsys, "diff", tmp_path, tmp_path / "back").out
+
+
+def test_convert_takes_files_of_torch(tmp_path, capsys):
+    torch.save({"model": {"w": torch.arange(5.0)}, "step": 3}, tmp_path / "file.pt")
+    out_of(capsys, "convert", tmp_path / "file.pt", tmp_path / "out", "--to", "safetensors")
+    with bcp.open(tmp_path / "out") as found:
+        assert found["w"][1:3].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])

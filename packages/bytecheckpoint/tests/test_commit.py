@@ -2,6 +2,7 @@
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -172,6 +173,47 @@ def test_garbage_is_what_nobody_names(storage):
     assert storage.list("") == ["logs", "step_00000001", "step_00000003"]
     assert storage.list("step_00000001") == [kept.data, MANIFEST_NAME, "notes.txt"]
     assert len(storage.list("step_00000003")) == 2
+
+
+def test_what_others_left_in_a_step_is_no_garbage(storage):
+    ours = commit.data_folder()
+    for path in (
+        "step_00000100/.metadata",  # a folder of DCP
+        "step_00000100/__0_0.distcp",
+        "step_00000200/model.safetensors",
+        f"step_00000200/{ours}/rank-00000.safetensors",
+        "step_00000300",  # a file of torch.save
+        f"step_00000400/{ours}/rank-00000.safetensors",
+        "step_00000400/.manifest.json.0123456789ab",
+    ):
+        put(storage, path, b"theirs or dead")
+    if storage.has_rename:
+        (Path(storage.url) / "step_00000500").mkdir()
+    found = commit.garbage(storage)
+    empty = ["step_00000500"] * storage.has_rename
+    assert found == [f"step_00000200/{ours}", "step_00000400", *empty]
+    commit.remove_garbage(storage, found)
+    assert storage.list("") == ["step_00000100", "step_00000200", "step_00000300"]
+    assert storage.list("step_00000100") == [".metadata", "__0_0.distcp"]
+    assert storage.list("step_00000200") == ["model.safetensors"]
+
+
+def test_what_a_failed_save_leaves_depends_on_whether_it_may_appear(storage):
+    for may_appear, error, is_left in (
+        (False, OSError(5, "Input/output error"), False),
+        (True, OSError(5, "Input/output error"), not storage.has_rename),
+        (True, FileExistsError(17, "File exists"), False),
+        (True, DataError("a file is missing"), False),
+        (True, KeyboardInterrupt(), not storage.has_rename),
+    ):
+        data = commit.data_folder()
+        put(storage, f"step_00000001/{data}/a", b"")
+        with (
+            pytest.raises(type(error)),
+            commit.discarding(storage, "step_00000001", data, may_appear=may_appear),
+        ):
+            raise error
+        assert (data in storage.list("step_00000001")) == is_left
 
 
 def test_missing_checkpoint(storage):

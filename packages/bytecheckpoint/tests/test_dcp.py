@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 import shutil
-from datetime import timedelta
 
 import pytest
 import torch
@@ -27,16 +26,9 @@ from bytecheckpoint.formats import convert, pickles
 from bytecheckpoint.formats.dcp import read_index, write_dcp
 from bytecheckpoint.formats.tree import encode
 from bytecheckpoint.storage import open_storage
-from shared.comms import RankPool
 from shared.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
-        yield pool
 
 
 def plain_tensors():

@@ -82,13 +82,6 @@ def deadly(call):
 TEN_S = timedelta(seconds=10)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    """Two ranks for the tests that leave them alive."""
-    with RankPool(2, timeout=timedelta(seconds=60)) as ranks:
-        yield ranks
-
-
 def state(number, numel=1000):
     return {"x": torch.full((numel,), float(number)), "n": number}
 
@@ -256,7 +249,9 @@ def save_while_another_dies(path, dying, call, hangs):
     ckpt._saver.wait()
 
 
-@pytest.mark.parametrize(("dying", "call"), [(1, "write"), (0, "publish")])
+@pytest.mark.parametrize(
+    ("dying", "call"), [(1, "write"), pytest.param(0, "publish", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_dies_before_the_commit_is_named_in_time(tmp_path, dying, call):
     with (
         pytest.raises(RankFailure, match=f"rank {dying} of 2"),
@@ -653,6 +648,17 @@ def test_file_names_that_lead_elsewhere_are_refused(name):
     valid = msgspec.msgpack.decode(index([(4,)], []).encode())
     valid["files"][0][0] = name
     with pytest.raises(DataError, match="plain name"):
+        Index.decode(msgspec.msgpack.encode(valid))
+
+
+@pytest.mark.parametrize(
+    ("alias", "target", "reason"),
+    [("t9", "gone", "'gone', which is not stored"), ("t1", "t0", "'t0', but is stored itself")],
+)
+def test_names_tied_in_vain_are_refused(alias, target, reason):
+    valid = msgspec.msgpack.decode(index([(4,), (2,)], []).encode())
+    valid["aliases"] = {alias: target}
+    with pytest.raises(DataError, match=f"'{alias}' is tied to {reason}"):
         Index.decode(msgspec.msgpack.encode(valid))
 
 

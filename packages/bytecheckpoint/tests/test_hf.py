@@ -83,6 +83,15 @@ def test_other_layouts_beside_the_weights_are_left_alone(repository, tmp_path):
         assert found.names == ["w"]
 
 
+def test_names_of_files_with_spaces(tmp_path):
+    save_file({"w": torch.arange(3)}, tmp_path / "my model v2.safetensors")
+    with bcp.open(tmp_path) as found:
+        assert found.read("w").tolist() == [0, 1, 2]
+    (tmp_path / "my model v2.safetensors").rename(tmp_path / "my model (2).safetensors")
+    with pytest.raises(DataError, match=r"my model \(2\)\.safetensors' is no plain name.*rename"):
+        bcp.open(tmp_path)
+
+
 def test_tied_names_in_the_header_are_names(tmp_path):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight

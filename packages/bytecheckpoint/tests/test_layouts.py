@@ -118,15 +118,22 @@ def test_every_layout_saves_the_same_tensors(reference, saved, layout):
     assert_equal(saved / layout, expected)
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
-def test_every_layout_loads_every_other(reference, saved, pool4, tmp_path, target):
-    expected = contents(reference)
-    for at, source in enumerate(LAYOUTS):
-        pool4.run(move, saved / source, tmp_path / source, target, ("never", "always")[at % 2])
-        assert_equal(tmp_path / source, expected)
+def pairs():
+    """Every layout with every other; each twice by default, as source and as target."""
+    for at, target in enumerate(LAYOUTS):
+        for shift in range(len(LAYOUTS)):
+            marks = [] if shift in (2, 5) else [pytest.mark.slow]
+            source = LAYOUTS[(at + shift) % len(LAYOUTS)]
+            yield pytest.param(source, target, ("never", "always")[shift % 2], marks=marks)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize(("source", "target", "dedupe"), list(pairs()))
+def test_every_layout_loads_every_other(reference, saved, pool4, tmp_path, source, target, dedupe):
+    pool4.run(move, saved / source, tmp_path / "moved", target, dedupe)
+    assert_equal(tmp_path / "moved", contents(reference))
+
+
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_other_numbers_of_ranks(reference, saved, tmp_path, num_ranks):
     with RankPool(num_ranks, timeout=timedelta(seconds=60)) as pool:
         pool.run(move, saved / "fsdp1", tmp_path / "fewer", "fsdp2", "always")

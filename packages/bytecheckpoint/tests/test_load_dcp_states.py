@@ -64,3 +64,34 @@ def test_what_is_not_there_is_named_and_nothing_is_made(saved):
         bcp.load(path, {"model": model, "optimizer": optimizer, "step": 0})
     assert torch.equal(next(model.parameters()), before)
     assert not optimizer.state
+
+
+class Wrapped(nn.Module):
+    """A module whose inner names look like full ones: "model.lin" from the root and from inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+        self.model = nn.Module()
+        self.model.lin = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("form", ["ours", "torch's"])
+def test_a_module_inside_a_module_of_its_own_name(tmp_path, form):
+    model = Wrapped()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    sum(p.sum() * at for at, p in enumerate(model.parameters(), 1)).backward()
+    optimizer.step()
+    if form == "ours":
+        bcp.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    else:
+        state = {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "c"))
+    again = Wrapped()
+    into = torch.optim.Adam(again.parameters(), lr=0.5)
+    bcp.load(tmp_path / "c", {"model": again, "optimizer": into})
+    for old, new in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(optimizer.state[old]["exp_avg"], into.state[new]["exp_avg"])

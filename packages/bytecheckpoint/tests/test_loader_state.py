@@ -1,5 +1,4 @@
 from collections import Counter
-from datetime import timedelta
 from itertools import islice
 
 import numpy as np
@@ -13,7 +12,6 @@ import bytecheckpoint as bcp
 from bytecheckpoint.loader_state import LoaderState
 from bytecheckpoint.shuffle import shuffled
 from bytecheckpoint.tracked_loader import TrackedLoader
-from shared.comms import RankPool
 from shared.errors import ConfigError, DataError
 
 LENGTH = 7
@@ -265,6 +263,32 @@ def test_packing_in_workers_is_split_anew(is_persistent):
     assert Counter(t for s in loader for t in s.tolist()) == tokens_of(60)
 
 
+class Streamed(Documents):
+    """The samples themselves."""
+
+    def __iter__(self):
+        yield from self.order
+
+
+@pytest.mark.parametrize("layouts", [((1, 0), (1, 2)), ((1, 2), (2, 2)), ((1, 2), (2, 0))])
+def test_as_many_ranks_as_there_were_readers_may_read_in_workers(layouts):
+    # Their workers are other readers than those whose positions were saved.
+    StatefulDataLoader = stateful()
+    seen, states = Counter(), []
+    for world_size, num_workers in layouts:
+        loaders = [
+            order.track(StatefulDataLoader(Streamed(order), batch_size=2, num_workers=num_workers))
+            for order in split(world_size, None, num_samples=20, shuffle=False)
+        ]
+        if states:
+            for rank, loader in enumerate(loaders):
+                loader.load_rank_states(states, rank, world_size)
+        batches = [batch for loader in loaders for batch in islice(loader, 99 if states else 3)]
+        seen.update(i for batch in batches for i in batch.tolist())
+        states = [loader.state_dict() for loader in loaders]
+    assert seen == Counter(range(20))
+
+
 def test_as_many_ranks_go_on_exactly_though_unevenly():
     options = {"num_samples": 40, "seed": 3}
     whole = [
@@ -361,11 +385,8 @@ def save_on_ranks(folder):
     return seen
 
 
-def test_loaders_of_two_ranks_go_on_in_one_process(tmp_path):
-    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
-        seen = Counter(
-            t for tokens in pool.run(save_on_ranks, tmp_path / "c").results for t in tokens
-        )
+def test_loaders_of_two_ranks_go_on_in_one_process(tmp_path, pool):
+    seen = Counter(t for tokens in pool.run(save_on_ranks, tmp_path / "c").results for t in tokens)
     order = LoaderState(60, seed=1)
     loader = order.track(stateful()(Documents(order), batch_size=None, num_workers=0))
     bcp.load(tmp_path / "c", {"loader": loader, "order": LoaderState(10)})

@@ -1,10 +1,13 @@
 """A save stands the loss of power at any time, and needs every sync that it does."""
 
+import functools
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
+import bytecheckpoint as bcp
 from bytecheckpoint import commit
 from bytecheckpoint.manifest import MANIFEST_NAME
 from bytecheckpoint.storage import local
@@ -17,7 +20,7 @@ from .toy import save, version_of
 ROOT = "jobs/run7"
 
 
-def check(remains, facts):
+def check(remains, facts, version_in=version_of):
     """What is visible is whole, and at least as new as the last commit that was reported."""
     storage = LocalStorage(remains / ROOT)
     visible = {}
@@ -25,7 +28,7 @@ def check(remains, facts):
         if MANIFEST_NAME in storage.list(name):
             step = int(name.removeprefix("step_"))
             try:
-                visible[step] = version_of(storage, step)
+                visible[step] = version_in(storage, step)
             except (DataError, OSError) as error:
                 return f"step {step} is visible, but: {error}"
     if facts:
@@ -91,6 +94,26 @@ def died_early(record, root):
     record.report((1, 0))
 
 
+def trained(record, root):
+    """Training saves with everything there is: threads, checksums, retention, a step replaced."""
+    with bcp.Checkpointer(root, keep=1, overwrite=True) as checkpointer:
+        for step, version in ((1, 1), (2, 2), (2, 3)):
+            values = torch.full((3_000,), float(version))
+            handle = checkpointer.save(step, {"values": values, "version": version})
+            handle.committed.result()
+            record.report((step, version))
+            checkpointer.close()  # the removal of older steps is part of the record too
+
+
+def loaded_version(storage, step):
+    """The version of a real checkpoint, every byte of it read."""
+    state = {"values": torch.zeros(3_000), "version": 0}
+    bcp.load(f"{storage.url}/{commit.step_folder(step)}", state)
+    if set(state["values"].tolist()) != {state["version"]}:
+        raise DataError(f"version {state['version']} with the values of another")
+    return state["version"]
+
+
 LIVES = (life, died_replacing, died_removing, died_early)
 
 
@@ -124,3 +147,14 @@ def test_every_sync_is_needed(tmp_path):
     seen = {int(at) for site in found for at in re.findall(r"local\.\w+:(\d+)", site)}
     assert len(syncs) == 7
     assert syncs <= seen
+
+
+def test_training_stands_it_and_needs_every_sync(tmp_path):
+    log = log_of(trained, tmp_path)
+    check_real = functools.partial(check, version_in=loaded_version)
+    assert power.violation(log, check_real) is None
+    sites = power.sites(log)
+    # Data, index and extra, their folder, the step's and the root's, the manifest twice.
+    assert len(sites) >= 7
+    useless = [s for s in sites if not power.violation(power.without(log, s), check_real)]
+    assert useless == []

@@ -257,7 +257,7 @@ class Wrapped(torch.Tensor):
         return ["inner"], None
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # pyrefly: ignore
         raise NotImplementedError(func)
 
 
@@ -316,7 +316,7 @@ def test_views_that_share_memory_but_not_elements_are_not_taken_for_tied(tmp_pat
     }
     path = saved(tmp_path, state)
     found = contents(path)
-    state["flat"] = base.view(4, 4)
+    state |= {"flat": base.view(4, 4)}
     assert [name for name, tensor in state.items() if not torch.equal(tensor, found[name])] == []
 
 
@@ -715,43 +715,48 @@ def one_bad_value(path):
     return str(raised.value)
 
 
-def test_states_over_two_ranks(tmp_path):
-    with RankPool(2, timeout=timedelta(seconds=60)) as pool:
-        pool.run(flat_round_trip, str(tmp_path / "flat"), (3, 5, 2), 6)
+def test_states_over_two_ranks(tmp_path, pool):
+    pool.run(flat_round_trip, str(tmp_path / "flat"), (3, 5, 2), 6)
 
-        for is_equal, found, _ in pool.run(values_by_rank, tmp_path / "values").results:
-            assert is_equal, found
+    for is_equal, found, _ in pool.run(values_by_rank, tmp_path / "values").results:
+        assert is_equal, found
 
-        pool.run(values_of_one_path, tmp_path / "clash")
+    pool.run(values_of_one_path, tmp_path / "clash")
 
-        partial = pool.run(partial_and_submesh, str(tmp_path)).results
-        assert partial == [8, 24 + 8]
+    partial = pool.run(partial_and_submesh, str(tmp_path)).results
+    assert partial == [8, 24 + 8]
 
-        pool.run(tied_with_an_empty_part, tmp_path / "tied")
+    pool.run(tied_with_an_empty_part, tmp_path / "tied")
 
-        texts = pool.run(different_keys, tmp_path / "keys").results
-        assert texts[0] == texts[1]
-        assert "model.layer9: not in the checkpoint" in texts[0]
+    texts = pool.run(different_keys, tmp_path / "keys").results
+    assert texts[0] == texts[1]
+    assert "model.layer9: not in the checkpoint" in texts[0]
 
-        texts = pool.run(disagreeing, tmp_path / "disagree").results
-        assert texts[0] == texts[1]
-        assert "x" in texts[0]
-        assert "[2]" in texts[0]
-        assert "[3]" in texts[0]
+    texts = pool.run(disagreeing, tmp_path / "disagree").results
+    assert texts[0] == texts[1]
+    assert "x" in texts[0]
+    assert "[2]" in texts[0]
+    assert "[3]" in texts[0]
 
-        texts = pool.run(one_bad_value, tmp_path / "bad").results
-        assert texts[0] == texts[1]
-        assert texts[0].startswith("rank 1 of 2: y.z: ")
+    texts = pool.run(one_bad_value, tmp_path / "bad").results
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("rank 1 of 2: y.z: ")
 
-        numbers = pool.run(save_rng, tmp_path / "rng").results
-        assert numbers[0] != numbers[1]
-        assert pool.run(load_rng, tmp_path / "rng").results == numbers
 
-    # One rank goes on as rank 0 did; three: two as they were, the third with numbers of its own.
-    with RankPool(1, timeout=timedelta(seconds=60)) as pool:
-        assert pool.run(load_rng, tmp_path / "rng").results == numbers[:1]
-    with RankPool(3, timeout=timedelta(seconds=60)) as pool:
-        more = pool.run(load_rng, tmp_path / "rng").results
+def test_random_numbers_go_on_where_they_were(tmp_path, pool):
+    numbers = pool.run(save_rng, tmp_path / "rng").results
+    assert numbers[0] != numbers[1]
+    assert pool.run(load_rng, tmp_path / "rng").results == numbers
+
+
+@pytest.mark.slow
+def test_random_numbers_go_on_on_other_numbers_of_ranks(tmp_path, pool):
+    numbers = pool.run(save_rng, tmp_path / "rng").results
+    with RankPool(1, timeout=timedelta(seconds=60)) as one:
+        assert one.run(load_rng, tmp_path / "rng").results == numbers[:1]
+    # Three: two as they were, the third with its own numbers.
+    with RankPool(3, timeout=timedelta(seconds=60)) as three:
+        more = three.run(load_rng, tmp_path / "rng").results
     assert more[:2] == numbers
     assert more[2] not in numbers
 
@@ -830,3 +835,19 @@ def _of_boxes(whole, boxes):
     if not boxes:
         return whole.reshape(-1)[:0]
     return whole[torch.meshgrid(*indices, indexing="ij")]
+
+
+def test_a_destination_that_overlaps_itself_is_refused_before_anything_is_touched(tmp_path):
+    path = saved(tmp_path, {"a": torch.ones(4), "b": torch.ones(4)})
+    state = {"a": torch.zeros(4), "b": torch.zeros(1).expand(4)}
+    with pytest.raises(DataError, match=r"b: its elements share memory"):
+        bcp.load(path, state, atomic=True)
+    assert state["a"].sum() == 0
+
+
+def test_a_tie_that_was_stored_apart_is_told(tmp_path, caplog):
+    path = saved(tmp_path, {"e": torch.ones(2), "h": torch.zeros(2)})
+    tied = torch.full((2,), 5.0)
+    bcp.load(path, {"e": tied, "h": tied})
+    assert tied.tolist() == [1.0, 1.0]
+    assert "h is tied to e" in caplog.text

@@ -11,9 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import bytecheckpoint as bcp
+from bytecheckpoint.source import split_url
 from bytecheckpoint.storage import WRITE_BYTES, Sink, Storage, local, open_storage
 from bytecheckpoint.storage import fsspec as by_fsspec
 from bytecheckpoint.storage.local import LocalStorage
@@ -186,6 +189,61 @@ def test_unknown_protocols():
 
 def test_local_urls(tmp_path):
     assert open_storage(f"file://{tmp_path}").url == open_storage(tmp_path).url == str(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["s3:/bucket/run", "s3:/bucket", "memory:/run", "file:/run"])
+def test_urls_with_a_slash_too_few(url):
+    # As pathlib makes them.
+    with pytest.raises(ConfigError, match="drops a slash"):
+        open_storage(url)
+    with pytest.raises(ConfigError, match="drops a slash"):
+        bcp.open(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("s3://bucket", ("s3://bucket", "")),
+        ("s3://bucket/run/", ("s3://bucket", "run")),
+        ("s3://bucket/run/step", ("s3://bucket/run", "step")),
+        ("memory://run", ("memory://run", "")),
+        ("memory:///run", ("memory:///run", "")),
+        ("file:///x", ("/", "x")),
+        ("file:///x/y", ("/x", "y")),
+        ("hf://org/name", ("org", "name")),
+        ("/x", ("/", "x")),
+        ("/", ("/", "")),
+        ("x", (".", "x")),
+        ("x/", (".", "x")),
+        ("..", ("..", "")),
+        ("../..", ("../..", "")),
+    ],
+)
+def test_where_a_checkpoint_lies_and_its_name_there(url, parts):
+    assert split_url(url) == parts
+
+
+@pytest.mark.parametrize("kind", ["memory", "s3", "file"])
+def test_a_checkpoint_may_be_all_there_is(request, tmp_path, monkeypatch, kind):
+    # In a bucket of its own, and nothing appears in the working directory instead.
+    monkeypatch.chdir(tmp_path)
+    if kind == "s3":
+        request.getfixturevalue("s3")
+        url = f"s3://{uuid.uuid4().hex}"
+        S3Storage(url)._fs.mkdir(url)
+    else:
+        url = f"memory://{uuid.uuid4().hex}" if kind == "memory" else f"file://{tmp_path}/only"
+    for value in (1, 2):
+        bcp.save(url, {"w": torch.full((3,), value)}, overwrite=True)
+    state = {"w": torch.zeros(3, dtype=torch.int64)}
+    bcp.load(url, state)
+    assert state["w"].tolist() == [2, 2, 2]
+    with bcp.open(url) as found:
+        assert found.read("w").tolist() == [2, 2, 2]
+    with pytest.raises(FileExistsError, match="there is one"):
+        bcp.save(url, state)
+    assert len(open_storage(url).list("")) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["only"] * (kind == "file")
 
 
 @settings(

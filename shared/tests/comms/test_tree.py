@@ -122,6 +122,29 @@ def test_default_tree_knows_the_hosts(pool_of_four):
     assert [r[2] for r in pool_of_four.run(default_tree).results] == [None, b"x+x", None, None]
 
 
+def tree_of_uneven_hosts(sizes: list[str]) -> tuple[Tree, bytes | None, int]:
+    group = Group.world()
+    kept, group.tree = group.tree, None
+    told = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = sizes[group.rank]
+    try:
+        gathered = tree.gather(group, b"%d" % group.rank, joined)
+        before = group.ledger.snapshot()
+        shape = Tree.of(group)
+        return shape, gathered, len(group.ledger.snapshot().diff(before).by_op())
+    finally:
+        group.tree, os.environ["LOCAL_WORLD_SIZE"] = kept, told
+
+
+def test_hosts_of_different_numbers_of_ranks_agree_on_one_tree(pool_of_four):
+    results = pool_of_four.run(tree_of_uneven_hosts, ["3", "3", "3", "1"]).results
+    assert [shape for shape, *_ in results] == [Tree(world_size=4)] * 4
+    assert sorted(results[0][1].split(b"+")) == [b"0", b"1", b"2", b"3"]
+    assert [num_ops for *_, num_ops in results] == [0] * 4  # once agreed, nothing is sent
+    results = pool_of_four.run(tree_of_uneven_hosts, ["2"] * 4).results
+    assert [shape for shape, *_ in results] == [Tree(world_size=4, ranks_per_host=2)] * 4
+
+
 def failing_merge(kind: type[Exception]) -> tuple[str, str]:
     """Rank 2 cannot merge: rank 0 learns it, tells all, and the group is good for more."""
     group = Group.world()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from datetime import timedelta
@@ -63,8 +62,9 @@ class Checkpointer:
             every_n: save only steps that are multiples of it.
             when_busy: what a save does while another is under way on some rank: "wait" for it,
                 "drop" the new one, or "fail".
-            overwrite: replace a step that exists, as after going back to an older one. Without it
-                such a save fails, since another job may be writing there.
+            overwrite: replace a step that exists; and after going back to an older step, have the
+                next save remove the steps that came after that one. Without it a save of a step
+                that exists fails, since another job may be writing there.
             stage: how values are kept until they are written: "arena" copies them, "fork" (CPU
                 only) has a child process write them while the kernel keeps old pages.
             timeout: how long to wait for the slowest rank's file before a save fails.
@@ -84,8 +84,8 @@ class Checkpointer:
         self._overwrite = overwrite
         self._last: Handle | None = None
         # Threads may not ask a storage for its listing while the interpreter ends.
-        self._steps = commit.steps(self._storage) if self._saver.team.is_coordinator else []
-        atexit.register(self._saver.finish)
+        self._steps = self._listed()
+        self._went_back_to: int | None = None
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -153,7 +153,17 @@ class Checkpointer:
         """
         self._saver.wait()
         path = commit.step_folder(step)
-        return load_state(self._saver.team, self._storage, path, state, **options)
+        report = load_state(self._saver.team, self._storage, path, state, **options)
+        later = [one for one in self._steps if one > step]
+        if later and self._saver.team.is_coordinator:
+            self._went_back_to = step
+            what = (
+                "the next save removes them"
+                if self._overwrite
+                else "load_latest will return to them; overwrite=True lets the next save remove them"
+            )
+            _log.warning("went back to step %d; there are later ones, %s: %s", step, later, what)
+        return report
 
     def load_latest(self, state: dict[str, Any], **options: Any) -> int | None:
         """Loads the newest checkpoint, if there is one; called by all ranks.
@@ -171,8 +181,7 @@ class Checkpointer:
         self._saver.wait()
         team = self._saver.team
         # All load what the coordinator found, whatever else appears meanwhile.
-        newest = max(commit.steps(self._storage), default=-1) if team.is_coordinator else -1
-        newest = team.maximum([newest])[0]
+        newest = team.maximum([max(self._listed(), default=-1)])[0]
         if newest < 0:
             return None
         self.load(newest, state, **options)
@@ -193,9 +202,28 @@ class Checkpointer:
         if self._last is not None and self._last.committed.done():
             self._last.committed.result()
 
+    def _listed(self) -> list[int]:
+        """The steps that the coordinator finds; none on other ranks."""
+        found, error = [], None
+        try:
+            if self._saver.team.is_coordinator:
+                found = commit.steps(self._storage)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self._saver.team.agree(error)
+        return found
+
     def _retain(self, step: int) -> None:
-        """Removes what is older than the newest `keep`; called by the coordinator's thread."""
+        """Removes what is older than the newest `keep`, and what training went back from.
+
+        Called by the coordinator's thread.
+        """
         self._steps = sorted({*self._steps, step})
+        if self._went_back_to is not None and self._overwrite:
+            for later in [s for s in self._steps if s > self._went_back_to and s != step]:
+                commit.remove_checkpoint(self._storage, commit.step_folder(later))
+                self._steps.remove(later)
+        self._went_back_to = None
         while self._keep is not None and len(self._steps) > self._keep:
             # The one just written stays, also when training went back to before the others.
             oldest = next(one for one in self._steps if one != step)

@@ -6,6 +6,7 @@ child calls nothing that may wait for a thread it does not have: numpy copies, h
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Sequence
@@ -57,10 +58,15 @@ class ChildWriter:
             # Views are made before the fork: the child stays out of torch.
             slots, arrays = image.arrays, [as_array(value) for value in values]
             self._read_end, write_end = os.pipe()
-            self._pid = os.fork()
-            if self._pid == 0:
-                self._write_and_exit(slots, arrays, write_end)
-            os.close(write_end)
+            try:
+                self._pid = os.fork()
+                if self._pid == 0:
+                    self._write_and_exit(slots, arrays, write_end)
+            except OSError:
+                os.close(self._read_end)
+                raise
+            finally:
+                os.close(write_end)
 
     def run(self, staged: threading.Event) -> FileRecord:
         """Waits for the child.
@@ -72,7 +78,7 @@ class ChildWriter:
         with self._trace.span("write", self._image.num_bytes):
             with os.fdopen(self._read_end, "rb") as pipe:
                 answer = pipe.read()
-            _, status = os.waitpid(self._pid, 0)
+            status = _reaped(self._pid)
         if not answer:
             raise CommError(
                 f"the child process {self._pid} that wrote {self._path} ended with status {status} "
@@ -85,6 +91,7 @@ class ChildWriter:
         return found.file
 
     def _write_and_exit(self, slots: Sequence, arrays: Sequence, write_end: int) -> None:
+        gc.disable()  # finalizers of the parent's objects are the parent's to run
         try:
             for slot, array in zip(slots, arrays, strict=True):
                 slot[...] = array
@@ -97,3 +104,11 @@ class ChildWriter:
         finally:
             # The parent's handlers for the end of the process are not this one's.
             os._exit(0)
+
+
+def _reaped(pid: int) -> int | None:
+    """The status of a child that ended; None where the application itself reaps its children."""
+    try:
+        return os.waitpid(pid, 0)[1]
+    except ChildProcessError:
+        return None

@@ -204,7 +204,7 @@ class Convert:
     """
 
     src: _Checkpoint
-    """Checkpoint of any format, or a run for its newest."""
+    """Checkpoint of any format, a file of torch.save too, or a run for its newest."""
     dst: _New
     """What to make: a folder, for torch a file. Must not exist."""
     to: Literal["dcp", "safetensors", "torch"]
@@ -215,12 +215,11 @@ class Convert:
 
     def execute(self) -> int:
         """Converts, with a progress bar."""
-        from bytecheckpoint import opened
-        from bytecheckpoint.formats import convert
+        from bytecheckpoint.formats import convert, open_any
         from bytecheckpoint.inventory import newest
 
         src = newest(self.src)
-        with opened.open(src) as checkpoint:
+        with open_any(src) as checkpoint:
             total = checkpoint.index.total_bytes
         with _progress("writing", total, is_shown=True) as progress:
             convert(src, self.dst, self.to, prefix=self.prefix, progress=progress)
@@ -233,7 +232,8 @@ class Reshard:
     """Rewrite a checkpoint as files of equal size, one a rank, without starting any rank.
 
     Loading on another number of ranks needs no such thing. It pays where one checkpoint is read
-    often, and gives checkpoints of other formats checksums.
+    often, and gives checkpoints of other formats checksums. Tensors of a Hugging Face folder are
+    named model.NAME in the new one, so that it loads into {"model": model}.
 
     Example: bytecheckpoint reshard /nfs/run7/step_00000100 /nfs/for64 --world 64
     """

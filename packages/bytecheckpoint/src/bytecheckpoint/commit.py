@@ -13,9 +13,9 @@ import logging
 import posixpath
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import xxhash
 
@@ -30,6 +30,7 @@ __all__ = [
     "commit",
     "data_folder",
     "discard",
+    "discarding",
     "garbage",
     "read_contents",
     "read_extra",
@@ -39,6 +40,7 @@ __all__ = [
     "remove_checkpoint",
     "remove_garbage",
     "step_folder",
+    "step_of",
     "steps",
 ]
 
@@ -55,6 +57,12 @@ _UNPUBLISHED = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{12}}")
 def step_folder(step: int) -> str:
     """Where the checkpoint of a training step lies below the root."""
     return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose folder has this name; None if no step's has."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def data_folder() -> str:
@@ -205,13 +213,41 @@ def discard(storage: Storage, path: str, data: str) -> None:
         storage.remove_tree(_join(path, data))
 
 
+@contextmanager
+def discarding(
+    storage: Storage, path: str, data: str, *, may_appear: bool = False
+) -> Iterator[None]:
+    """Around writing or committing: discards what a save wrote when it fails.
+
+    Args:
+        storage, path, data: see `discard`.
+        may_appear: whether `commit` is called within. An object store may still make a manifest
+            appear whose put seemed to fail; its data then stay, for `garbage` to find.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_sure = not may_appear or isinstance(error, FileExistsError | DataError)
+        if is_sure or storage.has_rename:
+            try:
+                discard(storage, path, data)
+            except (OSError, DataError) as left:
+                where = posixpath.join(storage.url, path, data)
+                logger.warning("%s is left for `bytecheckpoint gc`: %s", where, left)
+        raise
+
+
 def steps(storage: Storage) -> list[int]:
     """Steps with a checkpoint, ascending: a whole manifest, and all its files with their sizes."""
-    found = [match for name in storage.list("") if (match := _STEP.fullmatch(name))]
+    found = [name for name in storage.list("") if step_of(name) is not None]
     # An object store answers each question late, but many at once.
     with ThreadPoolExecutor(max_workers=8) as threads:
-        there = threads.map(lambda match: _is_checkpoint(storage, match[0]), found)
-    return sorted(int(match[1]) for match, whole in zip(found, there, strict=True) if whole)
+        there = threads.map(lambda name: _is_checkpoint(storage, name), found)
+    return sorted(
+        step
+        for name, whole in zip(found, there, strict=True)
+        if whole and (step := step_of(name)) is not None
+    )
 
 
 def remove_checkpoint(storage: Storage, path: str) -> None:
@@ -224,23 +260,26 @@ def garbage(storage: Storage, path: str = "") -> list[str]:
     """What saves that never were committed left behind, and removals that did not finish.
 
     A save that is under way looks the same: ask only when none is. A folder with a damaged
-    manifest is nobody's garbage: its data may be wanted.
+    manifest is nobody's garbage: its data may be wanted. Neither is what we do not write, such as
+    a folder of another format that is named as ours are.
 
     Args:
         storage: where to look.
         path: a folder of steps, or of one checkpoint.
 
     Returns:
-        Paths: folders of steps that have no manifest, data folders that no manifest names, and
-        manifests that were never published.
+        Paths: folders of steps that hold nothing but garbage, data folders that no manifest names,
+        and manifests that were never published.
     """
     names = storage.list(path)
     found = _leavings(storage, path, names)
+    files = storage.sizes(path)
     for name in names:
-        if _STEP.fullmatch(name):
+        if step_of(name) is not None and name not in files:
             step = _join(path, name)
             inside = storage.list(step)
-            found += _leavings(storage, step, inside) if MANIFEST_NAME in inside else [step]
+            left = _leavings(storage, step, inside)
+            found += left if len(left) < len(inside) else [step]
     return found
 
 
@@ -248,7 +287,7 @@ def remove_garbage(storage: Storage, paths: Iterable[str]) -> None:
     """Removes what `garbage` found."""
     for path in paths:
         folder, name = posixpath.split(path)
-        if _STEP.fullmatch(name):
+        if step_of(name) is not None:
             remove_checkpoint(storage, path)
         else:
             # The manifest that replaced this folder's may not have been synced before a crash.

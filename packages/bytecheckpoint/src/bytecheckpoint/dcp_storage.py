@@ -38,7 +38,14 @@ from bytecheckpoint.formats.stream import FileStream
 from bytecheckpoint.formats.tree import at_path, encode, expand, flatten, nest
 from bytecheckpoint.index import Index
 from bytecheckpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
-from bytecheckpoint.reader import copy_wanted, held_boxes, plan_units, read_units, wants_of
+from bytecheckpoint.reader import (
+    copy_parts,
+    held_boxes,
+    plan_units,
+    read_units,
+    wanted_parts,
+    wants_of,
+)
 from bytecheckpoint.source import Source, Summary, open_source
 from bytecheckpoint.storage import open_storage
 from bytecheckpoint.trace import Trace
@@ -148,15 +155,17 @@ class DCPWriter(StorageWriter):
         """
         results = []
         pieces = []
-        for item in plan.items:
-            if item.type == WriteItemType.BYTE_IO:
-                data = planner.resolve_data(item)
-                assert isinstance(data, io.BytesIO), "values come pickled"
-                tree = _tree_of(data, item.index.fqn)
-                results.append(WriteResult(item.index, len(dump(tree)), tree))
-            else:
-                pieces.append(item)
-        results += self._write_tensors(pieces, plan.storage_data, planner)
+        # Nobody is told when a rank failed, so that rank removes what others have written as well.
+        with commit.discarding(open_storage(self._url), "", plan.storage_data.folder):
+            for item in plan.items:
+                if item.type == WriteItemType.BYTE_IO:
+                    data = planner.resolve_data(item)
+                    assert isinstance(data, io.BytesIO), "values come pickled"
+                    tree = _tree_of(data, item.index.fqn)
+                    results.append(WriteResult(item.index, len(dump(tree)), tree))
+                else:
+                    pieces.append(item)
+            results += self._write_tensors(pieces, plan.storage_data, planner)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -170,6 +179,20 @@ class DCPWriter(StorageWriter):
             OSError: the storage refused.
         """
         storage = open_storage(self._url)
+        with commit.discarding(storage, "", self._folder):
+            manifest, index, extra = self._assembled(metadata, results)
+        with commit.discarding(storage, "", self._folder, may_appear=True):
+            commit.commit(storage, "", manifest, index, extra, overwrite=self._overwrite)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path or URL will do."""
+        return True
+
+    def _assembled(
+        self, metadata: dcp.Metadata, results: list[list[WriteResult]]
+    ) -> tuple[Manifest, bytes, bytes]:
+        """The manifest, and the contents of the two small files it names."""
         chunks, leaves, written = [], {}, {}
         for result in (result for of_rank in results for result in of_rank):
             name, data = result.index.fqn, result.storage_data
@@ -197,12 +220,7 @@ class DCPWriter(StorageWriter):
             extra=commit.record("extra.json", extra),
             files=[written[file.name][0] for file in files],
         )
-        commit.commit(storage, "", manifest, encoded, extra, overwrite=self._overwrite)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path or URL will do."""
-        return True
+        return manifest, encoded, extra
 
     def _write_tensors(
         self, items: list[WriteItem], task: _Task, planner: SavePlanner
@@ -396,7 +414,7 @@ def _read_boxes(source: Source, places: list[tuple[str, Box]], targets: list[tor
         for at in unit.wants:
             want = wants[at]
             held = held_boxes(source, unit, want.row, buffer)
-            copy_wanted(held, want, places[want.place][1], targets[want.place])
+            copy_parts(wanted_parts(held, want, places[want.place][1], targets[want.place]))
 
     units = plan_units(source, wants)
     read_units(source, units, use, Trace(0), _NUM_THREADS)

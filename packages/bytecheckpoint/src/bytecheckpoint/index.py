@@ -19,7 +19,15 @@ from bytecheckpoint.dtypes import dtype_named
 from shared.errors import DataError
 from shared.topology.boxes import Box, intersect
 
-__all__ = ["BLOCK_BYTES", "FORMAT_VERSION", "ChunkTable", "File", "Index", "num_blocks"]
+__all__ = [
+    "BLOCK_BYTES",
+    "FORMAT_VERSION",
+    "ChunkTable",
+    "File",
+    "Index",
+    "num_blocks",
+    "plain_name",
+]
 
 FORMAT_VERSION = 1
 
@@ -27,12 +35,29 @@ FORMAT_VERSION = 1
 BLOCK_BYTES = 256 * 1024
 
 _MAX_BYTES = 2**62
-_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
+# Manifests of our own allow fewer; folders of others are read as they are.
+_PLAIN_NAME = re.compile(r"\w[\w .\-]*(/\w[\w .\-]*)*")
 
 
 def num_blocks(num_bytes: int) -> int:
     """Number of checksummed blocks in a file's first `num_bytes` bytes."""
     return -(-num_bytes // BLOCK_BYTES)
+
+
+def plain_name(name: object, where: str) -> str:
+    """A file name that a checkpoint may refer to, before anything is opened by it.
+
+    Raises:
+        DataError: it is no text, leads out of the folder, or might to some storage.
+    """
+    if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
+        raise DataError(
+            f"{where}: file name {name!r} is no plain name: expected letters, digits, spaces, '_', "
+            f"'.' and '-', each part beginning with one of the first two or '_', and nothing that "
+            f"leads out of the folder; rename the file, or, if you do not trust the checkpoint's "
+            f"source, do not load it"
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,14 +328,12 @@ class Index:
             raise DataError(f"{where}: tensor {name!r} cannot have the shape {list(shape)}")
         known = set(self.names)
         for alias, target in self.aliases.items():
-            if alias in known or target not in known:
+            if target not in known:
                 raise DataError(f"{where}: {alias!r} is tied to {target!r}, which is not stored")
+            if alias in known:
+                raise DataError(f"{where}: {alias!r} is tied to {target!r}, but is stored itself")
         for file in self.files:
-            if not _SAFE_NAME.fullmatch(file.name):
-                raise DataError(
-                    f"{where}: file name {file.name!r} leads out of the checkpoint or is no plain "
-                    f"name; do not load checkpoints from sources you do not trust"
-                )
+            plain_name(file.name, where)
             hashed = file.num_bytes if file.hashed_bytes is None else file.hashed_bytes
             if not 0 <= hashed <= file.num_bytes <= _MAX_BYTES:
                 raise DataError(f"{where}: file {file.name!r} has impossible sizes")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import posixpath
 from typing import NamedTuple
 
 from bytecheckpoint import commit
@@ -11,8 +11,6 @@ from bytecheckpoint.storage import Storage, open_storage
 from shared.errors import DataError
 
 __all__ = ["Entry", "entries", "newest"]
-
-_STEP = re.compile(r"step_(\d{8,})")
 
 
 class Entry(NamedTuple):
@@ -48,11 +46,11 @@ def entries(url: str) -> list[Entry]:
     names = storage.list("")
     if MANIFEST_NAME in names:
         return [_entry(storage, url, "")]
-    steps = sorted((int(m[1]), name) for name in names if (m := _STEP.fullmatch(name)))
+    steps = sorted((step, name) for name in names if (step := commit.step_of(name)) is not None)
     if not steps and any(name == ".metadata" or name.endswith(".safetensors") for name in names):
         return [Entry(url, "")]
     return [
-        _entry(storage, f"{url.rstrip('/')}/{name}", name)
+        _entry(storage, posixpath.join(url, name), name)
         for _, name in steps
         if MANIFEST_NAME in storage.list(name)
     ]
@@ -64,7 +62,7 @@ def newest(url: str) -> str:
     steps = commit.steps(storage)
     if MANIFEST_NAME in storage.list("") or not steps:
         return url
-    return f"{url.rstrip('/')}/{commit.step_folder(steps[-1])}"
+    return posixpath.join(url, commit.step_folder(steps[-1]))
 
 
 def _entry(storage: Storage, url: str, path: str) -> Entry:

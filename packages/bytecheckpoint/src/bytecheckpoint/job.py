@@ -123,6 +123,8 @@ class Job:
             error = None if failure is None else failure.exception(team.world_size)
         except Exception as caught:  # noqa: BLE001 - the handle's owner gets it
             error = caught
+        # A save that failed waits for no copy any more.
+        self.handle.staged.set()
         # Training that runs on must not keep what it has dropped.
         self.state, self.writer = LocalState(), None
         if error is not None:
@@ -152,7 +154,7 @@ class Job:
             file=file,
             tree=dump(self.state.tree) if self.has_rank_trees else None,
             rank_trees=dump(self.state.rank_trees),
-            spans=self.handle.trace.spans,
+            spans=self.handle.trace.by_stage(),
         )
 
     def _commit(self) -> Failure | None:
@@ -186,6 +188,8 @@ class Job:
             # An object store may still make a manifest appear whose put seemed to fail.
             if self.storage.has_rename or isinstance(error, FileExistsError):
                 self._discard()
+            else:
+                _log.warning("%s/%s is left for `bytecheckpoint gc`", self.path, self.folder)
             return Failure.of(error, self.team.rank)
         return None
 

@@ -224,7 +224,12 @@ class LoaderState:
         self.counters = dict(state["counters"])
 
     def load_rank_states(
-        self, states: Sequence[dict[str, Any]], rank: int, world_size: int
+        self,
+        states: Sequence[dict[str, Any]],
+        rank: int,
+        world_size: int,
+        *,
+        is_split: bool = False,
     ) -> None:
         """Goes on from where other readers stopped; exactly where their number is the same.
 
@@ -232,6 +237,8 @@ class LoaderState:
             states: the `state_dict` of every one of them, in any order.
             rank: this one.
             world_size: number of ranks now.
+            is_split: whether to split anew in any case: readers may run in workers, and how many
+                they are is not known here.
 
         Raises:
             DataError: if records are missing or do not belong together.
@@ -258,7 +265,7 @@ class LoaderState:
                 f"of {[state['reader'] for state in states]}"
             )
         self.rank, self.world_size = rank, world_size
-        if len(states) == world_size:
+        if len(states) == world_size and not is_split:
             self.load_state_dict(states[rank])
             return
         self._set_origin(first["seen"], first["ahead"], first["since"])

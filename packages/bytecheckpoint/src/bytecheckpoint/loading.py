@@ -15,10 +15,11 @@ from bytecheckpoint.failure import Failure
 from bytecheckpoint.rates import Rates, measure, pays
 from bytecheckpoint.reader import (
     Unit,
-    copy_wanted,
+    copy_parts,
     held_boxes,
     plan_units,
     read_units,
+    wanted_parts,
     wants_of,
 )
 from bytecheckpoint.restore import Destinations, destinations
@@ -107,24 +108,25 @@ def load_state(
     trace = Trace(team.rank)
     with trace.span("open"):
         source = _opened(team, storage, path, verify)
-    found, error = None, None
-    with trace.span("plan"), no_collection():
-        try:
-            found = destinations(state, source, team.rank, team.world_size, cast=cast)
-        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
-            error = caught
-        team.agree(error)
-        assert found is not None, "a rank without destinations has failed"
-        _check(team, source, found, strict=strict)
-        loading = _Loading(team, source, found, trace, num_threads, is_apart=atomic)
-    is_shared = loading.read(dedupe, rates)
-    loading.finish()
+    found: Destinations | None = None
+    try:
+        with trace.span("plan"), no_collection():
+            found = _destinations(team, source, state, strict=strict, cast=cast)
+            loading = _Loading.prepared(team, source, found, trace, num_threads, is_apart=atomic)
+        is_shared = loading.read(dedupe, rates)
+        loading.finish()
+    except BaseException:
+        if found is not None:
+            found.take_back()
+        raise
+    finally:
+        # Open files would hold the disk space of checkpoints that are removed later.
+        storage.close()
+    error = None
     try:
         found.restore_values()
     except Exception as caught:  # noqa: BLE001 - raised on all ranks together
         error = caught
-    # Open files would hold the disk space of checkpoints that are removed later.
-    storage.close()
     team.agree(error)
     return LoadReport(
         step=source.summary.step,
@@ -151,21 +153,31 @@ def _opened(team: Team, storage: Storage, path: str, verify: bool) -> Source:
     return Source.of(storage, summary, verify=verify)
 
 
-def _check(team: Team, source: Source, found: Destinations, *, strict: bool) -> None:
-    """Refuses, on all ranks, what does not fit or is damaged, as far as can be told so early."""
-    # What one rank has no place for may be another's: a stage's, or a rank's own.
-    found.unexpected = team.in_all(found.unexpected)
-    error = None
+def _destinations(
+    team: Team, source: Source, state: dict[str, Any], *, strict: bool, cast: bool
+) -> Destinations:
+    """Where everything goes; refuses, on all ranks, what is misfit or damaged on any."""
+    found, error = None, None
     try:
-        found.check(strict=strict)
-        source.check_fronts(team.rank, team.world_size)
+        found = destinations(state, source, team.rank, team.world_size, cast=cast)
     except Exception as caught:  # noqa: BLE001 - raised on all ranks together
         error = caught
     try:
         team.agree(error)
-    except Exception:
-        found.take_back()
+        assert found is not None, "a rank without destinations has failed"
+        # What one rank has no place for may be another's: a stage's, or a rank's own.
+        found.unexpected = team.in_all(found.unexpected)
+        try:
+            found.check(strict=strict)
+            source.check_fronts(team.rank, team.world_size)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        team.agree(error)
+    except BaseException:
+        if found is not None:
+            found.take_back()
         raise
+    return found
 
 
 class _Loading:
@@ -198,6 +210,30 @@ class _Loading:
         ]
         self._wants = wants_of(source.index, [(p.name, p.box) for p in found.places])
 
+    @classmethod
+    def prepared(
+        cls,
+        team: Team,
+        source: Source,
+        found: Destinations,
+        trace: Trace,
+        num_threads: int,
+        *,
+        is_apart: bool,
+    ) -> _Loading:
+        """Makes one, on all ranks or on none: a second copy may not fit on one of them."""
+        made, error = None, None
+        try:
+            made = cls(team, source, found, trace, num_threads, is_apart=is_apart)
+            for device in {p.tensor.device for p in found.places if p.tensor.is_cuda}:
+                # Reading threads do not queue behind the work of the caller's streams.
+                torch.cuda.synchronize(device)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        team.agree(error)
+        assert made is not None, "a rank that made none has failed"
+        return made
+
     def read(self, dedupe: Dedupe, rates: Rates | None) -> bool:
         """Reads everything; returns whether ranks read for one another."""
         team, source = self._team, self._source
@@ -228,10 +264,15 @@ class _Loading:
             if not self._is_apart:
                 names = {self._found.places[at].name for at in self._touched}
             self._raise_everywhere(names)
-        with self._trace.span("copy"):
-            for place, (_, target) in zip(self._found.places, self._targets, strict=True):
-                if target is not place.tensor:
-                    place.tensor.copy_(target)
+        error = None
+        try:
+            with self._trace.span("copy"):
+                for place, (_, target) in zip(self._found.places, self._targets, strict=True):
+                    if target is not place.tensor:
+                        place.tensor.copy_(target)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self._team.agree(error)
 
     def _raise_everywhere(self, overwritten: set[str]) -> None:
         """The same error on all ranks, with the names of tensors that no longer are as before."""
@@ -248,7 +289,6 @@ class _Loading:
             more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             text = f"{first.text}. Overwritten before that was found: {shown}{more}"
         else:
-            self._found.take_back()
             text = f"{first.text}. No tensor was overwritten"
         raise msgspec.structs.replace(first, text=text).exception(self._team.world_size) from (
             self._error
@@ -258,12 +298,14 @@ class _Loading:
         """Reads for this rank alone."""
 
         def use(unit: Unit, buffer: Tensor) -> None:
+            parts = []
             for at in unit.wants:
                 want = self._wants[at]
                 box, target = self._targets[want.place]
                 held = held_boxes(self._source, unit, want.row, buffer)
-                self._touched.add(want.place)
-                copy_wanted(held, want, box, target)
+                parts += wanted_parts(held, want, box, target)
+            self._touched.update(self._wants[at].place for at in unit.wants)
+            copy_parts(parts)
 
         try:
             read_units(self._source, units, use, self._trace, self._num_threads)

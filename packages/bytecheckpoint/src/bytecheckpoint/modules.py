@@ -34,13 +34,18 @@ class ParameterNames:
     names: dict[int, list[str]] = field(default_factory=dict)
     ranges: dict[int, list[FlatRange]] = field(default_factory=dict)
 
-    def relative(self, modules: Iterable[str]) -> dict[str, str]:
-        """Names by what they are from their modules on, as torch names them.
+    def known_as(self, stored: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
+        """Names by what a stored optimizer calls them: ours are from the state's root on, torch's
+        from the module on.
 
         Args:
+            stored: all names that the optimizer has.
             modules: paths of the modules in the state.
         """
         names = [name for of_one in self.names.values() for name in of_one]
+        # A module's inner name may be another's full one: all of them tell which kind they are.
+        if set(stored) <= {*names, *map(str, range(len(names)))}:
+            return {name: name for name in stored}
         return {
             name.removeprefix(f"{path}."): name
             for path in modules

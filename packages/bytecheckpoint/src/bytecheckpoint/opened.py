@@ -14,10 +14,11 @@ from bytecheckpoint.extra import decode_tree
 from bytecheckpoint.index import Index
 from bytecheckpoint.reader import (
     Unit,
-    copy_wanted,
+    copy_parts,
     held_boxes,
     plan_units,
     read_units,
+    wanted_parts,
     wants_of,
 )
 from bytecheckpoint.source import Source, open_source, split_url
@@ -170,7 +171,7 @@ class Checkpoint:
         def use(unit: Unit, buffer: Tensor) -> None:
             for at in unit.wants:
                 held = held_boxes(self.source, unit, wants[at].row, buffer)
-                copy_wanted(held, wants[at], box, values)
+                copy_parts(wanted_parts(held, wants[at], box, values))
 
         read_units(self.source, plan_units(self.source, wants), use, self.trace, num_threads=2)
         return values

@@ -66,7 +66,7 @@ class Part:
     chunks: ChunkTable
     start: np.ndarray
 
-    @property
+    @cached_property
     def rows(self) -> list[tuple[str, Box, int]]:
         """Name, box and offset in the file of each piece, as they follow one another there."""
         columns = (self.chunks.tensor, self.chunks.offsets, self.chunks.sizes, self.start)

@@ -64,19 +64,20 @@ def measure(team: Team, source: Source, units: Sequence[Unit]) -> Rates:
     Args:
         team: at least two ranks.
         source: read from.
-        units: what this rank would read alone; the first is tried.
+        units: what this rank would read alone; the largest is tried.
     """
     group = team.group
     assert group is not None, "one rank alone has nobody to share with"
     probe_bytes = _PROBE_BYTES[source.storage.has_rename]
-    num_bytes = min(probe_bytes, units[0].stop - units[0].start) if units else 0
+    largest = max(units, key=lambda unit: unit.stop - unit.start, default=None)
+    num_bytes = min(probe_bytes, largest.stop - largest.start) if largest else 0
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     team.maximum([0])  # so that all begin together
     begin = time.perf_counter()
     with suppress(OSError):  # the load itself meets it again, and says so
-        if units:
-            path = source.path(units[0].file)
-            source.storage.read_into(path, units[0].start, buffer.numpy().data)
+        if largest is not None:
+            path = source.path(largest.file)
+            source.storage.read_into(path, largest.start, buffer.numpy().data)
     storage_s = time.perf_counter() - begin
     sent, received = torch.empty(2, probe_bytes, dtype=torch.uint8)
     team.maximum([0])
@@ -89,7 +90,9 @@ def measure(team: Team, source: Source, units: Sequence[Unit]) -> Rates:
     )
     post_rounds(group, [ring], op="probe").wait_all()
     network_s = time.perf_counter() - begin
-    slowest = team.maximum([int(storage_s * 1e9 / max(len(buffer), 1) * 1e6), int(network_s * 1e9)])
+    # A rank that reads nothing has nothing to say of the storage.
+    per_byte_s = storage_s / num_bytes if num_bytes else 0.0
+    slowest = team.maximum([int(per_byte_s * 1e15), int(network_s * 1e9)])
     return Rates(
         storage_bytes_per_s=team.world_size * 1e15 / max(slowest[0], 1),
         network_bytes_per_s=team.world_size * probe_bytes * 1e9 / max(slowest[1], 1),

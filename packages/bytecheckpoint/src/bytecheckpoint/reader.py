@@ -28,10 +28,11 @@ from shared.topology.boxes import Box, decompose, intersect
 __all__ = [
     "Unit",
     "Want",
-    "copy_wanted",
+    "copy_parts",
     "held_boxes",
     "plan_units",
     "read_units",
+    "wanted_parts",
     "wants_of",
 ]
 
@@ -217,10 +218,12 @@ def held_boxes(source: Source, unit: Unit, row: int, buffer: Tensor) -> list[tup
 
 
 def _typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    raw = buffer[start : start + numel * dtype.itemsize]
-    if raw.storage_offset() % dtype.itemsize:
-        raw = raw.clone()  # other formats do not align their elements
-    return raw.view(dtype)
+    itemsize = dtype.itemsize
+    if start % itemsize:
+        # Other formats do not align their elements.
+        return buffer[start : start + numel * itemsize].clone().view(dtype)
+    whole = buffer[: len(buffer) // itemsize * itemsize].view(dtype)
+    return whole[start // itemsize : start // itemsize + numel]
 
 
 def read_units(
@@ -251,7 +254,8 @@ def read_units(
         buffer = buffers.bytes[:size]
         with trace.span("read", size):
             source.read(unit.file, unit.start, buffer.numpy().data)
-        use(unit, buffer)
+        with torch.no_grad():  # which each thread says for itself
+            use(unit, buffer)
 
     if len(units) <= 1 or num_threads == 1:
         for unit in units:
@@ -267,14 +271,19 @@ def read_units(
             raise
 
 
-@torch.no_grad()
-def copy_wanted(
+def wanted_parts(
     held: list[tuple[Box, Tensor]], want: Want, destination: Box, place: Tensor
-) -> None:
-    """Copies what a destination wants of the boxes at hand."""
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a destination wants of the boxes at hand: where each part goes, and its values."""
     for box, values in held:
         part = box if box == want.box else intersect(box, want.box)
-        if part is None:
-            continue
-        target = place if part == destination else place[part.within(destination)]
-        target.copy_(values if part == box else values[part.within(box)])
+        if part is not None:
+            target = place if part == destination else place[part.within(destination)]
+            yield target, values if part == box else values[part.within(box)]
+
+
+def copy_parts(parts: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copies values to where they go, thousands of small ones in one call."""
+    pairs = list(parts)
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [values for _, values in pairs])

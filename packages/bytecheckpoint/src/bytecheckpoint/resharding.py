@@ -11,15 +11,15 @@ import os
 from collections.abc import Callable
 
 import numpy as np
-import xxhash
 
 from bytecheckpoint import commit, opened, planner
 from bytecheckpoint.dtypes import dtype_named
 from bytecheckpoint.extra import dump
 from bytecheckpoint.formats.output import data_of, slabs
-from bytecheckpoint.index import BLOCK_BYTES, ChunkTable, Index
+from bytecheckpoint.formats.stream import FileStream
+from bytecheckpoint.index import ChunkTable, Index
 from bytecheckpoint.manifest import MANIFEST_NAME, FileRecord, Manifest
-from bytecheckpoint.storage import WRITE_BYTES, Storage, open_storage
+from bytecheckpoint.storage import Storage, open_storage
 from shared.errors import ConfigError
 
 __all__ = ["reshard"]
@@ -34,11 +34,14 @@ def reshard(
 ) -> list[int]:
     """Writes a checkpoint anew, in our format, as `world_size` files.
 
+    Names stay as they are, but for those of a Hugging Face folder: a state of ours has its model
+    under a key, so that `load(dst, {"model": model})` finds it.
+
     Args:
         src: path or URL of a checkpoint of any kind that can be opened.
         dst: path or URL of the new checkpoint's folder.
         world_size: number of files; fewer where tensors are too small to be cut.
-        progress: told the bytes written since it was last told.
+        progress: told the bytes of tensors written since it was last told.
 
     Returns:
         Bytes of each file.
@@ -54,33 +57,37 @@ def reshard(
     if MANIFEST_NAME in storage.list(""):
         raise FileExistsError(f"{dst}: expected no checkpoint, but there is one; write elsewhere")
     with opened.open(src) as checkpoint:
+        is_model = checkpoint.kind == "hf"
+        prefix = "model." if is_model else ""
         plan = planner.plan(
-            _held_by_all(checkpoint.index, world_size),
+            _held_by_all(checkpoint.index, prefix, world_size),
             world_size,
-            aliases=checkpoint.index.aliases,
+            aliases={prefix + a: prefix + b for a, b in checkpoint.index.aliases.items()},
         )
+        index, extra = plan.index.encode(), checkpoint.source.extra
+        if is_model:
+            extra = extra | {"tree": {"model": {"$module": {}}}}
+        values = dump(extra)
         folder = commit.data_folder()
-        files = []
-        try:
-            for rank in plan.ranks.tolist():
-                files.append(_write(storage, folder, plan.part(rank), checkpoint, progress))
-            index, extra = plan.index.encode(), dump(checkpoint.source.extra)
-            manifest = Manifest(
-                step=checkpoint.source.summary.step,
-                world_size=world_size,
-                data=folder,
-                index=commit.record("index.msgpack", index),
-                extra=commit.record("extra.json", extra),
-                files=files,
-            )
-            commit.commit(storage, "", manifest, index, extra, overwrite=False)
-        except BaseException:
-            storage.remove_tree(folder)
-            raise
+        with commit.discarding(storage, "", folder):
+            files = [
+                _write(storage, folder, plan.part(rank), checkpoint, prefix, progress)
+                for rank in plan.ranks.tolist()
+            ]
+        manifest = Manifest(
+            step=checkpoint.source.summary.step,
+            world_size=world_size,
+            data=folder,
+            index=commit.record("index.msgpack", index),
+            extra=commit.record("extra.json", values),
+            files=files,
+        )
+        with commit.discarding(storage, "", folder, may_appear=True):
+            commit.commit(storage, "", manifest, index, values, overwrite=False)
     return [file.num_bytes for file in files]
 
 
-def _held_by_all(index: Index, world_size: int) -> planner.Pieces:
+def _held_by_all(index: Index, prefix: str, world_size: int) -> planner.Pieces:
     """Whole tensors as every rank's, so that planning may give any part to any."""
     num_tensors = len(index.names)
     ndim = index.chunks.offsets.shape[1]
@@ -88,7 +95,7 @@ def _held_by_all(index: Index, world_size: int) -> planner.Pieces:
     for tensor, shape in enumerate(index.shapes):
         sizes[tensor, : len(shape)] = shape
     return planner.Pieces(
-        names=index.names,
+        names=[prefix + name for name in index.names],
         dtypes=index.dtypes,
         shapes=index.shapes,
         chunks=ChunkTable(
@@ -105,70 +112,17 @@ def _write(
     folder: str,
     part: planner.Part,
     checkpoint: opened.Checkpoint,
+    prefix: str,
     progress: Callable[[int], None] | None,
 ) -> FileRecord:
     assert part.file is not None, "only ranks with a file are asked"
-    stream = _Stream(storage, f"{folder}/{part.file.name}", part.file.num_bytes, progress)
     dtypes = dict(zip(part.names, part.dtypes, strict=True))
-    try:
-        stream.write(memoryview(part.header))
+    with FileStream(storage, folder, part.file) as stream:
+        stream.write(part.header)
         for name, box, _ in part.rows:
             for slab in slabs(box, dtype_named(dtypes[name]).itemsize):
-                stream.write(data_of(checkpoint.read(name, slab)))
-        return FileRecord(part.file.name, part.file.num_bytes, stream.finish())
-    except BaseException:
-        stream.abort()
-        raise
-
-
-class _Stream:
-    """A data file written from its beginning to its end, hashed on the way."""
-
-    def __init__(
-        self,
-        storage: Storage,
-        path: str,
-        num_bytes: int,
-        progress: Callable[[int], None] | None,
-    ) -> None:
-        self._sink = storage.create(path, num_bytes)
-        self._num_bytes = num_bytes
-        self._progress = progress
-        self._buffer = memoryview(bytearray(min(WRITE_BYTES, num_bytes)))
-        self._filled = self._written = 0
-        self._table = bytearray()
-
-    def write(self, data: memoryview, *, is_hashed: bool = True) -> None:
-        while len(data):
-            count = min(len(data), len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + count] = data[:count]
-            self._filled, data = self._filled + count, data[count:]
-            if self._filled == len(self._buffer):
-                self._flush(is_hashed=is_hashed)
-
-    def finish(self) -> str:
-        """Appends the table of checksums; returns its hash."""
-        self._hash()
-        table = bytes(self._table)
-        self.write(memoryview(table), is_hashed=False)
-        self._flush(is_hashed=False)
-        assert self._written == self._num_bytes, "the plan knew the file's size"
-        self._sink.finish()
-        return xxhash.xxh3_128_hexdigest(table)
-
-    def abort(self) -> None:
-        self._sink.abort()
-
-    def _hash(self) -> None:
-        for at in range(0, self._filled, BLOCK_BYTES):
-            block = self._buffer[at : min(at + BLOCK_BYTES, self._filled)]
-            self._table += xxhash.xxh3_64_intdigest(block).to_bytes(8, "little")
-
-    def _flush(self, *, is_hashed: bool) -> None:
-        if is_hashed:
-            self._hash()
-        if self._filled:
-            self._sink.write_at(self._written, self._buffer[: self._filled])
-            if self._progress is not None:
-                self._progress(self._filled)
-        self._written, self._filled = self._written + self._filled, 0
+                data = data_of(checkpoint.read(name.removeprefix(prefix), slab))
+                stream.write(data)
+                if progress is not None:
+                    progress(data.nbytes)
+        return stream.finish()

@@ -7,6 +7,7 @@ texts are replaced in the dictionaries and lists they stand in.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from shared.topology.boxes import Box
 __all__ = ["Destinations", "Place", "destinations"]
 
 _MAX_NAMED = 20
+_log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
@@ -127,15 +129,15 @@ def destinations(
     ]
     if made:
         local = describe(state, rank)
-    saved = SavedValues(source.extra, rank, source.summary.world_size)
+    saved = SavedValues(source.extra, rank)
     walk = _Restore(local, saved, stored, rank, world_size)
     has_values = source.summary.kind != "hf"  # which holds nothing but tensors
     found = Destinations(missing=walk.missing, unexpected=walk.unexpected, made=made)
     try:
         if has_values:
             walk.visit("", state, saved.root)
-        _fill(found, walk, stored, stored_as, state, cast=cast)
-    except DataError:
+        _fill(found, walk, stored, stored_as, index.position, state, cast=cast)
+    except BaseException:
         found.take_back()
         raise
 
@@ -154,6 +156,7 @@ def _fill(
     walk: _Restore,
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     stored_as: dict[str, str],
+    positions: dict[str, int],
     state: dict[str, Any],
     *,
     cast: bool,
@@ -163,6 +166,8 @@ def _fill(
         # Tied here, and stored under the other name.
         if name not in stored and alias in stored:
             stored[name], stored_as[name] = stored[alias], stored_as[alias]
+        elif alias in stored and positions[stored_as[alias]] != positions[stored_as[name]]:
+            _log.warning("%s is tied to %s, and stored apart: the latter is loaded", alias, name)
     for name, (dtype, shape, pieces) in local.tensors.items():
         if name in walk.fresh:
             continue
@@ -180,6 +185,14 @@ def _fill(
                 f"{name}: {name_of(stored_dtype)} in the checkpoint, {name_of(dtype)} here "
                 f"(cast=True converts)"
             )
+        found.wrong += [
+            f"{name}: its elements share memory with one another; load into a .clone() of it"
+            for piece in pieces
+            if any(
+                size > 1 and not stride
+                for size, stride in zip(piece.tensor.shape, piece.tensor.stride(), strict=True)
+            )
+        ]
         found.places += [
             Place(stored_as[name], piece.box, piece.tensor, stored_dtype) for piece in pieces
         ]
@@ -220,11 +233,17 @@ def _names_here(state: dict[str, Any], source: Source, local: LocalState) -> dic
     found = {name: name for name in names}
     for path in local.optimizers:
         prefix = f"{path}.state."
-        known = local.parameters.relative(local.modules)
-        for name in names:
-            parameter, _, key = name.removeprefix(prefix).rpartition(".")
-            if name.startswith(prefix) and parameter in known:
-                found[f"{prefix}{known[parameter]}.{key}"] = found.pop(name)
+        split = {
+            name: name.removeprefix(prefix).rpartition(".")[::2]
+            for name in names
+            if name.startswith(prefix)
+        }
+        parameters = {parameter for parameter, _ in split.values()}
+        known = local.parameters.known_as(parameters, local.modules)
+        for name in split:
+            del found[name]
+        for name, (parameter, key) in split.items():
+            found[f"{prefix}{known.get(parameter, parameter)}.{key}"] = name
     return found
 
 
@@ -329,13 +348,14 @@ class _Restore:
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer, nodes: list[Any]) -> None:
         known = self.local.parameters
-        relative = known.relative(self.local.modules)
+        stored = [name for node in nodes for group in _groups(node) for name in group["params"]]
+        here = known.known_as(stored, self.local.modules)
         settings: dict[str, Any] = {}
         values: dict[str, Any] = {}
         for node in reversed(nodes):
             for group in _groups(node):
                 for name in group["params"]:
-                    settings[relative.get(name, name)] = group["settings"]
+                    settings[here.get(name, name)] = group["settings"]
             values.update(node.get("$optimizer", {}).get("values", {}))
         names = iter(parameter_names(optimizer, known))
         for at, group in enumerate(optimizer.param_groups):
@@ -364,7 +384,7 @@ class _Restore:
 
     def _per_rank(self, path: str, value: Any) -> None:
         trees = self._saved.of_ranks(path)
-        if not trees:
+        if not trees or (len(trees) == self._world_size and trees[self._rank] is None):
             self.missing.append(path)
         elif len(trees) == self._world_size:
             decoded = self._decoded(trees[self._rank])
@@ -377,7 +397,7 @@ class _Restore:
                 f"put what its track() returns into the state"
             )
         else:
-            decoded = [self._decoded(tree) for tree in trees]
+            decoded = [self._decoded(tree) for tree in trees if tree is not None]
             if self.apply:
                 value.load_rank_states(decoded, self._rank, self._world_size)
 

@@ -15,13 +15,9 @@ __all__ = ["SavedValues"]
 
 
 class SavedValues:
-    """The saved trees, by path.
+    """The saved trees, by path."""
 
-    Attributes:
-        world_size: ranks that saved.
-    """
-
-    def __init__(self, extra: dict[str, Any], rank: int, world_size: int) -> None:
+    def __init__(self, extra: dict[str, Any], rank: int) -> None:
         """Takes what `extra.json` holds.
 
         Raises:
@@ -30,7 +26,6 @@ class SavedValues:
         tree, by_rank = extra.get("tree"), extra.get("ranks", {})
         if not isinstance(by_rank, dict) or not all(isinstance(v, list) for v in by_rank.values()):
             raise DataError("extra values: expected lists by rank; the checkpoint is damaged")
-        self.world_size = world_size
         self._by_rank: dict[str, list[Any]] = by_rank
         self._rank = rank
         self.root = self._own_first("", [tree])

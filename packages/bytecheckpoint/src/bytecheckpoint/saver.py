@@ -6,10 +6,12 @@ one reduction of four numbers before the copy, and everything after the copy hap
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
@@ -117,10 +119,15 @@ class Saver:
             futures.wait([self._handle.committed])
 
     def finish(self) -> None:
-        """Blocks until what follows a commit, the removal of old checkpoints, is done too."""
+        """Blocks until what follows a commit, the removal of old checkpoints, is done too.
+
+        The memory for copies is given back; another save makes it anew.
+        """
         self.wait()
         if self._thread is not None and self._pid == os.getpid():
             self._thread.join()
+        if self._plan is not None:
+            self._plan.image = None
 
     def save(
         self,
@@ -153,7 +160,8 @@ class Saver:
         handle = Handle(step, Trace(self.team.rank))
         trace = handle.trace
         local, rows, digest = LocalState(), [], 0
-        copied, error = None, None
+        copied: list[torch.cuda.Event] = []
+        error = None
         try:
             if self.team.is_coordinator:
                 check()
@@ -212,17 +220,21 @@ class Saver:
         plan = self._plan
         return plan is not None and plan.rows == rows and plan.aliases == aliases
 
-    def _copied(self, plan: _Plan, local: LocalState, trace: Trace) -> torch.cuda.Event | None:
-        """Copies what this rank writes into its image; the event behind copies only queued."""
+    def _copied(self, plan: _Plan, local: LocalState, trace: Trace) -> list[torch.cuda.Event]:
+        """Copies what this rank writes into its image; the events behind copies only queued."""
         if plan.part.file is None:
-            return None
+            return []
         values = list(sources(plan.part, local.tensors))
-        image = self._image(plan, values)
-        with trace.span("stage", image.num_bytes):
-            if any(value.is_cuda for value in values):
-                return image.fill_on_stream(values)
-            image.fill(values)
-        return None
+        is_cuda = any(value.is_cuda for value in values)
+        if plan.image is None or plan.image.memory.is_pinned() != is_cuda:
+            plan.image = Image(plan.part, is_pinned=is_cuda)
+        with trace.span("stage", plan.image.num_bytes):
+            if is_cuda:
+                owned = _memory_of(local.optimizers.values())
+                is_lazy = [value.untyped_storage().data_ptr() in owned for value in values]
+                return plan.image.fill_on_streams(values, is_lazy)
+            plan.image.fill(values)
+        return []
 
     def _planned(self, rows: list[Row], aliases: dict[str, str]) -> _Plan:
         """Gathers what the ranks hold, plans on the coordinator, hands each rank its part."""
@@ -256,39 +268,68 @@ class Saver:
         ]
         return plan.index.encode(), parts
 
-    def _start(self, job: Job, plan: _Plan, copied: torch.cuda.Event | None) -> None:
+    def _start(self, job: Job, plan: _Plan, copied: list[torch.cuda.Event]) -> None:
         """Starts what writes, and the thread that sees to the commit."""
         if plan.part.file is not None:
             file = f"{job.path}/{job.folder}/{plan.part.file.name}".lstrip("/")
-            trace = job.handle.trace
             try:
-                if self._stage == "fork":
-                    values = list(sources(plan.part, job.state.tensors))
-                    image = self._image(plan, values)
-                    job.writer = ChildWriter(self._storage, file, image, values, trace)
-                else:
-                    assert plan.image is not None, "the copy made it"
-                    job.writer = Writer(self._storage, file, plan.image, copied, trace)
+                job.writer = self._writer(job, plan, file, copied)
             except Exception as error:  # noqa: BLE001 - the job reports it to all ranks
                 job.error = error
-        before, self._handle = self._thread, job.handle
-        self._thread = threading.Thread(target=job.run, args=(before,), name="bytecheckpoint-save")
-        self._thread.start()
-        if copied is None:
+        thread = threading.Thread(target=job.run, args=(self._thread,), name="bytecheckpoint-save")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The others hear of it as of any failure; this rank finishes without a thread.
+            if isinstance(job.writer, Writer):
+                job.writer.give_up()
+            job.writer, job.error = None, error
+            job.run(self._thread)
+        else:
+            self._thread = thread
+            _under_way.add(thread)
+        self._handle = job.handle
+        if not copied:
             job.handle.staged.set()
         elif job.state.optimizers:
             for optimizer in job.state.optimizers.values():
                 _wait_before_step(optimizer, copied)
-        else:
-            copied.synchronize()
 
-    def _image(self, plan: _Plan, values: list[torch.Tensor]) -> Image:
-        if plan.image is None:
-            is_cuda = any(value.is_cuda for value in values)
-            if is_cuda and self._stage == "fork":
-                raise ConfigError("stage='fork' cannot read a GPU's memory; use stage='arena'")
-            plan.image = Image(plan.part, is_pinned=is_cuda, is_shared=self._stage == "fork")
-        return plan.image
+    def _writer(
+        self, job: Job, plan: _Plan, file: str, copied: list[torch.cuda.Event]
+    ) -> Writer | ChildWriter:
+        trace = job.handle.trace
+        if self._stage == "arena":
+            assert plan.image is not None, "the copy made it"
+            return Writer(self._storage, file, plan.image, copied, trace)
+        values = list(sources(plan.part, job.state.tensors))
+        if any(value.is_cuda for value in values):
+            raise ConfigError("stage='fork' cannot read a GPU's memory; use stage='arena'")
+        plan.image = plan.image or Image(plan.part)
+        return ChildWriter(self._storage, file, plan.image, values, trace)
+
+
+# Threads of saves that are not over; those who end a process by os._exit still run this.
+_under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    for thread in list(_under_way):
+        thread.join()
+
+
+def _memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Addresses of the memory that steps of optimizers change."""
+    found = set()
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        states = [value for one in optimizer.state.values() for value in one.values()]
+        for tensor in (*parameters, *states):
+            if isinstance(tensor, torch.Tensor):
+                local = getattr(tensor, "_local_tensor", tensor)
+                found.add(local.untyped_storage().data_ptr())
+    return found
 
 
 def rows_of(local: LocalState) -> list[Row]:
@@ -313,11 +354,12 @@ def _merged(parts: list[bytes]) -> bytes:
     return msgspec.msgpack.encode(_Listed(pieces.encode(), aliases))
 
 
-def _wait_before_step(optimizer: torch.optim.Optimizer, event: torch.cuda.Event) -> None:
-    """Has the optimizer's next step wait for an event, on the device."""
+def _wait_before_step(optimizer: torch.optim.Optimizer, events: Sequence[torch.cuda.Event]) -> None:
+    """Has the optimizer's next step wait for events, on the devices."""
 
     def wait(*_: object) -> None:
-        torch.cuda.current_stream().wait_event(event)
+        for event in events:
+            torch.cuda.current_stream(event.device).wait_event(event)
         hook.remove()
 
     hook = optimizer.register_step_pre_hook(wait)

@@ -7,8 +7,10 @@ of files that have checksums are handed out in whole blocks, each compared with 
 from __future__ import annotations
 
 import posixpath
+import re
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -22,6 +24,9 @@ from bytecheckpoint.storage import Storage
 from shared.errors import DataError
 
 __all__ = ["Source", "Summary", "open_source", "split_url"]
+
+# With one slash too few it is refused when it is opened.
+_PROTOCOL = re.compile(r"[^/]+:/+")
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +82,7 @@ class Source:
             commit.check_listed(index, summary.files, f"{summary.folder}/index")
         return cls(storage, summary, index, verify)
 
-    @property
+    @cached_property
     def extra(self) -> dict[str, Any]:
         """Everything that is no tensor: "tree", values that differ by rank, the save's trace."""
         where = f"{self.summary.folder}/extra"
@@ -171,12 +176,18 @@ class Source:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """The URL of the folder that holds a checkpoint, and the checkpoint's name in it."""
-    text = str(url).removeprefix("hf://").rstrip("/")
-    head, _, name = text.rpartition("/")
-    if not head and not text.startswith("/"):
-        head = "."
-    return (head or "/", name)
+    """The URL of the folder that holds a checkpoint, and the checkpoint's name in it.
+
+    A bucket, or another place above which there is nothing, holds its checkpoint itself: the name
+    is then "".
+    """
+    text = str(url).removeprefix("hf://").removeprefix("file://")
+    protocol = _PROTOCOL.match(text)
+    start = protocol.end() if protocol else 0
+    head, slash, name = text[start:].rstrip("/").rpartition("/")
+    if name in ("", ".", "..", "~") or (protocol and not head):
+        return (text, "")
+    return (text[:start] + (head or slash or "."), name)
 
 
 def open_source(storage: Storage, path: str) -> Summary:
@@ -184,7 +195,7 @@ def open_source(storage: Storage, path: str) -> Summary:
 
     Args:
         storage: where it lies.
-        path: of its folder.
+        path: of its folder, "" for the root itself.
 
     Raises:
         FileNotFoundError: there is no checkpoint; names what is there.

@@ -5,10 +5,11 @@ from save to save, because a copy into memory that is not mapped yet is several 
 begins when the copy has ended: beside it, the writing threads only slowed the copy down, and the
 whole save took no less.
 
-On a GPU the copies are queued on a stream of their own, and instead of the caller the optimizer's
-next step waits for them, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707): values
-do not change between steps. With `stage="fork"` nothing is copied at all: a child process writes
-the memory as it was at the fork.
+On a GPU the copies are queued on streams of their own. For parameters and optimizer state nobody waits
+but the optimizer's next step, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707):
+only that step changes them. Anything else, as statistics that a forward pass updates, is copied
+first, and the caller's stream waits for that. With `stage="fork"` nothing is copied at all: a child
+process writes the memory as it was at the fork.
 """
 
 from __future__ import annotations
@@ -37,13 +38,12 @@ class Image:
         num_bytes: of the whole file, the table of checksums included.
     """
 
-    def __init__(self, part: Part, *, is_pinned: bool = False, is_shared: bool = False) -> None:
+    def __init__(self, part: Part, *, is_pinned: bool = False) -> None:
         """Allocates it and writes the header.
 
         Args:
             part: the layout.
             is_pinned: for copies from a GPU.
-            is_shared: so that a forked child writes into it without copying pages first.
         """
         assert part.file is not None, "a rank that writes nothing needs no image"
         self.part = part
@@ -52,9 +52,9 @@ class Image:
         if is_pinned:
             self.memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
         else:
-            kind = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE
-            mapped = mmap.mmap(-1, self.num_bytes, flags=kind | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE") and not is_shared:
+            private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            mapped = mmap.mmap(-1, self.num_bytes, flags=private)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
                 mapped.madvise(mmap.MADV_HUGEPAGE)
             self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
         self.view = self.memory.numpy().data
@@ -66,7 +66,7 @@ class Image:
             .view(box.sizes)
             for name, box, start in part.rows
         ]
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @torch.no_grad()
     def fill(self, values: Sequence[Tensor]) -> None:
@@ -74,19 +74,43 @@ class Image:
         torch._foreach_copy_(self._slots, list(values))
 
     @torch.no_grad()
-    def fill_on_stream(self, values: Sequence[Tensor]) -> torch.cuda.Event:
-        """Queues the copies behind the work of the caller's stream; the event marks their end."""
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for slot, value in zip(self._slots, values, strict=True):
-                slot.copy_(value, non_blocking=True)
-                if value.is_cuda:
-                    # The caller may drop it; its memory must not be given away before the copy.
-                    value.record_stream(stream)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
+    def fill_on_streams(
+        self, values: Sequence[Tensor], is_lazy: Sequence[bool]
+    ) -> list[torch.cuda.Event]:
+        """Queues the copies from GPUs behind the work of the caller's streams.
+
+        Args:
+            values: in the image's order; those on the CPU are copied at once.
+            is_lazy: which of them nothing but an optimizer's step changes.
+
+        Returns:
+            An event a device, behind its copies. The caller's streams wait for those not lazy.
+        """
+        places: dict[torch.device, list[int]] = {}
+        for at, value in enumerate(values):
+            if value.is_cuda:
+                places.setdefault(value.device, []).append(at)
+            else:
+                self._slots[at].copy_(value)
+        events = []
+        for device, of_device in places.items():
+            with torch.cuda.device(device):
+                current = torch.cuda.current_stream()
+                stream = self._streams.setdefault(device, torch.cuda.Stream())
+                stream.wait_stream(current)
+                for lazy in (False, True):
+                    with torch.cuda.stream(stream):
+                        for at in of_device:
+                            if is_lazy[at] == lazy:
+                                self._slots[at].copy_(values[at], non_blocking=True)
+                                # Its memory must not be given away before the copy.
+                                values[at].record_stream(stream)
+                        event = torch.cuda.Event()
+                        event.record(stream)
+                    if not lazy:
+                        current.wait_event(event)
+                events.append(event)
+        return events
 
     @property
     def arrays(self) -> list[np.ndarray]:

@@ -123,6 +123,19 @@ def _of_array(array: np.ndarray, path: str) -> Tensor:
         raise DataError(f"{path}: expected an array that torch can view; {error}") from error
 
 
+def _is_same(one: LocalTensor, other: LocalTensor) -> bool:
+    """Whether two tensors whose memory begins at one place are the same elements."""
+    return (one.dtype, one.shape, len(one.pieces)) == (
+        other.dtype,
+        other.shape,
+        len(other.pieces),
+    ) and all(
+        (a.box, a.tensor.stride(), a.tensor.is_conj(), a.tensor.is_neg())
+        == (b.box, b.tensor.stride(), b.tensor.is_conj(), b.tensor.is_neg())
+        for a, b in zip(one.pieces[:1], other.pieces[:1], strict=True)
+    )
+
+
 def join(path: str, key: Any) -> str:
     """The path of what a key leads to."""
     return f"{path}.{key}" if path else str(key)
@@ -133,7 +146,7 @@ class _Walk:
         self.rank = rank
         self.found = LocalState()
         self.modules: dict[str, list[tuple[str, Any]]] = {}
-        self._memory: dict[tuple, str] = {}
+        self._memory: dict[int, list[str]] = {}
 
     def value(self, path: str, value: Any) -> Any:
         """Enters a value, and returns what stands for it in the tree."""
@@ -169,23 +182,13 @@ class _Walk:
         local = local_tensor(value, name)
         found.values[name] = value
         # Who holds no part of a tied tensor still has it under both names.
-        memory: tuple = (id(value),)
-        if local.pieces:
-            first = local.pieces[0]
-            memory = (
-                first.tensor.data_ptr(),
-                first.box,
-                local.shape,
-                local.dtype,
-                first.tensor.stride(),
-                first.tensor.is_conj(),
-                first.tensor.is_neg(),
-                len(local.pieces),
-            )
-        stored = self._memory.setdefault(memory, name)
-        if stored != name:
-            found.aliases[name] = stored
-            return {"$tensor": name}
+        address = local.pieces[0].tensor.data_ptr() if local.pieces else -id(value)
+        others = self._memory.setdefault(address, [])
+        for other in others:
+            if found.values[other] is value or _is_same(found.tensors[other], local):
+                found.aliases[name] = other
+                return {"$tensor": name}
+        others.append(name)
         found.tensors[name] = local
         return {"$tensor": name}
 

@@ -94,25 +94,31 @@ def local_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
         return _plain(value, name)
     if isinstance(value, FlatShard):
         return _flat(value)
-    # DTensor and ShardedTensor are found by name: their modules load slowly, and a process that
-    # holds one has loaded them.
-    kinds = {kind.__name__ for kind in type(value).__mro__}
-    if "DTensor" in kinds:
+    kind = _kind(type(value))
+    if kind == "DTensor":
         return _dtensor(value, name)
-    if "ShardedTensor" in kinds:
+    if kind == "ShardedTensor":
         return _sharded(value)
+    return _plain(value, name)
+
+
+@functools.lru_cache
+def _kind(of: type) -> str:
+    """Which of the two a class is, by name: their modules load slowly, and who has one has them."""
+    names = {base.__name__ for base in of.__mro__}
+    return next((name for name in ("DTensor", "ShardedTensor") if name in names), "")
+
+
+_MAX_KNOWN = 65536
+_PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+
+def _plain(value: Any, name: str) -> LocalTensor:
     if hasattr(value, "__tensor_flatten__"):
         raise DataError(
             f"{name}: expected a tensor of plain elements, got a {type(value).__name__}, whose "
             f"meaning is in several inner tensors; put those into the state instead"
         )
-    return _plain(value, name)
-
-
-_PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
-
-
-def _plain(value: Any, name: str) -> LocalTensor:
     if value.layout is not torch.strided or value.is_meta or value.is_quantized:
         kind = "meta" if value.is_meta else "quantized" if value.is_quantized else value.layout
         raise DataError(
@@ -151,21 +157,40 @@ def _sharded(value: Any) -> LocalTensor:
     return LocalTensor(metadata.tensor_properties.dtype, tuple(metadata.size), pieces)
 
 
-def _dtensor(value: Any, name: str) -> LocalTensor:
+# By identity of a DTensor's specification, which lives as long as the tensor: shape and boxes.
+_known: dict[int, tuple[Any, tuple[int, ...], list[Box]]] = {}
+
+
+def _boxes_of(value: Any, name: str) -> tuple[tuple[int, ...], list[Box]]:
+    """A DTensor's shape, and the boxes that this rank holds of it."""
+    spec = value._spec
+    known = _known.get(id(spec))
+    if known is not None and known[0] is spec:
+        return known[1:]
     shape, mesh = tuple(value.shape), value.device_mesh
     coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return LocalTensor(value.dtype, shape, ())
-    local = value._local_tensor
-    boxes = _shard_boxes(shape, tuple(mesh.shape), tuple(coordinate), tuple(value.placements))
+    boxes: list[Box] | None = []
+    if coordinate is not None:
+        boxes = _shard_boxes(shape, tuple(mesh.shape), tuple(coordinate), tuple(value.placements))
     if boxes is None:
         raise DataError(
             f"{name}: expected placements Shard and Replicate, got {value.placements}; reduce "
             f"partial sums first with .redistribute()"
         )
+    if len(_known) >= _MAX_KNOWN:
+        _known.clear()
+    _known[id(spec)] = (spec, shape, boxes)
+    return shape, boxes
+
+
+def _dtensor(value: Any, name: str) -> LocalTensor:
+    shape, boxes = _boxes_of(value, name)
+    if not boxes:
+        return LocalTensor(value.dtype, shape, ())
+    local = value._local_tensor
+    whole = _plain(local, name).pieces
     if len(boxes) == 1:
-        local = _plain(local, name).pieces
-        return LocalTensor(value.dtype, shape, tuple(Piece(boxes[0], p.tensor) for p in local))
+        return LocalTensor(value.dtype, shape, tuple(Piece(boxes[0], p.tensor) for p in whole))
     pieces, at = [], [0] * len(shape)
     for box in boxes:
         # Only the dimensions that are cut several times advance; the last one turns fastest.

@@ -50,6 +50,17 @@ class Trace:
             with self._lock:
                 self.spans.append(Span(stage, self.rank, start - self._begin, seconds, num_bytes))
 
+    def by_stage(self) -> list[Span]:
+        """One span a stage, from the beginning of its first to the end of its last."""
+        found: dict[str, Span] = {}
+        for span in self.spans:
+            first = found.get(span.stage, span)
+            start = min(first.start_s, span.start_s)
+            end = max(first.start_s + first.seconds, span.start_s + span.seconds)
+            num_bytes = span.num_bytes + (first.num_bytes if first is not span else 0)
+            found[span.stage] = Span(span.stage, span.rank, start, end - start, num_bytes)
+        return list(found.values())
+
     def seconds(self, stage: str) -> float:
         """Total seconds of a stage, over all threads."""
         return sum(span.seconds for span in self.spans if span.stage == stage)

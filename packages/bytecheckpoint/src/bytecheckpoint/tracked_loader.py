@@ -165,7 +165,9 @@ class TrackedLoader:
                 "the saved loaders tell no LoaderState's position; the dataset's state_dict must "
                 "return (or hold) that of the LoaderState it iterates"
             )
-        self._position.load_rank_states(found, rank, world_size)
+        # Of other numbers than before, as many readers may be a rank's workers now.
+        may_be_workers = not is_same and not self._is_sampler
+        self._position.load_rank_states(found, rank, world_size, is_split=may_be_workers)
         self.epoch = self._position.epoch
         self._taken = self._position.taken
         self._is_open = self._is_finished = False

@@ -6,6 +6,7 @@ import os
 import queue
 import sys
 import threading
+from collections.abc import Sequence
 
 import torch
 import xxhash
@@ -73,7 +74,7 @@ class Writer:
         storage: Storage,
         path: str,
         image: Image,
-        copied: torch.cuda.Event | None,
+        copied: Sequence[torch.cuda.Event],
         trace: Trace,
     ) -> None:
         """Starts the thread that writes what `run` gives it.
@@ -82,7 +83,7 @@ class Writer:
             storage: where to.
             path: of the file.
             image: filled, or being filled from a GPU.
-            copied: the event behind copies from a GPU.
+            copied: the events behind copies from GPUs.
             trace: of the save.
         """
         self._storage = storage
@@ -105,24 +106,34 @@ class Writer:
         Raises:
             OSError: the storage refused; the file is given up.
         """
-        give_way()
         try:
-            if self._copied is not None:
-                self._copied.synchronize()
-                staged.set()
+            give_way()
+            for event in self._copied:
+                event.synchronize()
+            staged.set()
             self._hash_ahead()
         except BaseException as error:  # noqa: BLE001 - raised below, when the thread has ended
             self._error = self._error or error
         self._offsets.put(None)
         self._thread.join()
-        if self._error is None and self._sink is not None:
+        try:
+            if self._error is not None:
+                raise self._error
+            assert self._sink is not None, "a thread that did not fail has opened the file"
             with self._trace.span("sync"):
                 self._sink.finish()
-            return file_record(self._path, self._image)
+        except BaseException:
+            if self._sink is not None:
+                self._sink.abort()
+            raise
+        return file_record(self._path, self._image)
+
+    def give_up(self) -> None:
+        """Ends the thread when there will be no `run`."""
+        self._offsets.put(None)
+        self._thread.join()
         if self._sink is not None:
             self._sink.abort()
-        assert self._error is not None, "a thread that did not fail has opened the file"
-        raise self._error
 
     def _hash_ahead(self) -> None:
         image = self._image
@@ -136,9 +147,9 @@ class Writer:
             self._offsets.put(offset)
 
     def _write(self) -> None:
-        give_way()
         view = self._image.view
         try:
+            give_way()
             self._sink = self._storage.create(self._path, self._image.num_bytes)
             while (offset := self._offsets.get()) is not None:
                 block = view[offset : offset + WRITE_BYTES]

@@ -10,12 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from shared.comms.ledger import Ledger
 from shared.errors import CommError, ConfigError
+
+if TYPE_CHECKING:
+    from shared.comms.tree import Tree
 
 __all__ = ["Group", "init_from_env"]
 
@@ -33,6 +37,7 @@ class Group:
         ledger: where bytes are counted; the world's groups of one process share it.
         backend: "gloo" or "nccl".
         device: where tensors to be exchanged lie.
+        tree: along which bytes travel, when the ranks have agreed on one; see `Tree.of`.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Group:
         self.backend = "nccl" if "nccl" in dist.get_backend(process_group) else "gloo"
         is_cuda = self.backend == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else _CPU
+        self.tree: Tree | None = None
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._control: Group | None = None
 

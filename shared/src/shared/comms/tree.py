@@ -54,11 +54,15 @@ class Tree:
     def of(group: Group) -> Tree:
         """The tree for a group, with hosts as torchrun's LOCAL_WORLD_SIZE tells them.
 
-        A group of some ranks of the world is taken as if no two were on one host.
+        Where hosts have different numbers of ranks, and in a group of some ranks of the world, it
+        is as if no two ranks were on one host. All ranks of the group call this the first time, to
+        agree; later calls return the same tree and communicate nothing.
+
+        Raises:
+            CommError: a rank died or the timeout passed.
+            ConfigError: the group is not gloo.
         """
-        is_world = group.world_size == Group.world().world_size
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_world else 1
-        return Tree(world_size=group.world_size, ranks_per_host=per_host)
+        return group.tree or _agreed(group)
 
     def parent(self, rank: int) -> int | None:
         """Who a rank sends to; None for rank 0. A lower rank."""
@@ -87,6 +91,26 @@ class Tree:
     def _below(self, position: int, count: int) -> range:
         first = position * self.arity + 1
         return range(min(first, count), min(first + self.arity, count))
+
+
+def _agreed(group: Group) -> Tree:
+    """A tree of hosts if every rank is told the same number of ranks a host; kept on the group."""
+    tree = Tree(world_size=group.world_size)
+    if group.world_size == Group.world().world_size:
+        mine = os.environ.get("LOCAL_WORLD_SIZE", "1").encode()
+        outcome: bytes | Exception | None = None
+        try:
+            outcome = gather(group, mine, _same, tree)
+        except CommError as error:
+            outcome = error
+        per_host = int(broadcast(group, outcome, tree))
+        tree = Tree(world_size=group.world_size, ranks_per_host=per_host)
+    group.tree = tree
+    return tree
+
+
+def _same(numbers: list[bytes]) -> bytes:
+    return numbers[0] if len(set(numbers)) == 1 else b"1"
 
 
 def gather(

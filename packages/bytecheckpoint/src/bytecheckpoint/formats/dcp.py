@@ -26,9 +26,9 @@ from bytecheckpoint.formats.pickles import (
     load_metadata,
     load_tree,
 )
-from bytecheckpoint.formats.ranges import Chunk, Window, build_index, joined, plain_name
+from bytecheckpoint.formats.ranges import Chunk, Window, build_index, joined
 from bytecheckpoint.formats.tree import Path, encode, nest
-from bytecheckpoint.index import File, Index
+from bytecheckpoint.index import File, Index, plain_name
 from bytecheckpoint.storage import Storage
 from shared.errors import DataError
 from shared.topology.boxes import Box

@@ -20,8 +20,8 @@ import torch
 
 from bytecheckpoint.dtypes import SAFETENSORS_NAMES, dtype_named, safetensors_name
 from bytecheckpoint.formats.output import appearing, data_of, slabs
-from bytecheckpoint.formats.ranges import Chunk, Window, build_index, joined, plain_name
-from bytecheckpoint.index import File, Index
+from bytecheckpoint.formats.ranges import Chunk, Window, build_index, joined
+from bytecheckpoint.index import File, Index, plain_name
 from bytecheckpoint.storage import Storage
 from shared.errors import DataError
 from shared.topology.boxes import Box

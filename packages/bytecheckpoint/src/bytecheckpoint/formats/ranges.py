@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -16,10 +15,9 @@ from bytecheckpoint.storage import Storage
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
-__all__ = ["Chunk", "Window", "build_index", "joined", "plain_name"]
+__all__ = ["Chunk", "Window", "build_index", "joined"]
 
 _WINDOW_BYTES = 64 * 1024
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*(/[A-Za-z0-9_][A-Za-z0-9_.\-]*)*")
 
 
 class Chunk(NamedTuple):
@@ -78,20 +76,6 @@ class Window:
 def joined(path: str, name: str) -> str:
     """A path below another, which may be empty."""
     return posixpath.join(path, name) if path else name
-
-
-def plain_name(name: object, where: str) -> str:
-    """A file name that a checkpoint may refer to, before anything is opened by it.
-
-    Raises:
-        DataError: it is no text, or leads out of the folder.
-    """
-    if not isinstance(name, str) or not _PLAIN.fullmatch(name):
-        raise DataError(
-            f"{where}: file name {name!r} leads out of the checkpoint or is no plain name; do not "
-            f"load checkpoints from sources you do not trust"
-        )
-    return name
 
 
 def build_index(

@@ -1,6 +1,6 @@
 """A data file of our format, written as its bytes come, through two blocks of memory.
 
-For what is not laid out in memory as a whole: tensors that a planner hands out one by one.
+For what is not laid out in memory as a whole: tensors that a planner hands out or a file holds.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from bytecheckpoint.formats.archive import Archive, ArchiveWriter
 from bytecheckpoint.formats.dcp import elements_start
 from bytecheckpoint.formats.output import appearing, data_of, slabs
 from bytecheckpoint.formats.pickles import StoredTensor, contiguous_strides, dump_tree, load_tree
-from bytecheckpoint.formats.ranges import Chunk, Window, build_index, plain_name
+from bytecheckpoint.formats.ranges import Chunk, Window, build_index
 from bytecheckpoint.formats.tree import encode, expand
-from bytecheckpoint.index import File, Index
+from bytecheckpoint.index import File, Index, plain_name
 from bytecheckpoint.storage import Storage
 from shared.errors import DataError
 from shared.topology.boxes import Box

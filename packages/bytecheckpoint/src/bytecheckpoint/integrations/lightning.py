@@ -17,16 +17,14 @@ class CheckpointCallback(Callback):
     """Saves model, optimizers, schedulers, random numbers and the loop's progress, and resumes.
 
     Takes the place of ModelCheckpoint and `ckpt_path`: `fit` goes on from the newest checkpoint if
-    there is one, on any number of ranks. With `Trainer(enable_checkpointing=False)` Lightning
-    writes nothing of its own. To go on in the middle of an epoch give it a loader that can, as
-    `LoaderState.track` makes, in `extra` too; others begin the epoch again.
+    there is one, on any number of ranks. To go on in the middle of an epoch give it a loader that
+    can, as `LoaderState.track` makes, in `extra` too; others begin the epoch again.
 
     Example::
 
-        trainer = Trainer(
-            callbacks=[CheckpointCallback("/nfs/run7", every_n_steps=100, keep=3)],
-            enable_checkpointing=False,
-        )
+        saving = CheckpointCallback("/nfs/run7", every_n_steps=100, keep=3)
+        # Lightning's own checkpoints are off.
+        trainer = Trainer(callbacks=[saving], enable_checkpointing=False)
     """
 
     def __init__(
@@ -47,28 +45,24 @@ class CheckpointCallback(Callback):
         """
         super().__init__()
         self._url, self._options = url, options
-        self._every_n_steps = every_n_steps
-        self._extra = extra or {}
+        self._every_n_steps, self._extra = every_n_steps, extra or {}
         self._checkpointer: Checkpointer | None = None
         self._last_step: int | None = None
         self._rng: dict[str, Any] | None = None
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Loads the newest checkpoint: the strategy is set up, and the loop has not begun."""
         self._checkpointer = Checkpointer(self._url, **self._options)
         self._last_step = self._checkpointer.load_latest(self._state_of(trainer))
         self._rng = None if self._last_step is None else rng_state().state_dict()
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         """Sets the random numbers again that beginning to read a begun epoch has drawn from."""
-        _, batch_idx = args
-        if self._rng is not None and batch_idx > 0:
+        if self._rng is not None and args[1] > 0:  # the batch's number
             rng_state().load_state_dict(self._rng)
         self._rng = None
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
         """Saves, if a step ended and it is its turn."""
         step = trainer.global_step
         if step and step % self._every_n_steps == 0 and step != self._last_step:
@@ -76,17 +70,16 @@ class CheckpointCallback(Callback):
             self._checkpointer.save(step, self._state_of(trainer))
             self._last_step = step
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
         """Waits for the last save, and raises if it failed."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 
     def _state_of(self, trainer: Trainer) -> dict[str, Any]:
-        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         return {
             "model": trainer.model,
             "optimizers": dict(enumerate(trainer.optimizers)),
-            "schedulers": dict(enumerate(schedulers)),
+            "schedulers": dict(enumerate(c.scheduler for c in trainer.lr_scheduler_configs)),
             "loop": _Loop(trainer),
             "rng": rng_state(),
             "extra": self._extra,

@@ -8,9 +8,12 @@ was not synced; an object store puts whole objects, and refuses to replace one w
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from importlib.util import find_spec
 from typing import Protocol, runtime_checkable
+
+from shared.errors import ConfigError
 
 __all__ = ["WRITE_BYTES", "Buffer", "Sink", "Storage", "open_storage"]
 
@@ -18,6 +21,8 @@ __all__ = ["WRITE_BYTES", "Buffer", "Sink", "Storage", "open_storage"]
 WRITE_BYTES = 16 * 1024 * 1024
 
 Buffer = bytes | bytearray | memoryview
+
+_CUT_URL = re.compile(r"[a-z0-9]+:/(?!/)")
 
 
 @runtime_checkable
@@ -117,10 +122,16 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
     """The storage of a URL: a path or file:// is local, else fsspec finds it (s3://, memory://).
 
     Raises:
-        ConfigError: no such protocol, or its library is not installed; names the pip command.
+        ConfigError: no such protocol, or its library is not installed; names the pip command. Or a
+            URL with one slash, which pathlib makes and which would be a folder named "s3:".
     """
-    # Imported here because fsspec takes longer than a local save of a small state.
     text = os.fspath(url)
+    if found := _CUT_URL.match(text):
+        raise ConfigError(
+            f"expected a path or a URL like {found[0]}/..., got {text!r}; pathlib drops a slash of "
+            f"URLs, so give it as text"
+        )
+    # Imported here because fsspec takes longer than a local save of a small state.
     if "://" not in text or text.startswith("file://"):
         from bytecheckpoint.storage.local import LocalStorage
 
