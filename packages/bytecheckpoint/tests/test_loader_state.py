@@ -77,7 +77,7 @@ def test_shuffled_is_a_permutation_that_differs_by_seed_and_epoch(num_samples):
 
 def test_shuffled_has_no_preference():
     # Sample 3 of 10 stands anywhere equally often; so does each sample at place 0.
-    num_epochs = 1500
+    num_epochs = 600
     orders = np.array([shuffled(np.arange(10), 10, 5, epoch) for epoch in range(num_epochs)])
     for seen in (orders[:, 0], np.argmax(orders == 3, axis=1)):
         counts = np.bincount(seen, minlength=10)
@@ -190,8 +190,9 @@ def test_prefetched_batches_are_not_lost(kind, num_workers):
 
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("batches", [0, 3, 25, 26])
+@pytest.mark.parametrize(
+    ("num_workers", "batches"), [(0, 0), (0, 3), (0, 25), (0, 26), (2, 3), (2, 25), (2, 26)]
+)
 def test_same_ranks_go_on_with_the_very_next_batch(kind, num_workers, batches):
     def read(loader, count):
         return [batch.tolist() for batch in islice(loader, count)]
@@ -270,7 +271,7 @@ class Streamed(Documents):
         yield from self.order
 
 
-@pytest.mark.parametrize("layouts", [((1, 0), (1, 2)), ((1, 2), (2, 2)), ((1, 2), (2, 0))])
+@pytest.mark.parametrize("layouts", [((1, 0), (1, 2)), ((1, 2), (2, 2))])
 def test_as_many_ranks_as_there_were_readers_may_read_in_workers(layouts):
     # Their workers are other readers than those whose positions were saved.
     StatefulDataLoader = stateful()

@@ -418,4 +418,4 @@ def test_the_table_covers_every_byte_before_it(originals):
             data = content[block * BLOCK_BYTES : min((block + 1) * BLOCK_BYTES, hashed)]
             at = hashed + 8 * block
             assert xxhash.xxh3_64_digest(data)[::-1] == content[at : at + 8]
-    assert UNIT_BYTES % BLOCK_BYTES == 0
+    assert all(size % BLOCK_BYTES == 0 for size in UNIT_BYTES.values())

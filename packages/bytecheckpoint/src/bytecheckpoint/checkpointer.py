@@ -277,7 +277,7 @@ def load(
     cast: bool = False,
     dedupe: Dedupe = "auto",
     rates: Rates | None = None,
-    num_threads: int = 2,
+    num_threads: int | None = None,
 ) -> LoadReport:
     """Loads one checkpoint into a state in any layout; called by all ranks.
 
@@ -292,7 +292,7 @@ def load(
         cast: convert elements whose type differs from the checkpoint's.
         dedupe: whether ranks read for one another what several want.
         rates: of storage and network, for "auto"; measured by default.
-        num_threads: reads at a time.
+        num_threads: reads at a time; by default what suits the storage.
 
     Returns:
         What was read, and how.

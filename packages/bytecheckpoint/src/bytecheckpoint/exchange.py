@@ -17,16 +17,13 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from bytecheckpoint.reader import Unit, Want, held_boxes, plan_units
+from bytecheckpoint.reader import NUM_THREADS, Unit, Want, held_boxes, plan_units
 from bytecheckpoint.source import Source
 from bytecheckpoint.trace import Trace
 from shared.comms import Group, reshard
 from shared.topology.boxes import Box, intersect
 
 __all__ = ["SharedReads", "plan_shared"]
-
-# Units under way ahead of the one that is being sent.
-_NUM_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def run_shared(
     places: Sequence[tuple[Box, Tensor]],
     touched: Callable[[int], None],
     trace: Trace,
-    num_threads: int,
+    num_threads: int | None,
 ) -> Exception | None:
     """Reads this rank's units, exchanges all of them, and copies what this rank wants.
 
@@ -87,11 +84,14 @@ def run_shared(
         places: this rank's destinations, by the position that wants name: box and tensor.
         touched: told a destination's position before it is written to.
         trace: of the load.
-        num_threads: how many units are read at a time.
+        num_threads: how many units are read at a time; by default what suits the storage.
 
     Returns:
         What went wrong on this rank.
     """
+    num_threads = num_threads or NUM_THREADS[source.storage.has_rename]
+    # So many that no thread waits while a wave travels, and no more than fit in memory.
+    num_ahead = num_threads + 1
     by_rank: list[list[int]] = [[] for _ in range(group.world_size)]
     for at, rank in enumerate(plan.reader):
         by_rank[rank].append(at)
@@ -106,9 +106,7 @@ def run_shared(
         return buffer
 
     with ThreadPoolExecutor(num_threads) as threads:
-        ahead: dict[int, Future[Tensor]] = {
-            at: threads.submit(read, at) for at in mine[:_NUM_AHEAD]
-        }
+        ahead: dict[int, Future[Tensor]] = {at: threads.submit(read, at) for at in mine[:num_ahead]}
         for number, wave in enumerate(zip_longest(*by_rank)):
             moves = []
             for at in wave:
@@ -122,7 +120,7 @@ def run_shared(
                         error = error or caught
                         unit = plan.units[at]
                         buffer = torch.zeros(unit.stop - unit.start, dtype=torch.uint8)
-                    following = number + _NUM_AHEAD
+                    following = number + num_ahead
                     if following < len(mine):
                         ahead[mine[following]] = threads.submit(read, mine[following])
                 moves += _moves(group.rank, source, plan, at, buffer, places, touched)

@@ -76,7 +76,7 @@ def load_state(
     cast: bool = False,
     dedupe: Dedupe = "auto",
     rates: Rates | None = None,
-    num_threads: int = 2,
+    num_threads: int | None = None,
 ) -> LoadReport:
     """Loads a checkpoint into a state; called by all ranks.
 
@@ -93,7 +93,7 @@ def load_state(
         cast: convert elements whose type differs from the checkpoint's.
         dedupe: whether ranks read for one another what several want; "auto" decides by rates.
         rates: of storage and network; by default a first read and exchange are timed.
-        num_threads: units read at a time.
+        num_threads: reads at a time; by default what suits the storage.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -189,7 +189,7 @@ class _Loading:
         source: Source,
         found: Destinations,
         trace: Trace,
-        num_threads: int,
+        num_threads: int | None,
         *,
         is_apart: bool,
     ) -> None:
@@ -217,7 +217,7 @@ class _Loading:
         source: Source,
         found: Destinations,
         trace: Trace,
-        num_threads: int,
+        num_threads: int | None,
         *,
         is_apart: bool,
     ) -> _Loading:

@@ -173,7 +173,7 @@ class Checkpoint:
                 held = held_boxes(self.source, unit, wants[at].row, buffer)
                 copy_parts(wanted_parts(held, wants[at], box, values))
 
-        read_units(self.source, plan_units(self.source, wants), use, self.trace, num_threads=2)
+        read_units(self.source, plan_units(self.source, wants), use, self.trace)
         return values
 
     def close(self) -> None:

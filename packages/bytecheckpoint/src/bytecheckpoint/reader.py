@@ -1,7 +1,7 @@
 """Reads the boxes a rank wants: only the bytes needed, in few large reads, each used once.
 
 What is wanted becomes intervals of bytes; intervals grow to whole checksum blocks, near ones join,
-and long ones are cut into units of 16 MiB that several threads read. Whatever part of a chunk a
+and long ones are cut into units that several threads read. Whatever part of a chunk a
 unit holds is a range of the chunk's flat order, so a few boxes (`decompose`), each contiguous in
 the buffer; what of them is wanted is copied from there, blocks verified before.
 """
@@ -36,7 +36,10 @@ __all__ = [
     "wants_of",
 ]
 
-UNIT_BYTES = 16 * 1024 * 1024
+# Largest read, and how many run at a time, by whether storage is a file system: requests to an
+# object store take long to answer, and many at once do not disturb one another.
+UNIT_BYTES = {True: 16 * 1024 * 1024, False: 8 * 1024 * 1024}
+NUM_THREADS = {True: 2, False: 8}
 
 # Reading on is cheaper than another read when so little lies between.
 _GAP_BYTES = {True: 64 * 1024, False: 4 * 1024 * 1024}
@@ -169,20 +172,21 @@ def _units_of(
 
 def _cuts(source: Source, file: int, start: int, stop: int) -> Iterator[int]:
     """Where a long range is cut: between elements, and between blocks where there are checksums."""
+    unit_bytes = UNIT_BYTES[source.storage.has_rename]
     if source.has_checksums(file):
         # Blocks begin at multiples of every item size, and so do our chunks.
-        yield from range(start + UNIT_BYTES, stop, UNIT_BYTES)
+        yield from range(start + unit_bytes, stop, unit_bytes)
         return
-    if stop - start <= UNIT_BYTES:
+    if stop - start <= unit_bytes:
         return
     index = source.index
     rows = (index.file == file) & (index.start < stop) & (index.start + index.num_bytes > start)
     at = start
     for row in sorted(rows.nonzero()[0].tolist(), key=lambda row: int(index.start[row])):
         begin, num_bytes = int(index.start[row]), int(index.num_bytes[row])
-        while begin + num_bytes - at > UNIT_BYTES:
-            # 16 MiB is a multiple of every item size: cuts keep the distance from the chunk's start.
-            at = begin + ((at - begin) // UNIT_BYTES + 1) * UNIT_BYTES if at >= begin else begin
+        while begin + num_bytes - at > unit_bytes:
+            # A multiple of every item size: cuts keep the distance from the chunk's start.
+            at = begin + ((at - begin) // unit_bytes + 1) * unit_bytes if at >= begin else begin
             if start < at < stop:
                 yield at
             if at >= stop:
@@ -231,7 +235,7 @@ def read_units(
     units: Sequence[Unit],
     use: Callable[[Unit, Tensor], None],
     trace: Trace,
-    num_threads: int,
+    num_threads: int | None = None,
 ) -> None:
     """Reads and verifies units, and hands each to `use`, on several threads.
 
@@ -240,17 +244,19 @@ def read_units(
         units: what to read.
         use: gets a unit and its bytes, which are another's when it returns.
         trace: of the load.
-        num_threads: how many units are read at a time.
+        num_threads: how many units are read at a time; by default what suits the storage.
 
     Raises:
         DataError: a block is damaged; what was handed out before stays.
     """
+    num_threads = num_threads or NUM_THREADS[source.storage.has_rename]
+    largest = UNIT_BYTES[source.storage.has_rename]
     buffers = threading.local()
 
     def read(unit: Unit) -> None:
         size = unit.stop - unit.start
         if getattr(buffers, "bytes", None) is None or len(buffers.bytes) < size:
-            buffers.bytes = torch.empty(max(size, min(UNIT_BYTES, 4 * size)), dtype=torch.uint8)
+            buffers.bytes = torch.empty(max(size, min(largest, 4 * size)), dtype=torch.uint8)
         buffer = buffers.bytes[:size]
         with trace.span("read", size):
             source.read(unit.file, unit.start, buffer.numpy().data)
