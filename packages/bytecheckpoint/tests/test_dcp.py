@@ -313,8 +313,8 @@ def no_metadata(metadata):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_all(relative_path="../../etc/passwd"), "leads out of the checkpoint"),
-        (set_all(relative_path="/etc/passwd"), "leads out of the checkpoint"),
+        (set_all(relative_path="../../etc/passwd"), "leads out of the folder"),
+        (set_all(relative_path="/etc/passwd"), "leads out of the folder"),
         (set_all(relative_path="gone.distcp"), "gone.distcp: the file is missing"),
         (set_all(transform_descriptors=["zstd"]), "through extensions"),
         (set_all(length=2**40), "expected at least"),

@@ -267,6 +267,7 @@ def test_a_rank_that_dies_before_the_commit_is_named_in_time(tmp_path, dying, ca
     assert loaded(tmp_path, 1) == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_in_time_and_may_finish_later(tmp_path, pool):
     pool.run(save_while_another_dies, tmp_path, 1, "sync", True)
     for rank in (0, 1):
@@ -302,7 +303,7 @@ def collectives_beside(path, stage):
     return count
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["arena", pytest.param("fork", marks=pytest.mark.slow)])
 def test_collectives_of_training_go_on_during_a_save(tmp_path, stage, pool):
     counts = pool.run(collectives_beside, tmp_path, stage).results
     assert min(counts) > 5
@@ -377,7 +378,7 @@ def test_ranks_agree_whether_a_save_is_under_way(tmp_path, pool):
 # --- Processes that fork or end during a save. ---
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["arena", pytest.param("fork", marks=pytest.mark.slow)])
 def test_a_process_forked_during_a_save_does_no_harm(tmp_path, stage):
     with bcp.Checkpointer(tmp_path, stage=stage) as ckpt, slow(0.5):
         handle = ckpt.save(1, state(1))
@@ -401,6 +402,7 @@ def square(number):
     return number * number
 
 
+@pytest.mark.slow
 def test_multiprocessing_and_data_loaders_during_a_save(tmp_path):
     with bcp.Checkpointer(tmp_path, stage="fork") as ckpt, slow(1.0):
         handle = ckpt.save(1, state(1))
@@ -442,7 +444,7 @@ ENDS = {
 @pytest.mark.parametrize(
     ("stage", "end"),
     [
-        ("fork", "the end"),
+        pytest.param("fork", "the end", marks=pytest.mark.slow),
         ("arena", "a forked child"),
         pytest.param("arena", "sys.exit", marks=pytest.mark.slow),
         pytest.param("arena", "an exception", marks=pytest.mark.slow),

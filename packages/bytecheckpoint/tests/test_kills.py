@@ -86,6 +86,7 @@ def test_the_newest_checkpoint_survives_many_kills(tmp_path):
     check(tmp_path, NUM_KILLS_SLOW)
 
 
+@pytest.mark.slow
 def test_what_kills_left_behind_is_collected(tmp_path):
     with lives() as live:
         for seed in range(3):

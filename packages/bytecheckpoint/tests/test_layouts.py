@@ -133,7 +133,13 @@ def test_every_layout_loads_every_other(reference, saved, pool4, tmp_path, sourc
     assert_equal(tmp_path / "moved", contents(reference))
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_two_ranks_load_what_four_saved(reference, saved, pool, tmp_path):
+    pool.run(move, saved / "fsdp1", tmp_path / "fewer", "fsdp2", "always")
+    assert_equal(tmp_path / "fewer", contents(reference))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 3])
 def test_other_numbers_of_ranks(reference, saved, tmp_path, num_ranks):
     with RankPool(num_ranks, timeout=timedelta(seconds=60)) as pool:
         pool.run(move, saved / "fsdp1", tmp_path / "fewer", "fsdp2", "always")

@@ -229,7 +229,7 @@ def test_who_knows_the_number_of_batches_need_not_ask_for_another(kind):
         assert sorted(seen) == list(range(101))
 
 
-@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("is_persistent", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_packing_in_workers_is_split_anew(is_persistent):
     StatefulDataLoader = stateful()
 

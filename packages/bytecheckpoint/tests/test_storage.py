@@ -400,7 +400,14 @@ def test_links_are_removed_and_not_followed(folder, tmp_path):
     assert (tmp_path / "other" / "kept").exists()
 
 
-@pytest.mark.parametrize("fault", ["503", "cut before", "cut after", "cut within"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "503",
+        "cut after",
+        *(pytest.param(f"cut {w}", marks=pytest.mark.slow) for w in ("before", "within")),
+    ],
+)
 def test_requests_are_repeated(flaky, fault):
     """Each request of a save and a load fails once."""
     storage, proxy = flaky
