@@ -118,7 +118,7 @@ def test_each_sample_of_an_epoch_is_seen_once_over_any_changes(num_samples, legs
     assert seen == Counter((e, i) for e in range(end + 1) for i in range(num_samples))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(num_samples=st.integers(1, 60), legs=legs, last=st.integers(1, 7))
 def test_even_ranks_take_the_stream_in_step_and_lose_nothing(num_samples, legs, last):
     seen, states, options = [], None, {"num_samples": num_samples, "seed": 2, "even": True}
