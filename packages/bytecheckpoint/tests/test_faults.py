@@ -1,4 +1,7 @@
-"""What goes wrong around a save: told to all ranks, harmless to training and to what is committed."""
+"""What goes wrong around a save: told to all ranks, harmless to training and to what is committed.
+
+All faults share the few ways of making storage and processes fail, so their lines stay together.
+"""
 
 import errno
 import multiprocessing

@@ -1,4 +1,7 @@
-"""States of every kind, saved and loaded: bit by bit the same, or refused with the path named."""
+"""States of every kind, saved and loaded: bit by bit the same, or refused with the path named.
+
+Each odd kind is a test of a few lines; there are so many kinds that the lines are many.
+"""
 
 import math
 import random

@@ -1,4 +1,7 @@
-"""Reading, writing and putting on every kind of storage, and what each does when it fails."""
+"""Reading, writing and putting on every kind of storage, and what each does when it fails.
+
+The storages pass the same tests and each some lines of its own, in one place to be compared.
+"""
 
 import errno
 import fcntl

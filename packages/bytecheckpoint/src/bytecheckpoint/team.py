@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from bytecheckpoint.failure import Failure
 from shared.comms import Group, all_gather_v, all_reduce, tree
@@ -35,15 +34,11 @@ class Team:
 
     def __init__(self) -> None:
         """Every rank makes its team at the same place in its program, the first time."""
-        self.group = Group.control() if dist.is_available() and dist.is_initialized() else None
+        self.group = Group.control() if Group.exists() else None
         self.rank = self.group.rank if self.group else 0
         self.world_size = self.group.world_size if self.group else 1
         self._alone: dict[str, bytes] = {}
-        # A clone has a connection of its own: a background thread may wait on it.
-        self._store: Any = None
-        if self.group:
-            store: Any = self.group.checked().get_group_store()
-            self._store = dist.PrefixStore("bytecheckpoint", store.clone())
+        self._store: Any = self.group.board("bytecheckpoint") if self.group else None
 
     @property
     def is_coordinator(self) -> bool:

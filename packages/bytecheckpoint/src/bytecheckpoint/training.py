@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
 from bytecheckpoint.data import bible
+from shared.comms import Group, all_reduce, barrier
+from shared.topology import Mesh
 
 __all__ = ["Run", "blocked", "losses", "losses_until_killed", "read_bytes"]
 
@@ -62,10 +62,10 @@ class Run:
 
     def __init__(self, num_layers: int) -> None:
         torch.manual_seed(0)
-        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.world_size = Group.world().world_size if Group.exists() else 1
         self.model = Model(num_layers)
         if self.world_size > 1:
-            mesh = init_device_mesh("cpu", (self.world_size,))
+            mesh = Mesh(axes={"shard": self.world_size}).to_device_mesh("cpu")
             for layer in self.model.layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
@@ -96,7 +96,7 @@ class Run:
         self.state["extra"]["step"] += 1
         mean = loss.detach().clone()
         if self.world_size > 1:
-            dist.all_reduce(mean)
+            all_reduce(Group.world(), mean)
         return mean.item() / self.world_size
 
     def resumed(self, checkpointer: bcp.Checkpointer) -> int:
@@ -160,7 +160,7 @@ def blocked(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]
         future.result()
         theirs_total = time.perf_counter() - begin
         seconds = torch.tensor([ours, ours_total, theirs, theirs_total])
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        all_reduce(Group.world(), seconds, "max")
         if number:  # the first round warms up
             for key, value in zip(found, seconds.tolist(), strict=False):
                 found[key].append(value)
@@ -179,14 +179,14 @@ def read_bytes(num_layers: int, folder: Path) -> dict[str, int]:
         step = max(bcp.Checkpointer(folder).steps())
         report = bcp.load(folder / f"step_{step:08d}", state, dedupe=dedupe)
         total = torch.tensor(report.num_bytes_read)
-        dist.all_reduce(total)
+        all_reduce(Group.world(), total)
         found[dedupe] = int(total)
     found["model"] = sum(t.numel() * t.itemsize for t in Model(num_layers).state_dict().values())
     return found
 
 
 def _together() -> float:
-    dist.barrier()
+    barrier(Group.world())
     return time.perf_counter()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -100,6 +100,25 @@ class Group:
             ranks = range(dist.get_world_size())
             _world = Group(process_group, ranks, _timeout_of(process_group), Ledger())
         return _world
+
+    @staticmethod
+    def exists() -> bool:
+        """Whether this process is a rank: torch.distributed is there and initialised."""
+        return dist.is_available() and dist.is_initialized()
+
+    def board(self, name: str) -> Any:
+        """A store that the group's ranks share, for what background threads leave to one another.
+
+        It has a connection of its own: a thread that waits there holds up no other.
+
+        Args:
+            name: what is left under another name is not seen.
+
+        Returns:
+            A torch.distributed store.
+        """
+        store: Any = self.checked().get_group_store()
+        return dist.PrefixStore(name, store.clone())
 
     @staticmethod
     def control() -> Group:
