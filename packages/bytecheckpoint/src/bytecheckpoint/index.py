@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -76,6 +77,30 @@ class ChunkTable:
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def packed(self) -> dict[str, Any]:
+        """The number of dimensions, and the columns as little-endian bytes."""
+        return {
+            "ndim": self.offsets.shape[1],
+            "tensor": self.tensor.astype("<i4").tobytes(),
+            "offsets": self.offsets.astype("<i8").tobytes(),
+            "sizes": self.sizes.astype("<i8").tobytes(),
+        }
+
+    @classmethod
+    def unpacked(cls, stored: Any) -> ChunkTable:
+        """The table whose parts, as `packed` gives them, are attributes of an object.
+
+        Raises:
+            ValueError: the columns are of different lengths.
+        """
+        tensor = np.frombuffer(stored.tensor, "<i4")
+        table = (len(tensor), stored.ndim)
+        return cls(
+            tensor,
+            np.frombuffer(stored.offsets, "<i8").reshape(table),
+            np.frombuffer(stored.sizes, "<i8").reshape(table),
+        )
 
     def box(self, row: int, ndim: int) -> Box:
         """The box of a row, with the tensor's own number of dimensions."""
@@ -235,10 +260,7 @@ class Index:
             shapes=[list(shape) for shape in self.shapes],
             aliases=self.aliases,
             files=[(file.name, file.num_bytes, file.hashed_bytes) for file in self.files],
-            ndim=self.chunks.offsets.shape[1],
-            tensor=self.chunks.tensor.astype("<i4").tobytes(),
-            offsets=self.chunks.offsets.astype("<i8").tobytes(),
-            sizes=self.chunks.sizes.astype("<i8").tobytes(),
+            **self.chunks.packed(),
             file=self.file.astype("<i4").tobytes(),
             start=self.start.astype("<i8").tobytes(),
         )
@@ -267,19 +289,14 @@ class Index:
         if not 0 <= stored.ndim <= 64:
             raise DataError(f"{where}: expected at most 64 dimensions, got {stored.ndim}")
         try:
-            tensor = np.frombuffer(stored.tensor, "<i4")
-            table = (len(tensor), stored.ndim)
+            chunks = ChunkTable.unpacked(stored)
             index = cls(
                 names=stored.names,
                 dtypes=stored.dtypes,
                 shapes=[tuple(shape) for shape in stored.shapes],
-                chunks=ChunkTable(
-                    tensor,
-                    np.frombuffer(stored.offsets, "<i8").reshape(table),
-                    np.frombuffer(stored.sizes, "<i8").reshape(table),
-                ),
-                file=np.frombuffer(stored.file, "<i4").reshape(len(tensor)),
-                start=np.frombuffer(stored.start, "<i8").reshape(len(tensor)),
+                chunks=chunks,
+                file=np.frombuffer(stored.file, "<i4").reshape(len(chunks)),
+                start=np.frombuffer(stored.start, "<i8").reshape(len(chunks)),
                 files=[File(*entry) for entry in stored.files],
                 aliases=stored.aliases,
             )

@@ -157,10 +157,7 @@ class Pieces:
             names=self.names,
             dtypes=self.dtypes,
             shapes=self.shapes,
-            ndim=self.chunks.offsets.shape[1],
-            tensor=self.chunks.tensor.astype("<i4").tobytes(),
-            offsets=self.chunks.offsets.astype("<i8").tobytes(),
-            sizes=self.chunks.sizes.astype("<i8").tobytes(),
+            **self.chunks.packed(),
             owner=self.owner.astype("<i4").tobytes(),
         )
         return msgspec.msgpack.encode(stored)
@@ -178,17 +175,11 @@ class Pieces:
             raise DataError(
                 f"expected the pieces of a rank, {error}; all ranks must run the same version"
             ) from error
-        tensor = np.frombuffer(stored.tensor, "<i4")
-        table = (len(tensor), stored.ndim)
         return cls(
             names=stored.names,
             dtypes=stored.dtypes,
             shapes=stored.shapes,
-            chunks=ChunkTable(
-                tensor,
-                np.frombuffer(stored.offsets, "<i8").reshape(table),
-                np.frombuffer(stored.sizes, "<i8").reshape(table),
-            ),
+            chunks=ChunkTable.unpacked(stored),
             owner=np.frombuffer(stored.owner, "<i4"),
         )
 

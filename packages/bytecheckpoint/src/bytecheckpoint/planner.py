@@ -96,10 +96,7 @@ class Part:
             names=self.names,
             dtypes=self.dtypes,
             ndims=self.ndims,
-            ndim=self.chunks.offsets.shape[1],
-            tensor=self.chunks.tensor.astype("<i4").tobytes(),
-            offsets=self.chunks.offsets.astype("<i8").tobytes(),
-            sizes=self.chunks.sizes.astype("<i8").tobytes(),
+            **self.chunks.packed(),
             start=self.start.astype("<i8").tobytes(),
         )
         return msgspec.msgpack.encode(stored)
@@ -117,19 +114,13 @@ class Part:
             raise DataError(
                 f"expected a rank's part of a plan, {error}; all ranks must run the same version"
             ) from error
-        tensor = np.frombuffer(stored.tensor, "<i4")
-        table = (len(tensor), stored.ndim)
         return cls(
             rank=stored.rank,
             file=None if stored.file is None else File(*stored.file),
             names=stored.names,
             dtypes=stored.dtypes,
             ndims=stored.ndims,
-            chunks=ChunkTable(
-                tensor,
-                np.frombuffer(stored.offsets, "<i8").reshape(table),
-                np.frombuffer(stored.sizes, "<i8").reshape(table),
-            ),
+            chunks=ChunkTable.unpacked(stored),
             start=np.frombuffer(stored.start, "<i8"),
         )
 
