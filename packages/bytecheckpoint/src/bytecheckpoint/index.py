@@ -36,6 +36,8 @@ FORMAT_VERSION = 1
 BLOCK_BYTES = 256 * 1024
 
 _MAX_BYTES = 2**62
+# Up to so many chunks a tensor, comparing tuples is faster than calling numpy.
+_FEW_CHUNKS = 64
 # Manifests of our own allow fewer; folders of others are read as they are.
 _PLAIN_NAME = re.compile(r"\w[\w .\-]*(/\w[\w .\-]*)*")
 
@@ -215,10 +217,29 @@ class Index:
         """The box of a chunk."""
         tensor = self.columns[0][row]
         first, last = self._row_list[tensor : tensor + 2]
-        shape = self.shapes[tensor]
-        if last - first == 1:
-            return Box((0,) * len(shape), shape)  # an only chunk is the whole tensor
-        return self.chunks.box(row, len(shape))
+        if last - first <= _FEW_CHUNKS:
+            return self._boxes(tensor)[row - first]
+        return self.chunks.box(row, len(self.shapes[tensor]))
+
+    def _boxes(self, tensor: int) -> list[Box]:
+        """The boxes of a tensor's chunks, in the order of its rows; made once."""
+        found = self._known_boxes.get(tensor)
+        if found is None:
+            shape = self.shapes[tensor]
+            ndim = len(shape)
+            first, last = self._row_list[tensor : tensor + 2]
+            if last - first == 1:
+                found = [Box((0,) * ndim, shape)]  # an only chunk is the whole tensor
+            else:
+                offsets = self.chunks.offsets[first:last, :ndim].tolist()
+                sizes = self.chunks.sizes[first:last, :ndim].tolist()
+                found = [Box(tuple(o), tuple(s)) for o, s in zip(offsets, sizes, strict=True)]
+            self._known_boxes[tensor] = found
+        return found
+
+    @cached_property
+    def _known_boxes(self) -> dict[int, list[Box]]:
+        return {}
 
     @cached_property
     def _row_list(self) -> list[int]:
@@ -237,8 +258,12 @@ class Index:
         tensor = self.position[name]
         first, last = self._row_list[tensor : tensor + 2]
         ndim = len(self.shapes[tensor])
-        if last - first == 1:
-            return [(first, box)] if 0 not in box.sizes else []
+        if last - first <= _FEW_CHUNKS:
+            boxes = self._boxes(tensor)
+            if 0 not in box.sizes and box in boxes:
+                return [(first + boxes.index(box), box)]  # chunks of a tensor do not overlap
+            parts = ((first + at, intersect(own, box)) for at, own in enumerate(boxes))
+            return [(row, part) for row, part in parts if part is not None]
         low = np.array(box.offsets, dtype=np.int64)
         high = low + np.array(box.sizes, dtype=np.int64)
         offsets = self.chunks.offsets[first:last, :ndim]

@@ -64,6 +64,7 @@ class LoadReport:
 
 
 @torch.no_grad()
+@no_collection()
 def load_state(
     team: Team,
     storage: Storage,
@@ -110,7 +111,7 @@ def load_state(
         source = _opened(team, storage, path, verify)
     found: Destinations | None = None
     try:
-        with trace.span("plan"), no_collection():
+        with trace.span("plan"):
             found = _destinations(team, source, state, strict=strict, cast=cast)
             loading = _Loading.prepared(team, source, found, trace, num_threads, is_apart=atomic)
         is_shared = loading.read(dedupe, rates)
@@ -237,7 +238,7 @@ class _Loading:
     def read(self, dedupe: Dedupe, rates: Rates | None) -> bool:
         """Reads everything; returns whether ranks read for one another."""
         team, source = self._team, self._source
-        with self._trace.span("plan"), no_collection():
+        with self._trace.span("plan"):
             alone = plan_units(source, self._wants)
             group, plan = team.group, None
             if group is not None and self._is_shared(dedupe, rates, alone):

@@ -222,12 +222,10 @@ def held_boxes(source: Source, unit: Unit, row: int, buffer: Tensor) -> list[tup
 
 
 def _typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-    itemsize = dtype.itemsize
-    if start % itemsize:
-        # Other formats do not align their elements.
-        return buffer[start : start + numel * itemsize].clone().view(dtype)
-    whole = buffer[: len(buffer) // itemsize * itemsize].view(dtype)
-    return whole[start // itemsize : start // itemsize + numel]
+    values = buffer[start : start + numel * dtype.itemsize]
+    if start % dtype.itemsize:
+        values = values.clone()  # other formats do not align their elements
+    return values.view(dtype)
 
 
 def read_units(
