@@ -1,9 +1,9 @@
 """What every test of the yard needs, in hatch's environment and in a package's own.
 
 Runs before any test file is imported: it decides how Triton kernels run, has the shapes and types
-in signatures checked at call time, binds the name `shared` to the installed package and lets Sybil
-run the READMEs. Each part steps aside when its library is not installed, so that one package can
-be tested with nothing but its own `test` extra.
+in signatures checked at call time, gives Hypothesis no deadlines, binds the name `shared` to the
+installed package and lets Sybil run the READMEs. Each part steps aside when its library is not
+installed, so that one package can be tested with nothing but its own `test` extra.
 """
 
 import os
@@ -38,6 +38,13 @@ if find_spec("jaxtyping") and find_spec("beartype"):
     _hook.should_instrument = lambda name: (
         _takes(name) and ".tests." not in name and name.split(".")[-1] not in _COMPILED
     )
+
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # An example that takes long while the machine does something else is no failure.
+    settings.register_profile("yard", deadline=None, print_blob=True)
+    settings.load_profile("yard")
 
 # Collecting shared/tests in importlib mode would otherwise bind the name to the folder shared/.
 import shared  # noqa: F401

@@ -11,7 +11,7 @@ from shared.errors import DataError
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=2, max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_auc_is_the_share_of_pairs_in_order(dtype, rows):
     positive = [score for score, true in rows if true]
     negative = [score for score, true in rows if not true]

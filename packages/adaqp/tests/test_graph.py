@@ -43,7 +43,7 @@ def test_multilabel_counts_columns():
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_symmetric_means_equal_to_its_reverse(edges):
     src, dst = torch.tensor(edges, dtype=torch.int64).reshape(-1, 2).T.contiguous()
     graph = Graph(**parts_of_graph(src=src, dst=dst))

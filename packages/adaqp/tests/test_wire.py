@@ -13,7 +13,7 @@ def layout_of(bits, dim, dtype=torch.float32, wire_dtype=torch.bfloat16, version
     return Layout(torch.tensor(bits, dtype=torch.uint8), dim, dtype, wire_dtype, version)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     bits=st.lists(st.sampled_from(WIDTHS), max_size=40),
     dim=st.integers(1, 37),

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
@@ -237,7 +237,6 @@ def test_damaged_headers_are_data_errors_or_harmless(repository):
     assert refused > 25
 
 
-@settings(deadline=None)
 @given(
     offsets=st.lists(st.integers(0, 9), min_size=4, max_size=4),
     sizes=st.lists(st.integers(0, 6), max_size=4),

@@ -97,7 +97,7 @@ legs = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(num_samples=st.integers(1, 60), legs=legs, shuffle=st.booleans(), last=st.integers(1, 7))
 def test_each_sample_of_an_epoch_is_seen_once_over_any_changes(num_samples, legs, shuffle, last):
     # Each leg is a number of ranks and how many samples each of them takes, unevenly.
@@ -118,7 +118,7 @@ def test_each_sample_of_an_epoch_is_seen_once_over_any_changes(num_samples, legs
     assert seen == Counter((e, i) for e in range(end + 1) for i in range(num_samples))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(num_samples=st.integers(1, 60), legs=legs, last=st.integers(1, 7))
 def test_even_ranks_take_the_stream_in_step_and_lose_nothing(num_samples, legs, last):
     seen, states, options = [], None, {"num_samples": num_samples, "seed": 2, "even": True}
@@ -141,7 +141,7 @@ def test_what_even_ranks_leave_of_an_epoch_comes_first_on_other_ranks():
     assert [list(order) for order in orders] == [[8, 0, 2, 4, 6, 8], [9, 1, 3, 5, 7, 9]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(num_samples=st.integers(1, 40), legs=legs, last=st.integers(1, 7))
 def test_packing_emits_every_token_once_over_any_changes(num_samples, legs, last):
     seen, states, options = Counter(), None, {"num_samples": num_samples, "seed": 4}

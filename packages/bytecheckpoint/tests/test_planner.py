@@ -124,33 +124,11 @@ def test_plan_does_not_depend_on_the_order_of_arrival(pieces, random):
     found = plan(merged, len(pieces), split_bytes=64)
     assert found.index.encode() == expected.index.encode()
     assert found.ranks.tolist() == expected.ranks.tolist()
-    assert merged.digest() == Pieces.merge(pieces).digest()
 
 
 def described(rank=0, **changes) -> Pieces:
     row = {"name": "w", "dtype": "float32", "shape": (4, 2), "box": Box((0, 0), (2, 2)), **changes}
     return Pieces.of(rank, [(*row.values(),), ("b", "int8", (1,), Box((0,), (1,)))])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"name": "v"},
-        {"dtype": "int32"},
-        {"shape": (8, 2)},
-        {"box": Box((2, 0), (2, 2))},
-        {"box": Box((0, 0), (2, 1))},
-        {"rank": 1},
-    ],
-)
-def test_digest_tells_pieces_apart(change):
-    assert described(**change).digest() != described().digest()
-    assert len(described().digest()) == 16
-
-
-def test_digest_is_that_of_the_set():
-    rows = [(f"t{at}", "float32", (4,), Box((at,), (1,))) for at in range(4)]
-    assert Pieces.of(0, rows).digest() == Pieces.of(0, rows[::-1]).digest()
 
 
 def test_ranks_that_disagree_are_named():
@@ -271,7 +249,7 @@ def test_one_writer_each_among_the_owners(chunks):
     assert load.tolist() == expected.tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
 def test_lpt_keeps_its_bound(sizes, num_ranks):
     best = min(
@@ -316,7 +294,7 @@ def least_highest_load(sizes: list[int], owners: list[list[int]]) -> float:
 megabytes = st.integers(0, 300 * MIB)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(owned_chunks(max_ranks=6, max_chunks=12, sizes=megabytes), st.sampled_from([True, 4 * MIB]))
 def test_shares_are_whole_and_as_even_as_can_be(chunks, split):
     sizes, owners = chunks

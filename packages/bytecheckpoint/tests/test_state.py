@@ -170,9 +170,7 @@ def exactly(value):
     return repr((type(value), value))
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=VALUES, stale=VALUES)
 def test_any_value_comes_back_exactly(tmp_path, value, stale):
     path = tmp_path / "values"
@@ -549,7 +547,7 @@ def test_cast_converts_elements(tmp_path, atomic):
     assert into["b"].tolist() == [0, 1, 2]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3),
     cuts=st.lists(st.floats(0, 1), max_size=4),

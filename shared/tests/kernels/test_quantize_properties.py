@@ -27,7 +27,6 @@ def rows(draw) -> torch.Tensor:
 keys = st.integers(0, 2**64 - 1)
 
 
-@settings(deadline=None)
 @given(rows(), st.sampled_from(BITS), keys, st.sampled_from(WIRE), st.booleans())
 def test_the_cpu_form_is_the_reference(x, bits, key, wire, stochastic):
     results = []
@@ -40,7 +39,6 @@ def test_the_cpu_form_is_the_reference(x, bits, key, wire, stochastic):
     assert torch.equal(results[0][1], results[1][1])
 
 
-@settings(deadline=None)
 @given(rows(), st.sampled_from(BITS), keys, st.sampled_from(WIRE))
 def test_codes_stay_on_the_grid_and_errors_below_a_step(x, bits, key, wire):
     levels = 2**bits - 1
@@ -60,7 +58,7 @@ def test_codes_stay_on_the_grid_and_errors_below_a_step(x, bits, key, wire):
         assert bool((error <= allowed[:, None])[finite].all())
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows(), keys, st.randoms(use_true_random=False))
 def test_permuting_the_index_permutes_the_result(x, key, random):
     order = list(range(len(x))) * 2

@@ -169,7 +169,7 @@ def test_every_form_transposes_alike(form):
         assert torch.equal(ours.cpu(), theirs)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.data())
 def test_from_coo_keeps_every_entry_sorted_within_rows(data):
     num_rows, num_cols = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))
@@ -189,7 +189,7 @@ def test_from_coo_keeps_every_entry_sorted_within_rows(data):
     assert torch.equal(back.indices, csr.indices)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.integers(0, 2**31), st.integers(1, 40), st.floats(-3, 3))
 def test_the_product_is_linear(seed, dim, factor):
     csr = random_csr(8, 9, 40, seed=seed)

@@ -65,7 +65,7 @@ def test_weights_are_balanced_instead_of_nodes():
 
 
 @given(st.integers(1, 30), st.integers(1, 12), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_small_graphs_of_any_kind(num_nodes, parts, data):
     nodes = st.integers(0, num_nodes - 1)
     edges = data.draw(st.lists(st.tuples(nodes, nodes), max_size=60))

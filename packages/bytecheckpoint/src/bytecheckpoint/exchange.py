@@ -23,7 +23,11 @@ from bytecheckpoint.trace import Trace
 from shared.comms import Group, reshard
 from shared.topology.boxes import Box, intersect
 
-__all__ = ["SharedReads", "plan_shared"]
+__all__ = ["SharedReads", "plan_shared", "run_shared"]
+
+# Reads that share a link end together, and what they brought can travel only then: fewer at a time,
+# of a load that has few, let the first ones travel while the others are read.
+_UNITS_A_THREAD = 2
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ def run_shared(
     plan: SharedReads,
     places: Sequence[tuple[Box, Tensor]],
     touched: Callable[[int], None],
+    before_use: Callable[[], None],
     trace: Trace,
     num_threads: int | None,
 ) -> Exception | None:
@@ -83,19 +88,23 @@ def run_shared(
         plan: the same on all ranks.
         places: this rank's destinations, by the position that wants name: box and tensor.
         touched: told a destination's position before it is written to.
+        before_use: called while the first units are read, before any is used; what it raises is
+            raised.
         trace: of the load.
         num_threads: how many units are read at a time; by default what suits the storage.
 
     Returns:
         What went wrong on this rank.
     """
-    num_threads = num_threads or NUM_THREADS[source.storage.has_rename]
-    # So many that no thread waits while a wave travels, and no more than fit in memory.
-    num_ahead = num_threads + 1
     by_rank: list[list[int]] = [[] for _ in range(group.world_size)]
     for at, rank in enumerate(plan.reader):
         by_rank[rank].append(at)
     mine = by_rank[group.rank]
+    if num_threads is None:
+        most = NUM_THREADS[source.storage.has_rename]
+        num_threads = min(most, max(2, len(mine) // _UNITS_A_THREAD))
+    # So many that no thread waits while a wave travels, and no more than fit in memory.
+    num_ahead = 2 * num_threads
     error: Exception | None = None
 
     def read(at: int) -> Tensor:
@@ -107,6 +116,11 @@ def run_shared(
 
     with ThreadPoolExecutor(num_threads) as threads:
         ahead: dict[int, Future[Tensor]] = {at: threads.submit(read, at) for at in mine[:num_ahead]}
+        try:
+            before_use()
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
         for number, wave in enumerate(zip_longest(*by_rank)):
             moves = []
             for at in wave:

@@ -157,7 +157,7 @@ def _opened(team: Team, storage: Storage, path: str, verify: bool) -> Source:
 def _destinations(
     team: Team, source: Source, state: dict[str, Any], *, strict: bool, cast: bool
 ) -> Destinations:
-    """Where everything goes; refuses, on all ranks, what is misfit or damaged on any."""
+    """Where everything goes; refuses, on all ranks, what is misfit on any."""
     found, error = None, None
     try:
         found = destinations(state, source, team.rank, team.world_size, cast=cast)
@@ -170,7 +170,6 @@ def _destinations(
         found.unexpected = team.in_all(found.unexpected)
         try:
             found.check(strict=strict)
-            source.check_fronts(team.rank, team.world_size)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
             error = caught
         team.agree(error)
@@ -245,6 +244,7 @@ class _Loading:
                 everyone = [wants_of(source.index, p) for p in self._everyones_places()]
                 plan = plan_shared(source, everyone)
         if group is None or plan is None:
+            self._check_fronts()
             self._read_alone(alone)
             return False
         self._error = run_shared(
@@ -253,10 +253,20 @@ class _Loading:
             plan,
             self._targets,
             self._touched.add,
+            self._check_fronts,
             self._trace,
             self._num_threads,
         )
         return True
+
+    def _check_fronts(self) -> None:
+        """Refuses, on all ranks, files whose header or table of checksums is damaged."""
+        error = None
+        try:
+            self._source.check_fronts(self._team.rank, self._team.world_size)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self._team.agree(error)
 
     def finish(self) -> None:
         """Raises what went wrong on any rank, or puts what was read apart in its place."""

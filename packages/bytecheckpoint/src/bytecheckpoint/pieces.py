@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import xxhash
 
 from bytecheckpoint.index import ChunkTable
 from shared.errors import DataError
@@ -146,10 +145,6 @@ class Pieces:
             chunks=ChunkTable(tensor[rows], offsets[rows], sizes[rows]),
             owner=self.owner[rows],
         )
-
-    def digest(self) -> bytes:
-        """16 bytes that are equal for equal pieces, whatever the order they were listed in."""
-        return xxhash.xxh3_128_digest(self.sorted().encode())
 
     def encode(self) -> bytes:
         """The pieces as msgpack, columns as little-endian bytes."""

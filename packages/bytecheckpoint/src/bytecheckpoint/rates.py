@@ -18,7 +18,7 @@ from shared.errors import ConfigError
 __all__ = ["Rates", "measure", "pays"]
 
 # Small against what a load reads, large against a request's latency.
-_PROBE_BYTES = {True: 4 * 1024 * 1024, False: 1024 * 1024}
+_PROBE_BYTES = 1024 * 1024
 # What packing, sending and placing one box costs a rank beside its bytes.
 _BOX_S = 40e-6
 
@@ -59,7 +59,7 @@ def pays(
 
 
 def measure(team: Team, source: Source, units: Sequence[Unit]) -> Rates:
-    """Times one read and one message of every rank, all at the same time; called by all.
+    """Times one read and one message of every rank, all at the same time; called by all together.
 
     Args:
         team: at least two ranks.
@@ -68,19 +68,17 @@ def measure(team: Team, source: Source, units: Sequence[Unit]) -> Rates:
     """
     group = team.group
     assert group is not None, "one rank alone has nobody to share with"
-    probe_bytes = _PROBE_BYTES[source.storage.has_rename]
     largest = max(units, key=lambda unit: unit.stop - unit.start, default=None)
-    num_bytes = min(probe_bytes, largest.stop - largest.start) if largest else 0
+    num_bytes = min(_PROBE_BYTES, largest.stop - largest.start) if largest else 0
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    team.maximum([0])  # so that all begin together
     begin = time.perf_counter()
     with suppress(OSError):  # the load itself meets it again, and says so
         if largest is not None:
             path = source.path(largest.file)
             source.storage.read_into(path, largest.start, buffer.numpy().data)
     storage_s = time.perf_counter() - begin
-    sent, received = torch.empty(2, probe_bytes, dtype=torch.uint8)
-    team.maximum([0])
+    sent, received = torch.empty(2, _PROBE_BYTES, dtype=torch.uint8)
+    team.maximum([0])  # so that nobody's message waits for another's read
     begin = time.perf_counter()
     ring = Round(
         send_to=(team.rank + 1) % team.world_size,
@@ -95,5 +93,5 @@ def measure(team: Team, source: Source, units: Sequence[Unit]) -> Rates:
     slowest = team.maximum([int(per_byte_s * 1e15), int(network_s * 1e9)])
     return Rates(
         storage_bytes_per_s=team.world_size * 1e15 / max(slowest[0], 1),
-        network_bytes_per_s=team.world_size * probe_bytes * 1e9 / max(slowest[1], 1),
+        network_bytes_per_s=team.world_size * _PROBE_BYTES * 1e9 / max(slowest[1], 1),
     )
