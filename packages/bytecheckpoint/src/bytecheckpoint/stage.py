@@ -23,10 +23,14 @@ from torch import Tensor
 
 from bytecheckpoint.dtypes import dtype_named
 from bytecheckpoint.planner import Part
+from bytecheckpoint.streamed import is_streamable, prepare, stream
 from bytecheckpoint.tensors import LocalTensor
 from shared.topology.boxes import intersect
 
 __all__ = ["Image", "sources"]
+
+# From where on the copies save more than it takes to compile them.
+_WORTH_BYTES = 64 * 1024 * 1024
 
 
 class Image:
@@ -66,12 +70,21 @@ class Image:
             .view(box.sizes)
             for name, box, start in part.rows
         ]
+        large = [] if is_pinned else [slot for slot in self._slots if is_streamable(slot, slot)]
+        self._has_large = sum(slot.numel() * slot.itemsize for slot in large) >= _WORTH_BYTES
+        if self._has_large:
+            prepare()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     @torch.no_grad()
     def fill(self, values: Sequence[Tensor]) -> None:
         """Copies the chunks' values in, on the CPU."""
-        torch._foreach_copy_(self._slots, list(values))
+        pairs = list(zip(self._slots, values, strict=True))
+        if self._has_large:
+            stream([pair for pair in pairs if is_streamable(*pair)])
+            pairs = [pair for pair in pairs if not is_streamable(*pair)]
+        if pairs:
+            torch._foreach_copy_([slot for slot, _ in pairs], [value for _, value in pairs])
 
     @torch.no_grad()
     def fill_on_streams(
