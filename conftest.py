@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parent
 _OURS = ["shared", *(path.parent.name for path in _ROOT.glob("packages/*/src/*/__init__.py"))]
 # The hook wraps every function, which neither numba nor Triton can compile, and fixtures that yield
 # are not what their signatures say.
-_COMPILED = {"cpu", "gpu", "philox"}
+_COMPILED = (".cpu", ".gpu", ".philox", "_compiled")
 
 if find_spec("jaxtyping") and find_spec("beartype"):
     from beartype import BeartypeConf, beartype
@@ -36,7 +36,7 @@ if find_spec("jaxtyping") and find_spec("beartype"):
     _hook: Any = install_import_hook(_OURS, f"{_checker.__name__}.check").hook
     _takes = _hook.should_instrument
     _hook.should_instrument = lambda name: (
-        _takes(name) and ".tests." not in name and name.split(".")[-1] not in _COMPILED
+        _takes(name) and ".tests." not in name and not name.endswith(_COMPILED)
     )
 
 if find_spec("hypothesis"):
