@@ -164,6 +164,7 @@ class Index:
     start: np.ndarray
     files: list[File]
     aliases: dict[str, str] = field(default_factory=dict)
+    _known_boxes: dict[int, list[Box]] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def position(self) -> dict[str, int]:
@@ -236,10 +237,6 @@ class Index:
                 found = [Box(tuple(o), tuple(s)) for o, s in zip(offsets, sizes, strict=True)]
             self._known_boxes[tensor] = found
         return found
-
-    @cached_property
-    def _known_boxes(self) -> dict[int, list[Box]]:
-        return {}
 
     @cached_property
     def _row_list(self) -> list[int]:

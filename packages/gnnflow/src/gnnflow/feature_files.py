@@ -1,0 +1,248 @@
+"""Matrices of features in files: local ones memory-mapped, remote ones read by ranges of rows.
+
+A local file is mapped for reading only, so that it may be larger than memory and processes share
+its pages. Of a remote one, wherever fsspec reaches, a small matrix is read once; of a large one each
+call reads the rows asked for, neighbouring ones by one request. Remote rows are not kept: a
+`FeatureCache` in front of them does that.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from jaxtyping import Int64, Shaped
+from torch import Tensor
+
+from shared.errors import ConfigError, DataError
+from shared.units import KiB, MiB
+
+__all__ = ["RemoteMatrix", "open_matrix", "view_of"]
+
+# A request costs about what this many bytes cost on their way, so that shorter gaps are read along.
+_GAP_BYTES = 64 * KiB
+# Not worth a request a batch.
+_WHOLE_BYTES = 16 * MiB
+_HEADER_BYTES = 64 * KiB
+# What torch can gather, by the names of safetensors.
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NUMPY_TYPES = ("<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where a matrix lies in its file: row by row from byte `start` on."""
+
+    dtype: torch.dtype
+    shape: tuple[int, int]
+    start: int
+
+    @property
+    def row_bytes(self) -> int:
+        return self.shape[1] * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape[0] * self.row_bytes
+
+
+class RemoteMatrix:
+    """A matrix in a file that can only be asked for ranges of bytes.
+
+    Attributes:
+        shape: rows and columns.
+    """
+
+    def __init__(self, fs: Any, path: str, layout: _Layout) -> None:
+        self.shape = layout.shape
+        self._fs, self._path, self._layout = fs, path, layout
+        self._whole: Tensor | None = None
+
+    def gather(self, ids: Int64[Tensor, " n"]) -> Shaped[Tensor, "n dim"]:
+        """Rows by id, of the file's type; ids lie inside.
+
+        Raises:
+            DataError: the file became shorter.
+            OSError: the file system failed.
+        """
+        layout = self._layout
+        if layout.num_bytes <= _WHOLE_BYTES:
+            if self._whole is None:
+                self._whole = self._read([0], [layout.shape[0]])
+            return self._whole[ids]
+        wanted, place = torch.unique(ids, return_inverse=True)
+        if not len(wanted):
+            return torch.empty((0, layout.shape[1]), dtype=layout.dtype)
+        is_cut = (wanted.diff() - 1) * layout.row_bytes > _GAP_BYTES
+        edge = torch.ones(1, dtype=torch.bool)
+        begins = wanted[torch.cat([edge, is_cut])]
+        ends = wanted[torch.cat([is_cut, edge])] + 1
+        # Ranges lie one after the other in what is read.
+        shift = begins - torch.cat([begins.new_zeros(1), (ends - begins).cumsum(0)[:-1]])
+        range_of = torch.cat([begins.new_zeros(1), is_cut.cumsum(0)])
+        rows = self._read(begins.tolist(), ends.tolist())
+        return rows[(wanted - shift[range_of])[place]]
+
+    def _read(self, begins: list[int], ends: list[int]) -> Tensor:
+        """Rows of ranges, one after the other."""
+        start, row_bytes = self._layout.start, self._layout.row_bytes
+        pieces = self._fs.cat_ranges(
+            [self._path] * len(begins),
+            [start + row * row_bytes for row in begins],
+            [start + row * row_bytes for row in ends],
+            on_error="raise",
+        )
+        for begin, end, piece in zip(begins, ends, pieces, strict=True):
+            if len(piece) != (end - begin) * row_bytes:
+                raise DataError(
+                    f"{self._path}: expected {(end - begin) * row_bytes} bytes for rows {begin} to "
+                    f"{end - 1}, came {len(piece)}; the file was replaced or cut, open it again"
+                )
+        data = bytearray().join(pieces)
+        return _rows_of(np.frombuffer(data, dtype=np.uint8), self._layout.dtype, self.shape[1])
+
+
+def open_matrix(location: str) -> Tensor | RemoteMatrix:
+    """Opens a matrix of features; nothing but its header is read.
+
+    Args:
+        location: path or URL of a `.npy` file, or of a `.safetensors` file followed by `::` and the
+            name of a tensor, which may be left out where there is only one.
+
+    Raises:
+        ConfigError: the name has none of these forms, or fsspec does not know the protocol.
+        DataError: no such file or tensor, no matrix of numbers, or the file is cut.
+    """
+    url, name = _split(location)
+    try:
+        fs, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{url}: expected a path or a URL that fsspec reaches ({error}); install what is missing"
+        ) from error
+    try:
+        num_bytes = fs.size(path)
+        head = fs.cat_file(path, start=0, end=_HEADER_BYTES)
+        if name is None:
+            layout = _npy_layout(url, head)
+        else:
+            length = int.from_bytes(head[:8], "little")
+            if len(head) < 8 or 8 + length > num_bytes:
+                raise DataError(f"{url}: expected a safetensors file, the header is cut or another")
+            if 8 + length > len(head):
+                head = fs.cat_file(path, start=0, end=8 + length)
+            layout = _safetensors_layout(url, head[8 : 8 + length], name)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise DataError(f"{url}: expected a file, there is none; check the path") from error
+    if layout.start + layout.num_bytes > num_bytes:
+        raise DataError(
+            f"{url}: expected {layout.start + layout.num_bytes} bytes, came {num_bytes}; the file is "
+            "cut, fetch it again"
+        )
+    if not isinstance(fs, LocalFileSystem):
+        return RemoteMatrix(fs, path, layout)
+    if not layout.num_bytes:
+        return torch.empty(layout.shape, dtype=layout.dtype)
+    data = np.memmap(path, np.uint8, "r", layout.start, (layout.num_bytes,))
+    return _rows_of(data, layout.dtype, layout.shape[1])
+
+
+def view_of(array: np.ndarray) -> Tensor:
+    """A tensor on an array's memory, which is never written to.
+
+    Raises:
+        TypeError: torch has no such type of number.
+        ValueError: torch has no such strides or order of bytes.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)
+
+
+def _rows_of(data: np.ndarray, dtype: torch.dtype, dim: int) -> Tensor:
+    return view_of(data).view(dtype).view(-1, dim)
+
+
+def _split(location: str) -> tuple[str, str | None]:
+    """URL, and for safetensors the name of the tensor, empty where it is left out."""
+    if location.endswith(".npy"):
+        return location, None
+    if location.endswith(".safetensors"):
+        return location, ""
+    url, mark, name = location.rpartition(".safetensors::")
+    if mark:
+        return f"{url}.safetensors", name
+    raise ConfigError(
+        f"expected the path of a .npy file or '<path>.safetensors::<tensor>', came {location!r}"
+    )
+
+
+def _npy_layout(url: str, head: bytes) -> _Layout:
+    stream = io.BytesIO(head)
+    try:
+        version = np.lib.format.read_magic(stream)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, is_fortran, kind = read(stream)
+    except (KeyError, ValueError) as error:
+        raise DataError(f"{url}: expected a .npy file of numbers: {error}") from error
+    if is_fortran and min(shape, default=0) > 1:
+        raise DataError(f"{url}: expected rows one after the other; save np.ascontiguousarray(x)")
+    if kind.str not in _NUMPY_TYPES:
+        raise DataError(
+            f"{url}: expected numbers that torch has, came {kind}; save them as float32"
+        )
+    dtype = torch.from_numpy(np.empty(0, kind)).dtype
+    return _Layout(dtype, _matrix_shape(url, shape), stream.tell())
+
+
+def _safetensors_layout(url: str, header: bytes, name: str) -> _Layout:
+    try:
+        tensors = json.loads(header)
+        tensors.pop("__metadata__", None)
+        if not name and len(tensors) == 1:
+            name = next(iter(tensors))
+        if name not in tensors:
+            raise DataError(
+                f"{url}: expected '::' and the name of a tensor, came {name!r}; there are "
+                f"{', '.join(sorted(tensors)[:20])}"
+            )
+        entry = tensors[name]
+        begin, end = (int(at) for at in entry["data_offsets"])
+        kind, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
+    except (AttributeError, KeyError, TypeError, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{url}: expected the header of a safetensors file: {error}") from error
+    if kind not in _TYPES:
+        raise DataError(f"{url}::{name}: expected one of {', '.join(_TYPES)}, came {kind}")
+    layout = _Layout(_TYPES[kind], _matrix_shape(f"{url}::{name}", shape), 8 + len(header) + begin)
+    if begin < 0 or end - begin != layout.num_bytes:
+        raise DataError(f"{url}::{name}: {begin} to {end} are no bytes of {kind} {list(shape)}")
+    return layout
+
+
+def _matrix_shape(where: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    if len(shape) != 2 or shape[1] < 1 or shape[0] < 0:
+        raise DataError(f"{where}: expected a matrix [rows, at least 1], came {list(shape)}")
+    return shape[0], shape[1]

@@ -1,0 +1,51 @@
+"""The functional encoding of time spans of "Inductive Representation Learning on Temporal Graphs".
+
+(TGAT, arXiv 2002.07962.) Frequencies start as a geometric series and are learned. Phases are computed
+in float64: a month is 2.6 million seconds, and float32 would round the fast components' angles there
+to a quarter of a radian.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor, nn
+
+from shared.errors import ConfigError
+
+__all__ = ["TimeEncoding", "encode"]
+
+_DECADES = 9
+
+
+def encode(
+    spans: Shaped[Tensor, " *spans"],
+    frequency: Float[Tensor, " dim"],
+    phase: Float[Tensor, " dim"],
+) -> Float[Tensor, "*spans dim"]:
+    """cos(span * frequency + phase), in the type of `frequency`."""
+    angle = spans.double()[..., None] * frequency.double() + phase.double()
+    return angle.cos().to(frequency.dtype)
+
+
+class TimeEncoding(nn.Module):
+    """cos(w dt + b) with w_i = 10^(-9 i / (dim - 1)) and b = 0 at first, both learned.
+
+    Args:
+        dim: number of components, at least 1.
+
+    Raises:
+        ConfigError: `dim` is below 1.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        if dim < 1:
+            raise ConfigError(f"expected at least one component of time, came dim={dim}")
+        exponents = torch.linspace(0, -_DECADES, dim, dtype=torch.float64)
+        self.frequency = nn.Parameter((10**exponents).float())
+        self.phase = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, spans: Shaped[Tensor, " *spans"]) -> Float[Tensor, "*spans dim"]:
+        """Encodes time spans of any type and shape."""
+        return encode(spans, self.frequency, self.phase)

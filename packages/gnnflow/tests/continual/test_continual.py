@@ -1,0 +1,185 @@
+"""The continual loop learns, replays, forgets, feeds stores and caches, and refuses nonsense."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from gnnflow.cache import FeatureCache
+from gnnflow.continual import ContinualTrainer
+from gnnflow.events import Events
+from gnnflow.features import FeatureStore
+from gnnflow.graph import TemporalGraph
+from gnnflow.models import TGAT, LinkHead
+from gnnflow.sampler import TemporalSampler
+from shared.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize("name", ["tgat", "tf-tgn", "graphsage"])
+def test_learns_what_a_shuffled_stream_does_not_have(toy, name):
+    scores = {}
+    for shuffled in (False, True):
+        events = toy.clubs(700, shuffled=shuffled)
+        settings = {"warmup": 0.6, "warmup_epochs": 5, "optimizer": toy.fast, "every": 140}
+        torch.manual_seed(7)
+        trainer = toy.trainer_of(events, model=toy.models[name](), **settings)
+        rounds = list(trainer.run(events))
+        assert [r.index for r in rounds] == [1, 2]
+        scores[shuffled] = np.mean([r.ap for r in rounds])
+    # A third of the negatives are of the source's own group and cannot be told apart.
+    assert scores[False] > 0.66
+    assert scores[True] < 0.58
+
+
+def test_replay_and_window(toy, monkeypatch):
+    events = toy.clubs(600)
+    trainer = toy.trainer_of(events, warmup=0.5, every="1h", replay=0.1, window="2h")
+    graph, drawn = trainer.past.graph, []
+    inner = trainer.past.replay.draw
+
+    def draw(*given):
+        drawn.append((*given, inner(*given)))
+        return drawn[-1][-1]
+
+    monkeypatch.setattr(trainer.past.replay, "draw", draw)
+    for one in trainer.run(events):
+        start = 300 + 60 * (one.index - 1)
+        assert one.time == events.t[start]
+        assert one.num_events == 60
+        # Two hours back are 120 events, and the 60 new ones are in the graph as well.
+        assert graph.num_edges == 180
+        assert one.num_replayed == 12
+        first, end, index, places = drawn[-1]
+        assert (first, end, index) == (start - 120, start, one.index)
+        assert (places >= first).all()
+    assert len(drawn) == 5
+    plain = toy.trainer_of(events, warmup=0.5, every="1h", replay=0.1)
+    counts = [one.num_replayed for one in plain.run(events)]
+    assert counts == [int(0.1 * (300 + 60 * at)) for at in range(5)]
+    assert plain.past.graph.num_edges == 600
+
+
+def test_caches_and_growing_stores_change_no_number(toy):
+    events = toy.clubs(330)
+    dims = {"dim": 16, "node_dim": toy.num_groups, "edge_dim": 2, "num_layers": 1, "num_heads": 2}
+
+    def make(features, **settings):
+        torch.manual_seed(4)
+        graph = TemporalGraph(undirected=True)
+        return ContinualTrainer(
+            TGAT(**dims), graph, TemporalSampler(graph, [5]), features,
+            head=LinkHead(16), every=70, batch_size=50, progress=False, **settings,
+        )  # fmt: skip
+
+    expected = toy.curve(make(FeatureStore(toy.node_rows(), events.features)).run(events))
+    growing = FeatureStore(toy.node_rows(), events.features[:0])
+    assert toy.curve(make(growing).run(events)) == expected
+    assert torch.equal(growing.gather("edge", events.eid), events.features)
+    cache = FeatureCache(FeatureStore(toy.node_rows(), events.features[:0]), edge=0.2)
+    assert toy.curve(make(cache).run(events)) == expected
+    assert cache.stats()["edge"].hits > 0
+    plain = FeatureCache(FeatureStore(toy.node_rows(), events.features), edge=0.2)
+    assert toy.curve(make(plain, restore=False).run(events)) == expected
+    partial = FeatureStore(toy.node_rows(), events.features[:200])
+    with pytest.raises(DataError, match=r"for each event up to id 238, there are 200"):
+        list(make(partial).run(events))
+    bare = Events(events.src, events.dst, events.t)
+    with pytest.raises(DataError, match=r"for each event up to id 98, there are 0"):
+        list(make(FeatureStore(toy.node_rows(), events.features[:0])).run(bare))
+
+
+def test_a_round_begins_with_its_edges_in_the_cache(toy, monkeypatch):
+    events, restored = toy.clubs(260), []
+    plain = FeatureCache.restore
+    monkeypatch.setattr(
+        FeatureCache, "restore", lambda self, eids: restored.append(eids) or plain(self, eids)
+    )
+    trainer = toy.trainer_of(events, cache={"edge": 0.2}, warmup=0.5, replay=0.1)
+    rounds = list(trainer.run(events))
+    places = [trainer.past.replay.draw(0, start, at) for at, start in ((1, 130), (2, 230))]
+    assert [one.num_replayed for one in rounds] == [13, 23]
+    for found, replayed, (start, end) in zip(
+        restored, [places[0][:0], *places], [(0, 130), (130, 230), (230, 260)], strict=True
+    ):
+        assert found.tolist() == [*replayed.tolist(), *range(start, end)]
+
+
+def test_rounds_tell_the_seconds_of_their_stages(toy):
+    events = toy.clubs(400)
+    trainer = toy.trainer_of(events, cache={"edge": 0.2})
+    rounds = list(trainer.run(events))
+    assert trainer.rounds == rounds
+    assert trainer.warmed.num_events == 120
+    assert math.isnan(trainer.warmed.ap)
+    assert trainer.warmed.evaluate_s == 0
+    for one in rounds:
+        for stage in ("insert", "evaluate", "sample", "fetch", "train"):
+            assert getattr(one, f"{stage}_s") > 0
+
+
+def test_an_unsorted_stream_is_sorted(toy):
+    events = toy.clubs(150)
+    order = torch.randperm(150)
+    assert toy.curve(toy.trainer_of(events).run(events[order])) == toy.curve(
+        toy.trainer_of(events).run(events)
+    )
+
+
+def test_training_negatives_are_random_whatever_evaluation_has(toy):
+    events = toy.clubs(150)
+    losses = {}
+    for kind in ("random", "historical", "inductive"):
+        rounds = list(toy.trainer_of(events, negatives=kind).run(events))
+        losses[kind] = [one.loss for one in rounds]
+        if kind == "inductive":
+            assert toy.trainer_of(events).past.negatives.since is None
+    assert losses["random"] == losses["historical"] == losses["inductive"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"warmup": 1.0}, "warmup: expected a share"),
+        ({"every": "x"}, "every: expected a number above 0"),
+        ({"window": -1.0}, "window: expected a number above 0"),
+        ({"replay": -1.0}, "replay: expected a share"),
+        ({"negatives": "hard"}, "expected negatives 'random'"),
+        ({"num_negatives": 0}, "num_negatives: expected 1 or more, got 0"),
+        ({"batch_size": 0}, "batch_size: expected 1 or more"),
+        ({"epochs": 0}, "epochs: expected 1 or more"),
+        ({"warmup_epochs": 0}, "warmup_epochs: expected 1 or more"),
+        ({"metric": "loss"}, r"metric: expected one of \['ap', 'auc', 'mrr'\], got 'loss'"),
+        ({"checkpoint_every": 0}, "checkpoint_every: expected 1 or more, got 0"),
+    ],
+)
+def test_settings_are_refused(toy, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        toy.trainer_of(toy.clubs(10), **changes)
+
+
+def test_what_does_not_fit_is_refused(toy):
+    graph = TemporalGraph()
+    model = TGAT(dim=16, node_dim=toy.num_groups, num_layers=1, num_heads=2)
+    with pytest.raises(ConfigError, match="expected a sampler of the graph given"):
+        ContinualTrainer(model, graph, TemporalSampler(TemporalGraph(), [5]), head=LinkHead(16))
+    with pytest.raises(ConfigError, match="Linear has no dim"):
+        ContinualTrainer(nn.Linear(2, 2), graph, TemporalSampler(graph, [5]))
+    trainer = toy.trainer_of(toy.clubs(200))
+    with pytest.raises(DataError, match="run: expected at least one event"):
+        next(trainer.run(Events([], [], [])))
+    with pytest.raises(DataError, match="evaluate: expected at least one event"):
+        trainer.evaluate(Events([], [], []))
+    list(trainer.run(toy.clubs(200)))
+    with pytest.raises(ConfigError, match="expected a trainer that has not run"):
+        next(trainer.run(toy.clubs(200)))
+
+
+def test_a_loss_that_is_not_finite_is_told(toy):
+    def wild(params):
+        return torch.optim.SGD(params, lr=1e30)
+
+    trainer = toy.trainer_of(toy.clubs(400), optimizer=wild)
+    with pytest.raises(DataError, match=r"the loss is nan|expected numbers, got NaN"):
+        list(trainer.run(toy.clubs(400)))

