@@ -65,8 +65,8 @@ def trainer_of(events, *, model=None, fanouts=(5,), policy="recent", cache=None,
     return ContinualTrainer(model, graph, sampler, features, head=LinkHead(16), **settings)
 
 
-def fast(params):
-    return torch.optim.Adam(params, lr=0.02)
+def adam(rate):
+    return lambda params: torch.optim.Adam(params, lr=rate)
 
 
 def curve(rounds):
@@ -116,7 +116,7 @@ def toy():
         clubs=clubs,
         node_rows=node_rows,
         trainer_of=trainer_of,
-        fast=fast,
+        adam=adam,
         curve=curve,
         Remembers=Remembers,
     )
