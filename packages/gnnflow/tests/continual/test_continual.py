@@ -162,6 +162,19 @@ def test_settings_are_refused(toy, changes, message):
         toy.trainer_of(toy.clubs(10), **changes)
 
 
+def test_the_head_is_as_wide_as_the_model(toy):
+    graph = TemporalGraph(undirected=True)
+    sampler, features = TemporalSampler(graph, [5]), FeatureStore(node=toy.node_rows())
+    settings = {"every": 50, "progress": False}
+    trainer = ContinualTrainer(toy.models["tgat"](), graph, sampler, features, **settings)
+    assert isinstance(trainer.head, LinkHead)
+    before = [weight.clone() for weight in trainer.head.parameters()]
+    assert len(list(trainer.run(toy.clubs(100)))) == 2
+    # It is trained with the model.
+    after = trainer.head.parameters()
+    assert not any(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
 def test_what_does_not_fit_is_refused(toy):
     graph = TemporalGraph()
     model = TGAT(dim=16, node_dim=toy.num_groups, num_layers=1, num_heads=2)
