@@ -260,13 +260,9 @@ def _read(data: str, limit: int | None) -> Events:
 
 
 def _trainer(settings: _Model, events: Events, **options):  # noqa: ANN202
-    import torch
-
     from gnnflow.continual import ContinualTrainer
     from gnnflow.recipe import Recipe
 
-    # Attention to what is far away becomes too small for normal floats, which are then slow.
-    torch.set_flush_denormal(True)
     recipe = Recipe(
         model=settings.model,
         dim=settings.dim,

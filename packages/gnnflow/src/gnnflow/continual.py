@@ -32,6 +32,7 @@ from gnnflow.replay import Replay, UniformReplay
 from gnnflow.report import Display
 from gnnflow.rounds import Round, Settings, StageClock, increments
 from gnnflow.sampler import TemporalSampler
+from gnnflow.subnormal import no_subnormals
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
 
@@ -189,6 +190,7 @@ class ContinualTrainer:
                 display.advance(end, found)
                 yield found
 
+    @no_subnormals()
     def evaluate(self, events: Events) -> Scores:
         """Tells events from negatives, each by edges strictly earlier than it.
 
@@ -206,6 +208,7 @@ class ContinualTrainer:
         self.sampler.set_epoch(0)
         return self.task.evaluate(events, negatives, self.past.features)
 
+    @no_subnormals()
     def _warm_up(self, events: Events) -> Round:
         self.clock.take()
         self.past.insert(events)
@@ -213,6 +216,7 @@ class ContinualTrainer:
         about: dict[str, Any] = {"num_events": len(events), "num_replayed": 0, "loss": loss}
         return Round(index=0, time=events.t[0].item(), **about, **self.clock.take())
 
+    @no_subnormals()
     def _round(self, events: Events, start: int, end: int) -> Round:
         self.clock.take()
         new, index = events[start:end], len(self.rounds) + 1

@@ -46,8 +46,6 @@ def run(out: Path, *, is_full: bool) -> bool:
     """
     console = Console(stderr=True)
     out.mkdir(parents=True, exist_ok=True)
-    # Attention to what is far away becomes too small for normal floats, which are then slow.
-    torch.set_flush_denormal(True)
     # January, or January to March.
     events = flights(80_000 if is_full else 26_000)
     with console.status("gnnflow: growing a graph, and rebuilding one"):
