@@ -327,13 +327,17 @@ class RankPool:
             # Without the file the handler is not there yet and the signal would kill.
             if file.exists() and self._processes[rank].poll() is None:
                 self._processes[rank].send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 0.5
+        seen = dict.fromkeys(ranks, "")
+        deadline = time.monotonic() + 2
         while files and time.monotonic() < deadline:
+            time.sleep(0.05)
             for rank, file in list(files.items()):
-                if file.exists() and (text := file.read_text()).endswith("\n"):
+                text = file.read_text() if file.exists() else ""
+                # It is written line by line: whole when nothing came since the last look.
+                if text and text == seen[rank]:
                     stacks[rank] = text.rstrip()
                     del files[rank]
-            time.sleep(0.01)
+                seen[rank] = text
         return stacks
 
     def _stop(self, grace_s: float) -> None:
