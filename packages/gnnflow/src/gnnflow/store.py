@@ -284,20 +284,21 @@ class Store:
 
     def slots(self, node: int) -> np.ndarray:
         """Slots of a node's edges, oldest first; int64."""
-        _, _, count, entry = self.table[node].tolist()
-        blocks = self.directory[entry : entry + int(self.num_blocks[node])]
-        lengths = np.diff(np.append(blocks[:, 1], count))
-        return _ranges(blocks[:, 0], lengths)
+        return _ranges(*self._blocks(node))
 
     def capacities(self, node: int) -> list[int]:
         """Slots of each of a node's blocks, oldest first."""
-        _, _, count, entry = self.table[node].tolist()
-        blocks = self.directory[entry : entry + int(self.num_blocks[node])]
-        found = np.diff(np.append(blocks[:, 1], count))
+        _, found = self._blocks(node)
         if len(found):
             found[0] += self._numbers[node, 1]
             found[-1] += self._numbers[node, 0]
         return found.tolist()
+
+    def _blocks(self, node: int) -> tuple[np.ndarray, np.ndarray]:
+        """First slot and number of edges of each of a node's blocks, oldest first."""
+        _, _, count, entry = self.table[node].tolist()
+        blocks = self.directory[entry : entry + int(self.num_blocks[node])]
+        return blocks[:, 0], np.diff(np.append(blocks[:, 1], count))
 
     @property
     def payload_bytes(self) -> int:
