@@ -44,8 +44,11 @@ def compiled(tmp_path_factory):
     command = ["g++", "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source]
     subprocess.run(command, check=True)
     found = ctypes.CDLL(str(library))
-    for name in ("exact_recent", "tgl_recent"):
-        getattr(found, name).restype = ctypes.c_int64
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    for name in ("exact_recent", "tgl_recent", "walking_recent"):
+        pointers = [] if name == "exact_recent" else [address]
+        getattr(found, name).restype = number
+        getattr(found, name).argtypes = [address] * 6 + [number] * 2 + pointers + [address] * 5
     return found
 
 
@@ -66,10 +69,6 @@ def batches_of(events):
         part = events[at : at + BATCH]
         other = torch.randint(0, events.num_nodes, (len(part),), generator=random)
         yield torch.cat([part.src, part.dst, other]), part.t.repeat(3)
-
-
-def pointer(array):
-    return array.ctypes.data_as(ctypes.c_void_p)
 
 
 def seconds_of(run, *arguments):
@@ -94,16 +93,21 @@ def bench_newest_neighbours(benchmark, record_claim, events, compiled):
         adjacency.eids.int().numpy(),
     )
 
-    def in_c(function, *state):
+    # What a call needs is looked up before the clock runs, so that it costs C++ what it costs ours.
+    held = [column.ctypes.data for column in columns]
+    asked = [(len(roots), roots.data_ptr(), times.data_ptr()) for roots, times in queries]
+
+    def in_c(function, *pointers):
         total, outputs = 0, []
-        for roots, times in queries:
-            outputs = [np.empty(len(roots) * FANOUT, np.int64) for _ in range(5)]
-            total += function(
-                *map(pointer, columns), pointer(roots.numpy()), pointer(times.numpy()),
-                ctypes.c_int64(len(roots)), ctypes.c_int64(FANOUT), *map(pointer, state),
-                *map(pointer, outputs),
-            )  # fmt: skip
+        for num_roots, roots, times in asked:
+            outputs = [np.empty(num_roots * FANOUT, np.int64) for _ in range(5)]
+            places = [column.ctypes.data for column in outputs]
+            total += function(*held, roots, times, num_roots, FANOUT, *pointers, *places)
         return total, outputs
+
+    def with_pointers(function):
+        pointers = starts[:-1].copy()
+        return in_c(function, pointers.ctypes.data)
 
     def static():
         return in_ours(lambda roots, times: sample(adjacency, roots, times, FANOUT))
@@ -120,7 +124,8 @@ def bench_newest_neighbours(benchmark, record_claim, events, compiled):
 
     ways = {
         "exact": lambda: in_c(compiled.exact_recent),
-        "tgl": lambda: in_c(compiled.tgl_recent, starts[:-1].copy()),
+        "tgl": lambda: with_pointers(compiled.tgl_recent),
+        "walking": lambda: with_pointers(compiled.walking_recent),
         "static": static,
         "growing": growing,
     }
@@ -146,9 +151,17 @@ def bench_newest_neighbours(benchmark, record_claim, events, compiled):
         )
         for name in ("static", "growing")
     )
+    assert last["walking"][0] == last["exact"][0], "a walk back gives what a bisection gives"
+    lost = 1 - last["tgl"][0] / last["exact"][0]
     for ours, baseline, name, aim in (
         ("static", "exact", "C++ -O3, bisection", 0.95),
-        ("static", "tgl", "C++ -O3, TGL's pointers (inexact for other orders)", 1.3),
+        ("static", "tgl", f"C++ -O3, TGL's pointers, which lose {lost:.0%} of the neighbours", 1.3),
+        (
+            "static",
+            "walking",
+            "C++ -O3, pointers with a walk back, quick in order of time only",
+            None,
+        ),
         ("growing", "exact", "C++ -O3, bisection, static", 0.75),
     ):
         spread = "; ".join(f"{w} {min(found[w]):.0f}-{max(found[w]):.0f}" for w in (ours, baseline))

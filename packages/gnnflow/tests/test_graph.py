@@ -364,16 +364,16 @@ def test_a_waiting_writer_comes_before_new_readers():
     entered, release = threading.Event(), threading.Event()
 
     def first_reader():
-        with guard.reading():
+        with guard.reading:
             entered.set()
             release.wait(5)
 
     def writer():
-        with guard.writing():
+        with guard.writing:
             order.append("writer")
 
     def second_reader():
-        with guard.reading():
+        with guard.reading:
             order.append("reader")
 
     threads = [threading.Thread(target=first_reader)]
@@ -381,7 +381,7 @@ def test_a_waiting_writer_comes_before_new_readers():
     entered.wait(5)
     threads.append(threading.Thread(target=writer))
     threads[1].start()
-    while not guard._is_writing:
+    while not guard.is_writing:
         pass
     threads.append(threading.Thread(target=second_reader))
     threads[2].start()

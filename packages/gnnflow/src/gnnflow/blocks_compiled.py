@@ -20,10 +20,9 @@ __all__ = [
     "MAX_CHAINED",
     "NAIVE",
     "check",
-    "demand",
     "drop",
+    "insert",
     "pack",
-    "place",
     "region_size",
 ]
 
@@ -36,6 +35,9 @@ MAX_CHAINED = 4096
 _SLOT, _BEFORE, _COUNT, _ENTRY = range(4)
 _ROOM, _SKIPPED, _REGION, _INSERTIONS = range(4)
 _SLOTS_END, _ENTRIES_END, _FREE_SLOTS, _NUM_BLOCKS = range(4)
+# And of a batch: a node, its edges yet to go where the next one goes, that slot, the first slot of the
+# block it opened for the rest or -1, and its edges before.
+_NODE, _NEW, _NEXT, _OPENED, _HAD = range(5)
 
 
 @compiled
@@ -85,13 +87,13 @@ def _capacity(strategy, smallest, largest, num_new, degree, insertions):
 
 
 @compiled
-def demand(src, dst, undirected, table, num_blocks, numbers, pending, touched, strategy, smallest,
-           largest):  # fmt: skip
+def _demand(src, dst, undirected, table, num_blocks, numbers, rank, batch, strategy, smallest,
+            largest):  # fmt: skip
     """Counts a batch's edges by node, and bounds what they take.
 
     Args:
-        pending: int32 [num_nodes], zeros; the counts afterwards.
-        touched: int64 [2 x edges], room for the nodes.
+        rank: int32 [num_nodes], zeros; a node's row of `batch` afterwards, counted from 1.
+        batch: int64 [nodes, 5], room for what the batch is to do; its first two columns written.
 
     Returns:
         How many nodes are touched, slots and directory entries that may have to be new.
@@ -102,15 +104,19 @@ def demand(src, dst, undirected, table, num_blocks, numbers, pending, touched, s
             node = src[at] if turn == 0 else dst[at]
             if turn == 1 and (not undirected or src[at] == dst[at]):
                 break
-            if pending[node] == 0:
-                touched[num_touched] = node
+            row = rank[node]
+            if row == 0:
+                batch[num_touched, _NODE] = node
+                batch[num_touched, _NEW] = 1
                 num_touched += 1
-            pending[node] += 1
+                rank[node] = num_touched
+            else:
+                batch[row - 1, _NEW] += 1
     slots = np.int64(0)
     entries = np.int64(0)
-    for at in range(num_touched):
-        node = touched[at]
-        rest = pending[node] - numbers[node, _ROOM]
+    for row in range(num_touched):
+        node = batch[row, _NODE]
+        rest = batch[row, _NEW] - numbers[node, _ROOM]
         if rest > 0:
             degree = table[node, _COUNT] + numbers[node, _ROOM]
             slots += _capacity(
@@ -186,28 +192,41 @@ def _open_block(node, capacity, table, num_blocks, numbers, directory, since, ti
 
 
 @compiled
-def place(src, dst, new_times, new_eids, undirected, table, num_blocks, numbers, directory, since,
-          neighbors, times, eids, pending, touched, cursors, chains, region_chains, totals, strategy,
-          smallest, largest, may_be_late, old_counts):  # fmt: skip
-    """Stores a batch, sorted by time, for which there is room.
+def insert(src, dst, new_times, new_eids, undirected, table, num_blocks, numbers, directory, since,
+           neighbors, times, eids, rank, batch, chains, region_chains, totals, strategy, smallest,
+           largest, may_be_late):  # fmt: skip
+    """Stores a batch, sorted by time, if there is room for it.
 
     Args:
-        pending: the counts of `demand`; zeros afterwards.
-        touched: the nodes.
-        cursors: int64 [num_nodes, 3]: scratch.
+        rank: int32 [num_nodes], zeros, and zeros again afterwards.
+        batch: int64 [min(num_nodes, 2 x edges), 5]: scratch; its first column the nodes touched
+            and its last how many edges each had before.
         may_be_late: whether an edge may be older than what its node has.
-        old_counts: int64 [touched]: how many edges each node had; written.
+
+    Returns:
+        How many nodes were touched, and what slots and directory entries there must be room for: if
+        there is not, nothing has changed.
     """
+    num_touched, slots, entries = _demand(
+        src, dst, undirected, table, num_blocks, numbers, rank, batch, strategy, smallest, largest
+    )
+    slots += totals[_SLOTS_END]
+    entries += totals[_ENTRIES_END]
+    if slots > len(times) or entries > len(directory):
+        for row in range(num_touched):
+            rank[batch[row, _NODE]] = 0
+        return num_touched, slots, entries
     times_bits = times.view(np.int64)
-    for at in range(len(touched)):
-        node = touched[at]
-        num_new = np.int64(pending[node])
+    for row in range(num_touched):
+        node = batch[row, _NODE]
+        num_new = batch[row, _NEW]
         count = table[node, _COUNT]
-        old_counts[at] = count
         room = np.int64(numbers[node, _ROOM])
         into_old = min(room, num_new)
-        cursors[node, 0] = table[node, _SLOT] + count - table[node, _BEFORE]
-        cursors[node, 1] = into_old
+        batch[row, _NEXT] = table[node, _SLOT] + count - table[node, _BEFORE]
+        batch[row, _NEW] = into_old
+        batch[row, _OPENED] = -1
+        batch[row, _HAD] = count
         table[node, _COUNT] = count + into_old
         numbers[node, _ROOM] = room - into_old
         if num_new > into_old:
@@ -215,37 +234,38 @@ def place(src, dst, new_times, new_eids, undirected, table, num_blocks, numbers,
             capacity = _capacity(
                 strategy, smallest, largest, rest, count + into_old, numbers[node, _INSERTIONS]
             )
-            cursors[node, 2] = _open_block(
+            batch[row, _OPENED] = _open_block(
                 node, capacity, table, num_blocks, numbers, directory, since, times_bits, chains,
                 region_chains, totals,
             )  # fmt: skip
             table[node, _COUNT] += rest
             numbers[node, _ROOM] = capacity - rest
         numbers[node, _INSERTIONS] += 1
-        pending[node] = 0
     for at in range(len(src)):
         for turn in range(2):
             node = src[at] if turn == 0 else dst[at]
             other = dst[at] if turn == 0 else src[at]
             if turn == 1 and (not undirected or node == other):
                 break
-            if cursors[node, 1] > 0:
-                cursors[node, 1] -= 1
-                slot = cursors[node, 0]
-                cursors[node, 0] = slot + 1
-            else:
-                slot = cursors[node, 2]
-                cursors[node, 2] = slot + 1
+            row = rank[node] - 1
+            if batch[row, _NEW] == 0:
+                batch[row, _NEXT] = batch[row, _OPENED]
+            batch[row, _NEW] -= 1
+            slot = batch[row, _NEXT]
+            batch[row, _NEXT] = slot + 1
             neighbors[slot] = other
             times[slot] = new_times[at]
             eids[slot] = new_eids[at]
-    for at in range(len(touched)):
-        node = touched[at]
-        if may_be_late and old_counts[at] > 0:
+    for row in range(num_touched):
+        node = batch[row, _NODE]
+        rank[node] = 0
+        if batch[row, _OPENED] >= 0:
+            since[table[node, _ENTRY] + num_blocks[node] - 1] = times[table[node, _SLOT]]
+        if may_be_late and batch[row, _HAD] > 0:
             _merge(
-                node, old_counts[at], table, num_blocks, directory, since, neighbors, times, eids
+                node, batch[row, _HAD], table, num_blocks, directory, since, neighbors, times, eids
             )
-        since[table[node, _ENTRY] + num_blocks[node] - 1] = times[table[node, _SLOT]]
+    return num_touched, slots, entries
 
 
 @compiled

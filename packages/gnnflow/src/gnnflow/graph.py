@@ -141,7 +141,7 @@ class TemporalGraph:
         given = None if eid is None else _array(eid, np.int64, "eid")
         if given is not None and given.shape != src.shape:
             raise DataError(f"expected an eid for each of {len(src)} edges, got {given.shape}")
-        with self._guard.writing():
+        with self._guard.writing:
             return self._add(src, dst, t, given, late)
 
     def _add(
@@ -158,12 +158,9 @@ class TemporalGraph:
             raise self._bad_row(at, reason, (src, dst, t), limit)
         if not len(src):
             return 0
-        eids = given
-        if eids is None:
-            eids = np.arange(self._next_eid, self._next_eid + len(src))
-        is_late = self._newest is not None and bool(
-            (t.min() if not is_sorted else t[0]) < self._newest
-        )
+        eids = np.arange(self._next_eid, self._next_eid + len(src)) if given is None else given
+        oldest = (t[0] if is_sorted else t.min()).item()
+        is_late = self._newest is not None and oldest < self._newest
         if is_late and late == "error":
             row = int(np.argmax(t < self._newest))
             raise DataError(
@@ -183,12 +180,21 @@ class TemporalGraph:
             order = np.argsort(t, kind="stable")
             src, dst, t, eids = (column[order] for column in (src, dst, t, eids))
         self._store.reserve_nodes(largest + 1)
-        self._store.insert(src, dst, t, eids, undirected=self.undirected, may_be_late=is_late)
+        largest_eid = int(eids[-1] if given is None else eids.max())
+        self._store.insert(
+            src,
+            dst,
+            t,
+            eids,
+            largest_eid=largest_eid,
+            undirected=self.undirected,
+            may_be_late=is_late,
+        )
         self._num_nodes = max(self._num_nodes, largest + 1)
         self._num_edges += len(src)
         newest = t[-1].item()
         self._newest = newest if self._newest is None else max(self._newest, newest)
-        self._next_eid = max(self._next_eid, int(eids.max()) + 1)
+        self._next_eid = max(self._next_eid, largest_eid + 1)
         self._version += 1
         return len(src)
 
@@ -198,7 +204,7 @@ class TemporalGraph:
         Queries of times up to `before` then find nothing, and say so (`MFG.is_cut`).
         """
         bound = self._time(before)
-        with self._guard.writing():
+        with self._guard.writing:
             if self._newest is None:
                 return 0
             entries, loops = self._store.expire(bound)
@@ -274,7 +280,7 @@ class TemporalGraph:
     @contextmanager
     def reading(self) -> Iterator[Adjacency]:
         """The edges as kernels read them, while no other thread changes them."""
-        with self._guard.reading():
+        with self._guard.reading:
             yield self._store.adjacency()
 
     def block_capacities(self, node: int) -> list[int]:
@@ -285,7 +291,7 @@ class TemporalGraph:
         """
         if not 0 <= node < self._num_nodes:
             raise DataError(f"expected a node in [0, {self._num_nodes}), got {node}")
-        with self._guard.reading():
+        with self._guard.reading:
             return self._store.capacities(node) if node < len(self._store.table) else []
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -293,7 +299,7 @@ class TemporalGraph:
 
         An undirected edge is in there from both of its nodes.
         """
-        with self._guard.reading():
+        with self._guard.reading:
             counts = self._store.table[:, 2]
             slots = [self._store.slots(node) for node in np.flatnonzero(counts).tolist()]
             index = np.concatenate([np.empty(0, np.int64), *slots])
@@ -305,7 +311,7 @@ class TemporalGraph:
 
     def stats(self) -> Stats:
         """What the graph takes."""
-        with self._guard.reading():
+        with self._guard.reading:
             entries = int(self._store.table[:, 2].sum())
             slots = int(self._store.totals[0])
             return Stats(
@@ -322,7 +328,7 @@ class TemporalGraph:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and settings, as checkpoints take them; a copy."""
-        with self._guard.reading():
+        with self._guard.reading:
             return {"tensors": self._store.state(), "settings": self._settings()}
 
     def _settings(self) -> dict[str, Any]:
@@ -353,7 +359,7 @@ class TemporalGraph:
             raise DataError("expected the state of a TemporalGraph, got one with other entries")
         strategy, smallest, largest = settings["blocks"]
         dtype = torch.int64 if settings["time_dtype"] == "int64" else torch.float64
-        with self._guard.writing():
+        with self._guard.writing:
             store = Store(dtype, self._store.placement, Sizing(strategy, smallest, largest))
             store.load_state(state["tensors"])
             self._store = store
@@ -417,9 +423,14 @@ def _checked(late: str) -> Any:
 
 def _array(column: Column, dtype: Any, name: str) -> np.ndarray:
     """A column as a contiguous array of a type that holds every value of it."""
-    array = column.detach().cpu().numpy() if isinstance(column, Tensor) else np.asarray(column)
+    if isinstance(
+        column, Tensor
+    ):  # to ask for force where there is no need costs a small insertion
+        array = column.numpy(force=column.requires_grad or not column.is_cpu)
+    else:
+        array = np.asarray(column)
     if array.dtype == dtype:
-        return np.ascontiguousarray(array)
+        return array if array.flags.c_contiguous else np.ascontiguousarray(array)
     if not len(array):
         return np.empty(array.shape, dtype)
     if array.dtype.kind not in "iuf":

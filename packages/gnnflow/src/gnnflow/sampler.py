@@ -157,7 +157,9 @@ class TemporalSampler:
             replace=self.replace,
             before=before,
             since=since,
-            key=stream_key(self.seed, self._epoch, hop, snapshot),
+            key=stream_key(self.seed, self._epoch, hop, snapshot)
+            if self.policy == "uniform"
+            else 0,
         )
 
     @property

@@ -98,13 +98,13 @@ class Store:
         self.device = device_of(placement)
         self.placement: Placement = placement
         self.sizing = sizing
+        self._sizing = (_STRATEGIES[sizing.strategy], sizing.smallest, sizing.largest)
         self.time_dtype = torch.empty(0, dtype=time_dtype).numpy().dtype
         self._pins = placement != "cpu" and self.device.type == "cuda"
         self.table = np.zeros((0, 4), np.int64)
         self.num_blocks = np.zeros(0, np.int32)
         self._numbers = np.zeros((0, 4), np.int32)
-        self._pending = np.zeros(0, np.int32)
-        self._cursors = np.zeros((0, 3), np.int64)
+        self._rank = np.zeros(0, np.int32)
         self.directory = np.zeros((0, 2), np.int64)
         self.since = np.zeros(0, self.time_dtype)
         self.neighbors = self._slab(0, np.int32)
@@ -127,15 +127,13 @@ class Store:
         if num_nodes <= have:
             return
         size = max(num_nodes, int(have * _GROWTH))
-        names = ("table", "num_blocks", "_numbers", "_pending", "_cursors")
+        names = ("table", "num_blocks", "_numbers", "_rank")
         grown = [_grown(getattr(self, name), size, fill=True) for name in names]
         for name, array in zip(names, grown, strict=True):
             setattr(self, name, array)
         self._view = None
 
     def _reserve(self, slots: int, entries: int) -> None:
-        slots += int(self.totals[0])
-        entries += int(self.totals[1])
         grown: dict[str, np.ndarray] = {}
         if slots > len(self.times):
             size = max(slots, int(len(self.times) * _GROWTH))
@@ -176,6 +174,7 @@ class Store:
         times: np.ndarray,
         eids: np.ndarray,
         *,
+        largest_eid: int,
         undirected: bool,
         may_be_late: bool,
     ) -> None:
@@ -184,29 +183,21 @@ class Store:
         Raises:
             MemoryError: there is no room for so many; nothing has changed.
         """
-        sizing = (_STRATEGIES[self.sizing.strategy], self.sizing.smallest, self.sizing.largest)
-        touched = np.empty(2 * len(src), np.int64)
-        num_touched, slots, entries = compiled.demand(
-            src, dst, undirected, self.table, self.num_blocks, self._numbers, self._pending, touched,
-            *sizing,
-        )  # fmt: skip
-        touched = touched[:num_touched]
-        try:
-            self._widen("neighbors", len(self.table))
-            self._widen("eids", int(eids.max(initial=0)))
-            self._reserve(int(slots), int(entries))
-        except BaseException:
-            self._pending[touched] = 0
-            raise
-        old_counts = np.empty(len(touched), np.int64)
-        compiled.place(
-            src, dst, times, eids, undirected, self.table, self.num_blocks, self._numbers,
-            self.directory, self.since, self.neighbors, self.times, self.eids, self._pending, touched,
-            self._cursors, self._chains, self._region_chains, self.totals, *sizing, may_be_late,
-            old_counts,
-        )  # fmt: skip
+        self._widen("neighbors", len(self.table))
+        self._widen("eids", largest_eid)
+        batch = np.empty((min(len(self.table), 2 * len(src)), 5), np.int64)
+        while True:
+            num_touched, slots, entries = compiled.insert(
+                src, dst, times, eids, undirected, self.table, self.num_blocks, self._numbers,
+                self.directory, self.since, self.neighbors, self.times, self.eids, self._rank, batch,
+                self._chains, self._region_chains, self.totals, *self._sizing, may_be_late,
+            )  # fmt: skip
+            if slots <= len(self.times) and entries <= len(self.directory):
+                break
+            self._reserve(slots, entries)
         if self.placement != "cpu":
-            self._send(touched, None if may_be_late else old_counts)
+            touched, had = batch[:num_touched, 0], batch[:num_touched, 4]
+            self._send(touched, None if may_be_late else had)
 
     def expire(self, before: Any) -> tuple[int, int]:
         """Frees all edges earlier than a time; how many, and how many of them were self-loops."""
@@ -308,7 +299,7 @@ class Store:
     @property
     def num_bytes(self) -> int:
         """Host memory in use: slots and directory entries ever used, and the node table."""
-        nodes = (self.table, self.num_blocks, self._numbers, self._pending, self._cursors)
+        nodes = (self.table, self.num_blocks, self._numbers, self._rank)
         entry_bytes = 16 + self.since.itemsize
         return (
             int(self.totals[0]) * self.payload_bytes
@@ -334,8 +325,7 @@ class Store:
         own = {name.strip("_"): name for name in vars(self)}
         for name, tensor in state.items():
             setattr(self, own[name], tensor.numpy().copy())
-        self._pending = np.zeros(len(self.table), np.int32)
-        self._cursors = np.zeros((len(self.table), 3), np.int64)
+        self._rank = np.zeros(len(self.table), np.int32)
         self._view = None
 
 

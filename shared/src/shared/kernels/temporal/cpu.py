@@ -1,13 +1,13 @@
 """Temporal sampling in numba: each root looks its edges up and writes them in one pass.
 
-One thread writes densely. Several write where their first root's neighbours would begin if every
-root had all of them, and close the gaps afterwards. Queries of the present, most of them, touch a
-line of the node table and the newest block; older ones search on from where the last query of the
-node ended, or the directory, O(log degree).
+A search fills four numbers a root, a copy follows them. One thread does both in one call; several
+search their roots, learn from the counts where their neighbours go, and copy. A search begins where
+the last one of the node ended, and falls back on the newest edge and on the directory, O(log degree).
 """
 
 # ruff: noqa: ANN001, ANN202
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -25,6 +25,10 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 _MASK = np.uint64(0xFFFFFFFF)
 _32 = np.uint64(32)
 _16 = np.uint64(16)
+# How far from where a node's last query ended the next one is looked for edge by edge.
+_STEPS = 4
+# Parts of a kernel's work.
+_SEARCH, _COPY = 1, 2
 # What one root's search and one neighbour's copy touch.
 _ROOT_BYTES = 256
 _EDGE_BYTES = 60
@@ -108,6 +112,7 @@ def _recent(
     before,
     since,  # empty: no beginning
     fanout,
+    found,  # rank after the last, how many, and the last one's slot and block; -1: the newest
     nodes_out,
     times_out,
     dt_out,
@@ -115,15 +120,17 @@ def _recent(
     row_out,
     start,
     stop,
+    out,
+    parts,
 ):
     # One function, since numba passes arrays to another one by copying their descriptions, which takes
     # longer than the search; indices without sign, since others are looked at first. All searches
     # come before all copies, so that what one root misses in the caches another does not wait for.
-    found = np.empty((stop - start, 4), np.int64)  # rank after the last, block, its slot and rank
-    for root in range(start, stop):
+    total = np.int64(0)
+    for root in range(start, stop if parts & _SEARCH else start):
         node = roots[root]
-        place = np.uint64(root - start)
-        found[place, 0] = 0
+        place = np.uint64(root)
+        found[place, 1] = 0
         if node < 0 or node >= table.shape[0]:
             continue
         at = np.uint64(node)
@@ -133,12 +140,25 @@ def _recent(
         bound = before[root]
         slot = table[at, 0]
         first = table[at, 1]
-        newest = np.int64(num_blocks[at]) - 1
-        block = newest
-        low = count
-        if not times[np.uint64(slot + count - first - 1)] < bound:
-            # Queries of a node tend to follow one another in time: the search starts where the last
-            # one ended, and doubles its steps. The hint is checked, so that it may say anything.
+        # Queries of a node tend to follow one another in time: the search starts where the last one
+        # ended, and looks at nothing but the edges there while these are of the newest block. The
+        # hint is checked, so that it may say anything.
+        low = hints[at, 0]
+        is_found = False
+        if first <= low <= count:
+            base = slot - first
+            stop_at = min(count, low + _STEPS)
+            while low < stop_at and times[np.uint64(base + low)] < bound:
+                low += 1
+            at_end = low == count or not times[np.uint64(base + low)] < bound
+            is_found = at_end and low > first and times[np.uint64(base + low - 1)] < bound
+        block = np.int64(-1)
+        if is_found:
+            pass
+        elif times[np.uint64(slot + count - first - 1)] < bound:
+            low = count
+        else:
+            newest = np.int64(num_blocks[at]) - 1
             entry = table[at, 3]
             block = min(max(hints[at, 1], np.int64(0)), newest)
             is_block = block == 0 or opened[np.uint64(entry + block)] < bound
@@ -191,47 +211,54 @@ def _recent(
                     low = middle + 1
                 else:
                     high = middle
-            hints[at, 0] = low
             hints[at, 1] = block
+        hints[at, 0] = low
+        num_found = min(low, fanout)
+        if since.size and num_found:
+            oldest = _count_before(table, num_blocks, directory, opened, times, node, since[root])
+            num_found = max(np.int64(0), min(num_found, low - oldest))
         found[place, 0] = low
-        found[place, 1] = block
-        found[place, 2] = slot
-        found[place, 3] = first
-    out = start * fanout
+        found[place, 1] = num_found
+        found[place, 2] = slot + low - first - 1
+        found[place, 3] = block
+        total += num_found
+    if not parts & _COPY:
+        return total
     for root in range(start, stop):
-        place = np.uint64(root - start)
-        end = found[place, 0]
-        if end == 0:
+        place = np.uint64(root)
+        left = found[place, 1]
+        if left == 0:
             continue
-        begin = max(np.int64(0), end - fanout)
-        if since.size:
-            oldest = _count_before(
-                table, num_blocks, directory, opened, times, roots[root], since[root]
-            )
-            begin = max(begin, oldest)
-        block = found[place, 1]
-        slot = found[place, 2]
-        first = found[place, 3]
-        root_time = root_times[root]
-        while end > begin:
-            low = max(begin, first)
-            source = np.uint64(slot + end - first - 1)
+        end = found[place, 0]
+        source = np.uint64(found[place, 2])
+        block = found[place, 3]
+        root_time = root_times[place]
+        at = np.uint64(roots[place])
+        first = table[at, 1]
+        if block >= 0:
+            first = directory[np.uint64(table[at, 3] + block), 1]
+        while True:
+            here = min(left, end - first)
             target = np.uint64(out)
-            for offset in range(np.uint64(max(np.int64(0), end - low))):
+            for offset in range(np.uint64(here)):
                 time = times[source - offset]
                 nodes_out[target + offset] = neighbors[source - offset]
                 times_out[target + offset] = time
                 dt_out[target + offset] = root_time - time
                 eids_out[target + offset] = eids[source - offset]
                 row_out[target + offset] = root
-            out += end - low
-            end = low
-            if end > begin:
-                block -= 1
-                entry = np.uint64(table[roots[root], 3] + block)
-                slot = directory[entry, 0]
-                first = directory[entry, 1]
-    return out - start * fanout
+            out += here
+            left -= here
+            if left == 0:
+                break
+            if block < 0:
+                block = np.int64(num_blocks[at]) - 1
+            block -= 1
+            entry = np.uint64(table[at, 3] + block)
+            end = first
+            first = directory[entry, 1]
+            source = np.uint64(directory[entry, 0] + end - first - 1)
+    return total
 
 
 @compiled
@@ -264,6 +291,7 @@ def _uniform(
     replace,
     k0,
     k1,
+    found,  # rank of the first to draw from, and how many there are
     nodes_out,
     times_out,
     dt_out,
@@ -271,21 +299,32 @@ def _uniform(
     row_out,
     start,
     stop,
+    out,
+    parts,
 ):
-    at = start * fanout
-    picked = np.empty(fanout, np.int64)
-    bits_of = root_times.view(np.uint64)
-    for root in range(start, stop):
+    total = np.int64(0)
+    for root in range(start, stop if parts & _SEARCH else start):
         node = roots[root]
+        found[root, 1] = 0
         if node < 0 or node >= table.shape[0]:
             continue
         end = _count_before(table, num_blocks, directory, opened, times, node, before[root])
         begin = np.int64(0)
         if since.size:
             begin = _count_before(table, num_blocks, directory, opened, times, node, since[root])
-        size = end - begin
-        if size <= 0:
+        found[root, 0] = begin
+        found[root, 1] = max(np.int64(0), end - begin)
+        if end > begin:
+            total += fanout if replace else min(np.int64(fanout), end - begin)
+    if not parts & _COPY:
+        return total
+    picked = np.empty(fanout, np.int64)
+    bits_of = root_times.view(np.uint64)
+    for root in range(start, stop):
+        size = found[root, 1]
+        if size == 0:
             continue
+        node = roots[root]
         count = np.int64(fanout)
         if not replace and size <= fanout:
             count = size
@@ -304,20 +343,20 @@ def _uniform(
                         drawn = last
                         break
                 picked[number] = drawn
-            rank = begin + drawn
+            rank = found[root, 0] + drawn
             if rank >= table[node, 1]:
                 place = table[node, 0] + rank - table[node, 1]
             else:
                 entry = table[node, 3] + _block_of(table, num_blocks, directory, node, rank)
                 place = directory[entry, 0] + rank - directory[entry, 1]
             time = times[place]
-            nodes_out[at] = neighbors[place]
-            times_out[at] = time
-            dt_out[at] = root_time - time
-            eids_out[at] = eids[place]
-            row_out[at] = root
-            at += 1
-    return at - start * fanout
+            nodes_out[out] = neighbors[place]
+            times_out[out] = time
+            dt_out[out] = root_time - time
+            eids_out[out] = eids[place]
+            row_out[out] = root
+            out += 1
+    return total
 
 
 def count_before(adjacency: Adjacency, bounds: Tensor) -> Tensor:
@@ -383,27 +422,35 @@ def _run(
     bounds = root_times.numpy()
     times = bounds if before is root_times else before.numpy()
     ends = bounds[:0] if since is None else since.numpy()
-    queries = (roots.numpy(), bounds, times, ends, fanout, *options)
-    most = len(roots) * fanout
-    longs = torch.empty(3, most, dtype=torch.int64)
-    stamps = torch.empty(2, most, dtype=root_times.dtype)
-    nodes, eids, row = longs.unbind()
-    when, dt = stamps.unbind()
-    outputs = [tensor.numpy() for tensor in (nodes, when, dt, eids, row)]
-    tasks = num_tasks(len(roots) * (_ROOT_BYTES + fanout * _EDGE_BYTES))
+    num_roots = len(bounds)
+    found = np.empty((num_roots, 4), np.int64)
+    queries = (*columns, roots.numpy(), bounds, times, ends, fanout, *options, found)
+    tasks = num_tasks(num_roots * (_ROOT_BYTES + fanout * _EDGE_BYTES))
     if tasks == 1:
-        end = kernel(*columns, *queries, *outputs, 0, len(roots))
-    else:
-        written: dict[int, int] = {}
+        outputs = _outputs(num_roots * fanout, bounds.dtype)
+        end = kernel(*queries, *outputs, 0, num_roots, 0, _SEARCH | _COPY)
+        # Arrays are cut in a fraction of the time that tensors take.
+        return tuple(torch.from_numpy(values[:end]) for values in outputs)
+    cuts = [num_roots * task // tasks for task in range(tasks + 1)]
+    counts: dict[int, int] = {}
+    nothing = _outputs(0, bounds.dtype)
 
-        def run(start: int, stop: int) -> None:
-            written[start] = kernel(*columns, *queries, *outputs, start, stop)
+    def search(start: int, stop: int) -> None:
+        counts[start] = kernel(*queries, *nothing, start, stop, 0, _SEARCH)
 
-        over_ranges(run, [len(roots) * task // tasks for task in range(tasks + 1)])
-        end = written[0]
-        for start, count in sorted(written.items())[1:]:
-            for values in outputs:
-                # Towards the front: what is read last is not written before.
-                values[end : end + count] = values[start * fanout : start * fanout + count]
-            end += count
-    return nodes[:end], when[:end], dt[:end], eids[:end], row[:end]
+    over_ranges(search, cuts)
+    ends_at = list(accumulate(counts[start] for start in cuts[:-1]))
+    places = dict(zip(cuts, [0, *ends_at], strict=True))
+    outputs = _outputs(ends_at[-1], bounds.dtype)
+
+    def copy(start: int, stop: int) -> None:
+        kernel(*queries, *outputs, start, stop, places[start], _COPY)
+
+    over_ranges(copy, cuts)
+    return tuple(map(torch.from_numpy, outputs))
+
+
+def _outputs(size: int, time_dtype: np.dtype) -> tuple[np.ndarray, ...]:
+    """Neighbours, times, ages, edge ids and positions of roots, yet to be written."""
+    kinds = (np.int64, time_dtype, time_dtype, np.int64, np.int64)
+    return tuple([np.empty(size, kind) for kind in kinds])
