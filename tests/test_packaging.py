@@ -3,10 +3,10 @@
 import io
 import os
 import re
+import resource
 import subprocess
 import sys
 import threading
-import time
 import tomllib
 import zipfile
 from email.parser import Parser
@@ -244,6 +244,11 @@ def test_a_strangers_shared_is_refused(tmp_path, home, planted):
     assert "pip uninstall shared" in message
 
 
+def _children_s():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @pytest.mark.parametrize("home", **packages_by_name)
 def test_help_comes_at_once_and_without_torch(home):
     program = (
@@ -254,13 +259,14 @@ def test_help_comes_at_once_and_without_torch(home):
         "heavy = {'torch', 'triton', 'dgl', 'numba', 'scipy', 'pandas', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
+    # The processor's seconds: a busy machine makes an answer late, and says nothing about the program.
     best_s = float("inf")
     for _ in range(6):
-        started = time.perf_counter()
+        before_s = _children_s()
         done = subprocess.run(
             [sys.executable, "-c", program], check=False, capture_output=True, text=True
         )
-        best_s = min(best_s, time.perf_counter() - started)
+        best_s = min(best_s, _children_s() - before_s)
         assert done.returncode == 0, done.stderr
         assert "usage" in done.stdout.lower()
         if best_s < 0.5:

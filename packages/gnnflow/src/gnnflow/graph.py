@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -277,11 +276,10 @@ class TemporalGraph:
         """Where queries run."""
         return self._store.device
 
-    @contextmanager
-    def reading(self) -> Iterator[Adjacency]:
-        """The edges as kernels read them, while no other thread changes them."""
-        with self._guard.reading:
-            yield self._store.adjacency()
+    @property
+    def reading(self) -> AbstractContextManager[Adjacency]:
+        """`with graph.reading as adjacency:` the edges as kernels read them, while nobody changes them."""
+        return _Reading(self)
 
     def block_capacities(self, node: int) -> list[int]:
         """Slots of each of a node's blocks, oldest first.
@@ -413,6 +411,21 @@ class TemporalGraph:
         graph = cls(placement=placement)
         graph.load_state_dict({"tensors": tensors, "settings": settings})
         return graph
+
+
+class _Reading:
+    # A class, since a generator's context would be a tenth of what a small sample costs.
+    __slots__ = ("_graph",)
+
+    def __init__(self, graph: TemporalGraph) -> None:
+        self._graph = graph
+
+    def __enter__(self) -> Adjacency:
+        self._graph._guard.reading.__enter__()
+        return self._graph._store.adjacency()
+
+    def __exit__(self, *error: object) -> None:
+        self._graph._guard.reading.__exit__(*error)
 
 
 def _checked(late: str) -> Any:
