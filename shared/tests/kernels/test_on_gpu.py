@@ -10,6 +10,7 @@ import torch
 from shared.kernels.gather import gather, scatter_add
 from shared.kernels.quantize import dequantize, quantize
 from shared.kernels.segment import CSR, spmm
+from shared.kernels.temporal import Adjacency, count_before, sample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,3 +75,31 @@ def test_gather_and_scatter_add_equal_numba(dtype):
     theirs = scatter_add(torch.zeros_like(x), index, x[index])
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(ours, theirs, rtol=eps, atol=max(eps, 1e-5))
+
+
+@pytest.mark.parametrize("policy", ["recent", "uniform"])
+@pytest.mark.parametrize("time_dtype", [torch.int64, torch.float64])
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_temporal_samples_equal_numba(policy, time_dtype, is_pinned):
+    g = torch.Generator().manual_seed(3)
+    src, dst = (torch.randint(0, 5_000, (300_000,), generator=g) for _ in range(2))
+    times = torch.randint(0, 100_000, (300_000,), generator=g).sort().values.to(time_dtype)
+    host = Adjacency.from_edges(src, dst, times, num_nodes=5_000)
+    columns = {
+        name: getattr(host, name).cuda()
+        for name in ("table", "num_blocks", "directory", "since", "neighbors", "times", "eids")
+    }
+    if is_pinned:
+        columns |= {n: getattr(host, n).pin_memory() for n in ("neighbors", "times", "eids")}
+    device = Adjacency(**columns)
+    roots = torch.randint(-1, 5_010, (40_000,), generator=g)
+    bounds = torch.randint(0, 100_000, (40_000,), generator=g).to(time_dtype)
+    for since in (None, bounds - 5_000):
+        options = {"policy": policy, "replace": False, "key": 7}
+        theirs = sample(host, roots, bounds, 10, since=since, **options)
+        since_there = None if since is None else since.cuda()
+        ours = sample(device, roots.cuda(), bounds.cuda(), 10, since=since_there, **options)
+        for name in ("nodes", "times", "dt", "eids", "row"):
+            assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
+    ends = torch.randint(0, 100_000, (5_000,), generator=g).to(time_dtype)
+    assert torch.equal(count_before(device, ends.cuda()).cpu(), count_before(host, ends))
