@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
+POLICIES: tuple[Literal["recent", "uniform"], ...] = ("recent", "uniform")
 ROUNDINGS: tuple[Literal["stochastic", "nearest"], ...] = ("stochastic", "nearest")
 TESTS = "shared/tests/kernels/test_on_gpu.py"
 
@@ -295,7 +296,7 @@ def temporal_rows(device: str, num_events: int, turns: int) -> list[Row]:
     x = torch.empty(max(num_events, 16), dtype=torch.int64, device=device)
     out = torch.empty_like(x)
     rows = []
-    for policy in ("recent", "uniform"):
+    for policy in POLICIES:
         expected = sample(host, roots, bounds, 10, policy=policy)
         for place, adjacency in (("device", near), ("pinned host", replace(near, **pinned))):
             found = sample(adjacency, *on_device, 10, policy=policy)

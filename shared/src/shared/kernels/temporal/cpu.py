@@ -429,8 +429,7 @@ def _run(
     if tasks == 1:
         outputs = _outputs(num_roots * fanout, bounds.dtype)
         end = kernel(*queries, *outputs, 0, num_roots, 0, _SEARCH | _COPY)
-        # Arrays are cut in a fraction of the time that tensors take.
-        return tuple(torch.from_numpy(values[:end]) for values in outputs)
+        return _tensors(outputs, end)
     cuts = [num_roots * task // tasks for task in range(tasks + 1)]
     counts: dict[int, int] = {}
     nothing = _outputs(0, bounds.dtype)
@@ -447,10 +446,16 @@ def _run(
         kernel(*queries, *outputs, start, stop, places[start], _COPY)
 
     over_ranges(copy, cuts)
-    return tuple(map(torch.from_numpy, outputs))
+    return _tensors(outputs, ends_at[-1])
 
 
 def _outputs(size: int, time_dtype: np.dtype) -> tuple[np.ndarray, ...]:
     """Neighbours, times, ages, edge ids and positions of roots, yet to be written."""
     kinds = (np.int64, time_dtype, time_dtype, np.int64, np.int64)
     return tuple([np.empty(size, kind) for kind in kinds])
+
+
+def _tensors(outputs: tuple[np.ndarray, ...], end: int) -> Found:
+    # Arrays are cut in a fraction of the time that tensors take.
+    nodes, times, dt, eids, row = [torch.from_numpy(values[:end]) for values in outputs]
+    return nodes, times, dt, eids, row
