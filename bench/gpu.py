@@ -305,9 +305,7 @@ def temporal_rows(device: str, num_events: int, turns: int) -> list[Row]:
                 measure(
                     f"temporal sample, {policy}",
                     f"{len(roots)} roots, {len(found.row)} found, edges on the {place}",
-                    lambda adjacency=adjacency, policy=policy: sample(
-                        adjacency, *on_device, 10, policy=policy
-                    ),
+                    partial(sample, adjacency, *on_device, 10, policy=policy),
                     # Of a root 48 bytes and two probes; of an edge 16 read and 40 written.
                     bytes_moved=64 * len(roots) + 56 * len(found.row),
                     copy=((lambda x=x, out=out: out.copy_(x)), 16 * x.numel()),
