@@ -210,6 +210,35 @@ def test_a_bad_row_leaves_everything_as_it_was(batch, message):
     assert graph.add_edges([3], [3], [4]) == 1
 
 
+@given(st.data())
+def test_ids_in_any_order_are_told_from_those_there_are(data):
+    graph, known, now = gf.TemporalGraph(undirected=True, late="merge"), {}, 0
+    for _ in range(data.draw(st.integers(1, 12))):
+        ids = data.draw(st.lists(st.integers(0, 40) | st.integers(2**35, 2**35 + 3), max_size=6))
+        if data.draw(st.integers(0, 4)) == 0:
+            bound = data.draw(st.integers(0, now + 1))
+            graph.expire(before=bound)
+            known = {eid: time for eid, time in known.items() if time >= bound}
+        times = [now + at for at in range(len(ids))]
+        now += len(ids)
+        repeated = len(set(ids)) < len(ids) or any(eid in known for eid in ids)
+        if repeated:
+            with pytest.raises(DataError, match="comes twice"):
+                graph.add_edges([0] * len(ids), [1] * len(ids), times, ids)
+        else:
+            graph.add_edges([0] * len(ids), [1] * len(ids), times, ids)
+            known |= zip(ids, times, strict=True)
+        assert sorted(graph.edges()[3].unique().tolist()) == sorted(known)
+
+
+def test_equal_graphs_make_equal_files(tmp_path):
+    for name in ("a", "b"):
+        graph = gf.TemporalGraph(undirected=True)
+        graph.add_edges([0, 1, 2], [1, 2, 0], [1, 2, 3])
+        graph.save(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
 def test_no_memory_leaves_everything_as_it_was(monkeypatch):
     graph = gf.TemporalGraph(undirected=True)
     graph.add_edges([0, 1, 2], [1, 2, 0], [1, 2, 3])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gnnflow import blocks_compiled as compiled
 from gnnflow.guard import Guard
+from gnnflow.id_runs import IdRuns
 from gnnflow.store import Placement, Sizing, Store
 from shared.errors import ConfigError, DataError
 from shared.kernels.temporal import Adjacency
@@ -99,6 +100,7 @@ class TemporalGraph:
         self._num_edges = 0
         self._newest: int | float | None = None
         self._next_eid = 0
+        self._ids: IdRuns | None = None  # made when an id below the largest is given
         self._version = 0
         self._expired_before: int | float | None = None
         if num_nodes:
@@ -173,13 +175,12 @@ class TemporalGraph:
             given, is_late = None if given is None else eids, False
             if not len(src):
                 return 0
-        if given is not None:
-            self._check_ids(eids)
+        ordered = eids if given is None else self._check_ids(eids)
         if not is_sorted:
             order = np.argsort(t, kind="stable")
             src, dst, t, eids = (column[order] for column in (src, dst, t, eids))
         self._store.reserve_nodes(largest + 1)
-        largest_eid = int(eids[-1] if given is None else eids.max())
+        largest_eid = int(ordered[-1])
         self._store.insert(
             src,
             dst,
@@ -189,6 +190,8 @@ class TemporalGraph:
             undirected=self.undirected,
             may_be_late=is_late,
         )
+        if self._ids is not None:
+            self._ids.add(ordered)
         self._num_nodes = max(self._num_nodes, largest + 1)
         self._num_edges += len(src)
         newest = t[-1].item()
@@ -210,23 +213,23 @@ class TemporalGraph:
             gone = (entries + loops) // 2 if self.undirected else entries
             self._num_edges -= gone
             if gone:
+                self._ids = None
                 self._expired_before = max(bound, self._expired_before or bound)
                 self._version += 1
             return gone
 
-    def _check_ids(self, eids: np.ndarray) -> None:
+    def _check_ids(self, eids: np.ndarray) -> np.ndarray:
+        """The ids in order, all of them new."""
         ordered = eids if len(eids) < 2 or (np.diff(eids) > 0).all() else np.sort(eids)
         again = ordered[1:][ordered[1:] == ordered[:-1]]
         if not len(again) and ordered[0] < self._next_eid and self._num_edges:
-            again = ordered[np.isin(ordered, self._live_ids())]
+            if self._ids is None:
+                self._ids = IdRuns(np.unique(self._store.eids[self._store.all_slots()]).astype(np.int64))
+            again = self._ids.known(ordered)
         if len(again) or ordered[0] < 0:
             what = f"{again[0]} comes twice" if len(again) else f"{ordered[0]} is negative"
             raise DataError(f"expected different eids of at least 0, but {what}. Nothing was added")
-
-    def _live_ids(self) -> np.ndarray:
-        nodes = np.flatnonzero(self._store.num_blocks)
-        slots = [self._store.slots(node) for node in nodes.tolist()]
-        return self._store.eids[np.concatenate(slots)] if slots else np.empty(0, np.int64)
+        return ordered
 
     def _bad_row(
         self, at: int, reason: int, columns: tuple[np.ndarray, ...], limit: int
@@ -299,8 +302,7 @@ class TemporalGraph:
         """
         with self._guard.reading:
             counts = self._store.table[:, 2]
-            slots = [self._store.slots(node) for node in np.flatnonzero(counts).tolist()]
-            index = np.concatenate([np.empty(0, np.int64), *slots])
+            index = self._store.all_slots()
             src = np.repeat(np.arange(len(counts)), counts)
             store = self._store
             found = (src, store.neighbors[index], store.times[index], store.eids[index])
@@ -366,6 +368,7 @@ class TemporalGraph:
             self._num_nodes, self._num_edges = settings["num_nodes"], settings["num_edges"]
             self._newest, self._next_eid = settings["newest"], settings["next_eid"]
             self._expired_before = settings["expired_before"]
+            self._ids = None
             self._version += 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -375,7 +378,8 @@ class TemporalGraph:
         state = self.state_dict()
         target = Path(path)
         unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-        metadata = {"format": _FORMAT, "settings": json.dumps(state["settings"])}
+        # One entry: safetensors writes several in any order, and equal graphs are to make equal files.
+        metadata = {"gnnflow": json.dumps({"format": _FORMAT, "settings": state["settings"]})}
         try:
             save_file(state["tensors"], unfinished, metadata=metadata)
             os.replace(unfinished, target)
@@ -396,14 +400,14 @@ class TemporalGraph:
             raise FileNotFoundError(f"{path}: expected a saved graph, there is none")
         try:
             with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if metadata.get("format") != _FORMAT:
+                header = json.loads((file.metadata() or {}).get("gnnflow", "{}"))
+                kind = header.get("format") if isinstance(header, dict) else None
+                if kind != _FORMAT:
                     raise DataError(
-                        f"{path}: expected a graph in the format {_FORMAT!r}, got "
-                        f"{metadata.get('format')!r}"
+                        f"{path}: expected a graph in the format {_FORMAT!r}, got {kind!r}"
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                settings = json.loads(metadata["settings"])
+                settings = header["settings"]
         except (SafetensorError, json.JSONDecodeError, KeyError) as error:
             raise DataError(
                 f"{path}: expected a saved graph: {error}; the file is damaged"

@@ -128,7 +128,7 @@ class Store:
             return
         size = max(num_nodes, int(have * _GROWTH))
         names = ("table", "num_blocks", "_numbers", "_rank")
-        grown = [_grown(getattr(self, name), size, fill=True) for name in names]
+        grown = [_grown(getattr(self, name), size) for name in names]
         for name, array in zip(names, grown, strict=True):
             setattr(self, name, array)
         self._view = None
@@ -151,10 +151,11 @@ class Store:
             self._view = None
 
     def _slab(self, size: int, dtype: Any) -> np.ndarray:
+        # Zeros, so that slots with nothing in them yet do not carry strangers' memory into files.
         if not self._pins:
-            return np.empty(size, dtype)
+            return np.zeros(size, dtype)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
-        return torch.empty(size, dtype=kind, pin_memory=True).numpy()
+        return torch.zeros(size, dtype=kind, pin_memory=True).numpy()
 
     def _widen(self, name: str, largest: int) -> None:
         """Lets a column hold numbers of 64 bits from now on."""
@@ -216,8 +217,8 @@ class Store:
         live = int(self.table[:, 2].sum() + self._numbers[:, 0].sum())
         entries = 2 * int(self.totals[3]) + 2
         new = {
-            "directory": np.empty((entries, 2), np.int64),
-            "since": np.empty(entries, self.time_dtype),
+            "directory": np.zeros((entries, 2), np.int64),
+            "since": np.zeros(entries, self.time_dtype),
             **{
                 name: self._slab(live, getattr(self, name).dtype)
                 for name in ("neighbors", "times", "eids")
@@ -277,6 +278,15 @@ class Store:
         """Slots of a node's edges, oldest first; int64."""
         return _ranges(*self._blocks(node))
 
+    def all_slots(self) -> np.ndarray:
+        """Slots of all edges, by node and oldest first; int64."""
+        num_blocks = self.num_blocks.astype(np.int64)
+        blocks = self.directory[_ranges(self.table[:, 3], num_blocks)]
+        ends = np.append(blocks[1:, 1], 0)
+        has = num_blocks > 0
+        ends[np.cumsum(num_blocks)[has] - 1] = self.table[has, 2]
+        return _ranges(blocks[:, 0], ends - blocks[:, 1])
+
     def capacities(self, node: int) -> list[int]:
         """Slots of each of a node's blocks, oldest first."""
         _, found = self._blocks(node)
@@ -333,9 +343,8 @@ _COLUMNS = ("table", "num_blocks", "directory", "since", "neighbors", "times", "
 _NONE = np.empty(0, np.int64)
 
 
-def _grown(array: np.ndarray, size: int, *, fill: bool = False, used: int | None = None) -> Any:
-    make = np.zeros if fill else np.empty
-    new = make((size, *array.shape[1:]), array.dtype)
+def _grown(array: np.ndarray, size: int, used: int | None = None) -> Any:
+    new = np.zeros((size, *array.shape[1:]), array.dtype)
     used = len(array) if used is None else used
     new[:used] = array[:used]
     return new
