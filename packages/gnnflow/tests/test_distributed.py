@@ -153,10 +153,10 @@ def counted(owners):
     graph = graph_of(owned(events(), owners, group.rank))
     sampler = DistributedSampler(graph, owners, [3], group)
     before = sampler.traffic
-    # Rank 0 asks for 10 nodes of its own and 6 of rank 1; rank 1 for nothing.
-    mine = torch.cat([torch.arange(10), torch.arange(20, 26)])
+    # Rank 0 asks for 10 nodes of its own and 6 of rank 1, each twice; rank 1 for nothing.
+    mine = torch.cat([torch.arange(10), torch.arange(20, 26)]).repeat(2)
     block = sampler.sample(mine if group.rank == 0 else mine[:0], 500).layers[0]
-    num_remote = int((block.row >= 10).sum())
+    num_remote = int(((block.row >= 10) & (block.row < 16)).sum())
     traffic = sampler.traffic - before
     return traffic.sent_bytes, traffic.received_bytes, num_remote, sampler.num_served
 
@@ -166,10 +166,10 @@ def test_bytes_on_the_wire_are_counted(pool):
     (sent, came, num_remote, served), (sent_back, came_back, _, served_back) = pool.run(
         counted, owners
     ).results
-    word, size = 5 * 8, 8
+    word = 6 * 8
     assert num_remote == 18
-    # A node and a time are asked for; a count of four bytes, and a node, a time and an id come.
-    assert (sent, came) == (word + size + 6 * 16, word + size + 6 * 4 + num_remote * 24)
+    # Two words: that all sample alike, and how many roots come. A node, once, and a time are asked for; a count of four bytes, and a node, a time and an id come.
+    assert (sent, came) == (2 * word + 6 * 16, 2 * word + 6 * 4 + num_remote * 24)
     assert (sent_back, came_back) == (came, sent)
     assert (served, served_back) == (10, 6)
 
@@ -203,7 +203,8 @@ def test_ranks_of_one_place_ask_one_another():
         mfg = sampler.sample(*roots_of(rank, 9))
         assert_same(found, tensors_of(mfg))
         for block in mfg.blocks():
-            num_asked[rank % 2] += int(((block.roots >= 0) & (block.roots < NUM_NODES)).sum())
+            pairs = zip(block.roots.tolist(), block.root_times.tolist(), strict=True)
+            num_asked[rank % 2] += sum(0 <= node < NUM_NODES for node, _ in set(pairs))
     # What ranks of one place ask is served by ranks of that place alone.
     for place in (0, 1):
         assert results[place][2] + results[place + 2][2] == num_asked[place]
@@ -388,6 +389,31 @@ def test_routes_keep_the_order_of_items(owners):
     route = Route.to(torch.tensor(owners, dtype=torch.int64), 5)
     expected = [[at for at, owner in enumerate(owners) if owner == rank] for rank in range(5)]
     assert [part.tolist() for part in route.order.split(route.sends)] == expected
+
+
+@given(
+    owners=st.lists(st.integers(-1, 2), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+    num_askers=st.integers(0, 12),
+)
+def test_answers_come_to_all_who_asked(owners, seed, num_askers):
+    noise = np.random.default_rng(seed)
+    route = Route.to(torch.tensor(owners, dtype=torch.int64), 3)
+    num_came = torch.from_numpy(noise.integers(0, 4, len(route.order)))
+    which = torch.from_numpy(noise.integers(0, len(owners), num_askers))
+    # An answer tells its question and its number.
+    came = [
+        (item, number)
+        for item, count in zip(route.order.tolist(), num_came.tolist(), strict=True)
+        for number in range(count)
+    ]
+    counts = dict(zip(route.order.tolist(), num_came.tolist(), strict=True))
+    row, place = route.answers(num_came, which)
+    assert [(asker, *came[at]) for asker, at in zip(row.tolist(), place.tolist(), strict=True)] == [
+        (asker, item, number)
+        for asker, item in enumerate(which.tolist())
+        for number in range(counts.get(item, 0))
+    ]
 
 
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=6), seed=st.integers(0, 99))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gnnflow.continual import ContinualTrainer, Round
     from gnnflow.distributed import DistributedSampler, owned, paired, rebalance
     from gnnflow.distributed_features import DistributedFeatures
+    from gnnflow.distributed_training import DistributedTrainer
     from gnnflow.events import Events
     from gnnflow.features import FeatureStore
     from gnnflow.graph import Stats, TemporalGraph
@@ -40,6 +41,7 @@ __all__ = [
     "ContinualTrainer",
     "DistributedFeatures",
     "DistributedSampler",
+    "DistributedTrainer",
     "Events",
     "FeatureCache",
     "FeatureStore",
@@ -69,6 +71,7 @@ _HOMES = {
     "continual": ("ContinualTrainer", "Round"),
     "distributed": ("DistributedSampler", "owned", "paired", "rebalance"),
     "distributed_features": ("DistributedFeatures",),
+    "distributed_training": ("DistributedTrainer",),
     "events": ("Events",),
     "features": ("FeatureStore",),
     "graph": ("Stats", "TemporalGraph"),

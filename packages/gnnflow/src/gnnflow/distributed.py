@@ -3,8 +3,9 @@
 After GNNFlow: an edge lives with its source, a hop's roots are split by owner, sampled there and merged
 in the order of the roots; and in static scheduling a rank asks only the ranks of its own place on
 other hosts, so that all ranks of a host carry equal shares. Departures: collectives that count
-their bytes in place of remote calls; draws that depend on the root alone, so that every bit is as on one
-rank; and rebalancing that loses no edge (the published form drops what cannot be divided).
+their bytes in place of remote calls; equal roots are asked about once; draws that depend on the root
+alone, so that every bit is as on one rank; and rebalancing that loses no edge (the published form
+drops what cannot be divided).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class DistributedSampler(TemporalSampler):
             seed=seed,
         )
         self.group = group
-        self.num_served = 0  # roots sampled for any rank, this one included
+        self.num_served = 0  # different roots sampled for any rank, this one included
         self.owners = owners
 
     @property
@@ -141,7 +142,9 @@ class DistributedSampler(TemporalSampler):
         group, expired = self.group, self.graph.expired_before
         bound = torch.tensor([expired or 0], dtype=self.graph.time_dtype)
         flags = int(has_refused), int(expired is not None)
-        word = [*flags, self._epoch, self._digest, int(_bits(bound))]
+        # As 64 bits with a sign; epochs that are keys of their own take all of them.
+        own = (self._epoch + 2**63) % 2**64 - 2**63, self._digest
+        word = [*flags, *own, int(_bits(bound))]
         words = tell_all(group, [word] * group.world_size, _PHASE)
         if has_refused:
             return
@@ -151,7 +154,7 @@ class DistributedSampler(TemporalSampler):
                 raise DataError(
                     f"rank {peer} refused its roots, so that none were sampled; see its own error"
                 )
-            if (epoch, digest) != (self._epoch, self._digest):
+            if (epoch, digest) != own:
                 what = "settings or owners" if digest != self._digest else f"epoch {self._epoch}"
                 raise ConfigError(
                     f"expected the same {what} on all ranks, rank {peer} has others; give all ranks "
@@ -174,12 +177,14 @@ class DistributedSampler(TemporalSampler):
         num_known = len(self._owners) - 1
         nodes = roots.cpu()
         known = torch.where((nodes >= 0) & (nodes < num_known), nodes, num_known)
-        route = Route.to(self._owners[known], group.world_size)
-        order = route.order.to(device)
+        # Neighbours of busy nodes are one another's: each node and time is asked about once.
+        bits, at = torch.unique(_bits(root_times.cpu()), return_inverse=True)
+        different, which = torch.unique(known * len(bits) + at, return_inverse=True)
+        questions = torch.stack([different // len(bits), bits[different % len(bits)]], 1)
+        route = Route.to(self._owners[questions[:, 0]], group.world_size)
         recvs = [count for (count,) in tell_all(group, [[n] for n in route.sends], _PHASE)]
 
-        asked = torch.stack([roots[order], _bits(root_times[order])], 1)
-        asked = swap(group, asked, route.sends, recvs, _PHASE).to(device)
+        asked = swap(group, questions[route.order], route.sends, recvs, _PHASE).to(device)
         times = asked[:, 1].contiguous().view(root_times.dtype)
         found = super()._hop(adjacency, asked[:, 0].contiguous(), times, hop, snapshot, fanout)
         self.num_served += len(asked)
@@ -189,22 +194,14 @@ class DistributedSampler(TemporalSampler):
         num_came = swap(group, num_found, recvs, route.sends, _PHASE)
         entries = torch.stack([found.nodes, _bits(found.times), found.eids], 1)
         came = swap(group, entries, _sums(num_found, recvs), _sums(num_came, route.sends), _PHASE)
-        return _merged(roots, root_times, order, num_came.to(device).long(), came.to(device))
 
-
-def _merged(
-    roots: Tensor, root_times: Tensor, order: Tensor, num_came: Tensor, came: Tensor
-) -> TemporalBlock:
-    """Puts answers, which stand by owner, in the order of the roots."""
-    counts = torch.zeros_like(roots)
-    begins = torch.zeros_like(roots)
-    counts[order], begins[order] = num_came, num_came.cumsum(0) - num_came
-    row = torch.repeat_interleave(counts)
-    within = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[row]
-    nodes, bits, eids = came[begins[row] + within].unbind(1)
-    times = bits.contiguous().view(root_times.dtype)
-    dt = root_times[row] - times
-    return TemporalBlock(roots, root_times, nodes.contiguous(), times, dt, eids.contiguous(), row)
+        row, place = route.answers(num_came.cpu().long(), which)
+        row, place = row.to(device), place.to(came.device)
+        neighbors, bits, eids = came[place].to(device).unbind(1)
+        times = bits.contiguous().view(root_times.dtype)
+        dt = root_times[row] - times
+        nodes, eids = neighbors.contiguous(), eids.contiguous()
+        return TemporalBlock(roots, root_times, nodes, times, dt, eids, row)
 
 
 def _bits(times: Shaped[Tensor, " n"]) -> Int64[Tensor, " n"]:

@@ -6,6 +6,8 @@ within their owner on every rank alike, so that an owner is asked for rows of it
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
@@ -119,7 +121,8 @@ class DistributedFeatures:
         Raises:
             ConfigError: no such kind.
             DataError: an id has no row, the kind no features, or `out` does not fit; on the other
-                ranks, that this one has refused its ids, or asks for another kind.
+                ranks, that this one has refused its ids, or asks for another kind; on all, that
+                they were not told the same owners.
             CommError: a rank died, hangs, or the timeout passed; names it.
         """
         group = self.group
@@ -136,18 +139,19 @@ class DistributedFeatures:
                 )
         except (ConfigError, DataError):
             # The others wait for a word.
-            tell_all(group, [[-1, 0, 0, 0]] * group.world_size, _PHASE)
+            tell_all(group, [[-1, 0, 0, 0, 0]] * group.world_size, _PHASE)
             raise
-        owners, rows = self._places[kind].of(ids.cpu())
+        places = self._places[kind]
+        owners, rows = places.of(ids.cpu())
         route = Route.to(owners, group.world_size)
-        word = [int(kind == "edge"), self.dim(kind), self.num_rows(kind)]
+        word = [int(kind == "edge"), self.dim(kind), places.num_rows, places.digest]
         words = tell_all(group, [[*word, count] for count in route.sends], _PHASE)
         for rank, (*other, _) in enumerate(words):
             if other != word:
                 did = "refused its ids" if other[0] < 0 else "asks for other features"
                 raise DataError(
                     f"rank {group.ranks[rank]} {did}, so that none were fetched; all ranks gather the "
-                    f"same kind, of as many columns and rows, in the same order"
+                    f"same kind, of as many columns and rows and of the same owners, in the same order"
                 )
         recvs = [word[-1] for word in words]
         asked = swap(group, rows[route.order], route.sends, recvs, _PHASE)
@@ -187,6 +191,7 @@ class _Places:
     def __init__(self, num_ranks: int) -> None:
         self.counts = torch.zeros(num_ranks, dtype=torch.int64)
         self.num_rows = 0
+        self._told = hashlib.blake2b(digest_size=8)
         self._table = torch.empty((0, 2), dtype=torch.int64)  # with room at its end
 
     def extend(self, owners: Tensor) -> None:
@@ -203,6 +208,12 @@ class _Places:
         self._table[first + order, 1] = within
         self.counts += more
         self.num_rows = last
+        self._told.update(owners.contiguous().numpy().data)
+
+    @property
+    def digest(self) -> int:
+        """Tells ranks that disagree about an owner, however the owners came in batches."""
+        return int.from_bytes(self._told.digest(), "little", signed=True)
 
     def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         owners, rows = self._table[ids].unbind(1)
