@@ -224,7 +224,9 @@ class TemporalGraph:
         again = ordered[1:][ordered[1:] == ordered[:-1]]
         if not len(again) and ordered[0] < self._next_eid and self._num_edges:
             if self._ids is None:
-                self._ids = IdRuns(np.unique(self._store.eids[self._store.all_slots()]).astype(np.int64))
+                self._ids = IdRuns(
+                    np.unique(self._store.eids[self._store.all_slots()]).astype(np.int64)
+                )
             again = self._ids.known(ordered)
         if len(again) or ordered[0] < 0:
             what = f"{again[0]} comes twice" if len(again) else f"{ordered[0]} is negative"
