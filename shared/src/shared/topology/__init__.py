@@ -12,15 +12,21 @@ if TYPE_CHECKING:
     from shared.topology.device import Device
     from shared.topology.link import Link, LinkFit, fit_link
     from shared.topology.mesh import Mesh
+    from shared.topology.replay import CriticalStep, Operation, QueueUse, Replay, Timeline
 
 __all__ = [
     "Box",
     "Cluster",
+    "CriticalStep",
     "Device",
     "Host",
     "Link",
     "LinkFit",
     "Mesh",
+    "Operation",
+    "QueueUse",
+    "Replay",
+    "Timeline",
     "decompose",
     "fit_link",
     "intersect",
@@ -32,6 +38,10 @@ _HOME = {
     "decompose": "boxes",
     "intersect": "boxes",
     "subtract": "boxes",
+    "CriticalStep": "replay",
+    "Operation": "replay",
+    "QueueUse": "replay",
+    "Timeline": "replay",
     "Host": "cluster",
     "LinkFit": "link",
     "fit_link": "link",
