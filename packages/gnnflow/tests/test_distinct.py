@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnflow.mfg import Sequences, TemporalBlock
-from gnnflow.models.distinct import distinct_roots, distinct_sequences, rows_of
+from gnnflow.distinct import distinct_roots, distinct_sequences, rows_of
 
 
 @given(st.lists(st.integers(0, 9)))

@@ -14,6 +14,7 @@ from jaxtyping import Float32, Int64
 from torch import Tensor
 
 from gnnflow.cache import FeatureCache
+from gnnflow.distinct import rows_of
 from gnnflow.features import Features, Kind
 from gnnflow.mfg import MFG, Sequences, TemporalBlock
 
@@ -93,7 +94,7 @@ def _of_layer(
 
 
 def _rows(kind: Kind, ids: Tensor, source: Features | FeatureCache) -> Rows:
-    unique, index = torch.unique(ids, return_inverse=True)
+    unique, index = _distinct(ids)
     # At most one id is -1, that of no edge, and it is the first.
     num_none = int(kind == "edge" and len(unique) > 0 and int(unique[0]) == -1)
     if isinstance(source, FeatureCache):
@@ -103,3 +104,13 @@ def _rows(kind: Kind, ids: Tensor, source: Features | FeatureCache) -> Rows:
     if num_none:
         values = torch.cat([values.new_zeros((1, values.shape[1])), values])
     return Rows(values=values, index=index.to(values.device))
+
+
+def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """As `torch.unique`; but ids that lie close together, as those of new edges do, are not sorted."""
+    if len(ids):
+        low, high = (int(bound) for bound in ids.aminmax())
+        if high - low < 8 * len(ids):
+            unique, index = rows_of(ids - low, high - low + 1)
+            return unique + low, index
+    return torch.unique(ids, return_inverse=True)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from gnnflow.distinct import rows_of
 from gnnflow.models import attention_compiled
-from gnnflow.models.distinct import rows_of
 from gnnflow.models.hops import Hop
 from gnnflow.models.time_encoding import TimeEncoding, encode
 from shared.errors import ConfigError
@@ -199,6 +199,11 @@ class TemporalAttention(nn.Module):
         self.time = TimeEncoding(time_dim) if time_dim else None
         # A root of which nothing is known asks with a learned constant, as in GNNFlow.
         self.query = nn.Linear(in_dim + time_dim or 1, dim)
+        # Scores are not divided by the root of a head's width; a softmax that starts saturated learns
+        # slower, so that queries start that much smaller.
+        with torch.no_grad():
+            for parameter in self.query.parameters():
+                parameter /= (dim // num_heads) ** 0.5
         self.key = nn.Linear(num_inputs, dim)
         self.value = nn.Linear(num_inputs, dim)
         self.out = nn.Linear(dim + in_dim, dim)
