@@ -57,6 +57,7 @@ def test_steps_beyond_eight_digits_and_foreign_folders(tmp_path):
     with bcp.Checkpointer(tmp_path, keep=2) as ckpt:
         for step in (5, 123456789012, 99999999):
             ckpt.save(step, state(step)).committed.result()
+        ckpt.close()  # removal follows the commit
         assert ckpt.steps() == [99999999, 123456789012]
         assert ckpt.load_latest(state()) == 123456789012
     assert (tmp_path / "notes.txt").read_text() == "mine"
