@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnnflow.mfg import Sequences, TemporalBlock
 from gnnflow.distinct import distinct_roots, distinct_sequences, rows_of
+from gnnflow.mfg import Sequences, TemporalBlock
 
 
 @given(st.lists(st.integers(0, 9)))

@@ -80,7 +80,7 @@ def cached(policy, is_lopsided):
     return is_right, len(num_gathers) == num_calls, min(num_gathers), hits
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "static"])
+@pytest.mark.parametrize("policy", ["keep", "lru", "lfu", "fifo", "static"])
 @pytest.mark.parametrize("is_lopsided", [False, True])
 def test_ranks_fetch_through_caches_of_their_own(pool, policy, is_lopsided):
     results = pool.run(cached, policy, is_lopsided).results
@@ -155,6 +155,30 @@ def disagreeing(what):
     fetched = [cache.fetch("edge", ids), cache.fetch("node", ids)]
     expected = [rows(NUM_EDGES, 2)[ids], rows(NUM_NODES)[ids]]
     return error, all(torch.equal(a, b) for a, b in zip(fetched, expected, strict=True))
+
+
+def refusing(what):
+    """Rank 1 asks its cache for what has no row; then both go on."""
+    group = Group.world()
+    cache = gf.FeatureCache(features_of(group, *owners_of()), node=0.5, edge=0.5)
+    bad = torch.tensor([3, NUM_EDGES])
+    ids = bad if group.rank == 1 else torch.tensor([3, 4])
+    try:
+        cache.restore(ids) if what == "restore" else cache.fetch("edge", ids)
+        error = None
+    except DataError as caught:
+        error = str(caught)
+    fetched = cache.fetch("edge", bad - 1)
+    return error, torch.equal(fetched, rows(NUM_EDGES, 2)[bad - 1])
+
+
+@pytest.mark.parametrize("what", ["fetch", "restore"])
+def test_ids_that_one_rank_refuses_fail_on_all(pool, what):
+    good, bad = pool.run(refusing, what, timeout=timedelta(seconds=20)).results
+    assert good[0].startswith("rank 1 refused its ids")
+    assert bad[0].startswith(f"expected edge ids in [0, {NUM_EDGES})")
+    assert good[1]
+    assert bad[1]
 
 
 @pytest.mark.parametrize("what", ["owners", "growth", "kind"])

@@ -3,8 +3,9 @@
 The practical form of GNNFlow's caches (arXiv 2311.17410): one for nodes and one for edges, each a
 fraction of the rows there are. *Reuse*: nothing is dropped between rounds, so that hubs stay.
 *Restoration*: a round visits old edges again while the cache is full of the newest, so that
-`restore` takes in those it will visit first. The maps lie on the host, where rows that miss come from,
-and are sized by what is held; `gnnflow.cache_policies` has the policies and the departures.
+`restore` takes in those it will visit first, as far as that has paid. The maps lie on the host, where
+rows that miss come from, and are sized by what is held; `gnnflow.cache_policies` has the policies and
+the departures.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from gnnflow.cache_policies import POLICIES, Policy
 from gnnflow.cached_rows import CachedRows, CacheStats
 from gnnflow.features import Features, Kind, check_ids
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 __all__ = ["CacheStats", "FeatureCache"]
 
@@ -35,8 +36,8 @@ class FeatureCache:
             ids where all hit, so that a store whose `gather` is a collective may stand behind.
         node: fraction of the node rows to hold, in [0, 1].
         edge: fraction of the edge rows to hold, in [0, 1].
-        policy: "lru", "lfu" or "fifo", see `gnnflow.cache_policies`; or "static" (GNNLab's), which
-            holds what `preset` gave it.
+        policy: "keep", "lru", "lfu" or "fifo", see `gnnflow.cache_policies`; or "static" (GNNLab's),
+            which holds what `preset` gave it.
         device: where rows are held and returned.
 
     Raises:
@@ -48,7 +49,7 @@ class FeatureCache:
         store: Features,
         node: float = 0.1,
         edge: float = 0.05,
-        policy: Policy = "lru",
+        policy: Policy = "keep",
         device: torch.device | str = "cpu",
     ) -> None:
         fractions: dict[Kind, float] = {"node": node, "edge": edge}
@@ -87,33 +88,39 @@ class FeatureCache:
             OSError: a remote store failed; nothing entered then.
         """
         part = self._part(kind)
-        check_ids(self.store, kind, ids)
+        self._check(kind, ids)
         with part.lock:
             return part.fetch(_host(ids))
 
     def restore(self, eids: Int64[Tensor, " n"]) -> None:
-        """Takes in the edges that a round will visit first, at its start.
+        """Takes in edges that a round will visit, at its start, those it visits first first.
 
-        The first of the different ids, as many as there are slots, are held afterwards; rows held
-        already are not copied again. What else was held stays while there is room, the rows that the
-        policy would give up first leaving first. They count as used just now, in reverse, so that
-        those to be visited last give way first. A static cache keeps what it was given, and nothing
-        happens.
+        Held rows among them count as used just now, in reverse, so that those to be visited last
+        give way first. The others are loaded and enter by the policy. A row loaded ahead saves the
+        miss that would have loaded it, and no more: restoring moves as many rows, only earlier and
+        at once, or more where nobody asks for a row, or where others leave early while it waits. So
+        no more are loaded than a quarter over what the last restoration has saved so far: its rows
+        that were asked for, less the hits that as many of the rows had that would leave next. After
+        one that saved four fifths of its rows, twice as many may be loaded. The first may load as
+        many as there are slots, and each may load 16, since nothing else tells whether it pays. A
+        static cache keeps what it was given, and nothing happens.
 
         Args:
-            eids: int64 [n], in the order of the visit.
+            eids: int64 [n], in the order of the visit; of different ones those beyond the number of
+                slots are ignored.
 
         Raises:
             DataError: there are no edge features, or an id has no row.
             OSError: a remote store failed; the cache is empty then.
         """
-        check_ids(self.store, "edge", eids)
         if self.policy == "static":
+            check_ids(self.store, "edge", eids)
             return
+        self._check("edge", eids)
         part = self._part("edge")
         with part.lock:
             ids, first = np.unique(_host(eids), return_index=True)
-            part.install(ids[first.argsort()], clear=False)
+            part.restore(ids[first.argsort()])
 
     def preset(self, kind: Kind, ids: Int64[Tensor, " n"]) -> None:
         """Gives a static cache the ids to hold, in place of those it had.
@@ -133,10 +140,10 @@ class FeatureCache:
             raise ConfigError(
                 f"expected policy 'static' for preset, came {self.policy!r}, which fills itself"
             )
-        check_ids(self.store, kind, ids)
+        self._check(kind, ids)
         with part.lock:
             used, counts = np.unique(_host(ids), return_counts=True)
-            part.install(used[np.argsort(-counts, kind="stable")], clear=True)
+            part.preset(used[np.argsort(-counts, kind="stable")])
 
     def held(self, kind: Kind) -> Int64[Tensor, " held"]:
         """The ids whose rows are held, in rising order."""
@@ -162,6 +169,14 @@ class FeatureCache:
         for part in self._parts.values():
             with part.lock:
                 part.num_hits = part.num_misses = part.bytes_from_store = 0
+
+    def _check(self, kind: Kind, ids: Tensor) -> None:
+        try:
+            check_ids(self.store, kind, ids)
+        except DataError:
+            # The store refuses them too, and tells the ranks that wait for this one.
+            self.store.gather(kind, ids)
+            raise
 
     def _part(self, kind: Kind) -> CachedRows:
         if kind not in self._parts:

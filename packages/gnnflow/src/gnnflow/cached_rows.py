@@ -26,6 +26,7 @@ class CacheStats:
         bytes_from_store: copied, by misses, `preset` and `restore`.
         bytes_on_device: memory of the rows held, with the room that a batch's misses pass through.
         num_slots: rows that may be held.
+        num_kept: slots that policy "keep" keeps at present.
     """
 
     hits: int
@@ -33,6 +34,7 @@ class CacheStats:
     bytes_from_store: int
     bytes_on_device: int
     num_slots: int
+    num_kept: int
 
     @property
     def hit_ratio(self) -> float:
@@ -79,11 +81,9 @@ class CachedRows:
         self.num_misses += len(misses)
         return rows
 
-    def install(self, ids: np.ndarray, *, clear: bool) -> None:
-        """Holds the first of different ids, beside what else there is room for, or alone."""
+    def restore(self, ids: np.ndarray) -> None:
+        """Takes in different ids that will be asked for, in their order."""
         self._follow()
-        if clear:
-            self.map.clear()
         try:
             missing, slots = self.map.restore(ids[: self.map.num_slots][::-1].copy())
             self._stage(missing)
@@ -91,6 +91,17 @@ class CachedRows:
             self.map.clear()
             raise
         self._keep(slots, self._num_allocated)
+
+    def preset(self, ids: np.ndarray) -> None:
+        """Holds the first of different ids, and nothing else."""
+        self._follow()
+        ids = ids[: self.map.num_slots]
+        try:
+            self._stage(ids)
+        except BaseException:
+            self.map.clear()
+            raise
+        self._keep(self.map.fill(ids), self._num_allocated)
 
     def stats(self) -> CacheStats:
         """Counts and sizes."""
@@ -101,6 +112,7 @@ class CachedRows:
             bytes_from_store=self.bytes_from_store,
             bytes_on_device=self._rows.nbytes,
             num_slots=self.map.num_slots,
+            num_kept=self.map.num_kept,
         )
 
     def _follow(self) -> None:

@@ -138,7 +138,7 @@ def _cached(events: Events) -> Claim:
         baseline_name="Belady's bound, which knows the future",
         higher_is_better=True,
         correct=is_same and found.hit_ratio <= best,
-        detail=f"{total:,} rows of two hops of ten, policy lru; every row equals the store's",
+        detail=f"{total:,} rows of two hops of ten, policy keep; every row equals the store's",
         source=_SOURCE,
     )
 
