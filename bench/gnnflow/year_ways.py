@@ -18,7 +18,9 @@ from gnnflow.subnormal import no_subnormals
 from shared.kernels.philox import stream_key
 
 DIM, CODE_DIM, FANOUT, BATCH, RATE = 32, 32, 10, 100, 3e-3
-JANUARY_PASSES, WEEK_PASSES, MONTH_PASSES, REPLAY = 5, 4, 3, 0.01
+JANUARY_PASSES, WEEK_PASSES, REPLAY = 5, 4, 0.01
+# Retraining takes as many passes as come next to this: more while there is little to learn from.
+RETRAINED_EVENTS = 500_000
 TEST_SEED = 100
 TGAT, TFTGN = "TGAT, learning weekly", "TF-TGN, learning weekly"
 RETRAINED, FROZEN = "TGAT, retrained monthly", "TGAT of January, frozen"
@@ -122,7 +124,7 @@ def model_of(name: str, seed: int) -> tuple[nn.Module, KeepingHead]:
 
 
 def adam(params):
-    return torch.optim.Adam(params, lr=RATE)
+    return torch.optim.Adam(params, lr=RATE, fused=True)
 
 
 def learn_weekly(year: Year, name: str, seed: int) -> Found:
@@ -190,7 +192,8 @@ def retrain_monthly(year: Year, seed: int) -> tuple[Found, Found]:
         negatives.observe(events[observed:begin])
         started, observed = time.perf_counter(), begin
         optimizer = adam([*model.parameters(), *head.parameters()])
-        for number in range(JANUARY_PASSES if frozen is None else MONTH_PASSES):
+        num_passes = JANUARY_PASSES if frozen is None else round(RETRAINED_EVENTS / begin)
+        for number in range(num_passes):
             # The streams of draws that the continual loop has in its first round.
             stream = stream_key(0, number)
             sampler.set_epoch(stream)
