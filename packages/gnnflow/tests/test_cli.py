@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import gnnflow as gf
+from gnnflow import speed
 from gnnflow.cli import main
+from gnnflow.recipe import Recipe
 
 
 def test_help_teaches_every_command_with_an_example(capsys):
@@ -69,6 +71,31 @@ def test_info_and_bench(tmp_path, capsys):
     assert "num_edges=1" in capsys.readouterr().out
     assert main(["bench", "zipf:50:500"]) == 0
     assert "M events/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cache", [0.0, 0.5])
+def test_a_recipe_has_the_rows_of_its_events(cache):
+    features = np.random.default_rng(0).standard_normal((50, 3)).astype(np.float32)
+    events = gf.Events(range(50), range(50), range(50), features=features)
+    parts = Recipe(dim=8, cache=cache).build(events)
+    ids = gf.Events([4], [2], [1], eid=[31]).eid
+    rows = parts.features.fetch("edge", ids) if cache else parts.features.gather("edge", ids)
+    assert rows.tolist() == features[[31]].tolist()
+
+
+def test_bench_divides_what_was_done_by_the_median_of_the_seconds(monkeypatch):
+    events = gf.Events([0] * 3_000_000, [1] * 3_000_000, np.arange(3_000_000))
+    graph = gf.TemporalGraph()
+    graph.add_edges([0], [1], [2])
+    spans = iter([99, 2, 1, 3, 2, 2])
+    monkeypatch.setattr(speed, "insert_s", lambda *_: (next(spans), graph))
+    seconds = iter([99, 4, 4, 4, 5, 4, 99, 8, 8, 8, 8, 2])
+    monkeypatch.setattr(speed, "sample_s", lambda *_: (next(seconds), 20_000_000))
+    insertion, recent, uniform, blocks = speed.measure(events, 1000, 10)
+    assert insertion == "insertion by 1,000: 1.50 M events/s"
+    assert recent.endswith("a root: 5.0 M neighbours/s")
+    assert uniform.endswith("a root: 2.5 M neighbours/s")
+    assert blocks.startswith("1 blocks, 25.0 % full")
 
 
 @pytest.mark.parametrize("args", [["info", "zipf:5"], ["info", "no/such/file.csv"]])

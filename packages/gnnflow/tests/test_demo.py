@@ -35,3 +35,11 @@ def test_a_cache_that_gives_other_rows_is_not_correct(monkeypatch):
     fetch = demo.FeatureCache.fetch
     monkeypatch.setattr(demo.FeatureCache, "fetch", lambda *args: fetch(*args) + 1)
     assert not demo._cached(events).correct
+
+
+def test_the_model_beside_the_learning_one_stays_as_it_was():
+    going, stopped = demo._continued(demo.flights(4000))
+    assert [one.num_events for one in going] == [one.num_events for one in stopped]
+    found = [(one.ap == other.ap) for one, other in zip(going, stopped, strict=True)]
+    # The second day is evaluated before it is learnt.
+    assert found == [True, True, False, False]

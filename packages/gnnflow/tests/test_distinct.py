@@ -46,6 +46,20 @@ def test_distinct_roots_are_those_no_earlier_root_equals(roots, is_float):
     assert kept.tolist() == [at for at in range(len(roots)) if at not in repeats]
 
 
+def test_roots_whose_keys_collide_are_two():
+    # The key is a sum of products modulo 2^64, so that times exist that make up for another node.
+    a, b = -0x61C8864680B583EB, -0x3D4D51C2D82B14B1
+    step = -a * pow(b, -1, 2**64) % 2**64
+    step = step if step < 2**63 else step - 2**64
+    nodes, times = torch.tensor([7, 8, 7]), torch.tensor([max(0, -step)] * 3)
+    times[1] += step
+    keys = nodes * a + times * b
+    assert keys[0] == keys[1]
+    none = torch.empty(0, dtype=torch.int64)
+    kept, place = distinct_roots(TemporalBlock(nodes, times, none, none, none, none, none))
+    assert (kept.tolist(), place.tolist()) == ([0, 1], [0, 1, 0])
+
+
 def test_distinct_sequences():
     block = TemporalBlock(*map(torch.tensor, ([4, 4, 5, 4], [9, 9, 9, 8], [1, 1, 1], [2, 2, 2])),
                           *map(torch.tensor, ([7, 7, 7], [3, 3, 3], [0, 1, 2])))  # fmt: skip

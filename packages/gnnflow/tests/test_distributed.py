@@ -148,6 +148,27 @@ def test_a_node_without_an_owner_has_no_neighbours_until_it_gets_one(pool):
     assert later.unique().tolist() == list(range(NUM_NODES))
 
 
+def sample_apart(owners, cut):
+    """Of ranks that expired up to different times, and then knowing fewer nodes than there are."""
+    group = Group.world()
+    graph = graph_of(owned(events(), owners, group.rank))
+    graph.expire(before=[20, 60][group.rank])
+    sampler = DistributedSampler(graph, owners, [9], group)
+    flags = [sampler.sample([1], [time]).is_cut for time in (40, 90)]
+    sampler.owners = owners[:cut]
+    return flags, sampler.sample([cut], [200]).layers[0].row.tolist()
+
+
+def test_the_latest_expiry_of_any_rank_counts_and_unknown_nodes_are_nobodys(pool):
+    owners = partition(events(), 2)
+    # The first id that is not known is rank 0's in truth, which has edges of it.
+    cut = int((owners[1:] == 0).nonzero()[3]) + 1
+    assert bool((events().src == cut).any())
+    for flags, row in pool.run(sample_apart, owners, cut).results:
+        assert flags == [True, False]
+        assert row == []
+
+
 def counted(owners):
     group = Group.world()
     graph = graph_of(owned(events(), owners, group.rank))
@@ -296,7 +317,8 @@ def refusing(what):
     own = torch.arange(NUM_NODES)
     if what == "owners" and is_bad:
         own = own.flip(0)
-    sampler = DistributedSampler(graph, own % 2, [2], group)
+    fanout = 3 if what == "settings" and is_bad else 2
+    sampler = DistributedSampler(graph, own % 2, [fanout], group)
     features = DistributedFeatures(
         gf.FeatureStore(rows(30)[owners == group.rank]), group, node_owners=owners
     )
@@ -309,6 +331,8 @@ def refusing(what):
         error = None
     except (ConfigError, DataError) as caught:
         error = f"{type(caught).__name__}: {caught}"
+    if what == "settings":
+        sampler = DistributedSampler(graph, owners, [2], group)
     sampler.set_epoch(0)
     sampler.owners = owners
     num_roots = len(sampler.sample([5], [90]).layers[0].roots)
@@ -326,10 +350,13 @@ def refusing(what):
             "ConfigError: expected the same epoch 0",
             "ConfigError: expected the same epoch 1",
         ),
-        (
-            "owners",
-            "ConfigError: expected the same settings or",
-            "ConfigError: expected the same set",
+        *(
+            (
+                what,
+                "ConfigError: expected the same settings or",
+                "ConfigError: expected the same set",
+            )
+            for what in ("owners", "settings")
         ),
     ],
 )

@@ -143,25 +143,21 @@ def test_blocks_grow_with_the_degree():
 
 
 @pytest.mark.parametrize(
-    ("blocks", "expected"),
+    ("blocks", "counts", "expected"),
     [
-        ("adaptive", [10, 10, 300]),
-        ("naive", [10, 4, 294]),
-        ("fixed", [256, 256]),
-        ("average", [16, 512]),
-        ("degree", [10, 10, 300]),
+        ("adaptive", [10, 3, 307, 5], [10, 10, 300, 256]),
+        ("naive", [10, 3, 295], [10, 4, 294]),
+        ("fixed", [10, 3, 295], [256, 256]),
+        # 528 slots after three insertions are 176 each.
+        ("average", [10, 3, 295, 250], [16, 512, 256]),
+        ("degree", [10, 3, 307, 5], [10, 10, 300, 320]),
     ],
 )
-def test_strategies_size_blocks_as_published(blocks, expected):
+def test_strategies_size_blocks_as_published(blocks, counts, expected):
     graph = gf.TemporalGraph(blocks=blocks)
-    for count, time in ((10, 0), (3, 1), (295, 2)):
-        if blocks == "adaptive" and count == 295:
-            count = 307
-        if blocks == "degree" and count == 295:
-            count = 307
+    for time, count in enumerate(counts):
         graph.add_edges([0] * count, [1] * count, [time] * count)
-    capacities = graph.block_capacities(0)
-    assert capacities == expected or (blocks == "naive" and capacities == [10, 4, 294])
+    assert graph.block_capacities(0) == expected
 
 
 def test_late_edges_by_policy(unchecked):
@@ -292,6 +288,17 @@ def test_memory_that_expired_is_used_again():
         slots.append(graph.stats().num_slots)
     assert max(slots[20:]) <= 1.5 * max(slots[:20])
     assert graph.num_edges == 2500
+
+
+def test_a_directory_that_was_outgrown_is_used_again():
+    graph = gf.TemporalGraph(num_nodes=16, blocks="naive")
+    num_bytes = []
+    for cycle in range(12):
+        for insertion in range(8):  # a node a cycle, whose directory moves four times
+            graph.add_edges([cycle] * 5, [0] * 5, [10 * cycle + insertion] * 5)
+        graph.expire(before=10 * cycle + 10)
+        num_bytes.append(graph.stats().num_bytes)
+    assert len(set(num_bytes)) == 1
 
 
 def test_expired_times_say_so():

@@ -57,7 +57,7 @@ class LinkTask:
     """Scores links by the embeddings of their ends at the time of the event.
 
     A model that ignores time (`uses_time` False) is asked about the graph as it was before the first
-    event of a batch: an event's own edge would be among the newest otherwise.
+    event of a batch, so that a node that occurs in it many times is embedded once.
 
     Args:
         model: (sample, inputs) -> [num_roots, dim], wherever those lie; its `layout` says which
@@ -128,11 +128,12 @@ class LinkTask:
         """
         source = features.store if isinstance(features, FeatureCache) else features
         memory = None if self.memory is None else self.memory.state()
-        modes = [(part, part.training) for part in (self.model, self.head)]
+        modes = [
+            (part, part.training) for whole in (self.model, self.head) for part in whole.modules()
+        ]
         found = []
         try:
-            for part, _ in modes:
-                part.eval()
+            self.model.eval(), self.head.eval()
             with torch.no_grad():
                 for batch in self._batches(len(events)):
                     found.append(self.score(events[batch], negatives[batch], source))
@@ -140,7 +141,7 @@ class LinkTask:
                         self.memory.commit(events[batch])
         finally:
             for part, was_training in modes:
-                part.train(was_training)
+                part.training = was_training
             if self.memory is not None and memory is not None:
                 self.memory.load_state(memory)
         pos, neg = (torch.cat(part).cpu() for part in zip(*found, strict=True))

@@ -87,9 +87,6 @@ def by_neighbours(src, dst, owners, sizes, known, head, link, capacity, slope, p
     """
     for edge in range(len(src)):
         here, there = src[edge], dst[edge]
-        if here == there:  # never cut
-            link[2 * edge] = link[2 * edge + 1] = -1
-            continue
         link[2 * edge], head[here] = head[here], 2 * edge
         link[2 * edge + 1], head[there] = head[there], 2 * edge + 1
         if owners[here] >= 0 and owners[there] < 0:

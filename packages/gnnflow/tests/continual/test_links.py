@@ -109,6 +109,38 @@ def test_evaluation_sees_just_what_one_event_at_a_time_would(toy, monkeypatch):
     assert len(list(trainer.run(events))) == 2
 
 
+@pytest.mark.parametrize(("uses_time", "num_times"), [(True, 20), (False, 1)])
+def test_a_model_that_ignores_time_is_asked_once_a_node_and_batch(
+    uses_time, num_times, monkeypatch
+):
+    events = Events(torch.arange(40) % 3, torch.arange(40) % 4 + 10, torch.arange(40))
+    graph = TemporalGraph(undirected=True)
+    sampler, asked = TemporalSampler(graph, [5]), []
+    sample = sampler.sample
+
+    def recorded(nodes, times, **options):
+        asked.append((len(times), times.unique().tolist()))
+        return sample(nodes, times, **options)
+
+    monkeypatch.setattr(sampler, "sample", recorded)
+    settings = {"warmup": 0.5, "every": 20, "batch_size": 20, "num_negatives": 2, "progress": False}
+    trainer = ContinualTrainer(Acquainted(uses_time), graph, sampler, head=Head(), **settings)
+    list(trainer.run(events))
+    # Evaluated with two negatives an event, at the batch's own times or at that of its first event.
+    assert (80, list(range(20, 20 + num_times))) in asked
+
+
+def test_passes_draw_apart_and_evaluations_alike(toy, monkeypatch):
+    events, epochs = toy.clubs(200), []
+    trainer = toy.trainer_of(events, warmup=0.5, every=50, epochs=2, policy="uniform")
+    monkeypatch.setattr(trainer.sampler, "set_epoch", epochs.append)
+    assert len(list(trainer.run(events))) == 2
+    evaluations = [epoch for epoch in epochs if epoch == 0]
+    passes = [epoch for epoch in epochs if epoch != 0]
+    assert len(evaluations) == 2
+    assert len(set(passes)) == len(passes) == 1 + 2 * 2
+
+
 def fingerprint(trainer):
     """A digest of everything an evaluation might touch."""
     graph = trainer.past.graph
@@ -148,7 +180,12 @@ def test_evaluation_leaves_everything_as_it_was(toy, has_memory, policy):
     first = trainer.evaluate(events[300:380])
     assert fingerprint(trainer) == before
     assert trainer.evaluate(events[300:380]) == first
+    # Whatever part of the model is in training and whatever is not.
     trainer.model.eval()
+    next(iter(trainer.model.children())).train()
+    before = fingerprint(trainer)
+    trainer.evaluate(events[300:380])
+    assert fingerprint(trainer) == before
     next(run)
     assert fingerprint(trainer) != before
 
