@@ -106,6 +106,24 @@ def test_both_forms_equal_one_root_at_a_time(counts, dim, edge_dim, time_dim, he
             torch.testing.assert_close(grad.double(), wanted, atol=atol * (1 + scale), rtol=atol)
 
 
+@pytest.mark.parametrize("has_rows", [False, True])
+@pytest.mark.parametrize("has_edges", [False, True])
+@pytest.mark.parametrize("has_time", [False, True])
+def test_gradients_nobody_asks_for_change_no_other(has_rows, has_edges, has_time):
+    hop = hop_of([3, 0, 5, 2], edge_dim=3)
+    leaves = arguments(hop, 4, 6, 2)
+    everything = [*leaves, hop.edge_rows.requires_grad_()]
+    all_grads = run(attend, hop, leaves, 0.2)[1]
+    is_wanted = [True, True, has_rows, has_time, has_time, has_edges]
+    for leaf, wanted in zip(everything, is_wanted, strict=True):
+        leaf.requires_grad_(wanted)
+    out = attend(*leaves[:3], hop, *leaves[3:], 0.2)
+    weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    (out * weight).sum().backward()
+    for leaf, wanted, grad in zip(everything, is_wanted, all_grads, strict=True):
+        assert torch.equal(leaf.grad, grad) if wanted else leaf.grad is None
+
+
 def test_spans_of_years_keep_their_angle():
     hop = hop_of([5, 0, 9], dim := 2, span=3e9)
     query, bias, rows, frequency, phase = arguments(hop, dim, 8, 2)
@@ -281,6 +299,7 @@ def test_encoded_time_is_the_cosine_it_says():
     exact = (spans.double()[:, None] * encoding.frequency.detach().double()).cos().float()
     assert torch.equal(encoding(spans), exact)
     assert TimeEncoding(1).frequency.tolist() == [1]
+    assert not any(parameter.requires_grad for parameter in encoding.parameters())
     with pytest.raises(ConfigError, match="at least one component"):
         TimeEncoding(0)
 

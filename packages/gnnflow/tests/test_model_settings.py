@@ -72,7 +72,7 @@ def test_a_node_class_is_learned():
     newest = torch.full((len(nodes),), 99).scatter_reduce(0, block.row, block.dt, "amin")
     is_active = (newest <= newest.median()).long()
     optimizer = torch.optim.Adam([*model.parameters(), *head.parameters()], lr=0.03)
-    for _ in range(25):
+    for _ in range(50):
         loss = F.cross_entropy(head(model(mfg, Inputs(None, None))), is_active)
         optimizer.zero_grad()
         loss.backward()

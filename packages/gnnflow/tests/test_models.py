@@ -58,7 +58,8 @@ MODELS = {
 
 def made(name, node_dim=NODE_DIM, edge_dim=EDGE_DIM, seed=0):
     torch.manual_seed(seed)
-    return MODELS[name](DIM, node_dim, edge_dim).eval()
+    # Time asks for no gradient by itself.
+    return MODELS[name](DIM, node_dim, edge_dim).eval().requires_grad_()
 
 
 def sampler_of(model, graph, **options):

@@ -55,7 +55,8 @@ def sampled(fanout=5, roots=ROOTS, times=TIMES):
 
 def made(node_dim=NODE_DIM, edge_dim=EDGE_DIM, seed=0, **options):
     torch.manual_seed(seed)
-    return TFTGN(DIM, node_dim, edge_dim, **options).eval()
+    # Time asks for no gradient by itself.
+    return TFTGN(DIM, node_dim, edge_dim, **options).eval().requires_grad_()
 
 
 def by_hand(model, sample, root, features):

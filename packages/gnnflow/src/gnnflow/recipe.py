@@ -63,7 +63,7 @@ class Recipe:
         sampler = TemporalSampler(
             graph,
             fanouts,
-            policy="uniform" if self.model in ("tgat", "sage", "gat", "dysat") else "recent",
+            policy="uniform" if self.model in ("sage", "gat", "dysat") else "recent",
             snapshots=3 if self.model == "dysat" else 1,
             window=max(1, length // 10) if self.model == "dysat" else None,
             seed=self.seed,

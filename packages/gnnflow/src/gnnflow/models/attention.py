@@ -130,12 +130,12 @@ class _Compiled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         *saved, score, weight = ctx.saved_tensors
         query, bias, rows, neighbors, edge_rows, edge_index, dt, frequency = saved[:8]
-        wants_rows, wants_edges = ctx.needs_input_grad[2:4]
+        wants_rows, wants_edges, *wants_time = ctx.needs_input_grad[2:6]
         num_edges = len(neighbors)
         query_grad, bias_grad = torch.empty_like(query), torch.empty_like(bias)
         row_grad = rows.new_empty(num_edges if wants_rows else 0, rows.shape[1])
         edge_grad = rows.new_empty(num_edges if wants_edges else 0, edge_rows.shape[1])
-        time_grad = dt.new_zeros(_NUM_CHUNKS, 2, len(frequency))
+        time_grad = dt.new_zeros(_NUM_CHUNKS, 2, len(frequency) if any(wants_time) else 0)
         arrays = [tensor.numpy() for tensor in (grads[0].contiguous(), query, *saved[2:])]
         results = [
             tensor.numpy()
@@ -150,7 +150,7 @@ class _Compiled(torch.autograd.Function):
         of_edges = None
         if wants_edges:
             of_edges = scatter_add(torch.zeros_like(edge_rows), edge_index, edge_grad)
-        of_frequency, of_phase = time_grad.sum(0).float()
+        of_frequency, of_phase = time_grad.sum(0).float() if any(wants_time) else (None, None)
         return query_grad, bias_grad, of_rows, of_edges, of_frequency, of_phase, None, None
 
 

@@ -191,17 +191,19 @@ def backward(
     bias_grad,  # float32 [roots, heads]
     row_grad,  # float32 [edges, dim], or [0, dim]: not asked for
     edge_grad,  # float32 [edges, edge_dim], or [0, edge_dim]
-    time_grad,  # float64 [chunks, 2, time_dim]: of frequency and phase
+    time_grad,  # float64 [chunks, 2, time_dim], or [chunks, 2, 0]: of frequency and phase
 ):
     """Gradients of `forward`: of rows an edge, of time a chunk."""
     dim, edge_dim, time_dim = rows.shape[1], edge_rows.shape[1], frequency.size
     num_heads, num_inputs = query.shape[1], query.shape[2]
+    wants_time = time_grad.shape[2] > 0
     begins = 0 if len(row_grad) else (dim if len(edge_grad) else dim + edge_dim)
+    ends = num_inputs if wants_time else (dim + edge_dim if len(edge_grad) else dim)
     longest = 0
     for root in range(chunks[begin], chunks[stop]):
         longest = max(longest, starts[root + 1] - starts[root])
     inputs = np.empty((longest, num_inputs), np.float32)
-    sines = np.empty((longest, time_dim), np.float32)
+    sines = np.empty((longest if wants_time else 0, time_dim), np.float32)
     half = np.empty(time_dim, np.float32)
     input_grad = np.empty(num_inputs, np.float32)
     score_grad = np.empty((longest, num_heads), np.float32)
@@ -228,19 +230,19 @@ def backward(
                     total += value
                     _add(value, inputs[edge - first], asked)
                 bias_grad[root, head] = total
-            if begins == num_inputs:
+            if begins >= ends:
                 continue
             for edge in range(first, end):
-                wanted = input_grad[begins:]
+                wanted = input_grad[begins:ends]
                 wanted[:] = 0
                 for head in range(num_heads):
-                    _add(weight[edge, head], grad[root, head, begins:], wanted)
-                    _add(score_grad[edge - first, head], query[root, head, begins:], wanted)
+                    _add(weight[edge, head], grad[root, head, begins:ends], wanted)
+                    _add(score_grad[edge - first, head], query[root, head, begins:ends], wanted)
                 if len(row_grad):
                     row_grad[edge] = input_grad[:dim]
                 if len(edge_grad):
                     edge_grad[edge] = input_grad[dim : dim + edge_dim]
-                if time_dim:
+                if wants_time:
                     _add_time(
                         dt[edge], sines[edge - first], input_grad[dim + edge_dim :],
                         time_grad[chunk, 0], time_grad[chunk, 1],

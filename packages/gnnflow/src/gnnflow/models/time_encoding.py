@@ -1,8 +1,10 @@
 """The functional encoding of time spans of "Inductive Representation Learning on Temporal Graphs".
 
-(TGAT, arXiv 2002.07962.) Frequencies start as a geometric series and are learned. Phases are computed
-in float64: a month is 2.6 million seconds, and float32 would round the fast components' angles there
-to a quarter of a radian.
+(TGAT, arXiv 2002.07962.) Frequencies are a geometric series. As published they are learned; here they
+stay as they are, as in GraphMixer (arXiv 2302.11636): a step of 0.001 in a frequency turns the angle of
+a month, 2.6 million seconds, by 2,600 radians, so that learning them deals all angles anew at each
+step. Phases are computed in float64: float32 would round the fast components' angles at a month to a
+quarter of a radian.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def encode(
 
 
 class TimeEncoding(nn.Module):
-    """cos(w dt + b) with w_i = 10^(-9 i / (dim - 1)) and b = 0 at first, both learned.
+    """cos(w dt + b) with w_i = 10^(-9 i / (dim - 1)) and b = 0.
+
+    Both are parameters that ask for no gradient; `requires_grad_()` has them learned, as published.
 
     Args:
         dim: number of components, at least 1.
@@ -43,8 +47,8 @@ class TimeEncoding(nn.Module):
         if dim < 1:
             raise ConfigError(f"expected at least one component of time, came dim={dim}")
         exponents = torch.linspace(0, -_DECADES, dim, dtype=torch.float64)
-        self.frequency = nn.Parameter((10**exponents).float())
-        self.phase = nn.Parameter(torch.zeros(dim))
+        self.frequency = nn.Parameter((10**exponents).float(), requires_grad=False)
+        self.phase = nn.Parameter(torch.zeros(dim), requires_grad=False)
 
     def forward(self, spans: Shaped[Tensor, " *spans"]) -> Float[Tensor, "*spans dim"]:
         """Encodes time spans of any type and shape."""
