@@ -37,6 +37,15 @@ Array = np.ndarray
 
 @compiled
 @no_type_check
+def _move(heap: Array, start: int, end: int) -> None:
+    # Number by number: a row at once would bring the check of shapes and its message in, two seconds
+    # of compilation.
+    for column in range(3):
+        heap[end, column] = heap[start, column]
+
+
+@compiled
+@no_type_check
 def _sink(heap: Array, size: int) -> None:
     """Puts the top of a heap of (count, stamp, slot) in its place."""
     count, stamp, slot = heap[0, 0], heap[0, 1], heap[0, 2]
@@ -50,7 +59,7 @@ def _sink(heap: Array, size: int) -> None:
             child += 1
         if count < heap[child, 0] or (count == heap[child, 0] and stamp < heap[child, 1]):
             break
-        heap[at] = heap[child]
+        _move(heap, child, at)
         at = child
     heap[at, 0], heap[at, 1], heap[at, 2] = count, stamp, slot
 
@@ -60,7 +69,7 @@ def _sink(heap: Array, size: int) -> None:
 def rise(heap: Array, at: int, stamp: int, slot: int) -> None:
     """Puts a slot that was used once, later than all others, into a heap's place `at`, its last."""
     while at > 0 and heap[(at - 1) // 2, 0] > 1:
-        heap[at] = heap[(at - 1) // 2]
+        _move(heap, (at - 1) // 2, at)
         at = (at - 1) // 2
     heap[at, 0], heap[at, 1], heap[at, 2] = 1, stamp, slot
 
@@ -78,7 +87,7 @@ def least_used(heap: Array, slots: Array, used: int, num_leaving: int, leaving: 
             _sink(heap, left)
             slot = heap[0, 2]
         leaving[number] = slot
-        heap[0] = heap[left - 1]
+        _move(heap, left - 1, 0)
         _sink(heap, left - 1)
 
 
