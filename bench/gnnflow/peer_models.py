@@ -48,6 +48,7 @@ class Pyg(nn.Module):
         with torch.no_grad():  # TGAT's frequencies
             self.time.lin.weight.copy_(10 ** torch.linspace(0, -9, DIM)[:, None])
             self.time.lin.bias.zero_()
+        self.time.requires_grad_(False)  # as ours: learning them costs every way precision
         width = stream.features.shape[1] + DIM
         self.convs = nn.ModuleList(
             layers.TransformerConv(DIM, DIM // HEADS, heads=HEADS, edge_dim=width) for _ in range(2)
@@ -150,7 +151,7 @@ class Tgm(nn.Module):
         layers, data = pytest.importorskip("tgm.nn"), pytest.importorskip("tgm.data")
         self.none = pytest.importorskip("tgm.constants").PADDED_NODE_ID
         self.nodes, events = stream.nodes, stream.events
-        self.time = layers.Time2Vec(DIM)
+        self.time = layers.Time2Vec(DIM).requires_grad_(False)  # as for PyG's layers
         attention = [
             layers.TemporalAttention(HEADS, DIM, stream.features.shape[1], DIM, dropout=0.0)
             for _ in range(2)
