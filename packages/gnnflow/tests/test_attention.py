@@ -117,7 +117,8 @@ def test_gradients_nobody_asks_for_change_no_other(has_rows, has_edges, has_time
     is_wanted = [True, True, has_rows, has_time, has_time, has_edges]
     for leaf, wanted in zip(everything, is_wanted, strict=True):
         leaf.requires_grad_(wanted)
-    out = attend(*leaves[:3], hop, *leaves[3:], 0.2)
+    query, bias, rows, frequency, phase = leaves
+    out = attend(query, bias, rows, hop, frequency, phase, 0.2)
     weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
     (out * weight).sum().backward()
     for leaf, wanted, grad in zip(everything, is_wanted, all_grads, strict=True):

@@ -481,3 +481,11 @@ def test_a_cache_on_a_gpu_holds_the_same_rows(policy):
         assert rows[1].is_cuda
         assert torch.equal(rows[0], rows[1].cpu())
         assert torch.equal(caches[0].held("node"), caches[1].held("node"))
+
+
+def test_nothing_is_fetched_from_a_store_that_got_its_first_rows():
+    store = FeatureStore()
+    cache = FeatureCache(store, node=0, edge=0.2)
+    store.append("edge", torch.ones(2, 5))
+    assert cache.fetch("edge", torch.empty(0, dtype=torch.int64)).shape == (0, 5)
+    assert cache.fetch("edge", torch.tensor([1])).tolist() == [[1] * 5]

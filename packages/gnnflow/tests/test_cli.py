@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import gnnflow as gf
 from gnnflow import speed
@@ -71,6 +72,59 @@ def test_info_and_bench(tmp_path, capsys):
     assert "num_edges=1" in capsys.readouterr().out
     assert main(["bench", "zipf:50:500"]) == 0
     assert "M events/s" in capsys.readouterr().out
+
+
+def test_the_order_of_a_files_rows_changes_nothing(tmp_path, capsys):
+    noise = np.random.default_rng(0)
+    columns = [
+        noise.integers(0, 20, 400),
+        noise.integers(20, 40, 400),
+        np.sort(noise.permutation(900)[:400]),
+    ]
+    rows = [
+        f"{s},{d},{t},{x:.4f}" for s, d, t, x in zip(*columns, noise.normal(size=400), strict=True)
+    ]
+    told = []
+    for name, order in (("sorted", range(400)), ("mixed", noise.permutation(400))):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["src,dst,t,x", *(rows[i] for i in order)]))
+        given = ["--every", "100", "--dim", "8", "--fanouts", "3", "--out", str(tmp_path / name)]
+        assert main(["continual", str(tmp_path / f"{name}.csv"), *given, "--replay", "0"]) == 0
+        found = json.loads((tmp_path / name / "rounds.json").read_text())
+        told.append([one["num_events"] for one in found])
+        events = gf.data.read_events(tmp_path / f"{name}.csv").sorted()
+        parts = Recipe(dim=8).build(events)
+        assert torch.equal(parts.features.gather("edge", events.eid), events.features)
+    assert told[0] == told[1]
+    capsys.readouterr()
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_work(tmp_path, capsys):
+    (tmp_path / "afile").write_text("hi")
+    assert main(["continual", "zipf:50:500", "--out", str(tmp_path / "afile")]) == 1
+    assert "afile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["bench", "zipf:9:90", "--increment", "0"], "increment: expected 1"),
+        (["train", "zipf:9:90", "--limit", "-5"], "limit: expected 0"),
+        (["train", "zipf:9:90", "--share", "1.5"], "share: expected"),
+        (["train", "zipf:9:90", "--epochs", "0"], "epochs: expected"),
+        (["train", "zipf:9:90", "--cache", "2"], "cache: expected a share"),
+        (["train", "zipf:9:90", "--model", "tf-tgn", "--fanouts", "3", "3"], "tf-tgn looks at one"),
+    ],
+)
+def test_numbers_out_of_range_name_their_option(args, told, capsys):
+    assert main(args) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_table_without_rows_is_a_stream_without_events(tmp_path, capsys):
+    (tmp_path / "none.csv").write_text("src,dst,t,x\n")
+    assert len(gf.data.read_events(tmp_path / "none.csv")) == 0
+    assert main(["continual", str(tmp_path / "none.csv"), "--out", str(tmp_path)]) == 1
+    assert "at least one event" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cache", [0.0, 0.5])

@@ -494,6 +494,7 @@ def bad_settings():
         lambda: DistributedFeatures(gf.FeatureStore(), group, node_owners=-owners),
         lambda: paired(group, 3),
         lambda: owned(Events([0, 9], [1, 1], [0, 0]), owners, 0),
+        lambda: owned(Events([0, 2], [1, 1], [0, 0]), torch.tensor([0, 1, -1]), 0),
     ):
         try:
             make()
@@ -512,6 +513,7 @@ def test_bad_settings(pool):
         "DataError: node_owners: expected parts in [0, 2)",
         "ConfigError: expected ranks_per_host to divide the 2 ranks, got 3",
         "DataError: expected an owner for each of 10 nodes, got 3",
+        "DataError: node 2 has edges and no owner",
     ]
     for told in pool.run(bad_settings).results:
         for one, start in zip(told, expected, strict=True):

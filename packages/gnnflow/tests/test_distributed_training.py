@@ -193,6 +193,28 @@ def test_ranks_that_disagree_are_told_at_once(pool, what, good, bad):
     assert bad in found[1]
 
 
+def masks():
+    """Which of many ones dropout leaves, in the first training step of each rank."""
+    group = Group.world()
+    graph, owners = gf.TemporalGraph(undirected=True), torch.arange(NUM_NODES) % 2
+    sampler = gf.DistributedSampler(graph, owners, [3], group)
+    model, seen = gf.models.TGAT(dim=16, num_layers=1), []
+
+    class Seen(torch.nn.Dropout):
+        def forward(self, x):
+            seen.append(super().forward(torch.ones(64)))
+            return x
+
+    model.layers[0].dropout = Seen(0.5)
+    next(DistributedTrainer(model, graph, sampler).run(stream()))
+    return seen[0]
+
+
+def test_ranks_drop_apart(pool):
+    one, other = pool.run(masks).results
+    assert not torch.equal(one, other)
+
+
 def misused():
     world, graph = Group.world(), gf.TemporalGraph()
     model = gf.models.TGAT(dim=16)

@@ -120,3 +120,8 @@ def test_others_refuse():
         evaluation.average_precision([float("nan")], [1.0])
     with pytest.raises(ConfigError, match="expected k of 1 or more, got 0"):
         evaluation.hits([1.0], [1.0], 0)
+
+
+def test_infinite_scores_tie():
+    assert evaluation.average_precision([np.inf], [np.inf]) == 0.5
+    assert evaluation.auc([np.inf, -np.inf], [-np.inf]) == 0.75

@@ -118,3 +118,22 @@ def test_digest_tells_every_column_and_the_type_of_time():
     assert Events(range(4), range(4), range(4))[::2].digest() == (
         Events([0, 2], [0, 2], [0, 2], [0, 2]).digest()
     )
+
+
+def test_rows_by_id_are_found_by_id():
+    features = np.arange(8, dtype=np.float32).reshape(4, 2)
+    events = Events(range(4), range(4), range(4), [3, 1, 6, 0], features)
+    rows = events.rows_by_id()
+    assert rows is not None
+    assert torch.equal(rows[events.eid], events.features)
+    assert not rows[[2, 4, 5]].any()
+    in_order = Events(range(4), range(4), range(4), None, features)
+    assert in_order.rows_by_id() is in_order.features
+    assert Events([0], [1], [2]).rows_by_id() is None
+    with pytest.raises(DataError, match="ids up to 999999"):
+        Events([0], [1], [2], [999_999], [[1.0]]).rows_by_id()
+
+
+def test_digest_tells_features():
+    plain, other = (Events([0], [1], [2], None, [[x]]) for x in (1.0, 2.0))
+    assert plain.digest() != other.digest() != Events([0], [1], [2]).digest()

@@ -60,6 +60,7 @@ def test_increments_begin_at_the_first_event_after_the_warm_up():
         ("2W", 1_209_600),
         ("90 s", 90),
         (7.5, 7.5),
+        ("7.5", 7.5),
     ],
 )
 def test_spans(value, expected):
@@ -67,7 +68,7 @@ def test_spans(value, expected):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "1", "1M", "-1D", "0s", "D1", 0, -1.0, float("inf"), float("nan")]
+    "value", ["", "0", "1M", "-1D", "0s", "D1", 0, -1.0, float("inf"), float("nan")]
 )
 def test_spans_refuse(value):
     with pytest.raises(ConfigError, match="window: expected a number above 0 or a text such as"):

@@ -123,6 +123,9 @@ class CachedRows:
             num_allocated = max(num_slots, math.ceil(self._num_allocated * 9 / 8))
             self._allocate(num_allocated + staged)
             self._num_allocated = num_allocated
+        if self._rows.shape[1] != self._store.dim(self._kind):
+            # The store got its first rows; until then nothing was held.
+            self._allocate(len(self._rows))
         self.map.grow(num_slots, self._num_allocated)
 
     def _allocate(self, num_rows: int) -> None:

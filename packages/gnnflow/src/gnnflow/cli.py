@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from shared.errors import MeshyardError
+from shared.errors import ConfigError, MeshyardError
 
 if TYPE_CHECKING:
     from gnnflow.events import Events
@@ -69,6 +69,10 @@ class Train(_Model):
 
     def run(self) -> None:
         """Prints a line for each half."""
+        if not 0 <= self.share < 1:
+            raise ConfigError(f"share: expected 0 or more and below 1, got {self.share}")
+        if self.epochs < 1:
+            raise ConfigError(f"epochs: expected 1 pass or more, got {self.epochs}")
         events = _read(self.data, self.limit)
         rest = len(events) - int(len(events) * self.share)
         trainer = _trainer(
@@ -102,7 +106,7 @@ class Continual(_Model):
     replay: float = 0.05
     """Past events trained on with an increment, as a share of all there are."""
     window: str | None = None
-    """Edges older than this expire: a time such as 30D."""
+    """Edges older than this expire: a time such as 30D, or a number in the stream's own unit."""
 
     def run(self) -> None:
         """Prints the last round and where the page is."""
@@ -115,14 +119,15 @@ class Continual(_Model):
         trainer = _trainer(
             self, events, warmup=self.warmup, every=every, replay=self.replay, window=self.window
         )
+        self.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
         rounds = list(trainer.run(events))
+        (self.out / "rounds.json").write_text(json.dumps([one.to_json() for one in rounds]))
         page = report.write_page(
             {self.model: rounds},
             self.out,
             title=f"{self.model} on {events.label or self.data}",
             is_unix_time=self.data == "flights",
         )
-        (self.out / "rounds.json").write_text(json.dumps([one.to_json() for one in rounds]))
         total = sum(one.num_events + one.num_replayed for one in rounds)
         seconds = sum(one.total_s for one in rounds)
         mean = sum(one.ap * one.num_events for one in rounds) / sum(o.num_events for o in rounds)
@@ -247,8 +252,9 @@ Command = (
 
 def _read(data: str, limit: int | None) -> Events:
     from gnnflow import data as sources
-    from shared.errors import ConfigError
 
+    if limit is not None and limit < 0:
+        raise ConfigError(f"limit: expected 0 events or more, got {limit}")
     if data == "flights":
         return sources.flights(limit)
     if data.startswith("zipf:"):
@@ -292,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
     command = tyro.cli(Command, prog="gnnflow", description=_ABOUT, args=argv)  # type: ignore[arg-type]
     try:
         command.run()
-    except (MeshyardError, FileNotFoundError) as error:
+    except (MeshyardError, OSError, MemoryError) as error:
         print(f"gnnflow: {error}", file=sys.stderr)
         return 1
     return 0

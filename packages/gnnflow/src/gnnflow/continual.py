@@ -69,7 +69,8 @@ class ContinualTrainer:
         fresh_optimizer: make a new one each round, as published, or keep it.
         restore: put a round's edges into an edge cache at its start, as published.
         seed: of negatives, replay and dropout.
-        checkpoint: folder that `run` resumes from, and writes to.
+        checkpoint: folder that `run` resumes from, and writes to. That stream, features, sampling and
+            settings are those of before is checked; the optimiser's own settings are not.
         checkpoint_every: rounds between two checkpoints.
         progress: show a bar with events a second where standard error is a terminal.
 
@@ -145,6 +146,8 @@ class ContinualTrainer:
         self.rounds: list[Round] = []
         self.warmed: Round | None = None
         self.optimizer: torch.optim.Optimizer | None = None
+        # What tells the dropout of a round from others', besides the seed and the round.
+        self._stream: tuple[int, ...] = ()
         self._make_optimizer = optimizer or (lambda params: torch.optim.Adam(params, lr=1e-3))
         self._restore, self._metric, self._progress = restore, metric, progress
         self._folder = None if checkpoint is None else Path(checkpoint)
@@ -240,7 +243,7 @@ class ContinualTrainer:
         before = None if memory is None else memory.state()
         device, loss = self.clock.device, math.nan
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(stream_key(self.settings.seed, index) >> 1)
+            torch.manual_seed(stream_key(self.settings.seed, index, *self._stream) >> 1)
             for epoch in range(self.settings.epochs if index else self.settings.warmup_epochs):
                 if memory is not None and before is not None and epoch:
                     memory.load_state(before)

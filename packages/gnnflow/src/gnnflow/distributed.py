@@ -227,12 +227,18 @@ def owned(
     dropped or refused before they are split.
 
     Raises:
-        DataError: a node has no entry in `owners`.
+        DataError: a node has no entry in `owners`, or one whose edges count has -1 there.
     """
     if len(owners) < events.num_nodes:
         raise DataError(
             f"expected an owner for each of {events.num_nodes} nodes, got {len(owners)}; give new "
             "sources a part first"
+        )
+    holders = torch.cat([events.src, events.dst]) if undirected else events.src
+    if bool((owners[holders] < 0).any()):
+        node = int(holders[owners[holders] < 0][0])
+        raise DataError(
+            f"node {node} has edges and no owner, so that no rank would keep them; give it a part first"
         )
     is_own = owners[events.src] == part
     if undirected:

@@ -27,7 +27,7 @@ from gnnflow.features import Features
 from gnnflow.graph import TemporalGraph
 from gnnflow.links import LinkTask
 from gnnflow.online_partitioning import OnlinePartitioner
-from gnnflow.past import Past
+from gnnflow.past import Past, rows_from
 from shared.comms import Group, all_gather_v, all_reduce, broadcast
 from shared.errors import ConfigError, DataError
 
@@ -78,6 +78,7 @@ class DistributedTrainer(ContinualTrainer):
             raise ConfigError("model: expected it unwrapped; its gradients are added here")
         settings["progress"] = settings.get("progress", True) and group.rank == 0
         super().__init__(model, graph, sampler, features, **settings)
+        self._stream = (group.rank,)
         given = self.settings
         self.past = _Part(sampler, features, self.past, partitioner, given.window, given.seed)
         self.task = _Shared(sampler, model, self.head, sampler, given.batch_size, self.clock)
@@ -134,26 +135,19 @@ class _Part(Past):
                 src, dst = torch.stack([src, dst], 1).view(-1), torch.stack([dst, src], 1).view(-1)
             self._partitioner.assign(src, dst)
             sampler.owners = self._partitioner.owners
-        self._append_rows(new)
         kept = new if since is None else new[new.t >= since]
         own = owned(kept, sampler.owners, sampler.group.rank, undirected=graph.undirected)
-        graph.add_edges(own.src, own.dst, own.t, own.eid)
-
-    def _append_rows(self, new: Events) -> None:
         store = self.features.store if isinstance(self.features, FeatureCache) else self.features
         if not isinstance(store, DistributedFeatures):
-            super()._append_rows(new)
+            whole, rows = self._new_rows(new)
+            graph.add_edges(own.src, own.dst, own.t, own.eid)
+            if whole is not None:
+                whole.append("edge", rows)
             return
-        num_rows = store.num_edges
-        if not store.edge_dim or not len(new) or int(new.eid.max()) < num_rows:
-            return
-        is_next = torch.equal(new.eid, torch.arange(num_rows, num_rows + len(new)))
-        if new.features is None or not is_next:
-            raise DataError(
-                f"features: expected events with features, and ids in the order of the stream from "
-                f"{num_rows} on, the rows there are, got ids up to {int(new.eid.max())}"
-            )
-        store.append("edge", new.features, self._sampler.owners[new.src])
+        rows = rows_from(store.num_edges, new) if store.edge_dim and len(new) else None
+        graph.add_edges(own.src, own.dst, own.t, own.eid)
+        if rows is not None:
+            store.append("edge", rows, sampler.owners[new.src[len(new) - len(rows) :]])
 
     def _agree(self, new: Events, has_refused: bool = False) -> None:
         group = self._sampler.group

@@ -61,7 +61,7 @@ def average_precision(pos: Any, neg: Any) -> float:
     score, is_event = _pooled(pos, neg)
     order = np.argsort(-score, kind="stable")
     score, found = score[order], np.cumsum(is_event[order])
-    last = np.append(np.flatnonzero(np.diff(score)), len(score) - 1)
+    last = np.append(np.flatnonzero(score[1:] != score[:-1]), len(score) - 1)
     precision = found[last] / (last + 1)
     return float(np.sum(precision * np.diff(found[last], prepend=0)) / found[-1])
 

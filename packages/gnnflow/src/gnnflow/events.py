@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from shared.errors import DataError
@@ -29,7 +30,8 @@ class Events:
         dst: int64 [num_events].
         t: int64 or float64 [num_events], in one unit; in seconds where increments are told in days.
         eid: int64 [num_events], row of an event's features; its place in the list if not given.
-        features: float32 [num_events, num_features], or None.
+        features: float32 [num_events, num_features], in the order of the list, or None; a store of
+            features is asked by ids and takes `rows_by_id()`.
         label: where the events come from, in words.
     """
 
@@ -112,15 +114,38 @@ class Events:
         """Whether no event is earlier than the one before it."""
         return bool((self.t[1:] >= self.t[:-1]).all())
 
+    def rows_by_id(self) -> Float[Tensor, "rows num_features"] | None:
+        """The features as a store takes them: row `eid` belongs to that event, others are zeros.
+
+        The features themselves where ids are 0, 1, 2 and on.
+
+        Raises:
+            DataError: ids are so sparse that rows would be mostly zeros.
+        """
+        if self.features is None or not len(self):
+            return self.features
+        num_rows = int(self.eid.max()) + 1
+        if num_rows == len(self) and torch.equal(self.eid, torch.arange(num_rows)):
+            return self.features
+        if num_rows > 4 * len(self) + 1000:
+            raise DataError(
+                f"features: expected ids of about {len(self)} events to lie close together, got ids "
+                f"up to {num_rows - 1}; give events without ids, which are numbered in their order"
+            )
+        rows = self.features.new_zeros(num_rows, self.features.shape[1])
+        rows[self.eid] = self.features
+        return rows
+
     def sorted(self) -> Events:
         """By time; events of one time stay in their order. Itself where that is so already."""
         return self if self.is_sorted else self[self.t.argsort(stable=True)]
 
     def digest(self) -> str:
-        """SHA-256 of ends, times and ids, in hexadecimal: tells whether two lists are the same."""
-        found = hashlib.sha256(str(self.t.dtype).encode())
-        for tensor in (self.src, self.dst, self.t, self.eid):
-            found.update(tensor.contiguous().numpy().data)
+        """SHA-256 of all columns, in hexadecimal: tells whether two lists are the same."""
+        found = hashlib.sha256(f"{self.t.dtype} {_width(self)}".encode())
+        for tensor in (self.src, self.dst, self.t, self.eid, self.features):
+            if tensor is not None:
+                found.update(tensor.contiguous().numpy().data)
         return found.hexdigest()
 
 

@@ -100,7 +100,7 @@ def from_table(
         raise DataError(f"expected columns {src!r}, {dst!r} and {t!r}, got {list(table.columns)}")
     features = table.drop(columns=[src, dst, t, eid], errors="ignore")
     texts = [str(name) for name, kind in features.dtypes.items() if kind.kind not in "biuf"]
-    if texts:
+    if texts and len(table):
         raise DataError(
             f"expected features to be numbers, column {texts[0]!r} is not; drop it or encode it"
         )
@@ -134,7 +134,8 @@ def from_temporal_data(data: Any, label: str = "") -> Events:
 
 
 def _ends(column: Series, name: str) -> np.ndarray:
-    if column.dtype.kind not in "iu":
+    # A column without rows has no type that says anything.
+    if len(column) and column.dtype.kind not in "iu":
         wanted = f"{name}: expected whole numbers without gaps, got {column.dtype}"
         values = column.to_numpy() if column.dtype.kind == "f" else None
         if values is None or not np.array_equal(values, np.floor(values)):
@@ -143,6 +144,8 @@ def _ends(column: Series, name: str) -> np.ndarray:
 
 
 def _seconds(column: Series, name: str) -> np.ndarray:
+    if not len(column):
+        return np.empty(0, np.int64)
     if column.dtype.kind != "M":
         if column.dtype.kind not in "iuf":
             raise DataError(f"{name}: expected numbers or dates, got {column.dtype}")

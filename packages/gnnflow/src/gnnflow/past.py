@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from gnnflow.cache import FeatureCache
 from gnnflow.events import Events
@@ -13,7 +14,7 @@ from gnnflow.replay import Replay
 from gnnflow.rounds import StageClock, span
 from shared.errors import DataError
 
-__all__ = ["Past"]
+__all__ = ["Past", "rows_from"]
 
 
 class Past:
@@ -63,9 +64,11 @@ class Past:
         with self.clock.stage("insert"):
             if since is not None:
                 self.graph.expire(before=since)
-            self._append_rows(new)
+            store, rows = self._new_rows(new)
             kept = new if since is None else new[new.t >= since]
             self.graph.add_edges(kept.src, kept.dst, kept.t, kept.eid)
+            if store is not None:
+                store.append("edge", rows)
         with self.clock.stage("sample"):
             self.negatives.observe(new)
             if self.training_negatives is not self.negatives:
@@ -85,21 +88,40 @@ class Past:
             oldest = 0 if bound is None else int((events.t[:start] < bound).sum())
             return events[self.replay.draw(oldest, start, index)]
 
-    def _append_rows(self, new: Events) -> None:
-        """Gives a store that has edge features the rows of events whose ids are the next ones."""
+    def _new_rows(self, new: Events) -> tuple[FeatureStore | None, Tensor]:
+        """The store, if it has edge features and lacks those of events, and their rows."""
+        none = torch.empty(0, 0)
         store = self.features
         if isinstance(store, FeatureCache):
             store = store.store
         if store is None or not store.dim("edge") or not len(new):
-            return
-        num_rows = store.num_rows("edge")
-        if int(new.eid.max()) < num_rows:
-            return
-        is_next = torch.equal(new.eid, torch.arange(num_rows, num_rows + len(new)))
-        if new.features is None or not is_next or not isinstance(store, FeatureStore):
+            return None, none
+        rows = rows_from(store.num_rows("edge"), new)
+        if rows is None:
+            return None, none
+        if not isinstance(store, FeatureStore):
             raise DataError(
-                f"features: expected a row of edge features for each event up to id "
-                f"{int(new.eid.max())}, there are {num_rows}; give a store with all of them, or "
-                f"events that have features, and ids in the order of the stream from {num_rows} on"
+                f"features: expected a row for each event up to id {int(new.eid.max())}, there are "
+                f"{store.num_rows('edge')}; give a store with all of them"
             )
-        store.append("edge", new.features)
+        return store, rows
+
+
+def rows_from(num_rows: int, new: Events) -> Tensor | None:
+    """Features of the events whose ids are those after the rows there are; None if there are none.
+
+    Raises:
+        DataError: events have no features, or their ids leave rows out.
+    """
+    if int(new.eid.max()) < num_rows:
+        return None
+    later = new if int(new.eid[0]) >= num_rows else new[new.eid >= num_rows]
+    is_next = torch.equal(later.eid, torch.arange(num_rows, num_rows + len(later)))
+    if later.features is None or not is_next:
+        raise DataError(
+            f"features: expected a row of edge features for each event up to id "
+            f"{int(new.eid.max())}, there are {num_rows}; give a store with all of them "
+            f"(`events.rows_by_id()`), or events that have features, and ids in the order of the "
+            f"stream from {num_rows} on"
+        )
+    return later.features

@@ -12,6 +12,7 @@ from gnnflow.events import Events
 from gnnflow.features import Features, FeatureStore
 from gnnflow.graph import TemporalGraph
 from gnnflow.sampler import TemporalSampler
+from shared.errors import ConfigError
 
 __all__ = ["ModelName", "Parts", "Recipe"]
 
@@ -49,23 +50,36 @@ class Recipe:
     seed: int = 0
 
     def build(self, events: Events, *, placement: Any = "cpu") -> Parts:
-        """Makes everything, with nothing in the graph yet."""
+        """Makes everything, with nothing in the graph yet.
+
+        Raises:
+            ConfigError: a setting is out of range.
+            DataError: the ids of events with features lie too far apart.
+        """
         from gnnflow import models
 
         fanouts = self.fanouts or _FANOUTS[self.model]
+        if self.model == "tf-tgn" and len(fanouts) != 1:
+            raise ConfigError(f"fanouts: tf-tgn looks at one hop, expected one, got {fanouts}")
+        if not 0 <= self.cache <= 1:
+            raise ConfigError(f"cache: expected a share in [0, 1], got {self.cache}")
         width = 0 if events.features is None else events.features.shape[1]
         graph = TemporalGraph(
             undirected=True,
             time_dtype="float64" if events.t.is_floating_point() else "int64",
             placement=placement,
         )
-        length = int(events.t[-1] - events.t[0]) if len(events) else 1
+        window = None
+        if self.model == "dysat":
+            length = (events.t[-1] - events.t[0]).item() if len(events) else 0
+            # Snapshots of a tenth of the stream; of a second where all is at one time.
+            window = (length / 10 if isinstance(length, float) else length // 10) or 1
         sampler = TemporalSampler(
             graph,
             fanouts,
             policy="uniform" if self.model in ("sage", "gat", "dysat") else "recent",
             snapshots=3 if self.model == "dysat" else 1,
-            window=max(1, length // 10) if self.model == "dysat" else None,
+            window=window,
             seed=self.seed,
         )
         torch.manual_seed(self.seed)
@@ -79,7 +93,7 @@ class Recipe:
         }[self.model]()
         features: Features | FeatureCache | None = None
         if events.features is not None:
-            features = FeatureStore(edge=events.features)
+            features = FeatureStore(edge=events.rows_by_id())
             if self.cache:
                 features = FeatureCache(features, node=0.0, edge=self.cache)
         return Parts(model, graph, sampler, features, models.LinkHead(self.dim))

@@ -145,7 +145,7 @@ class StageClock:
 
 
 def span(name: str, value: str | float) -> float:
-    """A length of time: a number, or a number and a unit where times are seconds.
+    """A length of time: a number, also as text, or a number and a unit where times are seconds.
 
     Args:
         name: of the setting, for messages.
@@ -156,9 +156,9 @@ def span(name: str, value: str | float) -> float:
     """
     number, unit = value, None
     if isinstance(value, str):
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)?\s*([A-Za-z]+)", value.strip())
-        number, unit = (float(match[1] or 1), match[2]) if match else (0.0, None)
-        number *= _UNITS_S.get(unit or "", 0)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)?\s*([A-Za-z]*)", value.strip())
+        number, unit = (float(match[1] or 1), match[2]) if match and match[0] else (0.0, None)
+        number *= _UNITS_S.get(unit, 0) if unit else 1
     if isinstance(number, str) or not 0 < number < math.inf:
         raise ConfigError(
             f"{name}: expected a number above 0 or a text such as '1D' with a unit among "

@@ -9,7 +9,7 @@ from statistics import median
 from gnnflow.events import Events
 from gnnflow.graph import TemporalGraph
 from gnnflow.sampler import TemporalSampler
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 
 __all__ = ["insert_s", "measure", "sample_s"]
 
@@ -44,8 +44,11 @@ def measure(events: Events, increment: int, fanout: int) -> Iterator[str]:
     """Lines that say what insertion and sampling take; medians, the first run left out.
 
     Raises:
+        ConfigError: the increment or the fanout is out of range.
         DataError: there are no events.
     """
+    if increment < 1:
+        raise ConfigError(f"increment: expected 1 event or more, got {increment}")
     if not len(events):
         raise DataError("expected at least one event to measure with, got none")
     events = events.sorted()

@@ -128,7 +128,13 @@ class Store:
             return
         size = max(num_nodes, int(have * _GROWTH))
         names = ("table", "num_blocks", "_numbers", "_rank")
-        grown = [_grown(getattr(self, name), size) for name in names]
+        try:
+            grown = [_grown(getattr(self, name), size) for name in names]
+        except MemoryError as error:
+            raise MemoryError(
+                f"no memory for node ids up to {num_nodes - 1}, each of which takes 56 bytes; renumber "
+                f"sparse ids, with pandas.factorize for instance"
+            ) from error
         for name, array in zip(names, grown, strict=True):
             setattr(self, name, array)
         self._view = None

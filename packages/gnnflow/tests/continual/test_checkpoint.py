@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+from gnnflow.events import Events
+from gnnflow.features import FeatureStore
 from gnnflow.models import TGAT
 from gnnflow.replay import StructureReplay
 from shared.errors import DataError
@@ -139,3 +141,33 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(toy, tmp_path, monke
         assert toy.curve([next(run)]) == expected[:1]
     assert toy.curve(run) == expected[1:]
     assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("num_rows", [0, 126, 150])
+def test_a_run_whose_store_had_rows_already_is_resumed(toy, tmp_path, num_rows):
+    events = toy.clubs(420)
+
+    def make():
+        trainer = toy.trainer_of(events, checkpoint=tmp_path)
+        features = FeatureStore(node=toy.node_rows(), edge=events.features[:num_rows])
+        trainer.past.features = features
+        return trainer, features
+
+    run = make()[0].run(events)
+    first = next(run)
+    run.close()
+    trainer, features = make()
+    found = list(trainer.run(events))
+    assert found[0] == first
+    assert torch.equal(features.gather("edge", events.eid), events.features)
+
+
+def test_an_insertion_that_is_refused_leaves_no_rows(toy):
+    events = toy.clubs(50)
+    trainer = toy.trainer_of(events)
+    trainer.past.features = features = FeatureStore(edge=events.features[:0])
+    bad = Events([2**50], [1], [10**6], [0], events.features[:1])
+    with pytest.raises(MemoryError, match="renumber sparse ids"):
+        trainer.past.insert(bad)
+    assert features.num_rows("edge") == 0
+    assert trainer.past.graph.num_edges == 0

@@ -18,7 +18,7 @@ from shared.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize(
-    ("name", "epochs", "rate"), [("tgat", 3, 0.02), ("tf-tgn", 8, 0.005), ("graphsage", 3, 0.02)]
+    ("name", "epochs", "rate"), [("tgat", 6, 0.01), ("tf-tgn", 8, 0.005), ("graphsage", 3, 0.02)]
 )
 def test_learns_what_a_shuffled_stream_does_not_have(toy, name, epochs, rate):
     scores = {}
@@ -85,9 +85,9 @@ def test_caches_and_growing_stores_change_no_number(toy):
     assert cache.stats()["edge"].hits > 0
     plain = FeatureCache(FeatureStore(toy.node_rows(), events.features), edge=0.2)
     assert toy.curve(make(plain, restore=False).run(events)) == expected
+    # Rows may end within an increment.
     partial = FeatureStore(toy.node_rows(), events.features[:200])
-    with pytest.raises(DataError, match=r"for each event up to id 238, there are 200"):
-        list(make(partial).run(events))
+    assert toy.curve(make(partial).run(events)) == expected
     bare = Events(events.src, events.dst, events.t)
     with pytest.raises(DataError, match=r"for each event up to id 98, there are 0"):
         list(make(FeatureStore(toy.node_rows(), events.features[:0])).run(bare))
