@@ -201,9 +201,9 @@ def masks():
     model, seen = gf.models.TGAT(dim=16, num_layers=1), []
 
     class Seen(torch.nn.Dropout):
-        def forward(self, x):
+        def forward(self, input):  # noqa: A002, as torch names it
             seen.append(super().forward(torch.ones(64)))
-            return x
+            return input
 
     model.layers[0].dropout = Seen(0.5)
     next(DistributedTrainer(model, graph, sampler).run(stream()))
