@@ -201,7 +201,7 @@ def masks():
     model, seen = gf.models.TGAT(dim=16, num_layers=1), []
 
     class Seen(torch.nn.Dropout):
-        def forward(self, input):  # noqa: A002, as torch names it
+        def forward(self, input):
             seen.append(super().forward(torch.ones(64)))
             return input
 
