@@ -148,14 +148,22 @@ def test_what_is_preserved_is_as_it_was_even_after_an_error():
     memory = NodeMemory(6, 2, 1)
     memory.write(torch.arange(3), *random_state(3, memory.layout))
     before = memory.snapshot()["rows"]
-    with pytest.raises(ValueError, match="on purpose"), memory.preserved():
+
+    def fails():
+        with memory.preserved():
+            writes()
+            raise ValueError("on purpose")
+
+    def writes():
         memory.write(torch.tensor([1, 4]), *random_state(2, memory.layout, 1))
         memory.write(torch.tensor([4, 5]), *random_state(2, memory.layout, 2))
         with pytest.raises(ConfigError, match="no other such block"), memory.preserved():
             pass
         with pytest.raises(ConfigError, match="no open `preserved` block"):
             memory.reset()
-        raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        fails()
     assert torch.equal(memory.snapshot()["rows"], before)
 
 

@@ -61,7 +61,9 @@ class Walked:
         return found[::-1][: self.model.fanout]
 
     def past_before(self, t):
-        columns = zip(*(getattr(self.events, n).tolist() for n in ("t", "src", "dst", "eid")), strict=True)
+        columns = zip(
+            *(getattr(self.events, n).tolist() for n in ("t", "src", "dst", "eid")), strict=True
+        )
         return [row for row in columns if row[0] < t]
 
     def embed(self, node, t):

@@ -145,9 +145,9 @@ def read_table(path: str | os.PathLike[str]) -> Events:
         )
     others = table.drop(columns=names)
     features = others.to_numpy(np.float32) if others.shape[1] else None
-    columns = (table[name].to_numpy() for name in names)
+    src, dst, t = (table[name].to_numpy() for name in names)
     try:
-        return Events(*columns, features, sort=True, label=path.name)
+        return Events(src, dst, t, features, sort=True, label=path.name)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 

@@ -55,8 +55,8 @@ def evaluate(
         pipe: with the model and its memory.
         events: what follows on that which memory has.
         history: what came before; negatives are drawn from it and the events.
-        negatives: a kind, of which `inductive` are pairs that first met after `history`; or where to
-            draw them from.
+        negatives: a kind, of which `inductive` are pairs that met first at the first event or later;
+            or where to draw them from.
         num_negatives: an event.
         batch_size: events that are scored as of one state of memory.
         seed: of the draws.

@@ -57,7 +57,9 @@ class Works:
         self._threads.append(thread)
         thread.start()
 
-    def wait(self, until: Callable[[], bool], deadline: Callable[[], float | None] | None = None) -> float:
+    def wait(
+        self, until: Callable[[], bool], deadline: Callable[[], float | None] | None = None
+    ) -> float:
         """Waits for something that others bring about, or for a deadline that may move.
 
         Args:

@@ -38,7 +38,7 @@ class State(NamedTuple):
     memory: Float[Tensor, "n dim"]
     memory_times: Float64[Tensor, " n"]
     mail: Float[Tensor, "n *slots mail_dim"]
-    mail_times: Float64[Tensor, "n *slots"]
+    mail_times: Float64[Tensor, " n *slots"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ class RowLayout:
 
     @property
     def row_bytes(self) -> int:
+        """Of a row."""
         return 4 * self.num_words
 
     def unpack(self, rows: Float[Tensor, "n words"]) -> State:
@@ -106,7 +107,6 @@ class NodeMemory:
 
     Attributes:
         layout: of a row.
-        version: how many writes there were.
 
     Raises:
         ConfigError: a size is out of range, or there is no such place.
@@ -135,10 +135,12 @@ class NodeMemory:
 
     @property
     def num_nodes(self) -> int:
+        """Rows that there are."""
         return self._rows.num_rows
 
     @property
     def version(self) -> int:
+        """How many writes there were."""
         return self._rows.version
 
     @property
@@ -173,7 +175,7 @@ class NodeMemory:
         memory: Float[Tensor, "n dim"],
         times: Float64[Tensor, " n"],
         mail: Float[Tensor, "n *slots mail_dim"] | None = None,
-        mail_times: Float64[Tensor, "n *slots"] | None = None,
+        mail_times: Float64[Tensor, " n *slots"] | None = None,
     ) -> None:
         """Replaces rows, and counts one version.
 
@@ -276,7 +278,9 @@ class NodeMemory:
         nodes = torch.arange(self.num_nodes)
         rows = [self._rows.read(part).cpu() for part in nodes.split(1 << 16)]
         words = torch.cat(rows) if rows else self._none()
-        about = torch.tensor([self.layout.dim, self.layout.mail_dim, self.layout.slots, self.version])
+        about = torch.tensor(
+            [self.layout.dim, self.layout.mail_dim, self.layout.slots, self.version]
+        )
         return {"rows": words, "about": about}
 
     def restore(self, snapshot: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64, Shaped
@@ -73,7 +73,9 @@ class _Work:
     batch: Batch
     sampled: Sampled
     writes: Int64[Tensor, " num_written"]
-    owners: Int64[Tensor, " num_rows"]  # the iteration that writes a row last before this one, or -1
+    owners: Int64[
+        Tensor, " num_rows"
+    ]  # the iteration that writes a row last before this one, or -1
     places: Int64[Tensor, " num_rows"]  # where in what that iteration writes
     features: tuple[Tensor, Tensor] | None = None  # of sampled edges, and of the batch's events
     rows: Float[Tensor, "num_rows words"] | None = None
@@ -265,10 +267,9 @@ class Pipeline:
             works.close(to_write)
             works.wait(lambda: self.num_committed == len(self._report.staleness))
         finally:
-            error = works.error
             works.stop(_STOP_S)
-            if error is not None or works.error is not None:
-                raise error or works.error
+            if works.error is not None:
+                raise works.error
 
     # Stages -------------------------------------------------------------------------------------
 
@@ -281,9 +282,7 @@ class Pipeline:
             error.add_note(f"mspipe: in stage {name!r} of iteration {index}")
             raise
         end = time.perf_counter()
-        self._report.spans.append(
-            Span(name, index, begin - self._start_s, end - self._start_s)
-        )
+        self._report.spans.append(Span(name, index, begin - self._start_s, end - self._start_s))
 
     def _sampled(self, index: int, batch: Batch) -> _Work:
         with self._stage("sample", index):
@@ -397,7 +396,9 @@ class Pipeline:
             new = self.model.mail(sampled, writes, state, updated, events, work.features[1])
             rows = layout.pack(new)
         if report.mode == "forward" or self.mitigation is not None:
-            depth = self.depth if report.mode == "forward" else max(1, work.index - work.num_committed)
+            depth = (
+                self.depth if report.mode == "forward" else max(1, work.index - work.num_committed)
+            )
             self._ring[work.index] = rows
             for old in [i for i in self._ring if i <= work.index - depth]:
                 del self._ring[old]

@@ -77,8 +77,10 @@ class Plan:
         told = ", ".join(f"{n} {s:g}" for n, s in zip(STAGES, self.stage_s, strict=True))
         lines = [
             told,
-            f"one after another {self.sequential_period:g}, ideal {self.ideal_period:g}, "
-            f"least staleness for it {self.k_min}",
+            (
+                f"one after another {self.sequential_period:g}, ideal {self.ideal_period:g}, "
+                f"least staleness for it {self.k_min}"
+            ),
         ]
         for k in range(1, self.k_min + 1):
             what = "exact, prefetched" if k == 1 else f"{k - 1} writes missing"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -44,7 +44,7 @@ class Report:
 
     mode: str
     spans: list[Span] = field(default_factory=list)
-    waits: Counter[str] = field(default_factory=Counter)
+    waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     staleness: list[int] = field(default_factory=list)
     num_rows_read: int = 0
     num_rows_forwarded: int = 0
@@ -62,6 +62,7 @@ class Report:
 
     @property
     def num_iterations(self) -> int:
+        """Whose memory was fetched."""
         return len(self.staleness)
 
     @property
@@ -115,10 +116,14 @@ class Report:
         lines = [
             f"{self.mode}: {self.num_iterations} iterations in {self.elapsed_s:.2f} s",
             f"stages, median ms: {stages}",
-            f"period {1e3 * self.period_s:.1f} ms, ideal {1e3 * ideal_s:.1f} ms; training waited "
-            f"{100 * self.stall_share:.1f} %",
-            f"rows: {rows:,} read, {self.num_rows_forwarded:,} of them forwarded; "
-            f"{self.num_rows_written:,} written; ring {self.ring_bytes / 1e6:.1f} MB at most",
+            (
+                f"period {1e3 * self.period_s:.1f} ms, ideal {1e3 * ideal_s:.1f} ms; training waited "
+                f"{100 * self.stall_share:.1f} %"
+            ),
+            (
+                f"rows: {rows:,} read, {self.num_rows_forwarded:,} of them forwarded; "
+                f"{self.num_rows_written:,} written; ring {self.ring_bytes / 1e6:.1f} MB at most"
+            ),
             f"store: {self.read_bytes / 1e6:.1f} MB in, {self.written_bytes / 1e6:.1f} MB out",
         ]
         if self.mode == "stale":
@@ -129,7 +134,7 @@ class Report:
             if self.weight is not None:
                 lines.append(f"{self.num_mixed:,} stale rows mixed, own weight {self.weight:.2f}")
         if self.waits:
-            told = ", ".join(f"{why} {s:.2f} s" for why, s in self.waits.most_common())
+            told = ", ".join(f"{why} {s:.2f} s" for why, s in self.waits.items())
             lines.append(f"waits of training: {told}")
         return "\n".join(lines)
 

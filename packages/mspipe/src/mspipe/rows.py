@@ -21,9 +21,20 @@ __all__ = ["LocalRows", "Rows", "SharedRows", "open_rows"]
 class Rows(Protocol):
     """Rows of 32-bit words by number, and a count of writes."""
 
-    num_rows: int
-    version: int
-    device: torch.device
+    @property
+    def num_rows(self) -> int:
+        """How many."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """How many writes there were."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows that are read arrive."""
+        ...
 
     def read(self, ids: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
         """Copies of rows."""
@@ -96,25 +107,31 @@ class LocalRows:
 
     @property
     def num_rows(self) -> int:
+        """How many."""
         return len(self._table)
 
     def read(self, ids: Tensor) -> Tensor:
+        """Copies of rows."""
         return gather(self._table, ids.to(self.device))
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Replaces rows of different numbers, and counts a version."""
         self._table[ids.to(self.device)] = rows.to(self.device)
         self.version += 1
 
     def reset(self) -> None:
+        """Has all rows as at first."""
         self._table[:] = self._fresh
         self.version += 1
 
     def grow(self, num_rows: int) -> None:
+        """Adds rows as at first."""
         table = self._made(num_rows)
         table[: len(self._table)] = self._table
         self._table = table
 
     def close(self) -> None:
+        """Lets go of the rows."""
         self._table = self._table[:0]
 
 
@@ -135,7 +152,9 @@ class SharedRows:
         self.device, self._fresh = torch.device("cpu"), fresh
         folder = Path("/dev/shm")
         if not folder.is_dir():
-            raise ConfigError("place='shm:...': expected /dev/shm, which Linux has; use place='cpu'")
+            raise ConfigError(
+                "place='shm:...': expected /dev/shm, which Linux has; use place='cpu'"
+            )
         self._path = folder / f"mspipe-{name}"
         num_words = self._HEAD + num_rows * len(fresh)
         with self._path.open("ab") as file:
@@ -157,30 +176,37 @@ class SharedRows:
 
     @property
     def num_rows(self) -> int:
+        """How many."""
         return len(self._table)
 
     @property
     def version(self) -> int:
+        """How many writes there were, of any process."""
         return int(self._version[0])
 
     def read(self, ids: Tensor) -> Tensor:
+        """Copies of rows."""
         return gather(self._table, ids.cpu())
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Replaces rows of different numbers, and counts a version."""
         self._table[ids.cpu()] = rows.cpu()
         self._version[0] += 1
 
     def reset(self) -> None:
+        """Has all rows as at first."""
         self._table[:] = self._fresh
         self._version[0] += 1
 
     def grow(self, num_rows: int) -> None:
+        """Is refused."""
         raise ConfigError(
             f"{self._path}: has {self.num_rows} rows and cannot grow to {num_rows}, since other "
             f"processes look at it; make it as large as it will be"
         )
 
     def close(self) -> None:
+        """Removes the memory, if this process made it; others keep seeing it until they end."""
         if self._is_maker:
             self._path.unlink(missing_ok=True)
             self._is_maker = False

@@ -40,6 +40,7 @@ class Simulation:
 
     @property
     def num_iterations(self) -> int:
+        """That were replayed."""
         return len(self.staleness)
 
     @property
@@ -93,9 +94,13 @@ def simulate(
     if times.ndim != 2 or not len(times):
         raise ConfigError(f"expected a row of five stages an iteration, got {list(times.shape)}")
     k_min = plan(times.mean(0).tolist()).k_min
-    distance = {"sync": 1, "prefetch": 1, "forward": depth + 1, "stale": max_staleness or k_min}[mode]
+    distance = {"sync": 1, "prefetch": 1, "forward": depth + 1, "stale": max_staleness or k_min}[
+        mode
+    ]
     if distance < 1 or (max_staleness is not None and max_staleness < 1):
-        raise ConfigError(f"expected max_staleness and depth of at least 1, got {max_staleness}, {depth}")
+        raise ConfigError(
+            f"expected max_staleness and depth of at least 1, got {max_staleness}, {depth}"
+        )
     starts = _latest(times, distance) if mode == "stale" and is_delayed else np.zeros(len(times))
     operations = []
     for i, row in enumerate(times):

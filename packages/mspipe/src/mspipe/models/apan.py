@@ -67,6 +67,7 @@ class APAN(MemoryModel):
         self.dropout = nn.Dropout(dropout)
 
     def update(self, state: State) -> Updated:
+        """Reads the mailboxes of rows that have mail."""
         has_mail, newest = newest_mail(state)
         rows = has_mail.nonzero()[:, 0]
         old, times = state.memory[rows], state.mail_times[rows]
@@ -85,10 +86,12 @@ class APAN(MemoryModel):
         return Updated(memory, torch.where(has_mail, newest, state.memory_times))
 
     def embed(self, sampled: Sampled, updated: Updated, edge_rows: Tensor) -> Tensor:
+        """The normalised states of the roots."""
         del edge_rows
         return self.norm(F.embedding(sampled.roots.to(updated.memory.device), updated.memory))
 
     def writes(self, sampled: Sampled, num_events: int) -> Int64[Tensor, " num_written"]:
+        """The ends of events, and the neighbours that mail goes to."""
         ends = 2 * num_events
         near = sampled.neighbors[: int(sampled.starts[ends])]
         return torch.unique(torch.cat([sampled.roots[:ends], near]))
@@ -102,6 +105,7 @@ class APAN(MemoryModel):
         events: Events,
         event_rows: Float[Tensor, "num_events edge_dim"],
     ) -> State:
+        """The states of ends, and the mailboxes of all who receive mail."""
         count, memory, device = len(events), updated.memory.detach(), updated.memory.device
         # Only ends are written anew; who only receives mail keeps the state that was read.
         is_end = torch.zeros(len(sampled.nodes), dtype=torch.bool, device=device)

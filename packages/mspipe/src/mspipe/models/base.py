@@ -95,7 +95,9 @@ class MemoryModel(nn.Module):
     def __init__(self, dim: int, edge_dim: int) -> None:
         super().__init__()
         if dim < 1 or edge_dim < 0:
-            raise ConfigError(f"expected dim of at least 1 and edge_dim of at least 0, got {dim}, {edge_dim}")
+            raise ConfigError(
+                f"expected dim of at least 1 and edge_dim of at least 0, got {dim}, {edge_dim}"
+            )
         self.dim, self.edge_dim = dim, edge_dim
         self.mail_dim = mail_dim(dim, edge_dim)
         self.head = LinkHead(dim)

@@ -30,6 +30,7 @@ class _Recurrent(MemoryModel):
         self.cell = cell(self.mail_dim + time_dim, dim)
 
     def update(self, state: State) -> Updated:
+        """Runs the cell on rows that have mail."""
         has_mail, times = newest_mail(state)
         rows = has_mail.nonzero()[:, 0]
         old = state.memory[rows]
@@ -144,6 +145,7 @@ class TGN(_Recurrent):
         self.attention = NeighborAttention(dim, edge_dim, time_dim, num_heads, dropout)
 
     def embed(self, sampled: Sampled, updated: Updated, edge_rows: Tensor) -> Tensor:
+        """Reads roots and their neighbours by attention."""
         return self.attention(sampled, updated.memory, edge_rows)
 
 
@@ -166,6 +168,7 @@ class JODIE(_Recurrent):
         nn.init.normal_(self.drift.bias, std=1.0)
 
     def embed(self, sampled: Sampled, updated: Updated, edge_rows: Tensor) -> Tensor:
+        """The states of the roots, drifted to their times."""
         del edge_rows
         roots = sampled.roots.to(updated.memory.device)
         t = sampled.root_times.to(updated.times.device)
