@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mspipe import data, evaluation, models
+    from mspipe import data, evaluation, memory, models, planner
     from mspipe.batching import Batch, batches
     from mspipe.evaluation import EdgeBank, evaluate
     from mspipe.events import Events
@@ -37,7 +37,7 @@ _HOME_OF = {
     "plan": "planner",
     "simulate": "simulator",
 }
-_MODULES = ("data", "evaluation", "models")
+_MODULES = ("data", "evaluation", "memory", "models", "planner")
 
 __all__ = [
     "Batch",
@@ -57,8 +57,10 @@ __all__ = [
     "evaluate",
     "evaluation",
     "mail_dim",
+    "memory",
     "models",
     "plan",
+    "planner",
     "simulate",
 ]
 

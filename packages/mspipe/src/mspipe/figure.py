@@ -19,31 +19,34 @@ _NAMES = ["write back", "train", "fetch", "sample"]
 
 
 def draw(reports: Mapping[str, Report], path: Path, title: str, num_iterations: int = 6) -> None:
-    """Draws the middle iterations of each run on one scale of time.
+    """Draws each run from its middle on, all for as long as one of them takes for some iterations.
 
     Args:
         reports: by the name that stands above.
         path: an SVG.
         title: of the picture.
-        num_iterations: of each run.
+        num_iterations: of the slowest run.
     """
     figure = Figure(figsize=(9, 0.7 + 1.7 * len(reports)), layout="constrained")
     figure.suptitle(title, fontsize=10)
     rows = figure.subplots(len(reports), 1, sharex=True, squeeze=False)[:, 0]
+    window_s = num_iterations * max(report.period_s for report in reports.values())
     for axes, (name, report) in zip(rows, reports.items(), strict=True):
-        first = max(0, report.num_iterations // 2 - num_iterations // 2)
-        shown = [s for s in report.spans if first <= s.iteration < first + num_iterations]
-        start = min(s.begin_s for s in shown if s.stage == "memory")
-        for span in shown:
-            begin, length = 1e3 * (span.begin_s - start), 1e3 * (span.end_s - span.begin_s)
-            lane = _LANES[span.stage]
+        trained = [span.begin_s for span in report.spans if span.stage == "train"]
+        start = trained[len(trained) // 2] if trained else 0.0
+        for span in report.spans:
+            begin, end = span.begin_s - start, span.end_s - start
+            if end <= 0 or begin >= window_s:
+                continue
+            lane, colour = _LANES[span.stage], _COLOURS[span.stage]
             axes.barh(
-                lane, length, left=begin, height=0.78, color=_COLOURS[span.stage],
+                lane, 1e3 * (end - begin), left=1e3 * begin, height=0.78, color=colour,
                 edgecolor="white", lw=0.5,
             )  # fmt: skip
-            if span.stage == "train":
+            middle = (max(begin, 0) + min(end, window_s)) / 2
+            if end - begin > window_s / 60 and 0.01 < middle / window_s < 0.99:
                 axes.text(
-                    begin + length / 2, lane, str(span.iteration), ha="center", va="center",
+                    1e3 * middle, lane, str(span.iteration), ha="center", va="center",
                     fontsize=7, color="white",
                 )  # fmt: skip
         axes.set_title(
@@ -52,5 +55,5 @@ def draw(reports: Mapping[str, Report], path: Path, title: str, num_iterations: 
         axes.set_yticks(range(4), _NAMES, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     rows[-1].set_xlabel("ms")
-    rows[-1].set_xlim(left=0)
+    rows[-1].set_xlim(0, 1e3 * window_s)
     figure.savefig(path, format="svg")
