@@ -1,0 +1,74 @@
+"""Temporal graph networks that remember, trained with their memory's traffic off the critical path."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mspipe import data, evaluation, memory, models, planner
+    from mspipe.batching import Batch, batches
+    from mspipe.evaluation import EdgeBank, evaluate
+    from mspipe.events import Events
+    from mspipe.memory import NodeMemory
+    from mspipe.mitigation import Mitigation
+    from mspipe.models import mail_dim
+    from mspipe.negatives import Negatives
+    from mspipe.pipeline import Output, Pipeline
+    from mspipe.planner import Plan, plan
+    from mspipe.report import Report
+    from mspipe.sampler import Sampler
+    from mspipe.simulator import Simulation, simulate
+
+_HOME_OF = {
+    "Batch": "batching",
+    "EdgeBank": "evaluation",
+    "Events": "events",
+    "Mitigation": "mitigation",
+    "Negatives": "negatives",
+    "NodeMemory": "memory",
+    "Output": "pipeline",
+    "Pipeline": "pipeline",
+    "Plan": "planner",
+    "Report": "report",
+    "Sampler": "sampler",
+    "Simulation": "simulator",
+    "batches": "batching",
+    "evaluate": "evaluation",
+    "mail_dim": "models",
+    "plan": "planner",
+    "simulate": "simulator",
+}
+_MODULES = ("data", "evaluation", "memory", "models", "planner")
+
+__all__ = [
+    "Batch",
+    "EdgeBank",
+    "Events",
+    "Mitigation",
+    "Negatives",
+    "NodeMemory",
+    "Output",
+    "Pipeline",
+    "Plan",
+    "Report",
+    "Sampler",
+    "Simulation",
+    "batches",
+    "data",
+    "evaluate",
+    "evaluation",
+    "mail_dim",
+    "memory",
+    "models",
+    "plan",
+    "planner",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes a second to import, which `mspipe --help` has no use for.
+    if name in _HOME_OF:
+        return getattr(import_module(f"mspipe.{_HOME_OF[name]}"), name)
+    if name in _MODULES:
+        return import_module(f"mspipe.{name}")
+    raise AttributeError(f"module 'mspipe' has no attribute {name!r}")

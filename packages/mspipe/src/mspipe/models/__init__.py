@@ -1,0 +1,17 @@
+"""Models of nodes that remember: TGN, JODIE and APAN, with the equations of TGL's forms."""
+
+from mspipe.models.apan import APAN
+from mspipe.models.base import LinkHead, MemoryModel, TimeEncoding, Updated, mail_dim
+from mspipe.models.tgn import JODIE, TGN, NeighborAttention
+
+__all__ = [
+    "APAN",
+    "JODIE",
+    "TGN",
+    "LinkHead",
+    "MemoryModel",
+    "NeighborAttention",
+    "TimeEncoding",
+    "Updated",
+    "mail_dim",
+]

@@ -1,0 +1,170 @@
+"""What the pipeline asks of a model, and what all models share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mspipe.events import Events
+from mspipe.memory import NO_MAIL, State
+from mspipe.sampler import Sampled
+from shared.errors import ConfigError
+
+__all__ = ["LinkHead", "MemoryModel", "TimeEncoding", "Updated", "last_events", "mail_dim"]
+
+_DECADES = 9
+
+
+def mail_dim(dim: int, edge_dim: int = 0) -> int:
+    """Numbers of a message: both ends' states and the event's features."""
+    return 2 * dim + edge_dim
+
+
+class Updated(NamedTuple):
+    """States of a batch's rows once their mail is applied.
+
+    Attributes:
+        memory: float32 [num_rows, dim], with gradients.
+        times: float64 [num_rows].
+    """
+
+    memory: Float[Tensor, "num_rows dim"]
+    times: Float64[Tensor, " num_rows"]
+
+
+class TimeEncoding(nn.Module):
+    """cos(w dt) with w_i = 10^(-9 i / (dim - 1)), after TGAT (arXiv 2002.07962).
+
+    The frequencies are not learned, as in GraphMixer (arXiv 2302.11636): where spans are seconds of a
+    month, one step of an optimiser would deal all angles anew. Angles are computed in float64.
+
+    Args:
+        dim: numbers given, at least 1.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        exponents = torch.linspace(0, -_DECADES, dim, dtype=torch.float64)
+        self.register_buffer("frequency", 10**exponents)
+
+    def forward(self, spans: Float64[Tensor, " *n"]) -> Float[Tensor, "*n dim"]:
+        """Encodes spans of time."""
+        frequency = self.get_buffer("frequency")
+        return (spans[..., None].double() * frequency).cos().float()
+
+
+class LinkHead(nn.Module):
+    """Logits of links between embeddings of width `dim`: a perceptron over both."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.src, self.dst, self.out = nn.Linear(dim, dim), nn.Linear(dim, dim), nn.Linear(dim, 1)
+
+    def forward(
+        self, src: Float[Tensor, "*n dim"], dst: Float[Tensor, "*m dim"]
+    ) -> Float[Tensor, " *both"]:
+        """A logit a pair; shapes broadcast."""
+        return self.out(F.relu(self.src(src) + self.dst(dst)))[..., 0]
+
+
+class MemoryModel(nn.Module):
+    """A model of nodes that remember: applies mail, embeds roots, and sends mail.
+
+    Args:
+        dim: numbers of a state and of an embedding.
+        edge_dim: of an event's features; 0 for none.
+
+    Attributes:
+        dim, edge_dim: as given.
+        mail_dim: numbers of a message.
+        slots: messages that a node keeps.
+        fanout: neighbours that the model looks at, at most; 0 for none.
+        head: scores links.
+
+    Raises:
+        ConfigError: a size is out of range.
+    """
+
+    slots: int = 1
+    fanout: int = 0
+
+    def __init__(self, dim: int, edge_dim: int) -> None:
+        super().__init__()
+        if dim < 1 or edge_dim < 0:
+            raise ConfigError(
+                f"expected dim of at least 1 and edge_dim of at least 0, got {dim}, {edge_dim}"
+            )
+        self.dim, self.edge_dim = dim, edge_dim
+        self.mail_dim = mail_dim(dim, edge_dim)
+        self.head = LinkHead(dim)
+
+    def update(self, state: State) -> Updated:
+        """Applies the mail of rows to their memory; a row without mail keeps what it has."""
+        raise NotImplementedError
+
+    def embed(
+        self, sampled: Sampled, updated: Updated, edge_rows: Float[Tensor, "num_sampled edge_dim"]
+    ) -> Float[Tensor, "num_roots dim"]:
+        """Embeds the roots at their times."""
+        raise NotImplementedError
+
+    def writes(self, sampled: Sampled, num_events: int) -> Int64[Tensor, " num_written"]:
+        """Rows of `sampled.nodes` that a batch writes, rising: those of its events' ends."""
+        return torch.unique(sampled.roots[: 2 * num_events])
+
+    def mail(
+        self,
+        sampled: Sampled,
+        rows: Int64[Tensor, " num_written"],
+        state: State,
+        updated: Updated,
+        events: Events,
+        event_rows: Float[Tensor, "num_events edge_dim"],
+    ) -> State:
+        """What is written for `rows`: the updated states, and mail of each node's last event.
+
+        As TGL does it, a message is taken when it is sent: [own state | other end's | features], both
+        updated. Nothing of it carries gradients.
+
+        Args:
+            sampled: whose first roots are the events' sources and destinations.
+            rows: what `writes` gave.
+            state: as it was read.
+            updated: what `update` made of it.
+            events: of the batch.
+            event_rows: their features.
+        """
+        count = len(events)
+        memory = updated.memory.detach()
+        own, other, event = last_events(sampled, rows, count)
+        features = event_rows[event.to(event_rows.device)]
+        mail = torch.cat([memory[own], memory[other], features], 1)
+        times = events.t.to(updated.times)[event.to(updated.times.device)]
+        return State(memory[own], updated.times[own], mail, times)
+
+
+def last_events(
+    sampled: Sampled, rows: Int64[Tensor, " num_written"], num_events: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row its last event in a batch: its own row, that of the other end, and which event.
+
+    Events are in order of time; of one that meets itself the destination counts.
+    """
+    src, dst = sampled.roots[: 2 * num_events].split(num_events)
+    ends = torch.stack([src, dst], 1)
+    # By row, the last of its places in the list src 0, dst 0, src 1, dst 1, ...
+    last = torch.full((len(sampled.nodes),), -1, dtype=torch.int64, device=ends.device)
+    places = torch.arange(2 * num_events, device=ends.device)
+    last = last.scatter_reduce(0, ends.flatten(), places, "amax")[rows]
+    event = last // 2
+    return rows, ends.flip(1).flatten()[last], event
+
+
+def newest_mail(state: State) -> tuple[Tensor, Tensor]:
+    """Which rows have mail, and the time of their newest."""
+    times = state.mail_times if state.mail_times.ndim == 1 else state.mail_times.amax(1)
+    return times != NO_MAIL, times

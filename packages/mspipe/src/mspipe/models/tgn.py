@@ -1,0 +1,185 @@
+"""TGN and JODIE: a recurrent memory, read through attention over neighbours or drifting with time."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mspipe.memory import State
+from mspipe.models.base import MemoryModel, TimeEncoding, Updated, newest_mail
+from mspipe.sampler import Sampled
+from shared.errors import ConfigError
+
+__all__ = ["JODIE", "TGN", "NeighborAttention"]
+
+
+class _Recurrent(MemoryModel):
+    """s <- cell([mail | Phi(time of the mail - time of the memory)], s), once a node.
+
+    The span ends at the mail and not at the query, as in TGN's paper: one value a node, so that the
+    cell runs on different nodes only and not on every occurrence.
+    """
+
+    def __init__(self, dim: int, edge_dim: int, time_dim: int, cell: type[nn.Module]) -> None:
+        super().__init__(dim, edge_dim)
+        if time_dim < 1:
+            raise ConfigError(f"expected time_dim of at least 1, got {time_dim}")
+        self.time = TimeEncoding(time_dim)
+        self.cell = cell(self.mail_dim + time_dim, dim)
+
+    def update(self, state: State) -> Updated:
+        """Runs the cell on rows that have mail."""
+        has_mail, times = newest_mail(state)
+        rows = has_mail.nonzero()[:, 0]
+        old = state.memory[rows]
+        spans = times[rows] - state.memory_times[rows]
+        new = self.cell(torch.cat([state.mail[rows], self.time(spans)], 1), old)
+        memory = state.memory.index_copy(0, rows, new)
+        return Updated(memory, torch.where(has_mail, times, state.memory_times))
+
+
+class NeighborAttention(nn.Module):
+    """Temporal attention over sampled neighbours, projecting nothing once an edge.
+
+    q = W_q [h_v | Phi(0)], k and v = W [h_u | e | Phi(dt)], out = LN(ReLU(W_o [sum a v | h_v])), as TGL's
+    layer. Since q . (W_k x) = (q W_k) . x and sum a (W_v x) = W_v (sum a x), keys and values are projected
+    once a root.
+
+    Args:
+        dim: numbers of states and embeddings; divided by `num_heads`.
+        edge_dim, time_dim: of an edge's features and encoded time.
+        num_heads: heads.
+        dropout: share of the output that is dropped in training.
+        slope: of negative scores.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        edge_dim: int,
+        time_dim: int,
+        num_heads: int = 2,
+        dropout: float = 0.1,
+        slope: float = 0.2,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or dim % num_heads:
+            raise ConfigError(f"expected num_heads to divide dim, got {num_heads} and {dim}")
+        self.num_heads, self.slope = num_heads, slope
+        self.time = TimeEncoding(time_dim)
+        self.query = nn.Linear(dim + time_dim, dim)
+        # Scores are not divided by the root of a head's width, so that queries start that much smaller.
+        with torch.no_grad():
+            for parameter in self.query.parameters():
+                parameter /= (dim // num_heads) ** 0.5
+        num_inputs = dim + edge_dim + time_dim
+        self.key, self.value = nn.Linear(num_inputs, dim), nn.Linear(num_inputs, dim)
+        self.out = nn.Linear(2 * dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        sampled: Sampled,
+        memory: Float[Tensor, "num_rows dim"],
+        edge_rows: Float[Tensor, "num_sampled edge_dim"],
+    ) -> Float[Tensor, "num_roots dim"]:
+        """Embeds the roots."""
+        place, is_there = _padded(sampled.starts)
+        place, is_there = place.to(memory.device), is_there.to(memory.device)
+        roots = sampled.roots.to(memory.device)
+        own = F.embedding(roots, memory)
+        now = self.time(torch.zeros((), dtype=torch.float64, device=memory.device))
+        query = self.query(torch.cat([own, now.expand(len(own), -1)], 1))
+        query = query.unflatten(1, (self.num_heads, -1))
+        weight = self.key.weight.unflatten(0, (self.num_heads, -1))
+        asked = torch.einsum("rhd,hdi->rhi", query, weight)
+        bias = (query * self.key.bias.unflatten(0, (self.num_heads, -1))).sum(-1)
+        neighbors = sampled.neighbors.to(memory.device)
+        inputs = torch.cat(
+            [
+                F.embedding(neighbors[place], memory),
+                F.embedding(place, edge_rows),
+                self.time(sampled.dt.to(memory.device))[place],
+            ],
+            2,
+        )
+        score = asked @ inputs.transpose(1, 2) + bias[..., None]
+        score = F.leaky_relu(score, self.slope)
+        # Not -inf: a root without neighbours would have no number as its softmax.
+        score = score.masked_fill(~is_there[:, None], torch.finfo(score.dtype).min)
+        share = score.softmax(-1).masked_fill(~is_there[:, None], 0)
+        weight = self.value.weight.unflatten(0, (self.num_heads, -1))
+        summed = torch.einsum("rhi,hdi->rhd", share @ inputs, weight).flatten(1)
+        summed = summed + is_there.any(1, keepdim=True) * self.value.bias
+        return self.norm(F.relu(self.dropout(self.out(torch.cat([summed, own], 1)))))
+
+
+class TGN(_Recurrent):
+    """A GRU over mail, read through attention over the newest neighbours (arXiv 2006.10637).
+
+    Args:
+        dim: numbers of states and embeddings.
+        edge_dim: of an event's features.
+        time_dim: of encoded time; `dim` by default.
+        fanout: neighbours looked at.
+        num_heads: divides `dim`.
+        dropout: share of the embedding's last step that is dropped in training.
+    """
+
+    def __init__(
+        self,
+        dim: int = 100,
+        edge_dim: int = 0,
+        *,
+        time_dim: int | None = None,
+        fanout: int = 10,
+        num_heads: int = 2,
+        dropout: float = 0.1,
+    ) -> None:
+        time_dim = dim if time_dim is None else time_dim
+        super().__init__(dim, edge_dim, time_dim, nn.GRUCell)
+        self.fanout = fanout
+        self.attention = NeighborAttention(dim, edge_dim, time_dim, num_heads, dropout)
+
+    def embed(self, sampled: Sampled, updated: Updated, edge_rows: Tensor) -> Tensor:
+        """Reads roots and their neighbours by attention."""
+        return self.attention(sampled, updated.memory, edge_rows)
+
+
+class JODIE(_Recurrent):
+    """A plain recurrent cell over mail, and a state that drifts with the time since (arXiv 1908.01207).
+
+    The embedding is LN(s) (1 + w (t - t of s) / (t + 1) + b), as TGL has it.
+
+    Args:
+        dim: numbers of states and embeddings.
+        edge_dim: of an event's features.
+        time_dim: of encoded time; `dim` by default.
+    """
+
+    def __init__(self, dim: int = 100, edge_dim: int = 0, *, time_dim: int | None = None) -> None:
+        super().__init__(dim, edge_dim, dim if time_dim is None else time_dim, nn.RNNCell)
+        self.norm = nn.LayerNorm(dim)
+        self.drift = nn.Linear(1, dim)
+        nn.init.normal_(self.drift.weight, std=1.0)
+        nn.init.normal_(self.drift.bias, std=1.0)
+
+    def embed(self, sampled: Sampled, updated: Updated, edge_rows: Tensor) -> Tensor:
+        """The states of the roots, drifted to their times."""
+        del edge_rows
+        roots = sampled.roots.to(updated.memory.device)
+        t = sampled.root_times.to(updated.times.device)
+        since = ((t - updated.times[roots]) / (t + 1)).float()
+        return self.norm(F.embedding(roots, updated.memory)) * (1 + self.drift(since[:, None]))
+
+
+def _padded(starts: Int64[Tensor, " num_roots_and_1"]) -> tuple[Tensor, Tensor]:
+    """A table of the neighbours of each root, and where it has one; other places read neighbour 0."""
+    counts = starts.diff()
+    longest = int(counts.max()) if len(counts) else 0
+    ranks = torch.arange(longest, device=starts.device)
+    is_there = ranks < counts[:, None]
+    return torch.where(is_there, starts[:-1, None] + ranks, 0), is_there

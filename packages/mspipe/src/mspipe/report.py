@@ -1,0 +1,165 @@
+"""What a pipeline did: seconds by stage, how far from the ideal, how stale, and a timeline."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from mspipe.planner import STAGES, Plan, plan
+
+__all__ = ["Report", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stage of one iteration, or a wait for something: seconds from the start of the run."""
+
+    stage: str
+    iteration: int
+    begin_s: float
+    end_s: float
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Figures of one run, growing as it goes.
+
+    Attributes:
+        mode: of the pipeline.
+        spans: stages as they ran.
+        waits: by reason, seconds that training waited.
+        staleness: of each iteration, how many iterations ago the oldest write was that it could miss,
+            1 if it missed none.
+        num_rows_read, num_rows_forwarded: from the store, and from the ring.
+        num_rows_written, num_updates_dropped: written, and those among them whose state did not know
+            a write before it.
+        read_bytes, written_bytes: between the store and here.
+        ring_bytes: the most that rows in the ring took at once.
+        num_mixed: rows whose stale state was mixed with others'.
+        weight: that a stale state had in the mix last; None where none was.
+    """
+
+    mode: str
+    spans: list[Span] = field(default_factory=list)
+    waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    staleness: list[int] = field(default_factory=list)
+    num_rows_read: int = 0
+    num_rows_forwarded: int = 0
+    num_rows_written: int = 0
+    num_updates_dropped: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    ring_bytes: int = 0
+    num_mixed: int = 0
+    weight: float | None = None
+
+    def seconds(self, stage: str) -> list[float]:
+        """Of every iteration."""
+        return [span.end_s - span.begin_s for span in self.spans if span.stage == stage]
+
+    @property
+    def num_iterations(self) -> int:
+        """Whose memory was fetched."""
+        return len(self.staleness)
+
+    @property
+    def stage_s(self) -> tuple[float, ...]:
+        """Medians, in the order of `STAGES`."""
+        return tuple(median(self.seconds(stage) or [0.0]) for stage in STAGES)
+
+    @property
+    def plan(self) -> Plan:
+        """What these stages allow."""
+        return plan(self.stage_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        """From the first stage's begin to the last one's end."""
+        if not self.spans:
+            return 0.0
+        return max(s.end_s for s in self.spans) - min(s.begin_s for s in self.spans)
+
+    @property
+    def period_s(self) -> float:
+        """Mean seconds between two ends of training, over the second half of the iterations."""
+        ends = [span.end_s for span in self.spans if span.stage == "train"]
+        first = len(ends) // 2
+        return (ends[-1] - ends[first]) / (len(ends) - 1 - first) if len(ends) - 1 > first else 0.0
+
+    @property
+    def stall_share(self) -> float:
+        """Of the time from the first training on, what training waited."""
+        trained = [span for span in self.spans if span.stage == "train"]
+        if not trained:
+            return 0.0
+        whole = trained[-1].end_s - trained[0].begin_s
+        return max(0.0, 1 - sum(s.end_s - s.begin_s for s in trained) / whole) if whole else 0.0
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """Iterations by staleness."""
+        return dict(sorted(Counter(self.staleness).items()))
+
+    @property
+    def dropped_share(self) -> float:
+        """Of all rows written, those whose update replaced one that it did not know."""
+        return self.num_updates_dropped / self.num_rows_written if self.num_rows_written else 0.0
+
+    def __str__(self) -> str:
+        stages = ", ".join(
+            f"{name} {1e3 * s:.1f}" for name, s in zip(STAGES, self.stage_s, strict=True)
+        )
+        ideal_s, rows = self.plan.ideal_period, self.num_rows_read + self.num_rows_forwarded
+        lines = [
+            f"{self.mode}: {self.num_iterations} iterations in {self.elapsed_s:.2f} s",
+            f"stages, median ms: {stages}",
+            (
+                f"period {1e3 * self.period_s:.1f} ms, ideal {1e3 * ideal_s:.1f} ms; training waited "
+                f"{100 * self.stall_share:.1f} %"
+            ),
+            (
+                f"rows: {rows:,} read, {self.num_rows_forwarded:,} of them forwarded; "
+                f"{self.num_rows_written:,} written; ring {self.ring_bytes / 1e6:.1f} MB at most"
+            ),
+            f"store: {self.read_bytes / 1e6:.1f} MB in, {self.written_bytes / 1e6:.1f} MB out",
+        ]
+        if self.mode == "stale":
+            told = ", ".join(f"{k}: {n}" for k, n in self.histogram.items())
+            lines.append(
+                f"staleness {{{told}}}, {100 * self.dropped_share:.1f} % of updates dropped"
+            )
+            if self.weight is not None:
+                lines.append(f"{self.num_mixed:,} stale rows mixed, own weight {self.weight:.2f}")
+        if self.waits:
+            told = ", ".join(f"{why} {s:.2f} s" for why, s in self.waits.items())
+            lines.append(f"waits of training: {told}")
+        return "\n".join(lines)
+
+    def trace(self, path: str | Path) -> None:
+        """Writes the spans in the Trace Event Format, for chrome://tracing and ui.perfetto.dev."""
+        events: list[dict] = [
+            {"name": key, "ph": "M", "pid": 0, "tid": tid, "args": about}
+            for tid, name in enumerate(STAGES)
+            for key, about in (
+                ("thread_name", {"name": name}),
+                ("thread_sort_index", {"sort_index": tid}),
+            )
+        ]
+        events += [
+            {
+                "name": f"{span.stage} {span.iteration}",
+                "cat": span.stage,
+                "ph": "X",
+                "pid": 0,
+                "tid": STAGES.index(span.stage),
+                "ts": 1e6 * span.begin_s,
+                "dur": 1e6 * (span.end_s - span.begin_s),
+            }
+            for span in self.spans
+        ]
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

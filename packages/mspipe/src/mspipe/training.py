@@ -1,0 +1,251 @@
+"""Passes over a stream, each from an empty memory, that go on after an interruption as if there were none."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mspipe.batching import Cut, batches
+from mspipe.evaluation import evaluate
+from mspipe.events import Events
+from mspipe.negatives import Negatives
+from mspipe.pipeline import Pipeline
+from shared.errors import ConfigError, DataError
+from shared.kernels.philox import stream_key
+
+__all__ = ["Epoch", "Settings", "fit"]
+
+_FORMAT = "mspipe training 1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a stream is learnt.
+
+    Attributes:
+        epochs: passes.
+        batch_size, cut: see `batches`.
+        seed: of negatives, dropout and the cut.
+        save_every: batches between two checkpoints; at every one the pipeline runs empty.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    epochs: int = 3
+    batch_size: int = 600
+    cut: Cut = "uniform"
+    seed: int = 0
+    save_every: int = 200
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "save_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """One pass.
+
+    Attributes:
+        index: from 1.
+        losses: of its batches.
+        seconds: spent in the pipeline, of this process only.
+        scores: on what follows the training events, if anything was given.
+    """
+
+    index: int
+    losses: list[float]
+    seconds: float
+    scores: dict[str, float]
+
+    @property
+    def loss(self) -> float:
+        """Mean over batches."""
+        return sum(self.losses) / len(self.losses)
+
+
+def fit(
+    pipe: Pipeline,
+    optimizer: torch.optim.Optimizer,
+    train: Events,
+    validate: Events | None = None,
+    settings: Settings | None = None,
+    *,
+    checkpoint: str | Path | None = None,
+    progress: bool = True,
+) -> Iterator[Epoch]:
+    """Yields each pass over the events, which begins with an empty memory.
+
+    With a checkpoint of the same stream and settings it goes on where that ends: the passes before are
+    yielded as they were, and losses, weights and memory become what they would have been, to the bit.
+
+    Args:
+        pipe: with model and memory.
+        optimizer: of the model's parameters.
+        train: by time.
+        validate: what follows; scored after each pass, from memory as the pass leaves it.
+        settings: see there.
+        checkpoint: folder to go on from and to write to.
+        progress: show a bar where standard error is a terminal.
+
+    Raises:
+        DataError: there are no events, a loss is not finite, or the checkpoint is damaged or of another
+            run.
+    """
+    settings = settings or Settings()
+    if not len(train):
+        raise DataError("fit: expected at least one event to learn from, got none")
+    saved = (
+        None
+        if checkpoint is None
+        else _Checkpoint(Path(checkpoint), pipe, optimizer, settings, train)
+    )
+    done, losses, epochs = saved.resume() if saved else (0, [], [])
+    yield from epochs
+    negatives = Negatives(train)
+    for index in range(len(epochs), settings.epochs):
+        if not done:
+            pipe.memory.reset()
+            # Of this pass alone, so that a resumed one draws the same dropout.
+            torch.manual_seed(stream_key(settings.seed, index) >> 1)
+            losses = []
+        key = stream_key(settings.seed, index) >> 1
+        cut = list(batches(train, settings.batch_size, negatives, cut=settings.cut, seed=key))
+        seconds = 0.0
+        with _bar(f"epoch {index + 1}", len(train), is_shown=progress) as advance:
+            advance(sum(len(batch.events) for batch in cut[:done]), losses)
+            while done < len(cut):
+                for out in pipe.train(islice(cut, done, done + settings.save_every)):
+                    optimizer.zero_grad()
+                    out.loss.backward()
+                    optimizer.step()
+                    losses.append(out.loss.item())
+                    advance(len(out.batch.events), losses)
+                    if losses[-1] != losses[-1]:
+                        raise DataError(
+                            f"epoch {index + 1}, batch {len(losses) - 1}: the loss is NaN; lower the "
+                            f"learning rate"
+                        )
+                seconds += pipe.report().elapsed_s
+                done = min(len(cut), done + settings.save_every)
+                if saved and done < len(cut):
+                    saved.write(done, losses, epochs)
+        scores = {}
+        if validate is not None and len(validate):
+            scores = evaluate(pipe, validate, history=train, batch_size=settings.batch_size)
+        epochs.append(Epoch(index=index + 1, losses=losses, seconds=seconds, scores=scores))
+        done = 0
+        if saved:
+            saved.write(0, [], epochs)
+        yield epochs[-1]
+
+
+@contextmanager
+def _bar(name: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int, list[float]], None]]:
+    if not (is_shown and sys.stderr.isatty()):
+        yield lambda count, losses: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}")
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(name, total=total, told="")
+
+        def advance(count: int, losses: list[float]) -> None:
+            speed = bar.tasks[0].speed or 0.0
+            loss = f"{losses[-1]:.4f}" if losses else "-"
+            bar.update(task, advance=count, told=f"{speed:,.0f} events/s, loss {loss}")
+
+        yield advance
+
+
+class _Checkpoint:
+    """One file of tensors and what belongs to them, replaced as a whole."""
+
+    def __init__(
+        self,
+        folder: Path,
+        pipe: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        settings: Settings,
+        train: Events,
+    ) -> None:
+        self._path = folder / "training.pt"
+        self._pipe, self._optimizer = pipe, optimizer
+        # Passes may be added, and saving be rarer; the rest decides what comes.
+        asked = {k: v for k, v in asdict(settings).items() if k not in ("epochs", "save_every")}
+        self._run = asked | {
+            "events": len(train),
+            "first and last": (train.t[0].item(), train.t[-1].item()),
+            "nodes": int(train.src.sum() + train.dst.sum()),
+            "model": type(pipe.model).__name__,
+        }
+
+    def write(self, done: int, losses: list[float], epochs: list[Epoch]) -> None:
+        state = {
+            "format": _FORMAT,
+            "run": self._run,
+            "done": done,
+            "losses": losses,
+            "epochs": json.dumps([asdict(epoch) for epoch in epochs]),
+            "model": self._pipe.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "memory": self._pipe.memory.snapshot(),
+            "random": torch.get_rng_state(),
+        }
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        try:
+            with partial.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self._path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def resume(self) -> tuple[int, list[float], list[Epoch]]:
+        """Batches that are done in the pass under way, their losses, and the passes before it."""
+        if not self._path.exists():
+            return 0, [], []
+        state = self._read()
+        for name, here in self._run.items():
+            if state["run"].get(name) != here:
+                raise DataError(
+                    f"{self._path} was written with {name} {state['run'].get(name)!r}, this run has "
+                    f"{here!r}; resume with the same stream and settings, or give another folder"
+                )
+        try:
+            self._pipe.model.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise DataError(f"{self._path} is of another model: {error}") from error
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._pipe.memory.restore(state["memory"])
+        random: Tensor = state["random"]
+        torch.set_rng_state(random)
+        epochs = [Epoch(**row) for row in json.loads(state["epochs"])]
+        return state["done"], state["losses"], epochs
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            state = torch.load(self._path, weights_only=True)
+        except Exception as error:
+            raise DataError(
+                f"{self._path}: damaged ({type(error).__name__}); remove it to begin again"
+            ) from error
+        if not isinstance(state, dict) or state.get("format") != _FORMAT:
+            raise DataError(f"{self._path}: expected the format {_FORMAT!r}; give another folder")
+        return state

@@ -1,0 +1,88 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mspipe.cli import main
+
+SMALL = ["zipf:60:900", "--dim", "8", "--batch-size", "100"]
+
+
+def test_help_teaches_every_command_with_an_example(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for command in ("train", "plan", "simulate", "profile", "serve-memory", "trace", "demo"):
+        assert f"Example: mspipe {command}" in text
+    assert "Exit status" in text
+
+
+def test_help_does_not_import_torch():
+    program = (
+        "import sys; from mspipe.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print('heavy', sorted({'torch', 'numpy', 'matplotlib'} & {*sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "heavy []" in done.stdout
+
+
+def test_plan_and_simulate(tmp_path, capsys):
+    assert main(["plan", "--stages", "2,3,2,8,2"]) == 0
+    told = capsys.readouterr().out
+    assert "ideal 8, least staleness for it 2" in told
+    assert "k = 1: 12 (exact, prefetched)" in told
+    path = tmp_path / "trace.json"
+    given = ["simulate", "--stages", "2,3,2,8,2", "--iterations", "50", "--trace", str(path)]
+    assert main(given) == 0
+    assert "period 8, training waits 0.0 %" in capsys.readouterr().out
+    assert json.loads(path.read_text())["traceEvents"]
+    assert main([*given[:5], "--mode", "sync"]) == 0
+    assert "period 17" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", ["tgn", "jodie", "apan"])
+def test_train_tells_epochs_and_the_test(model, tmp_path, capsys):
+    given = ["train", *SMALL, "--model", model, "--epochs", "2", "--checkpoint", str(tmp_path)]
+    assert main(given) == 0
+    first = capsys.readouterr().out
+    assert "epoch 2: loss" in first
+    assert "test, inductive negatives (EdgeBank's in brackets): AP" in first
+    assert main(given) == 0
+    again = capsys.readouterr().out
+    tests = [[line for line in told.splitlines() if "test," in line] for told in (first, again)]
+    assert tests[0] == tests[1]
+    assert len(tests[0]) == 3
+
+
+def test_profile_and_trace(tmp_path, capsys):
+    assert main(["profile", *SMALL, "--num-batches", "5"]) == 0
+    assert "plan, in s:" in capsys.readouterr().out
+    path = tmp_path / "deep" / "trace.json"
+    given = ["trace", *SMALL, "--mode", "stale", "--num-batches", "5", "--out", str(path)]
+    assert main(given) == 0
+    assert "staleness" in capsys.readouterr().out
+    assert json.loads(path.read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["plan", "--stages", "2,3,2"], "got 3 numbers"),
+        (["plan", "--stages", "2,x"], "stages: expected five numbers"),
+        (["simulate", "--stages", "1,1,1,1,1", "--jitter", "2"], "jitter: expected a share"),
+        (["train", "zipf:5"], "expected zipf:NODES:EVENTS"),
+        (["train", "zipf:5:50", "--limit", "0"], "limit: expected 1"),
+        (["train", "no/such/file.csv"], "no/such/file.csv"),
+        (["train", *SMALL, "--place", "moon"], "place: expected 'cpu'"),
+        (["train", *SMALL, "--max-staleness", "0", "--mode", "stale"], "at least 1"),
+        (["serve-memory", "--bind", "nowhere"], "bind: expected host:port"),
+    ],
+)
+def test_what_cannot_be_done_says_why(args, told, capsys):
+    assert main(args) == 1
+    assert told in capsys.readouterr().err

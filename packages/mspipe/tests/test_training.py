@@ -1,0 +1,132 @@
+"""Training that was cut anywhere goes on as if it had not been."""
+
+import itertools
+
+import pytest
+import torch
+
+from mspipe.memory import NodeMemory
+from mspipe.server import MemoryServer
+from mspipe.training import Settings, fit
+from shared.errors import CommError, ConfigError, DataError
+
+
+def made(toy, events, folder, *, place="cpu", settings=None, **how):
+    pipe = toy.pipeline(events, place=place, **how)
+    optimizer = torch.optim.Adam(pipe.model.parameters(), 1e-2)
+    settings = settings or Settings(epochs=3, batch_size=40, save_every=3)
+    train, validate = events.split(0.8)
+    return pipe, fit(pipe, optimizer, train, validate, settings, checkpoint=folder, progress=False)
+
+
+def curve(epochs):
+    return [(e.index, e.losses, e.scores) for e in epochs]
+
+
+class Cut(Exception):
+    pass
+
+
+def cut_after(pipe, number):
+    """Has the pipeline's `number`-th iteration raise, as a crash would."""
+    trained, left = pipe._trained, [number]
+
+    def cutting(work):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Cut
+        return trained(work)
+
+    pipe._trained = cutting
+
+
+@pytest.mark.parametrize("name", ["tgn", "apan"])
+@pytest.mark.parametrize("mode", ["sync", "forward"])
+def test_resumes_to_the_same_curve_bit_for_bit(toy, tmp_path, name, mode):
+    events = toy.stream()
+    whole, run = made(toy, events, None, name=name, mode=mode)
+    expected = curve(run)
+    assert len(expected) == 3
+    for number in (2, 5, 13, 22, None):
+        pipe, run = made(toy, events, tmp_path, name=name, mode=mode)
+        if number is None:
+            assert curve(run) == expected
+            continue
+        cut_after(pipe, number)
+        with pytest.raises(Cut):
+            list(run)
+    for one, other in zip(whole.model.parameters(), pipe.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(whole.memory.snapshot()["rows"], pipe.memory.snapshot()["rows"])
+    # And once it is done, all of it is told again.
+    assert curve(made(toy, events, tmp_path, name=name, mode=mode)[1]) == expected
+
+
+def test_a_killed_server_costs_what_was_not_saved(toy, tmp_path):
+    events = toy.stream()
+    expected = curve(made(toy, events, None)[1])
+    with MemoryServer() as server:
+        server.start()
+        pipe, run = made(toy, events, tmp_path, place=server.address)
+        trained, left = pipe._trained, [9]
+
+        def killing(work):
+            left[0] -= 1
+            if not left[0]:
+                server.close()
+            return trained(work)
+
+        pipe._trained = killing
+        with pytest.raises(CommError, match=r"tcp://"):
+            list(run)
+        pipe.memory.close()
+    with MemoryServer() as server:
+        server.start()
+        pipe, run = made(toy, events, tmp_path, place=server.address)
+        assert curve(run) == expected
+        pipe.memory.close()
+
+
+def test_more_passes_can_be_asked_for(toy, tmp_path):
+    events = toy.stream()
+    settings = [Settings(epochs=n, batch_size=40) for n in (1, 3)]
+    first = curve(made(toy, events, tmp_path, settings=settings[0])[1])
+    both = curve(made(toy, events, tmp_path, settings=settings[1])[1])
+    assert both[:1] == first
+    assert both == curve(made(toy, events, None, settings=settings[1])[1])
+
+
+def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path):
+    events = toy.stream()
+    list(itertools.islice(made(toy, events, tmp_path)[1], 1))
+    for other, told in (
+        ({"settings": Settings(batch_size=41)}, "batch_size 40, this run has 41"),
+        ({"name": "jodie"}, "model 'TGN', this run has 'JODIE'"),
+    ):
+        with pytest.raises(DataError, match=told):
+            list(made(toy, events, tmp_path, **other)[1])
+    with pytest.raises(DataError, match="events 480, this run has 400"):
+        list(made(toy, events[:500], tmp_path)[1])
+    path = tmp_path / "training.pt"
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DataError, match="damaged"):
+        list(made(toy, events, tmp_path)[1])
+
+
+def test_settings_that_make_no_sense():
+    for name in ("epochs", "batch_size", "save_every"):
+        with pytest.raises(ConfigError, match=f"{name}: expected 1 or more"):
+            Settings(**{name: 0})
+
+
+def test_nothing_to_learn_from_and_losses_that_are_none(toy):
+    events = toy.stream()
+    pipe = toy.pipeline(events)
+    optimizer = torch.optim.Adam(pipe.model.parameters())
+    with pytest.raises(DataError, match="at least one event"):
+        next(fit(pipe, optimizer, events[:0]))
+    assert isinstance(pipe.memory, NodeMemory)
+    with torch.no_grad():
+        pipe.model.head.out.bias.fill_(float("nan"))
+    with pytest.raises(DataError, match="batch 0: the loss is NaN"):
+        next(fit(pipe, optimizer, events, progress=False))
