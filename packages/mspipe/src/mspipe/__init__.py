@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from mspipe.batching import Batch, batches
     from mspipe.evaluation import EdgeBank, evaluate
     from mspipe.events import Events
+    from mspipe.hooked import Hooked
     from mspipe.memory import NodeMemory
     from mspipe.mitigation import Mitigation
     from mspipe.models import mail_dim
@@ -22,6 +23,7 @@ _HOME_OF = {
     "Batch": "batching",
     "EdgeBank": "evaluation",
     "Events": "events",
+    "Hooked": "hooked",
     "Mitigation": "mitigation",
     "Negatives": "negatives",
     "NodeMemory": "memory",
@@ -43,6 +45,7 @@ __all__ = [
     "Batch",
     "EdgeBank",
     "Events",
+    "Hooked",
     "Mitigation",
     "Negatives",
     "NodeMemory",

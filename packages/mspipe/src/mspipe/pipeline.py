@@ -393,7 +393,7 @@ class Pipeline:
             state = self._mixed(work, state, self.mitigation)
         updated = self.model.update(state)
         with torch.no_grad():
-            new = self.model.mail(sampled, writes, state, updated, events, work.features[1])
+            new = self.model.mail(sampled, writes, state, updated, events.t, work.features[1])
             rows = layout.pack(new)
         if report.mode == "forward" or self.mitigation is not None:
             depth = (

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mspipe.events import Events
 from mspipe.memory import NO_MAIL, State
 from mspipe.models.base import MemoryModel, TimeEncoding, Updated, newest_mail
 from mspipe.sampler import Sampled
@@ -102,11 +101,11 @@ class APAN(MemoryModel):
         rows: Int64[Tensor, " num_written"],
         state: State,
         updated: Updated,
-        events: Events,
+        event_times: Shaped[Tensor, " num_events"],
         event_rows: Float[Tensor, "num_events edge_dim"],
     ) -> State:
         """The states of ends, and the mailboxes of all who receive mail."""
-        count, memory, device = len(events), updated.memory.detach(), updated.memory.device
+        count, memory, device = len(event_times), updated.memory.detach(), updated.memory.device
         # Only ends are written anew; who only receives mail keeps the state that was read.
         is_end = torch.zeros(len(sampled.nodes), dtype=torch.bool, device=device)
         is_end[sampled.roots[: 2 * count].to(device)] = True
@@ -126,7 +125,7 @@ class APAN(MemoryModel):
         root = torch.cat([pairs // num_rows, senders])
         receiver = torch.cat([pairs % num_rows, ends[senders]])
         mail, mail_times = self._delivered(
-            state, rows, receiver, root, memory, sampled, events, event_rows
+            state, rows, receiver, root, memory, sampled, event_times, event_rows
         )
         return State(kept, times, mail, mail_times)
 
@@ -138,11 +137,11 @@ class APAN(MemoryModel):
         root: Tensor,
         memory: Tensor,
         sampled: Sampled,
-        events: Events,
+        event_times: Tensor,
         event_rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The newest `slots` messages of each row, oldest first, of those it has and those that come."""
-        count, device = len(events), memory.device
+        count, device = len(event_times), memory.device
         ends = sampled.roots[: 2 * count].to(device)
         event = torch.arange(2 * count) % count
         own, other = memory[ends], memory[ends.roll(count)]
@@ -151,7 +150,7 @@ class APAN(MemoryModel):
         place[rows] = torch.arange(len(rows))
         num_old = len(rows) * self.slots
         row = torch.cat([torch.arange(len(rows)).repeat_interleave(self.slots), place[receiver]])
-        new_times = events.t.double()[event][root]
+        new_times = event_times.double()[event][root]
         old_times = state.mail_times[rows].flatten().cpu()
         times = torch.cat([old_times, new_times])
         # By row, then by time, then old ones first and new ones by event: stable sorts from behind.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Float64, Int64
+from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mspipe.events import Events
 from mspipe.memory import NO_MAIL, State
 from mspipe.sampler import Sampled
 from shared.errors import ConfigError
@@ -122,7 +121,7 @@ class MemoryModel(nn.Module):
         rows: Int64[Tensor, " num_written"],
         state: State,
         updated: Updated,
-        events: Events,
+        event_times: Shaped[Tensor, " num_events"],
         event_rows: Float[Tensor, "num_events edge_dim"],
     ) -> State:
         """What is written for `rows`: the updated states, and mail of each node's last event.
@@ -135,15 +134,15 @@ class MemoryModel(nn.Module):
             rows: what `writes` gave.
             state: as it was read.
             updated: what `update` made of it.
-            events: of the batch.
+            event_times: of the batch's events, which are in order of time.
             event_rows: their features.
         """
-        count = len(events)
+        count = len(event_times)
         memory = updated.memory.detach()
         own, other, event = last_events(sampled, rows, count)
         features = event_rows[event.to(event_rows.device)]
         mail = torch.cat([memory[own], memory[other], features], 1)
-        times = events.t.to(updated.times)[event.to(updated.times.device)]
+        times = event_times.to(updated.times)[event.to(updated.times.device)]
         return State(memory[own], updated.times[own], mail, times)
 
 
