@@ -337,5 +337,7 @@ def test_the_report_plans_from_what_it_measured(toy, tmp_path):
     assert report.num_iterations == 12
     assert report.plan == plan(report.stage_s)
     assert all(seconds > 0 for seconds in report.stage_s)
+    list(pipe.score(batches(events, 100)))
+    assert pipe.report() is report
     report.trace(tmp_path / "deep" / "trace.json")
     assert '"ph": "X"' in (tmp_path / "deep" / "trace.json").read_text()

@@ -165,7 +165,7 @@ class Pipeline:
         self._mode = mode
 
     def report(self) -> Report:
-        """Figures of the last run, or of the one under way."""
+        """Figures of the last training, or of the run under way."""
         return self._report
 
     def train(self, batches: Iterable[Batch]) -> Iterator[Output]:
@@ -195,7 +195,7 @@ class Pipeline:
         mode: Mode = self._mode if is_training else "sync"
         with self.memory.lease(f"a pipeline's {'train' if is_training else 'score'}"):
             self._is_running, self.num_committed = True, 0
-            self._report = Report(mode=mode)
+            before, self._report = self._report, Report(mode=mode)
             self._start_s = time.perf_counter()
             num_nodes = self.memory.num_nodes
             self._last_writer = torch.full((num_nodes,), -1, dtype=torch.int64)
@@ -211,6 +211,8 @@ class Pipeline:
                 self.model.train(was_training)
                 self._ring.clear()
                 self._is_running = False
+                if not is_training:
+                    self._report = before
 
     def _in_turn(self, batches: Iterator[Batch]) -> Iterator[Output]:
         for index, batch in enumerate(batches):
