@@ -3,6 +3,18 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import shared
+
+# Other distributions install a module of this name too, and theirs may have replaced ours.
+if getattr(shared, "__project__", None) != "meshyard":
+    raise ImportError(
+        "mspipe needs Meshyard's own module 'shared', but Python found another one at "
+        f"{getattr(shared, '__file__', None) or list(getattr(shared, '__path__', []))}. "
+        "Rename that file or folder if it is yours; uninstall that distribution if it is not "
+        "(`pip uninstall shared`), then install mspipe again: "
+        "`pip install --force-reinstall --no-deps ./shared`."
+    )
+
 if TYPE_CHECKING:
     from mspipe import data, evaluation, memory, models, planner
     from mspipe.batching import Batch, batches
@@ -18,6 +30,8 @@ if TYPE_CHECKING:
     from mspipe.report import Report
     from mspipe.sampler import Sampler
     from mspipe.simulator import Simulation, simulate
+
+__version__ = "0.1.0"
 
 _HOME_OF = {
     "Batch": "batching",
@@ -55,6 +69,7 @@ __all__ = [
     "Report",
     "Sampler",
     "Simulation",
+    "__version__",
     "batches",
     "data",
     "evaluate",
