@@ -291,7 +291,9 @@ def test_memory_that_expired_is_used_again():
 
 
 def test_a_directory_that_was_outgrown_is_used_again():
-    graph = gf.TemporalGraph(num_nodes=16, blocks="naive")
+    graph = gf.TemporalGraph(num_nodes=16, blocks="naive", late="merge")
+    # So much stays that nothing is packed anew.
+    graph.add_edges([15] * 5000, [0] * 5000, [10**6] * 5000)
     num_bytes = []
     for cycle in range(12):
         for insertion in range(8):  # a node a cycle, whose directory moves four times

@@ -199,3 +199,16 @@ def test_a_loss_that_is_not_finite_is_told(toy):
     trainer = toy.trainer_of(toy.clubs(400), optimizer=wild)
     with pytest.raises(DataError, match=r"the loss is nan|expected numbers, got NaN"):
         list(trainer.run(toy.clubs(400)))
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_an_optimiser_is_kept_or_made_anew_and_rounds_drop_apart(toy, monkeypatch, fresh):
+    events, seeds = toy.clubs(330), []
+    plain = torch.manual_seed
+    trainer = toy.trainer_of(events, warmup=0.5, every=60, fresh_optimizer=fresh)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed) or plain(seed))
+    optimizers = [trainer.optimizer for _ in trainer.run(events)]
+    assert len(optimizers) == 3
+    assert len({id(one) for one in optimizers}) == (3 if fresh else 1)
+    # The warm-up's and each round's.
+    assert len(set(seeds)) == len(seeds) == 4
