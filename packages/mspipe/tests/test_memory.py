@@ -11,16 +11,18 @@ from mspipe.memory import NO_MAIL, NodeMemory, RowLayout, State, latest
 from shared.errors import ConfigError, DataError
 
 
-@pytest.fixture(params=["cpu", "shm"])
-def place(request):
-    if request.param == "cpu":
-        yield "cpu"
-        return
+@pytest.fixture
+def shared_place():
     name = f"test-{os.getpid()}"
     yield f"shm:{name}"
     path = f"/dev/shm/mspipe-{name}"
     if os.path.exists(path):
         os.unlink(path)
+
+
+@pytest.fixture(params=["cpu", "shm"])
+def place(request):
+    return "cpu" if request.param == "cpu" else request.getfixturevalue("shared_place")
 
 
 def random_state(count, layout, seed=0):
@@ -167,9 +169,8 @@ def test_what_is_preserved_is_as_it_was_even_after_an_error():
     assert torch.equal(memory.snapshot()["rows"], before)
 
 
-def test_processes_share_rows_by_name(place):
-    if not place.startswith("shm"):
-        pytest.skip("of shared memory")
+def test_processes_share_rows_by_name(shared_place):
+    place = shared_place
     first = NodeMemory(4, 2, 1, place=place)
     second = NodeMemory(4, 2, 1, place=place)
     state = random_state(1, first.layout)

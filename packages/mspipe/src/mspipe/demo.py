@@ -78,7 +78,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     finally:
         torch.set_num_threads(before)
     reports = {mode: report for mode, (report, _, _) in found.items()}
-    claims = [*_overlapped(found, events), learnt]
+    claims = [*_overlapped(found), learnt]
     named = {"one stage after another (sync)": reports["sync"], "forward": reports["forward"]}
     figure.draw(
         named, out / "stages.svg", "TGN on flights, memory behind a modelled link of 200 Mbit/s"
@@ -127,7 +127,7 @@ def _passed(
 
 
 def _overlapped(
-    found: dict[str, tuple[Report, list[float], Tensor]], events: Events
+    found: dict[str, tuple[Report, list[float], Tensor]],
 ) -> list[Claim]:
     report, losses, rows = found["forward"]
     is_same = all(other[1] == losses and torch.equal(other[2], rows) for other in found.values())
@@ -141,7 +141,7 @@ def _overlapped(
         "ours": 1e3 * report.period_s,
         "higher_is_better": False,
         "kind": "simulated",
-        "correct": is_same and len(events) > 0,
+        "correct": is_same,
         "detail": about,
         "source": _SOURCE,
     }

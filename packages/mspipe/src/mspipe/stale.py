@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from mspipe.planner import plan
+from mspipe.planner import STAGES, plan
 from mspipe.report import Report
 
 __all__ = ["Schedule"]
@@ -40,14 +40,13 @@ class Schedule:
 
     def seen(self, report: Report) -> None:
         """Takes in what stages took so far."""
-        spans = report.spans[-5 * _WINDOW :]
+        spans = report.spans[-len(STAGES) * _WINDOW :]
         found: dict[str, list[float]] = {}
         for span in spans:
             found.setdefault(span.stage, []).append(span.end_s - span.begin_s)
-        if len(found) < 5:
+        if len(found) < len(STAGES):
             return
-        names = ("sample", "features", "memory", "train", "write")
-        self._stage_s = tuple(sum(found[name]) / len(found[name]) for name in names)
+        self._stage_s = tuple(sum(found[name]) / len(found[name]) for name in STAGES)
         if not self._is_given:
             self.most_staleness = min(_MOST, plan(self._stage_s).k_min)
 
