@@ -122,6 +122,27 @@ def test_staleness_never_exceeds_its_cap(toy, cap):
     assert "staleness" in str(report)
 
 
+@pytest.mark.parametrize("staleness", [1, 2, 4, 7])
+def test_fixed_staleness_is_the_same_in_every_run(toy, staleness):
+    """Equal to one stage after another with each write held back until staleness - 1 more were made."""
+    events = toy.stream(600)
+    late = toy.pipeline(events, mode="sync")
+    store, waiting = late.memory._rows.write, []
+
+    def hold(ids, rows):
+        waiting.append((ids, rows.clone()))
+        if len(waiting) == staleness:
+            store(*waiting.pop(0))
+
+    late.memory._rows.write = hold
+    expected = toy.train(late, events, epochs=1, size=30)
+    for seed in (0, 1):
+        how = {"mode": "stale", "max_staleness": staleness, "is_fixed": True}
+        pipe = slowed(toy.pipeline(events, **how), seed)
+        assert toy.train(pipe, events, epochs=1, size=30) == expected
+        assert max(pipe.report().staleness) == staleness
+
+
 def test_a_stale_row_is_what_an_earlier_iteration_left(toy):
     """Each read row equals the sync run's store after some iteration, no older than the cap."""
     events = toy.stream(300)
@@ -290,6 +311,7 @@ def test_what_does_not_fit_is_refused(toy, unchecked):
         ({"mode": "stale", "max_staleness": 0}, "at least 1"),
         ({"mode": "stale", "max_staleness": -2}, "at least 1"),
         ({"max_staleness": 2}, "expected mode 'stale'"),
+        ({"mode": "stale", "is_fixed": True}, "expected max_staleness with it"),
     ):
         with pytest.raises(ConfigError, match=told):
             Pipeline(model, memory, sampler, events.features, **settings_)

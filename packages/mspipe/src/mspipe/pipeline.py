@@ -102,6 +102,8 @@ class Pipeline:
             plus one; 1 is exact, and None takes what the stages' measured times need, 8 at most.
         depth: of "forward": iterations whose written rows are kept here.
         mitigation: of "stale": mixes what is most stale with states of similar nodes.
+        is_fixed: of "stale": each fetch sees the writes of exactly all but the last `max_staleness` - 1
+            iterations before it, no newer ones, so that runs repeat.
         is_early: hand rows to be written over before the caller's backward pass, or, as published, after
             the caller is done with the iteration.
 
@@ -123,6 +125,7 @@ class Pipeline:
         max_staleness: int | None = None,
         depth: int = 3,
         mitigation: Mitigation | None = None,
+        is_fixed: bool = False,
         is_early: bool = True,
     ) -> None:
         if mode not in ("sync", "prefetch", "forward", "stale"):
@@ -133,6 +136,8 @@ class Pipeline:
             )
         if mode != "stale" and (max_staleness is not None or mitigation is not None):
             raise ConfigError(f"max_staleness and mitigation: expected mode 'stale', got {mode!r}")
+        if is_fixed and max_staleness is None:
+            raise ConfigError("is_fixed: expected max_staleness with it, got None")
         wanted = (model.dim, model.mail_dim, model.slots)
         layout = memory.layout
         if (layout.dim, layout.mail_dim, layout.slots) != wanted:
@@ -147,7 +152,7 @@ class Pipeline:
             )
         self.model, self.memory, self.sampler, self.features = model, memory, sampler, features
         self.max_staleness, self.depth, self.is_early = max_staleness, depth, is_early
-        self.mitigation = mitigation
+        self.mitigation, self.is_fixed = mitigation, is_fixed
         self._mode: Mode = mode
         self._report = Report(mode=mode)
         self._is_running = False
@@ -194,7 +199,7 @@ class Pipeline:
     def _run(self, batches: Iterable[Batch], *, is_training: bool) -> Iterator[Output]:
         mode: Mode = self._mode if is_training else "sync"
         with self.memory.lease(f"a pipeline's {'train' if is_training else 'score'}"):
-            self._is_running, self.num_committed = True, 0
+            self._is_running, self.num_committed, self._num_fetched = True, 0, 0
             before, self._report = self._report, Report(mode=mode)
             self._start_s = time.perf_counter()
             num_nodes = self.memory.num_nodes
@@ -225,7 +230,10 @@ class Pipeline:
             self._write(index, work.sampled.nodes[work.writes], rows)
 
     def _overlapped(self, batches: Iterator[Batch]) -> Iterator[Output]:
-        works, to_fetch, to_train, to_write = Works(), Lane(_ROOM), Lane(_ROOM), Lane(self.depth)
+        # A write that waits for the fetches it must not be seen by needs room for them.
+        is_fixed = self._mode == "stale" and self.is_fixed
+        room = max(_ROOM, self.max_staleness or 0) if is_fixed else _ROOM
+        works, to_fetch, to_train, to_write = Works(), Lane(_ROOM), Lane(room), Lane(self.depth)
         schedule = Schedule(self.max_staleness) if self._mode == "stale" else None
 
         def sample() -> None:
@@ -238,6 +246,7 @@ class Pipeline:
                 self._fetch_features(work)
                 self._await_memory(works, work, schedule)
                 self._fetch_memory(work)
+                works.tell(lambda i=work.index: setattr(self, "_num_fetched", i + 1))
                 if schedule:
                     schedule.seen(self._report)
                 works.put(to_train, work)
@@ -245,6 +254,9 @@ class Pipeline:
 
         def write() -> None:
             while (item := works.take(to_write)[0]) is not None:
+                if is_fixed:
+                    unseen = item[0] + (self.max_staleness or 1)
+                    works.wait(lambda n=unseen: to_train.is_closed or self._num_fetched >= n)
                 self._write(*item)
                 works.tell()
 
@@ -318,7 +330,8 @@ class Pipeline:
         if schedule is not None:
             least = index + 1 - schedule.most_staleness
             works.wait(lambda: self.num_committed >= least)
-            works.wait(lambda: self.num_committed >= index, lambda: schedule.latest_s(index))
+            if not self.is_fixed:
+                works.wait(lambda: self.num_committed >= index, lambda: schedule.latest_s(index))
             return
         least = index - self.depth if self._mode == "forward" else index
         works.wait(lambda: self.num_committed >= least)
