@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES: tuple[Literal["recent", "uniform"], ...] = ("recent", "uniform")
@@ -319,6 +319,71 @@ def temporal_rows(device: str, num_events: int, turns: int) -> list[Row]:
     return rows
 
 
+def attention_rows(device: str, num_roots: int, turns: int) -> list[Row]:
+    """Attention over ten neighbours a root, and with its gradients, against batched products."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from shared.kernels.attention import attend, reference
+
+    dim, edge_dim, time_dim, heads, fanout = 100, 16, 100, 2, 10
+    num_inputs, num_edges = dim + edge_dim + time_dim, fanout * num_roots
+    rows = torch.randn(num_roots, dim, device=device)
+    leaves = {
+        "query": torch.randn(num_roots, heads, num_inputs, device=device) / 10,
+        "bias": torch.zeros(num_roots, heads, device=device),
+        "rows": rows,
+        "frequency": 10 ** torch.linspace(0, -9, time_dim, device=device),
+        "phase": torch.zeros(time_dim, device=device),
+    }
+    edges: Any = SimpleNamespace(
+        starts=torch.arange(0, num_edges + 1, fanout, device=device),
+        neighbors=torch.randint(0, num_roots, (num_edges,), device=device),
+        edge_rows=torch.randn(num_edges, edge_dim, device=device),
+        edge_index=torch.randperm(num_edges, device=device),
+        dt=torch.rand(num_edges, device=device, dtype=torch.float64) * 1e6,
+    )
+    weight = torch.randn(num_roots, heads, num_inputs, device=device)
+    learnt = [leaf.requires_grad_() for leaf in leaves.values()]
+
+    def forward(form: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [form(**leaves, edges=edges, slope=1.0)]
+
+    def both(form: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        out = form(**leaves, edges=edges, slope=1.0)
+        return list(torch.autograd.grad((out * weight).sum(), learnt))
+
+    def equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        return bool((ours - theirs).abs().max() <= 1e-4 * max(1.0, float(theirs.abs().max())))
+
+    # An edge's row and features, its two indices and its span; each row counted once an edge.
+    laid_out = num_edges * (4 * (dim + edge_dim) + 24)
+    of_query = 4 * num_roots * heads * num_inputs
+    out = torch.empty_like(rows)
+    found = []
+    for name, run, bytes_moved in (
+        ("attention", forward, laid_out + 2 * of_query),
+        # Backward they are read again and gradients of rows added; queries, results and their
+        # gradients are read, and gradients of queries written.
+        ("attention, with gradients", both, 2 * laid_out + 8 * num_edges * dim + 6 * of_query),
+    ):
+        found.append(
+            measure(
+                name,
+                f"{num_roots} roots, {num_edges} edges, D = {dim} + {edge_dim} + {time_dim}",
+                partial(run, attend),
+                bytes_moved=bytes_moved,
+                copy=((lambda: out.copy_(rows)), 8 * rows.numel()),
+                correct=all(map(equal, run(attend), run(reference.attend))),
+                turns=turns,
+                baseline=("batched products in torch", partial(run, reference.attend)),
+            )
+        )
+    return found
+
+
 def run_tests() -> tuple[bool, str]:
     """The GPU tests in a child process; whether they passed, and pytest's last line."""
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MESHYARD_KERNELS")}
@@ -361,7 +426,7 @@ def report(rows: list[Row], tests: str, started: float) -> tuple[str, dict]:
         "",
         "Times are medians and quartiles over interleaved turns, by CUDA events. Bandwidth counts",
         "what the operation must read and write once; the share is of a device copy in the same",
-        "turns. SpMM counts each edge's row, of which caches serve some.",
+        "turns. SpMM and attention count each edge's row, of which caches serve some.",
         "",
         "| kernel | input | ms | GB/s | share of copy | speed against | correct |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -396,6 +461,7 @@ def main() -> int:
             *spmm_rows("cpu", 20, 2),
             *gather_rows("cpu", 20, 2),
             *temporal_rows("cpu", 200, 2),
+            *attention_rows("cpu", 20, 2),
         ]
         return 0 if all(row.correct for row in rows) else 1
     if not torch.cuda.is_available():
@@ -408,6 +474,7 @@ def main() -> int:
         *spmm_rows("cuda", 200_000, 20),
         *gather_rows("cuda", 2_000_000, 20),
         *temporal_rows("cuda", 20_000_000, 20),
+        *attention_rows("cuda", 200_000, 20),
     ]
     text, data = report(rows, tests, started)
     name = re.sub(r"[^a-z0-9]+", "-", data["device"].lower()).strip("-")

@@ -221,18 +221,7 @@ def test_a_stage_that_raises_ends_the_run_and_says_where(toy, mode, stage):
     elif stage == "write":
         pipe.memory._rows = Failing(pipe.memory._rows, "write", after)
     elif stage == "features":
-        pipe.features = Failing(pipe.features, "__getitem__", 99)
-        pipe.features.__class__.__getitem__ = lambda self, i: self._inner[i]
-        plain, left = pipe._fetch_features, [after]
-
-        def features(work):
-            left[0] -= 1
-            with pipe._stage("features", work.index):
-                if left[0] < 0:
-                    raise ValueError("broken on purpose")
-            plain(work)
-
-        pipe._fetch_features = features
+        pipe.features = Failing(pipe.features, "index_select", 2 * after)
     else:
         pipe.model.embed = Failing(pipe.model, "embed", after).embed
     begin = time.monotonic()

@@ -4,9 +4,12 @@ Needs torch, triton, numba and pytest only: `bench/gpu.py` runs this file withou
 conftest.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from shared.kernels.attention import attend
 from shared.kernels.gather import gather, scatter_add
 from shared.kernels.quantize import dequantize, quantize
 from shared.kernels.segment import CSR, spmm
@@ -103,3 +106,38 @@ def test_temporal_samples_equal_numba(policy, time_dtype, is_pinned):
             assert torch.equal(getattr(ours, name).cpu(), getattr(theirs, name)), name
     ends = torch.randint(0, 100_000, (5_000,), generator=g).to(time_dtype)
     assert torch.equal(count_before(device, ends.cuda()).cpu(), count_before(host, ends))
+
+
+def test_attention_equals_numba():
+    g = torch.Generator().manual_seed(4)
+    num_roots, num_edges, num_rows = 20_000, 200_000, 5_000
+    leaves = {
+        "query": torch.randn(num_roots, 2, 216, generator=g) / 10,
+        "bias": torch.randn(num_roots, 2, generator=g),
+        "rows": torch.randn(num_rows, 100, generator=g),
+        "frequency": 10 ** torch.linspace(0, -9, 100),
+        "phase": torch.randn(100, generator=g),
+        "edge_rows": torch.randn(1_000, 16, generator=g),
+    }
+    index = {
+        "starts": torch.arange(0, num_edges + 1, 10),
+        "neighbors": torch.randint(0, num_rows, (num_edges,), generator=g),
+        "edge_index": torch.randint(0, 1_000, (num_edges,), generator=g),
+        "dt": torch.rand(num_edges, generator=g, dtype=torch.float64) * 1e6,
+    }
+    weight = torch.randn(num_roots, 2, 216, generator=g)
+    found = []
+    for device in ("cuda", "cpu"):
+        asked = {name: leaf.to(device).requires_grad_() for name, leaf in leaves.items()}
+        there = {name: column.to(device) for name, column in index.items()}
+        edges = SimpleNamespace(**there, edge_rows=asked["edge_rows"])
+        inputs = {name: leaf for name, leaf in asked.items() if name != "edge_rows"}
+        # No bend at zero, where rounding would choose between two gradients of a score.
+        out = attend(**inputs, edges=edges, slope=1.0)
+        grads = torch.autograd.grad((out * weight.to(device)).sum(), list(asked.values()))
+        found.append([out, *grads])
+    for name, *pair in zip(["out", *leaves], *found, strict=True):
+        ours, theirs = (tensor.detach().cpu() for tensor in pair)
+        # Sums of up to 200,000 gradients are compared by their size, not by their smallest entry.
+        atol = 2e-5 * max(1.0, float(theirs.abs().max()))
+        assert float((ours - theirs).abs().max()) <= atol, name

@@ -317,12 +317,15 @@ class Pipeline:
 
     def _fetch_features(self, work: _Work) -> None:
         with self._stage("features", work.index):
-            events, device = work.batch.events, self._device
+            events, eids, device = work.batch.events, work.sampled.eids, self._device
             if self.features is None:
-                none = torch.empty(len(work.sampled.eids), 0), torch.empty(len(events), 0)
+                found = torch.empty(len(eids), 0), torch.empty(len(events), 0)
             else:
-                none = self.features[work.sampled.eids], self.features[events.eid]
-            work.features = none[0].to(device), none[1].to(device)
+                found = (
+                    self.features.index_select(0, eids),
+                    self.features.index_select(0, events.eid),
+                )
+            work.features = found[0].to(device), found[1].to(device)
 
     def _await_memory(self, works: Works, work: _Work, schedule: Schedule | None) -> None:
         """Until the store has what this iteration needs of it."""
@@ -425,8 +428,10 @@ class Pipeline:
         embedded = self.model.embed(sampled, updated, work.features[0])
         count, negatives = len(events), work.batch.negatives
         src, dst, others = embedded.split([count, count, negatives.numel()])
-        pos = self.model.head(src, dst)
-        neg = self.model.head(src[:, None], others.unflatten(0, negatives.shape))
+        # At once, so that what depends on sources alone is computed once.
+        ends = torch.cat([dst[:, None], others.unflatten(0, negatives.shape)], 1)
+        pos, neg = self.model.head(src[:, None], ends).tensor_split([1], 1)
+        pos = pos[:, 0]
         # -log(sigmoid(x)) is softplus(-x), and -log(1 - sigmoid(x)) is softplus(x).
         loss = F.softplus(-pos).mean()
         if negatives.numel():

@@ -16,7 +16,10 @@ is being written at that moment; whoever reads after `write` has returned sees a
 
 from __future__ import annotations
 
+import ctypes
 import enum
+import errno
+import os
 import socket
 import struct
 import threading
@@ -39,6 +42,10 @@ MAX_BYTES = 1 << 32
 
 _MAGIC = b"MSP1"
 _HEADER = struct.Struct("<4sIQQ")
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.writev.restype = ctypes.c_ssize_t
+_VOID = ctypes.c_void_p
+_MOST_PIECES = 1024  # of a call; the system's limit
 _PATIENCE_S = 5.0  # with a server that is not there yet
 
 
@@ -85,6 +92,37 @@ class Wire:
             head = b""  # it went along with the first tensor
         if head:
             self._put(head)
+
+    def send_rows(self, op: Op, first: int, second: int, table: Tensor, ids: Tensor) -> None:
+        """Sends a message with rows of a table, which the kernel reads where they lie.
+
+        Args:
+            op, first, second: as in `send`.
+            table: float32 [num_rows, words] on the CPU, contiguous.
+            ids: int64 [n], of its rows.
+        """
+        head = np.frombuffer(_HEADER.pack(_MAGIC, op, first, second), np.uint8)
+        row_bytes = 4 * table.shape[1]
+        pieces = np.empty((1 + len(ids), 2), np.uint64)  # an address and a length each
+        pieces[0] = head.ctypes.data, len(head)
+        pieces[1:, 0] = table.data_ptr() + row_bytes * ids.numpy()
+        pieces[1:, 1] = row_bytes
+        at = 0
+        while at < len(pieces):
+            count = min(_MOST_PIECES, len(pieces) - at)
+            sent = _LIBC.writev(self._sock.fileno(), pieces[at:].ctypes.data_as(_VOID), count)
+            if sent < 0:
+                number = ctypes.get_errno()
+                if number == errno.EINTR:
+                    continue
+                raise OSError(number, os.strerror(number))
+            ends = pieces[at : at + count, 1].cumsum()
+            done = int(ends.searchsorted(sent, "right"))
+            at += done
+            if done < count:  # the rest of a piece is to follow
+                rest = int(ends[done]) - sent
+                pieces[at, 0] += pieces[at, 1] - np.uint64(rest)
+                pieces[at, 1] = rest
 
     def _put(self, *buffers: bytes | memoryview) -> None:
         sent = self._sock.sendmsg(buffers)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -99,9 +100,12 @@ class LocalRows:
         self._table = self._made(num_rows)
 
     def _made(self, num_rows: int) -> Tensor:
-        table = torch.empty(
-            num_rows, len(self._fresh), device=self.device, pin_memory=self._is_pinned
-        )
+        shape = num_rows, len(self._fresh)
+        if self.device.type == "cpu" and not self._is_pinned:
+            # numpy asks for huge pages, torch does not; random rows are found sooner in them.
+            table = torch.from_numpy(np.empty(shape, np.float32))
+        else:
+            table = torch.empty(shape, device=self.device, pin_memory=self._is_pinned)
         table[:] = self._fresh
         return table
 
@@ -110,13 +114,18 @@ class LocalRows:
         """How many."""
         return len(self._table)
 
+    @property
+    def table(self) -> Float[Tensor, "num_rows words"]:
+        """The rows themselves, until there are more of them."""
+        return self._table
+
     def read(self, ids: Tensor) -> Tensor:
         """Copies of rows."""
         return gather(self._table, ids.to(self.device))
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Replaces rows of different numbers, and counts a version."""
-        self._table[ids.to(self.device)] = rows.to(self.device)
+        self._table.index_copy_(0, ids.to(self.device), rows.to(self.device))
         self.version += 1
 
     def reset(self) -> None:
@@ -190,7 +199,7 @@ class SharedRows:
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Replaces rows of different numbers, and counts a version."""
-        self._table[ids.cpu()] = rows.cpu()
+        self._table.index_copy_(0, ids.cpu(), rows.cpu())
         self._version[0] += 1
 
     def reset(self) -> None:

@@ -2,7 +2,7 @@
 
 A thread serves each connection. It takes a request in whole before it looks at the table, so that a
 client which dies halfway changes nothing, and one lock is around all that changes rows. Rows that are
-read are gathered in pieces: while one piece is on its way, the next is gathered.
+read go to the socket from where they lie, without a copy in between.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,9 +26,6 @@ __all__ = ["MemoryServer"]
 
 _log = logging.getLogger(__name__)
 
-# On one core smaller pieces only wake the client more often: a read of 1.4 MB by 256 KiB took 1.5 times
-# as long as by 2 MiB. Larger ones leave nothing to gather while others are on their way.
-_PIECE_BYTES = 512 << 10
 # What comes of sizes that no memory holds, from torch and numpy.
 _REFUSALS = (ValueError, OverflowError, RuntimeError, MemoryError)
 
@@ -114,7 +109,11 @@ class MemoryServer:
                     text = bytearray(str(error).encode())
                     wire.send(Op.ERROR, len(text), 0, [torch.frombuffer(text, dtype=torch.uint8)])
                 else:
-                    wire.send(Op.OK, self._table.num_rows, self._table.version, answer)
+                    told = self._table.num_rows, self._table.version
+                    if answer is None:
+                        wire.send(Op.OK, *told)
+                    else:
+                        wire.send_rows(Op.OK, *told, *answer)
         except EOFError:
             _log.debug("%s: a client left", self.address)
         except (OSError, RuntimeError, MemoryError) as error:
@@ -150,24 +149,12 @@ class MemoryServer:
         self.close()
 
 
-class _HugeRows(LocalRows):
-    """In huge pages where the system has them, which numpy asks for and torch does not.
-
-    Reads of random rows took 0.6 to 0.9 of the time then, in one noisy run on one core.
-    """
-
-    def _made(self, num_rows: int) -> Tensor:
-        table = torch.from_numpy(np.empty((num_rows, len(self._fresh)), np.float32))
-        table[:] = self._fresh
-        return table
-
-
 class _Table:
     """Rows, and what the requests of a connection mean for them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # around all that changes rows
-        self._rows = _HugeRows(0, torch.empty(0), torch.device("cpu"))
+        self._rows = LocalRows(0, torch.empty(0), torch.device("cpu"))
         self._fresh: Tensor | None = None  # until the first client comes
         self._num_rows_made = 0
 
@@ -204,17 +191,15 @@ class _Table:
             )
         return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
 
-    def apply(self, op: Op, first: int, tensors: list[Tensor]) -> Iterable[Tensor]:
-        """Does what is asked; returns the tensors of the answer, made as they are taken.
+    def apply(self, op: Op, first: int, tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+        """Does what is asked; a read is answered by a table and ids of its rows.
 
         Raises:
             DataError: it cannot be done; nothing has changed.
         """
         if op == Op.READ:
-            (ids,) = tensors
-            rows = self._rows
-            self._check(ids)
-            return map(rows.read, ids.split(self._rows_per_piece))
+            self._check(tensors[0])
+            return self._rows.table, tensors[0]
         with self._lock:
             if op == Op.HELLO:
                 self._meet(first, *tensors)
@@ -225,16 +210,11 @@ class _Table:
                 self._rows.reset()
             elif first > self.num_rows:
                 self._rows.grow(first)
-        return ()
-
-    @property
-    def _rows_per_piece(self) -> int:
-        assert self._fresh is not None, "parts lets nothing else through before a hello"
-        return max(1, _PIECE_BYTES // max(1, 4 * len(self._fresh)))
+        return None
 
     def _meet(self, num_rows: int, fresh: Tensor) -> None:
         if self._fresh is None:
-            self._rows = _HugeRows(num_rows, fresh, torch.device("cpu"))
+            self._rows = LocalRows(num_rows, fresh, torch.device("cpu"))
             self._fresh, self._num_rows_made = fresh, num_rows
             return
         if len(fresh) != len(self._fresh):

@@ -45,7 +45,9 @@ def _in_folder(name: str) -> Kernel:
     return Kernel(name, f"{package}.reference", f"{package}.cpu", f"{package}.gpu")
 
 
-KERNELS = {name: _in_folder(name) for name in ("gather", "quantize", "segment", "temporal")}
+KERNELS = {
+    name: _in_folder(name) for name in ("attention", "gather", "quantize", "segment", "temporal")
+}
 _chosen: dict[tuple[Kernel, str, str], ModuleType] = {}
 
 

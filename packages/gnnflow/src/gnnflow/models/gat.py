@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnnflow.distinct import rows_of
-from gnnflow.models.attention import attend
 from gnnflow.models.hops import Hop
 from gnnflow.models.propagation import MFGModel, check_sizes
 from shared.errors import ConfigError
+from shared.kernels.attention import attend
 
 __all__ = ["GAT", "GATLayer"]
 

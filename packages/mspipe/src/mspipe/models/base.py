@@ -140,10 +140,11 @@ class MemoryModel(nn.Module):
         count = len(event_times)
         memory = updated.memory.detach()
         own, other, event = last_events(sampled, rows, count)
-        features = event_rows[event.to(event_rows.device)]
-        mail = torch.cat([memory[own], memory[other], features], 1)
+        features = event_rows.index_select(0, event.to(event_rows.device))
+        mine = memory.index_select(0, own)
+        mail = torch.cat([mine, memory.index_select(0, other), features], 1)
         times = event_times.to(updated.times)[event.to(updated.times.device)]
-        return State(memory[own], updated.times[own], mail, times)
+        return State(mine, updated.times[own], mail, times)
 
 
 def last_events(

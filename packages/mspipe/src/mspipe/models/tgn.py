@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from mspipe.memory import State
 from mspipe.models.base import MemoryModel, TimeEncoding, Updated, newest_mail
 from mspipe.sampler import Sampled
 from shared.errors import ConfigError
+from shared.kernels.attention import attend
 
 __all__ = ["JODIE", "TGN", "NeighborAttention"]
 
@@ -33,9 +36,9 @@ class _Recurrent(MemoryModel):
         """Runs the cell on rows that have mail."""
         has_mail, times = newest_mail(state)
         rows = has_mail.nonzero()[:, 0]
-        old = state.memory[rows]
+        old, mail = state.memory.index_select(0, rows), state.mail.index_select(0, rows)
         spans = times[rows] - state.memory_times[rows]
-        new = self.cell(torch.cat([state.mail[rows], self.time(spans)], 1), old)
+        new = self.cell(torch.cat([mail, self.time(spans)], 1), old)
         memory = state.memory.index_copy(0, rows, new)
         return Updated(memory, torch.where(has_mail, times, state.memory_times))
 
@@ -87,34 +90,33 @@ class NeighborAttention(nn.Module):
         edge_rows: Float[Tensor, "num_sampled edge_dim"],
     ) -> Float[Tensor, "num_roots dim"]:
         """Embeds the roots."""
-        place, is_there = _padded(sampled.starts)
-        place, is_there = place.to(memory.device), is_there.to(memory.device)
-        roots = sampled.roots.to(memory.device)
-        own = F.embedding(roots, memory)
-        now = self.time(torch.zeros((), dtype=torch.float64, device=memory.device))
+        device = memory.device
+        # Many roots are the same node: what depends on it alone is computed once.
+        nodes, place = torch.unique(sampled.roots.to(device), return_inverse=True)
+        own = F.embedding(nodes, memory)
+        now = self.time(torch.zeros((), dtype=torch.float64, device=device))
         query = self.query(torch.cat([own, now.expand(len(own), -1)], 1))
-        query = query.unflatten(1, (self.num_heads, -1))
+        query = F.embedding(place, query).unflatten(1, (self.num_heads, -1))
         weight = self.key.weight.unflatten(0, (self.num_heads, -1))
         asked = torch.einsum("rhd,hdi->rhi", query, weight)
         bias = (query * self.key.bias.unflatten(0, (self.num_heads, -1))).sum(-1)
-        neighbors = sampled.neighbors.to(memory.device)
-        inputs = torch.cat(
-            [
-                F.embedding(neighbors[place], memory),
-                F.embedding(place, edge_rows),
-                self.time(sampled.dt.to(memory.device))[place],
-            ],
-            2,
+        frequency = self.time.get_buffer("frequency")
+        mixed = attend(
+            asked,
+            bias,
+            memory,
+            _Edges.of(sampled, edge_rows, device),
+            frequency,
+            torch.zeros_like(frequency),
+            self.slope,
         )
-        score = asked @ inputs.transpose(1, 2) + bias[..., None]
-        score = F.leaky_relu(score, self.slope)
-        # Not -inf: a root without neighbours would have no number as its softmax.
-        score = score.masked_fill(~is_there[:, None], torch.finfo(score.dtype).min)
-        share = score.softmax(-1).masked_fill(~is_there[:, None], 0)
         weight = self.value.weight.unflatten(0, (self.num_heads, -1))
-        summed = torch.einsum("rhi,hdi->rhd", share @ inputs, weight).flatten(1)
-        summed = summed + is_there.any(1, keepdim=True) * self.value.bias
-        return self.norm(F.relu(self.dropout(self.out(torch.cat([summed, own], 1)))))
+        summed = torch.einsum("rhi,hdi->rhd", mixed, weight).flatten(1)
+        # Shares sum to 1, or to 0 where there are no neighbours.
+        summed = summed + (sampled.starts.diff() > 0).to(device)[:, None] * self.value.bias
+        of_sum, of_own = self.out.weight.split([summed.shape[1], own.shape[1]], 1)
+        out = F.linear(summed, of_sum) + F.embedding(place, F.linear(own, of_own, self.out.bias))
+        return self.norm(F.relu(self.dropout(out)))
 
 
 class TGN(_Recurrent):
@@ -176,10 +178,18 @@ class JODIE(_Recurrent):
         return self.norm(F.embedding(roots, updated.memory)) * (1 + self.drift(since[:, None]))
 
 
-def _padded(starts: Int64[Tensor, " num_roots_and_1"]) -> tuple[Tensor, Tensor]:
-    """A table of the neighbours of each root, and where it has one; other places read neighbour 0."""
-    counts = starts.diff()
-    longest = int(counts.max()) if len(counts) else 0
-    ranks = torch.arange(longest, device=starts.device)
-    is_there = ranks < counts[:, None]
-    return torch.where(is_there, starts[:-1, None] + ranks, 0), is_there
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edges:
+    """What attention reads of a sample: each neighbour by the edge that led to it."""
+
+    starts: Int64[Tensor, " num_roots_and_1"]
+    neighbors: Int64[Tensor, " num_sampled"]
+    edge_rows: Float[Tensor, "num_sampled edge_dim"]
+    edge_index: Int64[Tensor, " num_sampled"]
+    dt: Float[Tensor, " num_sampled"]
+
+    @classmethod
+    def of(cls, sampled: Sampled, edge_rows: Tensor, device: torch.device) -> _Edges:
+        index = torch.arange(len(edge_rows), device=device)
+        starts, neighbors = sampled.starts.to(device), sampled.neighbors.to(device)
+        return cls(starts, neighbors, edge_rows, index, sampled.dt.to(device))
