@@ -86,3 +86,18 @@ def test_profile_and_trace(tmp_path, capsys):
 def test_what_cannot_be_done_says_why(args, told, capsys):
     assert main(args) == 1
     assert told in capsys.readouterr().err
+
+
+def test_torchrun_trains_as_one_process(capsys):
+    given = ["train", *SMALL, "--model", "jodie", "--epochs", "2"]
+    assert main(given) == 0
+    alone = capsys.readouterr().out
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mspipe"]
+    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for begin in ("epoch", "test,"):
+        one, two = (
+            [line.split(", AP")[0] for line in told.splitlines() if line.startswith(begin)]
+            for told in (alone, done.stdout)
+        )
+        assert one == two, "one worker tells, and of the same losses"

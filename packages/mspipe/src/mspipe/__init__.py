@@ -21,34 +21,39 @@ if TYPE_CHECKING:
     from mspipe.evaluation import EdgeBank, evaluate
     from mspipe.events import Events
     from mspipe.hooked import Hooked
+    from mspipe.iteration import Output
     from mspipe.memory import NodeMemory
     from mspipe.mitigation import Mitigation
     from mspipe.models import mail_dim
     from mspipe.negatives import Negatives
-    from mspipe.pipeline import Output, Pipeline
+    from mspipe.pipeline import Pipeline
     from mspipe.planner import Plan, plan
     from mspipe.report import Report
     from mspipe.sampler import Sampler
     from mspipe.simulator import Simulation, simulate
+    from mspipe.training import Epoch, Settings, fit
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
     "Batch": "batching",
     "EdgeBank": "evaluation",
+    "Epoch": "training",
     "Events": "events",
     "Hooked": "hooked",
     "Mitigation": "mitigation",
     "Negatives": "negatives",
     "NodeMemory": "memory",
-    "Output": "pipeline",
+    "Output": "iteration",
     "Pipeline": "pipeline",
     "Plan": "planner",
     "Report": "report",
     "Sampler": "sampler",
+    "Settings": "training",
     "Simulation": "simulator",
     "batches": "batching",
     "evaluate": "evaluation",
+    "fit": "training",
     "mail_dim": "models",
     "plan": "planner",
     "simulate": "simulator",
@@ -58,6 +63,7 @@ _MODULES = ("data", "evaluation", "memory", "models", "planner")
 __all__ = [
     "Batch",
     "EdgeBank",
+    "Epoch",
     "Events",
     "Hooked",
     "Mitigation",
@@ -68,12 +74,14 @@ __all__ = [
     "Plan",
     "Report",
     "Sampler",
+    "Settings",
     "Simulation",
     "__version__",
     "batches",
     "data",
     "evaluate",
     "evaluation",
+    "fit",
     "mail_dim",
     "memory",
     "models",

@@ -13,6 +13,7 @@ from shared.errors import ConfigError, MeshyardError
 
 if TYPE_CHECKING:
     from mspipe.events import Events
+    from shared.comms import Group
 
 __all__ = ["main"]
 
@@ -61,6 +62,8 @@ class Train(_Run):
     """Train on the first part of a stream, and evaluate on the rest.
 
     Example: mspipe train flights --limit 60000 --epochs 3 --checkpoint run1
+
+    On several workers, which share each batch: torchrun --nproc-per-node 2 -m mspipe train flights
     """
 
     data: _Data
@@ -81,15 +84,17 @@ class Train(_Run):
 
         events = _read(self.data, self.limit)
         train, validate, test = events.split(0.7, 0.15)
-        pipe, optimizer = _pipeline(self, events)
+        group = _group(self.device)
+        tell = print if group is None or not group.rank else lambda line: None
+        pipe, optimizer = _pipeline(self, events, group=group)
         settings = Settings(
             epochs=self.epochs, batch_size=self.batch_size, cut=self.cut, seed=self.seed
         )
         for epoch in fit(pipe, optimizer, train, validate, settings, checkpoint=self.checkpoint):
             told = ", ".join(f"{name.upper()} {value:.4f}" for name, value in epoch.scores.items())
             rate = len(train) / epoch.seconds if epoch.seconds else 0.0
-            print(f"epoch {epoch.index}: loss {epoch.loss:.4f}, {told}, {rate:,.0f} events/s")
-        print(pipe.report())
+            tell(f"epoch {epoch.index}: loss {epoch.loss:.4f}, {told}, {rate:,.0f} events/s")
+        tell(str(pipe.report()))
         for batch in pipe.score(_batches(validate, self.batch_size)):
             del batch
         past = events[: len(train) + len(validate)]
@@ -100,7 +105,7 @@ class Train(_Run):
             told = ", ".join(
                 f"{name.upper()} {value:.4f} ({bank[name]:.4f})" for name, value in found.items()
             )
-            print(f"test, {kind} negatives (EdgeBank's in brackets): {told}")
+            tell(f"test, {kind} negatives (EdgeBank's in brackets): {told}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +295,20 @@ def _read(data: str, limit: int | None) -> Events:
     return sources.read_table(data)[:limit]
 
 
-def _pipeline(settings: _Run, events: Events, mode: _Mode | None = None):  # noqa: ANN202
+def _group(device: str) -> Group | None:
+    """All workers, where torchrun started this one."""
+    import os
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    from shared.comms.group import init_from_env
+
+    return init_from_env(backend="nccl" if device.startswith("cuda") else "gloo")
+
+
+def _pipeline(  # noqa: ANN202
+    settings: _Run, events: Events, mode: _Mode | None = None, group: Group | None = None
+):
     import torch
 
     from mspipe import models
@@ -310,7 +328,7 @@ def _pipeline(settings: _Run, events: Events, mode: _Mode | None = None):  # noq
     mode = mode or settings.mode
     pipe = Pipeline(
         model, memory, Sampler(events, [model.fanout]), events.features, mode=mode,
-        max_staleness=settings.max_staleness if mode == "stale" else None,
+        max_staleness=settings.max_staleness if mode == "stale" else None, group=group,
     )  # fmt: skip
     return pipe, torch.optim.Adam(model.parameters(), settings.rate)
 

@@ -74,7 +74,7 @@ class Mitigation:
 
         Args:
             nodes: of a batch.
-            is_root: which of them are roots.
+            is_root: which of them are roots whose state was written before.
             age: [num_rows], from the memory's time to the latest event that asks.
 
         Returns:

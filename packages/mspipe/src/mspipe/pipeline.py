@@ -12,26 +12,28 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int64, Shaped
+from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
 from mspipe.batching import Batch
+from mspipe.iteration import Output, Work
 from mspipe.lanes import Lane, Works
 from mspipe.memory import NodeMemory, State
 from mspipe.mitigation import Mitigation
-from mspipe.models.base import MemoryModel
+from mspipe.models.base import MemoryModel, newest_mail
 from mspipe.report import Report, Span
 from mspipe.sampler import Sampled
 from mspipe.simulator import Mode
 from mspipe.stale import Schedule
+from mspipe.workers import Workers
+from shared.comms import Group
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Output", "Pipeline", "Samples"]
+__all__ = ["Pipeline", "Samples"]
 
 _ROOM = 2  # iterations that wait between two stages
 _STOP_S = 1.0
@@ -46,46 +48,6 @@ class Samples(Protocol):
     ) -> Sampled:
         """Roots in the order given, with their neighbours."""
         ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Output:
-    """What an iteration gives.
-
-    Attributes:
-        loss: mean of -log(sigmoid) of events, plus that of negatives' complements.
-        pos: [num_events], logits.
-        neg: [num_events, num_negatives], logits.
-        batch: what was looked at.
-    """
-
-    loss: Float[Tensor, ""]
-    pos: Float[Tensor, " num_events"]
-    neg: Float[Tensor, "num_events num_negatives"]
-    batch: Batch
-
-
-@dataclass(slots=True, eq=False)
-class _Work:
-    """An iteration on its way through the stages."""
-
-    index: int
-    batch: Batch
-    sampled: Sampled
-    writes: Int64[Tensor, " num_written"]
-    owners: Int64[
-        Tensor, " num_rows"
-    ]  # the iteration that writes a row last before this one, or -1
-    places: Int64[Tensor, " num_rows"]  # where in what that iteration writes
-    features: tuple[Tensor, Tensor] | None = None  # of sampled edges, and of the batch's events
-    rows: Float[Tensor, "num_rows words"] | None = None
-    num_committed: int = 0  # iterations whose writes were in the store when rows were read
-    similar: tuple[Tensor, Tensor, Tensor] | None = None  # stale rows, who is asked, and their rows
-
-    @property
-    def is_missing(self) -> Bool[Tensor, " num_rows"]:
-        """Rows that an iteration writes which was not in the store."""
-        return self.owners >= self.num_committed
 
 
 class Pipeline:
@@ -104,6 +66,9 @@ class Pipeline:
         mitigation: of "stale": mixes what is most stale with states of similar nodes.
         is_fixed: of "stale": each fetch sees the writes of exactly all but the last `max_staleness` - 1
             iterations before it, no newer ones, so that runs repeat.
+        group: workers that share each batch, all with the same model, stream and settings: each takes its
+            slice, `loss.backward()` ends with their mean gradients, and each writes the rows of all, to a
+            memory of its own or to one that they share.
         is_early: hand rows to be written over before the caller's backward pass, or, as published, after
             the caller is done with the iteration.
 
@@ -126,6 +91,7 @@ class Pipeline:
         depth: int = 3,
         mitigation: Mitigation | None = None,
         is_fixed: bool = False,
+        group: Group | None = None,
         is_early: bool = True,
     ) -> None:
         if mode not in ("sync", "prefetch", "forward", "stale"):
@@ -153,6 +119,7 @@ class Pipeline:
         self.model, self.memory, self.sampler, self.features = model, memory, sampler, features
         self.max_staleness, self.depth, self.is_early = max_staleness, depth, is_early
         self.mitigation, self.is_fixed = mitigation, is_fixed
+        self.workers = Workers(group)
         self._mode: Mode = mode
         self._report = Report(mode=mode)
         self._is_running = False
@@ -226,8 +193,8 @@ class Pipeline:
             self._fetch_memory(work)
             with self._stage("train", index):
                 output, rows = self._trained(work)
-                yield output
-            self._write(index, work.sampled.nodes[work.writes], rows)
+                yield output if torch.is_grad_enabled() else self._whole(output, batch)
+            self._write(index, work.written, rows)
 
     def _overlapped(self, batches: Iterator[Batch]) -> Iterator[Output]:
         # A write that waits for the fetches it must not be seen by needs room for them.
@@ -272,7 +239,7 @@ class Pipeline:
                     if schedule:
                         works.tell(lambda i=work.index: schedule.started(i))
                     output, rows = self._trained(work)
-                    item = work.index, work.sampled.nodes[work.writes], rows
+                    item = work.index, work.written, rows
                     if self.is_early:
                         self._report.waits["room to write"] += works.put(to_write, item)
                     yield output
@@ -298,24 +265,38 @@ class Pipeline:
         end = time.perf_counter()
         self._report.spans.append(Span(name, index, begin - self._start_s, end - self._start_s))
 
-    def _sampled(self, index: int, batch: Batch) -> _Work:
+    def _sampled(self, index: int, batch: Batch) -> Work:
         with self._stage("sample", index):
             if not len(batch.events):
                 raise DataError(f"batch {index}: expected at least one event, got none")
-            sampled = self.sampler.sample(*batch.roots)
+            slice_ = self.workers.slice(batch)
+            sampled = self.sampler.sample(*slice_.roots)
             if len(sampled.nodes) and int(sampled.nodes[-1]) >= len(self._last_writer):
                 raise DataError(
                     f"batch {index}: expected nodes below {len(self._last_writer)}, the memory's, got "
                     f"{int(sampled.nodes[-1])}; memory.grow makes room before a run"
                 )
-            writes = self.model.writes(sampled, len(batch.events))
+            writes = self.model.writes(sampled, len(slice_.events))
             owners, places = self._last_writer[sampled.nodes], self._last_place[sampled.nodes]
-            written = sampled.nodes[writes]
+            written = sampled.nodes[writes] if slice_ is batch else self._written(batch)
+            written_owners = self._last_writer[written]
             self._last_writer[written] = index
             self._last_place[written] = torch.arange(len(written))
-            return _Work(index, batch, sampled, writes, owners, places)
+            return Work(
+                index, slice_, len(batch.events), sampled, writes, written, written_owners, owners,
+                places,
+            )  # fmt: skip
 
-    def _fetch_features(self, work: _Work) -> None:
+    def _written(self, batch: Batch) -> Tensor:
+        """Nodes that a batch writes, where it is looked at in slices."""
+        events = batch.events
+        ends = torch.cat([events.src, events.dst])
+        if not self.model.writes_neighbors:
+            return torch.unique(ends)
+        sampled = self.sampler.sample(ends, events.t.repeat(2))
+        return sampled.nodes[self.model.writes(sampled, len(events))]
+
+    def _fetch_features(self, work: Work) -> None:
         with self._stage("features", work.index):
             events, eids, device = work.batch.events, work.sampled.eids, self._device
             if self.features is None:
@@ -327,7 +308,7 @@ class Pipeline:
                 )
             work.features = found[0].to(device), found[1].to(device)
 
-    def _await_memory(self, works: Works, work: _Work, schedule: Schedule | None) -> None:
+    def _await_memory(self, works: Works, work: Work, schedule: Schedule | None) -> None:
         """Until the store has what this iteration needs of it."""
         index = work.index
         if schedule is not None:
@@ -339,7 +320,7 @@ class Pipeline:
         least = index - self.depth if self._mode == "forward" else index
         works.wait(lambda: self.num_committed >= least)
 
-    def _fetch_memory(self, work: _Work) -> None:
+    def _fetch_memory(self, work: Work) -> None:
         with self._stage("memory", work.index):
             work.num_committed = self.num_committed
             is_missing = work.is_missing
@@ -363,20 +344,23 @@ class Pipeline:
             is_exact = report.mode != "stale" or not len(oldest)
             report.staleness.append(1 if is_exact else work.index - work.num_committed + 1)
 
-    def _fetch_similar(self, work: _Work, mitigation: Mitigation) -> int:
+    def _fetch_similar(self, work: Work, mitigation: Mitigation) -> int:
         """Rows of nodes that stale ones are mixed with; how many."""
         assert work.rows is not None, "rows were fetched before"
         sampled = work.sampled
         is_root = torch.zeros(len(sampled.nodes), dtype=torch.bool)
         is_root[sampled.roots] = True
         now = work.batch.events.t[-1].double()
-        age = now - self.memory.layout.unpack(work.rows).memory_times.cpu()
+        state = self.memory.layout.unpack(work.rows)
+        # Nodes that nothing was written of are of the greatest age, and stand for no state.
+        is_root &= newest_mail(state)[0].cpu()
+        age = now - state.memory_times.cpu()
         stale, asked = mitigation.asked(sampled.nodes, is_root, age)
         rows = self.memory.read_rows(asked.clamp(min=0).flatten())
         work.similar = stale, asked, rows.to(self._device)
         return len(rows)
 
-    def _mixed(self, work: _Work, state: State, mitigation: Mitigation) -> State:
+    def _mixed(self, work: Work, state: State, mitigation: Mitigation) -> State:
         """The state with what is most stale mixed; and what that teaches about the mix."""
         assert work.similar is not None, "rows of similar nodes were fetched before"
         stale, asked, rows = work.similar
@@ -398,7 +382,7 @@ class Pipeline:
                 mitigation.fit(own[is_known], mean[is_known], fresh)
         return state._replace(memory=state.memory.index_copy(0, here, mix))
 
-    def _trained(self, work: _Work) -> tuple[Output, Tensor]:
+    def _trained(self, work: Work) -> tuple[Output, Tensor]:
         assert work.rows is not None, "rows were fetched before"
         assert work.features is not None, "as were features"
         report, is_missing = self._report, work.is_missing
@@ -413,6 +397,9 @@ class Pipeline:
         with torch.no_grad():
             new = self.model.mail(sampled, writes, state, updated, events.t, work.features[1])
             rows = layout.pack(new)
+            if self.workers.size > 1:
+                self.workers.check(work.index, work.num_events, self.model)
+                rows = self._merged(work, rows)
         if report.mode == "forward" or self.mitigation is not None:
             depth = (
                 self.depth if report.mode == "forward" else max(1, work.index - work.num_committed)
@@ -422,9 +409,9 @@ class Pipeline:
                 del self._ring[old]
             held = sum(kept.numel() for kept in self._ring.values()) * 4
             report.ring_bytes = max(report.ring_bytes, held)
-        report.num_rows_written += len(writes)
+        report.num_rows_written += len(rows)
         if report.mode == "stale":
-            report.num_updates_dropped += int(is_missing[work.writes].sum())
+            report.num_updates_dropped += work.num_dropped
         embedded = self.model.embed(sampled, updated, work.features[0])
         count, negatives = len(events), work.batch.negatives
         src, dst, others = embedded.split([count, count, negatives.numel()])
@@ -432,13 +419,40 @@ class Pipeline:
         ends = torch.cat([dst[:, None], others.unflatten(0, negatives.shape)], 1)
         pos, neg = self.model.head(src[:, None], ends).tensor_split([1], 1)
         pos = pos[:, 0]
-        # -log(sigmoid(x)) is softplus(-x), and -log(1 - sigmoid(x)) is softplus(x).
-        loss = F.softplus(-pos).mean()
+        # -log(sigmoid(x)) is softplus(-x), and -log(1 - sigmoid(x)) is softplus(x). Events of a slice count
+        # as much as those of the largest one.
+        share = self.workers.size / work.num_events
+        loss = F.softplus(-pos).sum() * share
         if negatives.numel():
-            loss = loss + F.softplus(neg).mean()
+            loss = loss + F.softplus(neg).sum() * (share / negatives.shape[1])
+        if loss.requires_grad:
+            self.workers.average(loss, self.model)
         return Output(loss, pos, neg, work.batch), rows
 
-    def _forward_rows(self, work: _Work, is_missing: Tensor) -> None:
+    def _merged(self, work: Work, rows: Tensor) -> Tensor:
+        """Rows that the batch writes, where slices of it were looked at."""
+        sampled, count = work.sampled, len(work.batch.events)
+        is_end = torch.zeros(len(sampled.nodes), dtype=torch.bool)
+        is_end[sampled.roots[: 2 * count]] = True
+        return self.workers.merged(
+            work.written,
+            sampled.nodes[work.writes],
+            rows,
+            self.model.num_new(sampled, work.writes, count),
+            is_end[work.writes],
+            self.memory.layout,
+        )
+
+    def _whole(self, output: Output, batch: Batch) -> Output:
+        """What all workers scored of a batch."""
+        if self.workers.size == 1:
+            return output
+        loss = self.workers.gathered(output.loss[None]).mean()
+        return Output(
+            loss, self.workers.gathered(output.pos), self.workers.gathered(output.neg), batch
+        )
+
+    def _forward_rows(self, work: Work, is_missing: Tensor) -> None:
         """Puts in the rows that the store did not have yet, from what iterations before this one wrote."""
         assert work.rows is not None, "rows were fetched before"
         for owner in range(work.num_committed, work.index):

@@ -35,6 +35,8 @@ class APAN(MemoryModel):
         slope: of negative scores.
     """
 
+    writes_neighbors = True
+
     def __init__(
         self,
         dim: int = 100,
@@ -95,6 +97,13 @@ class APAN(MemoryModel):
         near = sampled.neighbors[: int(sampled.starts[ends])]
         return torch.unique(torch.cat([sampled.roots[:ends], near]))
 
+    def num_new(
+        self, sampled: Sampled, rows: Int64[Tensor, " num_written"], num_events: int
+    ) -> Int64[Tensor, " num_written"]:
+        """Of each row that is written, how many of its messages come from the batch."""
+        received = torch.bincount(_deliveries(sampled, num_events)[1], minlength=len(sampled.nodes))
+        return received[rows].clamp(max=self.slots)
+
     def mail(
         self,
         sampled: Sampled,
@@ -112,18 +121,7 @@ class APAN(MemoryModel):
         kept = torch.where(is_end[:, None], memory, state.memory)[rows]
         times = torch.where(is_end, updated.times, state.memory_times)[rows]
 
-        # To neighbours once each, and then to the ends, whose own messages are to stay longest.
-        root = torch.arange(2 * count).repeat_interleave(sampled.starts[: 2 * count + 1].diff())
-        near, ends = sampled.neighbors[: len(root)], sampled.roots[: 2 * count]
-        num_rows = len(sampled.nodes)
-        # One that meets itself sends one message, not two.
-        is_sender = torch.ones(2 * count, dtype=torch.bool)
-        is_sender[count:] = ends[:count] != ends[count:]
-        is_other = (near != ends[root]) & is_sender[root]
-        pairs = torch.unique(root[is_other] * num_rows + near[is_other])
-        senders = is_sender.nonzero()[:, 0]
-        root = torch.cat([pairs // num_rows, senders])
-        receiver = torch.cat([pairs % num_rows, ends[senders]])
+        root, receiver = _deliveries(sampled, count)
         mail, mail_times = self._delivered(
             state, rows, receiver, root, memory, sampled, event_times, event_rows
         )
@@ -162,3 +160,20 @@ class APAN(MemoryModel):
         chosen = order[(ends_of[:, None] - self.slots + torch.arange(self.slots))]
         every = torch.cat([state.mail[rows].flatten(0, 1), messages[root.to(device)]])
         return every[chosen.to(device)], times[chosen].to(state.mail_times.device)
+
+
+def _deliveries(sampled: Sampled, count: int) -> tuple[Tensor, Tensor]:
+    """Roots whose messages are sent, and the rows that receive them."""
+    # To neighbours once each, and then to the ends, whose own messages are to stay longest.
+    root = torch.arange(2 * count).repeat_interleave(sampled.starts[: 2 * count + 1].diff())
+    near, ends = sampled.neighbors[: len(root)], sampled.roots[: 2 * count]
+    num_rows = len(sampled.nodes)
+    # One that meets itself sends one message, not two.
+    is_sender = torch.ones(2 * count, dtype=torch.bool)
+    is_sender[count:] = ends[:count] != ends[count:]
+    is_other = (near != ends[root]) & is_sender[root]
+    pairs = torch.unique(root[is_other] * num_rows + near[is_other])
+    senders = is_sender.nonzero()[:, 0]
+    root = torch.cat([pairs // num_rows, senders])
+    receiver = torch.cat([pairs % num_rows, ends[senders]])
+    return root, receiver

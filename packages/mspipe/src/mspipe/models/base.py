@@ -82,6 +82,7 @@ class MemoryModel(nn.Module):
         mail_dim: numbers of a message.
         slots: messages that a node keeps.
         fanout: neighbours that the model looks at, at most; 0 for none.
+        writes_neighbors: whether others than the ends of events are written.
         head: scores links.
 
     Raises:
@@ -90,6 +91,7 @@ class MemoryModel(nn.Module):
 
     slots: int = 1
     fanout: int = 0
+    writes_neighbors: bool = False
 
     def __init__(self, dim: int, edge_dim: int) -> None:
         super().__init__()
@@ -114,6 +116,13 @@ class MemoryModel(nn.Module):
     def writes(self, sampled: Sampled, num_events: int) -> Int64[Tensor, " num_written"]:
         """Rows of `sampled.nodes` that a batch writes, rising: those of its events' ends."""
         return torch.unique(sampled.roots[: 2 * num_events])
+
+    def num_new(
+        self, sampled: Sampled, rows: Int64[Tensor, " num_written"], num_events: int
+    ) -> Int64[Tensor, " num_written"]:
+        """Of each row that is written, how many of its messages come from the batch."""
+        del sampled, num_events
+        return torch.ones_like(rows)
 
     def mail(
         self,
@@ -154,7 +163,7 @@ def last_events(
 
     Events are in order of time; of one that meets itself the destination counts.
     """
-    src, dst = sampled.roots[: 2 * num_events].split(num_events)
+    src, dst = sampled.roots[: 2 * num_events].view(2, num_events)
     ends = torch.stack([src, dst], 1)
     # By row, the last of its places in the list src 0, dst 0, src 1, dst 1, ...
     last = torch.full((len(sampled.nodes),), -1, dtype=torch.int64, device=ends.device)

@@ -1,0 +1,174 @@
+"""Several workers give what one gives, whatever the model, the overlap and the place of the memory."""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from mspipe.batching import batches
+from mspipe.evaluation import evaluate
+from mspipe.memory import NodeMemory
+from mspipe.training import Settings, fit
+from shared.comms import Group, RankPool
+from shared.errors import DataError, RankFailure
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+CASES = [
+    ("tgn", {"mode": "sync"}, "cpu"),
+    ("tgn", {"mode": "forward"}, "cpu"),
+    ("tgn", {"mode": "forward", "depth": 1}, "shm"),
+    ("tgn", {"mode": "prefetch"}, "shm"),
+    ("tgn", {"mode": "stale", "max_staleness": 3, "is_fixed": True}, "cpu"),
+    ("jodie", {"mode": "forward"}, "shm"),
+    ("apan", {"mode": "sync"}, "shm"),
+    ("apan", {"mode": "forward"}, "cpu"),
+]
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2, timeout=timedelta(seconds=60)) as ranks:
+        yield ranks
+
+
+def events_of(seed=0, count=330):
+    from conftest import stream
+
+    # Few nodes, so that slices share most of them; some meet themselves.
+    return stream(count, 12, 8, seed, loops=True)
+
+
+def pipeline_of(events, name, group=None, place="cpu", **settings):
+    from conftest import MODELS, pipeline
+
+    model = MODELS[name]()
+    memory = NodeMemory(events.num_nodes, model.dim, model.mail_dim, model.slots, place)
+    pipe = pipeline(events, name, memory=memory, group=group, **settings)
+    for module in pipe.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return pipe
+
+
+def learn(pipe, events, size=37):
+    """Losses of two passes, the last of whose batches are short, rows and weights."""
+    optimizer = torch.optim.SGD(pipe.model.parameters(), 0.05)
+    losses = []
+    for epoch in range(2):
+        pipe.memory.reset()
+        for out in pipe.train(batches(events, size, num_negatives=2, seed=epoch)):
+            optimizer.zero_grad()
+            out.loss.backward()
+            optimizer.step()
+            losses.append(out.loss.item())
+    rows = pipe.memory.read_rows(torch.arange(events.num_nodes))
+    return losses, rows, [parameter.detach() for parameter in pipe.model.parameters()]
+
+
+def learn_on_ranks(cases, tag):
+    group, found = Group.world(), []
+    for number, (name, settings, place) in enumerate(cases):
+        place = f"shm:{tag}-{number}" if place == "shm" else place
+        pipe = pipeline_of(events_of(), name, group, place, **settings)
+        found.append(learn(pipe, events_of()))
+        pipe.memory.close()
+    return found
+
+
+def test_losses_rows_and_weights_are_those_of_one_worker(pool, tmp_path):
+    results = pool.run(learn_on_ranks, CASES, f"mspipe-test-{os.getpid()}").results
+    for number, (name, settings, _) in enumerate(CASES):
+        losses, rows, weights = learn(pipeline_of(events_of(), name, **settings), events_of())
+        first, second = (found[number] for found in results)
+        assert first[0] != second[0], "each has its own slice"
+        mean = (torch.tensor(first[0]) + torch.tensor(second[0])) / 2
+        torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-5, atol=1e-6)
+        assert torch.equal(first[1], second[1])
+        torch.testing.assert_close(first[1], rows, rtol=1e-4, atol=1e-5, msg=f"{name} {settings}")
+        for one, other, alone in zip(first[2], second[2], weights, strict=True):
+            assert torch.equal(one, other)
+            torch.testing.assert_close(one, alone, rtol=1e-4, atol=1e-5)
+
+
+def learn_on_three(name):
+    pipe = pipeline_of(events_of(), name, Group.world())
+    # Batches of 37, 2 and 1: slices without any events too.
+    return learn(pipe, events_of(count=75), size=37), learn(pipe, events_of(count=9), size=2)
+
+
+def test_slices_may_be_empty():
+    with RankPool(3, timeout=timedelta(seconds=60)) as three:
+        for name in ("tgn", "jodie", "apan"):
+            results = three.run(learn_on_three, name).results
+            pipe = pipeline_of(events_of(), name)
+            whole = learn(pipe, events_of(count=75)), learn(pipe, events_of(count=9), size=2)
+            for part, (losses, rows, _) in enumerate(whole):
+                mean = torch.tensor([found[part][0] for found in results]).mean(0)
+                torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(results[0][part][1], rows, rtol=1e-4, atol=1e-5)
+
+
+def fit_on_ranks(folder, epochs):
+    events = events_of()
+    train, rest = events.split(0.8)
+    pipe = pipeline_of(events, "apan", Group.world())
+    optimizer = torch.optim.Adam(pipe.model.parameters(), 1e-2)
+    settings = Settings(epochs=epochs, batch_size=50, save_every=3)
+    found = list(fit(pipe, optimizer, train, rest, settings, checkpoint=folder, progress=False))
+    whole = evaluate(pipe, rest, history=train, batch_size=50)
+    return [(epoch.losses, epoch.scores) for epoch in found], whole
+
+
+def test_fit_scores_alike_on_all_workers_and_goes_on(pool, tmp_path):
+    events = events_of()
+    train, rest = events.split(0.8)
+    alone = pipeline_of(events, "apan")
+    optimizer = torch.optim.Adam(alone.model.parameters(), 1e-2)
+    settings = Settings(epochs=3, batch_size=50)
+    expected = list(fit(alone, optimizer, train, rest, settings, progress=False))
+    whole = pool.run(fit_on_ranks, tmp_path / "whole", 3).results
+    pool.run(fit_on_ranks, tmp_path / "parts", 1)
+    resumed = pool.run(fit_on_ranks, tmp_path / "parts", 3).results
+    assert whole[0] == whole[1] == resumed[0] == resumed[1]
+    for epoch, (losses, scores) in zip(expected, whole[0][0], strict=True):
+        assert losses == pytest.approx(epoch.losses, rel=1e-3)
+        assert scores == pytest.approx(epoch.scores, abs=0.02)
+
+
+def learn_apart(what):
+    group, events = Group.world(), events_of()
+    pipe = pipeline_of(events, "tgn", group, seed=group.rank if what == "weights" else 0)
+    sizes = 40 + group.rank if what == "batches" else 40
+    try:
+        for number, out in enumerate(pipe.train(batches(events, sizes))):
+            if what == "death" and number == 2 and group.rank:
+                os._exit(3)
+            out.loss.backward()
+            if what == "steps" and group.rank:
+                with torch.no_grad():
+                    next(pipe.model.parameters()).add_(1e-3)
+    except DataError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("what", ["weights", "batches", "steps"])
+def test_workers_that_differ_are_told_apart(pool, what):
+    told = pool.run(learn_apart, what).results
+    name = "batches" if what == "batches" else "weights"
+    for text in told:
+        assert f"expected the same {name} on all workers, got others on worker 1 than on 0" in text
+        assert "step after backward()" in text
+
+
+def test_a_worker_that_dies_ends_the_others():
+    with (
+        RankPool(2, timeout=timedelta(seconds=20)) as ranks,
+        pytest.raises(RankFailure, match="rank 1"),
+    ):
+        ranks.run(learn_apart, "death")
