@@ -92,8 +92,18 @@ def test_torchrun_trains_as_one_process(capsys):
     given = ["train", *SMALL, "--model", "jodie", "--epochs", "2"]
     assert main(given) == 0
     alone = capsys.readouterr().out
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mspipe"]
-    done = subprocess.run([*command, *given], capture_output=True, text=True, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "mspipe",
+    ]
+    done = subprocess.run(
+        [*command, *given], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     for begin in ("epoch", "test,"):
         one, two = (

@@ -1,23 +1,29 @@
 """Several workers give what one gives, whatever the model, the overlap and the place of the memory."""
 
 import os
-import sys
 from datetime import timedelta
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from mspipe import models
 from mspipe.batching import batches
 from mspipe.evaluation import evaluate
+from mspipe.events import Events
 from mspipe.memory import NodeMemory
+from mspipe.pipeline import Pipeline
+from mspipe.sampler import Sampler
 from mspipe.training import Settings, fit
 from shared.comms import Group, RankPool
 from shared.errors import DataError, RankFailure
 
-sys.path.insert(0, str(Path(__file__).parent))
-
+MODELS = {
+    "tgn": lambda: models.TGN(8, 3, time_dim=4, fanout=4),
+    "jodie": lambda: models.JODIE(8, 3, time_dim=4),
+    "apan": lambda: models.APAN(8, 3, time_dim=4, slots=3, fanout=4),
+}
 CASES = [
     ("tgn", {"mode": "sync"}, "cpu"),
     ("tgn", {"mode": "forward"}, "cpu"),
@@ -36,19 +42,20 @@ def pool():
         yield ranks
 
 
-def events_of(seed=0, count=330):
-    from conftest import stream
+def events_of(count=330):
+    """Few nodes, so that slices share most of them; some meet themselves; several events a moment."""
+    draw = np.random.default_rng(0)
+    src, dst = draw.integers(0, 12, count), draw.integers(0, 20, count)
+    features = draw.standard_normal((count, 3)).astype(np.float32)
+    return Events(src, dst, np.sort(draw.integers(0, count, count)), features)
 
-    # Few nodes, so that slices share most of them; some meet themselves.
-    return stream(count, 12, 8, seed, loops=True)
 
-
-def pipeline_of(events, name, group=None, place="cpu", **settings):
-    from conftest import MODELS, pipeline
-
+def pipeline_of(events, name, group=None, place="cpu", seed=0, **settings):
+    torch.manual_seed(seed)
     model = MODELS[name]()
     memory = NodeMemory(events.num_nodes, model.dim, model.mail_dim, model.slots, place)
-    pipe = pipeline(events, name, memory=memory, group=group, **settings)
+    sampler = Sampler(events, [model.fanout])
+    pipe = Pipeline(model, memory, sampler, events.features, group=group, **settings)
     for module in pipe.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

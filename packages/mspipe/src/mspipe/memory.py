@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from mspipe.cached import CachedRows
 from mspipe.rows import Rows, open_rows
 from shared.errors import ConfigError, DataError
 
@@ -104,9 +105,12 @@ class NodeMemory:
         place: "cpu"; "pinned", which a GPU reads fastest; "cuda" or "cuda:1"; "shm:NAME", which all
             processes of a machine see under that name; or "tcp://host:port", of `mspipe serve-memory`.
         start: time of states that nothing was written to yet.
+        cache_bytes: of rows kept here as well, the least recently used leaving, for a place behind a slow
+            link that no other process writes to; 0 for none.
 
     Attributes:
         layout: of a row.
+        cache: the rows kept here, if any.
 
     Raises:
         ConfigError: a size is out of range, or there is no such place.
@@ -121,6 +125,7 @@ class NodeMemory:
         slots: int = 1,
         place: str = "cpu",
         start: float = 0.0,
+        cache_bytes: int = 0,
     ) -> None:
         if num_nodes < 0:
             raise ConfigError(f"expected num_nodes of at least 0, got {num_nodes}")
@@ -129,7 +134,13 @@ class NodeMemory:
         fresh = torch.zeros(1, self.layout.num_words)
         self.layout.unpack(fresh).memory_times.fill_(self.start)
         self.layout.unpack(fresh).mail_times.fill_(NO_MAIL)
+        if cache_bytes < 0:
+            raise ConfigError(f"expected cache_bytes of at least 0, got {cache_bytes}")
         self._rows: Rows = open_rows(place, num_nodes, fresh[0])
+        self.cache: CachedRows | None = None
+        if cache_bytes:
+            num_kept = min(num_nodes, cache_bytes // self.layout.row_bytes)
+            self._rows = self.cache = CachedRows(self._rows, self.layout.num_words, num_kept)
         self._journal: dict[int, Tensor] | None = None
         self._leased_by: str | None = None
 

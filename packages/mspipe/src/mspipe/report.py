@@ -36,7 +36,7 @@ class Report:
         num_rows_read, num_rows_forwarded: from the store, and from the ring.
         num_rows_written, num_updates_dropped: written, and those among them whose state did not know
             a write before it.
-        read_bytes, written_bytes: between the store and here.
+        read_bytes, written_bytes: between the store, or its cache, and here.
         ring_bytes: the most that rows in the ring took at once.
         num_mixed: rows whose stale state was mixed with others'.
         weight: that a stale state had in the mix last; None where none was.
