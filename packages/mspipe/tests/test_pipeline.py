@@ -1,14 +1,18 @@
 """Overlap changes no bit, staleness is what was asked for, and nothing is left behind."""
 
+import os
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mspipe import models
 from mspipe.batching import batches
+from mspipe.events import Events
 from mspipe.memory import NodeMemory
 from mspipe.mitigation import Mitigation
 from mspipe.pipeline import Pipeline
@@ -149,16 +153,16 @@ def test_a_stale_row_is_what_an_earlier_iteration_left(toy):
     versions = []
     memory = NodeMemory(events.num_nodes, 8, toy.models["tgn"]().mail_dim)
     pipe = slowed(toy.pipeline(events, memory=memory, mode="stale", max_staleness=3), 5, 0.01)
-    write = memory.write_rows
+    write, every = memory.write_rows, torch.arange(events.num_nodes)
 
     def kept(nodes, rows):
         write(nodes, rows)
-        versions.append(memory.snapshot()["rows"])
+        versions.append(memory.read_rows(every))
 
     memory.write_rows = kept
     fetch, seen = pipe._fetch_memory, []
     pipe._fetch_memory = lambda work: (fetch(work), seen.append(work))
-    fresh = memory.snapshot()["rows"]
+    fresh = memory.read_rows(every)
     list(pipe.train(batches(events, 25)))
     for work in seen:
         # Others may write while rows are read, but never one that this iteration was to wait for.
@@ -329,6 +333,89 @@ def test_a_spike_is_waited_for_and_never_exceeds_the_cap(toy):
     report = pipe.report()
     assert max(report.staleness) == 2
     assert report.waits["fetched rows"] + report.waits["room to write"] > 0.1
+
+
+@pytest.mark.parametrize("mode", ["sync", "forward"])
+def test_memory_is_not_copied_or_forgotten_under_a_run(toy, tmp_path, mode):
+    events = toy.stream()
+    pipe = toy.pipeline(events, mode=mode)
+    run = pipe.train(batches(events, 50))
+    next(run), next(run)
+    snapshot = {"rows": torch.empty(0), "about": torch.tensor([8, 19, 1, 0])}
+    for what in (
+        pipe.memory.reset,
+        pipe.memory.snapshot,
+        lambda: pipe.memory.save(tmp_path / "memory"),
+        lambda: pipe.memory.restore(snapshot),
+    ):
+        with pytest.raises(ConfigError, match=r"expected no run under way.*a pipeline's train"):
+            what()
+    assert not list(tmp_path.iterdir())
+    assert len(list(run)) == 10, "and the run is as it was"
+    pipe.memory.save(tmp_path / "memory")
+
+
+def test_batches_without_events_or_without_negatives(toy):
+    events = toy.stream(60)
+    batches_of = list(batches(events, 20))
+    empty = replace(batches_of[1], events=events[:0], negatives=batches_of[1].negatives[:0])
+    for mode in ("sync", "forward"):
+        pipe = toy.pipeline(events, mode=mode)
+        with pytest.raises(DataError, match="batch 1: expected at least one event, got none"):
+            list(pipe.train([batches_of[0], empty]))
+        out = list(toy.pipeline(events, mode=mode).train(batches(events, 20, num_negatives=0)))
+        assert [tuple(one.neg.shape) for one in out] == [(20, 0)] * 3
+        assert all(one.loss > 0 for one in out)
+
+
+@pytest.mark.parametrize("name", ["tgn", "jodie", "apan"])
+def test_events_without_features(toy, name):
+    plain = toy.stream()
+    events = Events(plain.src, plain.dst, plain.t)
+    kind = {"tgn": models.TGN, "jodie": models.JODIE, "apan": models.APAN}[name]
+    losses = []
+    for mode in ("sync", "forward"):
+        torch.manual_seed(0)
+        model = kind(8)
+        memory = NodeMemory(events.num_nodes, 8, model.mail_dim, model.slots)
+        pipe = Pipeline(model, memory, Sampler(events, [model.fanout]), mode=mode)
+        losses.append(toy.train(pipe, events))
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_no_clock_that_may_go_back_is_read(toy, monkeypatch):
+    events = toy.stream()
+    expected = toy.train(toy.pipeline(events, mode="sync"), events)
+
+    def backwards():
+        raise AssertionError("the time of day was asked for")
+
+    monkeypatch.setattr(time, "time", backwards)
+    for how in EXACT:
+        assert toy.train(toy.pipeline(events, **how), events) == expected
+
+
+def test_a_forked_child_trains(toy):
+    """Threads do not survive a fork: a child starts its own, whatever ran before."""
+    events = toy.stream()
+    run = toy.pipeline(events, mode="forward").train(batches(events, 50))
+    next(run)
+    child = os.fork()
+    if not child:
+        try:
+            losses = toy.train(toy.pipeline(events, mode="forward"), events)
+            os._exit(0 if len(losses) == 24 else 3)
+        except BaseException:  # noqa: BLE001, whatever it is, the parent's tests must not go on here
+            os._exit(4)
+    deadline = time.monotonic() + 60
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if done == (0, 0):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert done[1] == 0
+    run.close()
 
 
 def test_no_batches_are_a_run(toy):

@@ -258,7 +258,12 @@ class NodeMemory:
     # The whole of it ----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forgets everything, as at the start of an epoch; counts one version."""
+        """Forgets everything, as at the start of an epoch; counts one version.
+
+        Raises:
+            ConfigError: a pipeline is at work, or a `preserved` block is open.
+        """
+        self._refuse("reset")
         if self._journal is not None:
             raise ConfigError("reset: expected no open `preserved` block, whose end would undo it")
         self._rows.reset()
@@ -285,7 +290,12 @@ class NodeMemory:
                 self._rows.write(torch.tensor(list(journal)), torch.stack(list(journal.values())))
 
     def snapshot(self) -> dict[str, Any]:
-        """All rows, as a copy on the CPU, and what fits them; for `restore` and checkpoints."""
+        """All rows, as a copy on the CPU, and what fits them; for `restore` and checkpoints.
+
+        Raises:
+            ConfigError: a pipeline is at work, some of whose writes may be on their way.
+        """
+        self._refuse("snapshot")
         nodes = torch.arange(self.num_nodes)
         rows = [self._rows.read(part).cpu() for part in nodes.split(1 << 16)]
         words = torch.cat(rows) if rows else self._none()
@@ -352,6 +362,13 @@ class NodeMemory:
             yield
         finally:
             self._leased_by = None
+
+    def _refuse(self, what: str) -> None:
+        if self._leased_by is not None:
+            raise ConfigError(
+                f"{what}: expected no run under way, but {self._leased_by} is at work on this memory; "
+                f"finish or close its iterator first"
+            )
 
     def close(self) -> None:
         """Ends connections and shared memory; does nothing the second time."""
