@@ -53,6 +53,14 @@ def test_k_min_is_the_least_that_costs_no_time(stage_s):
         assert found.k_min <= 2
 
 
+def test_each_iteration_has_its_staleness():
+    assert plan([2, 3, 2, 8, 2]).staleness(6) == [1, 2, 2, 2, 2, 2]
+    assert plan([1, 1, 5, 8, 7]).staleness(9)[4:] == [3] * 5
+    assert plan([1, 1, 1, 1, 0]).staleness(4) == [1, 1, 1, 1]
+    with pytest.raises(ConfigError, match="at least one iteration"):
+        plan([2, 3, 2, 8, 2]).staleness(0)
+
+
 @settings(max_examples=40, deadline=None)
 @given(stage_s=STAGES, k=st.integers(1, 5))
 def test_to_wait_for_newer_memory_costs_no_time_and_is_never_staler(stage_s, k):

@@ -63,6 +63,18 @@ class Plan:
             raise ConfigError(f"expected a staleness k of at least 1, got {k}")
         return max(self.ideal_period, self.loop_s / k)
 
+    def staleness(self, num_iterations: int) -> list[int]:
+        """k_i of each iteration: how many writes ago its memory is of, fetched as late as training permits.
+
+        At most `k_min`, so that training is never held up by it; 1 while the pipeline fills.
+
+        Raises:
+            ConfigError: `num_iterations` is below 1.
+        """
+        from mspipe.simulator import simulate
+
+        return simulate(self.stage_s, num_iterations, max_staleness=self.k_min).staleness
+
     @property
     def sequential_period(self) -> float:
         """Without any overlap."""
