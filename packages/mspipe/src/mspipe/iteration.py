@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
@@ -45,6 +46,7 @@ class Work:
         rows: of the sample's nodes, as fetched.
         num_committed: iterations whose writes were in the store then.
         similar: places of stale rows, which nodes are asked for them, and those nodes' rows.
+        arrived, computed: on a GPU, that what was fetched is there, and that what is written is.
     """
 
     index: int
@@ -60,6 +62,8 @@ class Work:
     rows: Float[Tensor, "num_rows words"] | None = None
     num_committed: int = 0
     similar: tuple[Tensor, Tensor, Tensor] | None = None
+    arrived: torch.cuda.Event | None = None
+    computed: torch.cuda.Event | None = None
 
     @property
     def num_dropped(self) -> int:

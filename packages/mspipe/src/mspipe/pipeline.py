@@ -29,6 +29,7 @@ from mspipe.report import Report, Span
 from mspipe.sampler import Sampled
 from mspipe.simulator import Mode
 from mspipe.stale import Schedule
+from mspipe.streams import Streams
 from mspipe.workers import Workers
 from shared.comms import Group
 from shared.errors import ConfigError, DataError
@@ -169,6 +170,7 @@ class Pipeline:
             self._is_running, self.num_committed, self._num_fetched = True, 0, 0
             before, self._report = self._report, Report(mode=mode)
             self._start_s = time.perf_counter()
+            self._streams = Streams(self._device)
             num_nodes = self.memory.num_nodes
             self._last_writer = torch.full((num_nodes,), -1, dtype=torch.int64)
             self._last_place = torch.zeros(num_nodes, dtype=torch.int64)
@@ -194,7 +196,7 @@ class Pipeline:
             with self._stage("train", index):
                 output, rows = self._trained(work)
                 yield output if torch.is_grad_enabled() else self._whole(output, batch)
-            self._write(index, work.written, rows)
+            self._write(work, rows)
 
     def _overlapped(self, batches: Iterator[Batch]) -> Iterator[Output]:
         # A write that waits for the fetches it must not be seen by needs room for them.
@@ -210,9 +212,11 @@ class Pipeline:
 
         def fetch() -> None:
             while (work := works.take(to_fetch)[0]) is not None:
-                self._fetch_features(work)
-                self._await_memory(works, work, schedule)
-                self._fetch_memory(work)
+                with self._streams.on("in"):
+                    self._fetch_features(work)
+                    self._await_memory(works, work, schedule)
+                    self._fetch_memory(work)
+                    work.arrived = self._streams.mark()
                 works.tell(lambda i=work.index: setattr(self, "_num_fetched", i + 1))
                 if schedule:
                     schedule.seen(self._report)
@@ -221,10 +225,13 @@ class Pipeline:
 
         def write() -> None:
             while (item := works.take(to_write)[0]) is not None:
+                work, rows = item
                 if is_fixed:
-                    unseen = item[0] + (self.max_staleness or 1)
+                    unseen = work.index + (self.max_staleness or 1)
                     works.wait(lambda n=unseen: to_train.is_closed or self._num_fetched >= n)
-                self._write(*item)
+                with self._streams.on("out"):
+                    self._streams.after(work.computed, rows)
+                    self._write(work, rows)
                 works.tell()
 
         for name, stage in (("sampler", sample), ("link in", fetch), ("link out", write)):
@@ -239,12 +246,11 @@ class Pipeline:
                     if schedule:
                         works.tell(lambda i=work.index: schedule.started(i))
                     output, rows = self._trained(work)
-                    item = work.index, work.written, rows
                     if self.is_early:
-                        self._report.waits["room to write"] += works.put(to_write, item)
+                        self._report.waits["room to write"] += works.put(to_write, (work, rows))
                     yield output
                 if not self.is_early:
-                    self._report.waits["room to write"] += works.put(to_write, item)
+                    self._report.waits["room to write"] += works.put(to_write, (work, rows))
             works.close(to_write)
             works.wait(lambda: self.num_committed == len(self._report.staleness))
         finally:
@@ -306,7 +312,8 @@ class Pipeline:
                     self.features.index_select(0, eids),
                     self.features.index_select(0, events.eid),
                 )
-            work.features = found[0].to(device), found[1].to(device)
+            edges, own = (part.to(device, non_blocking=True) for part in found)
+            work.features = edges, own
 
     def _await_memory(self, works: Works, work: Work, schedule: Schedule | None) -> None:
         """Until the store has what this iteration needs of it."""
@@ -334,7 +341,7 @@ class Pipeline:
             else:
                 there = nodes
                 rows = self.memory.read_rows(nodes)
-            work.rows = rows.to(self._device)
+            work.rows = rows.to(self._device, non_blocking=True)
             report, num_read = self._report, len(there)
             if self.mitigation is not None and report.mode == "stale":
                 num_read += self._fetch_similar(work, self.mitigation)
@@ -357,7 +364,7 @@ class Pipeline:
         age = now - state.memory_times.cpu()
         stale, asked = mitigation.asked(sampled.nodes, is_root, age)
         rows = self.memory.read_rows(asked.clamp(min=0).flatten())
-        work.similar = stale, asked, rows.to(self._device)
+        work.similar = stale, asked, rows.to(self._device, non_blocking=True)
         return len(rows)
 
     def _mixed(self, work: Work, state: State, mitigation: Mitigation) -> State:
@@ -386,6 +393,8 @@ class Pipeline:
         assert work.rows is not None, "rows were fetched before"
         assert work.features is not None, "as were features"
         report, is_missing = self._report, work.is_missing
+        similar = () if work.similar is None else work.similar[2:]
+        self._streams.after(work.arrived, work.rows, *work.features, *similar)
         if report.mode == "forward":
             self._forward_rows(work, is_missing)
         sampled, events, layout = work.sampled, work.batch.events, self.memory.layout
@@ -400,6 +409,7 @@ class Pipeline:
             if self.workers.size > 1:
                 self.workers.check(work.index, work.num_events, self.model)
                 rows = self._merged(work, rows)
+            work.computed = self._streams.mark()
         if report.mode == "forward" or self.mitigation is not None:
             depth = (
                 self.depth if report.mode == "forward" else max(1, work.index - work.num_committed)
@@ -462,11 +472,11 @@ class Pipeline:
                 work.rows[mine.to(device)] = self._ring[owner][work.places[mine].to(device)]
         self._report.num_rows_forwarded += int(is_missing.sum())
 
-    def _write(self, index: int, nodes: Tensor, rows: Tensor) -> None:
-        with self._stage("write", index):
-            self.memory.write_rows(nodes, rows)
-            self._report.written_bytes += len(nodes) * self.memory.layout.row_bytes
-            self.num_committed = index + 1
+    def _write(self, work: Work, rows: Tensor) -> None:
+        with self._stage("write", work.index):
+            self.memory.write_rows(work.written, rows)
+            self._report.written_bytes += len(rows) * self.memory.layout.row_bytes
+            self.num_committed = work.index + 1
 
     @property
     def _device(self) -> torch.device:

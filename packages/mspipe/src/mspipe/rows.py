@@ -121,7 +121,12 @@ class LocalRows:
 
     def read(self, ids: Tensor) -> Tensor:
         """Copies of rows."""
-        return gather(self._table, ids.to(self.device))
+        ids = ids.to(self.device)
+        if not self._is_pinned:
+            return gather(self._table, ids)
+        # Into pinned pages again, from which a copy to the GPU runs beside other work.
+        out = torch.empty(len(ids), self._table.shape[1], pin_memory=True)
+        return gather(self._table, ids, out)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Replaces rows of different numbers, and counts a version."""
