@@ -205,3 +205,28 @@ def test_places_and_sizes_that_make_no_sense(unchecked):
 def test_layout_of_the_published_row():
     # State, time, message of two states and features, and its time: TGN's row on Wikipedia's features.
     assert RowLayout(100, 2 * 100 + 16).row_bytes == 4 * (100 + 216) + 2 * 8
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_none_is_found_wherever_it_is(slots, part, number):
+    memory = NodeMemory(9, 2, 3, slots)
+    before = memory.snapshot()["rows"]
+    state = memory.read(torch.tensor([4, 0, 7]))
+    state[part][1] = number
+    state[0][2] = float("inf")
+    with pytest.raises(
+        DataError, match=r"for 2 of 3 nodes, the first \[0, 7\]; nothing was written"
+    ):
+        memory.write(torch.tensor([4, 0, 7]), *state)
+    assert torch.equal(memory.snapshot()["rows"], before)
+    assert memory.version == 0
+
+
+def test_numbers_whose_sum_is_too_large_are_finite_all_the_same():
+    memory = NodeMemory(3, 2, 3)
+    state = memory.read(torch.arange(3))
+    state.memory.fill_(3e38)
+    memory.write(torch.arange(3), *state)
+    assert torch.equal(memory.read(torch.arange(3)).memory, state.memory)
