@@ -86,6 +86,7 @@ class Way:
     def learn(self, number):
         """A pass, from an empty memory; the first batches of the stream are only neighbours."""
         self.memory.reset()
+        torch.manual_seed(number)  # of dropout, whoever had the turn before
         cut = islice(ms.batches(self.events, BATCH, seed=number), 3 * NUM_BATCHES, None)
         for out in self.pipe.train(cut):
             self.optimizer.zero_grad()
