@@ -1,4 +1,4 @@
-"""The picture that `bench_accuracy` leaves beside its table."""
+"""The picture that `bench_staleness` leaves beside its table."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The runs that `bench_accuracy` sets side by side, each kept in a file as soon as it is done."""
+"""The runs that `bench_staleness` sets side by side, each kept in a file as soon as it is done."""
 
 import hashlib
 import json

@@ -6,8 +6,8 @@ event is told from ten negatives, random, historical or inductive ones, the same
 the first, MRR ranks the event among its ten, ties counting half as TGB has it. `stale K` sees the writes
 of exactly all but the last K - 1 batches, with or without `Mitigation`; tests read what is stored. All
 have the same widths, batches and learning rate, and five seeds for weights, dropout and negatives. The
-rate is the best of 3e-4, 1e-3 and 3e-3 on the last fifth of the first 60,000 departures, one seed, for
-`sync` and K = 4 alike. EdgeBank, which remembers pairs, gets the same tests.
+rate is the best of 3e-4, 1e-3 and 3e-3 against random negatives on the last fifth of the first 60,000
+departures, one seed, for `sync` and K = 4 alike. EdgeBank, which remembers pairs, gets the same tests.
 
 Runs are kept in bench/.results/accuracy as they are done, and taken from there where settings are the same;
 a change of the package itself calls for an empty folder.
@@ -44,7 +44,7 @@ def one_thread():
 
 
 @pytest.mark.timeout(7200)
-def bench_accuracy(benchmark, record_claim):
+def bench_staleness(benchmark, record_claim):
     events = ms.data.flights()
     runs = {}
 
@@ -83,7 +83,7 @@ def bench_accuracy(benchmark, record_claim):
                 detail="; ".join(faults)
                 or f"{SEEDS} seeds: {mean_and_sd(values)}, baseline {mean_and_sd(baseline)}; {NUM_NEGATIVES} "
                 "negatives an event; every iteration was as stale as told",
-                source="hatch run bench mspipe -k accuracy",
+                source="hatch run bench mspipe -k staleness",
             )
         )
 
