@@ -88,6 +88,7 @@ def test_what_cannot_be_done_says_why(args, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_torchrun_trains_as_one_process(capsys):
     given = ["train", *SMALL, "--model", "jodie", "--epochs", "2"]
     assert main(given) == 0

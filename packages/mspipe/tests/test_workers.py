@@ -1,6 +1,7 @@
 """Several workers give what one gives, whatever the model, the overlap and the place of the memory."""
 
 import os
+import time
 from datetime import timedelta
 
 import numpy as np
@@ -15,9 +16,10 @@ from mspipe.events import Events
 from mspipe.memory import NodeMemory
 from mspipe.pipeline import Pipeline
 from mspipe.sampler import Sampler
+from mspipe.server import MemoryServer
 from mspipe.training import Settings, fit
 from shared.comms import Group, RankPool
-from shared.errors import DataError, RankFailure
+from shared.errors import ConfigError, DataError, RankFailure
 
 MODELS = {
     "tgn": lambda: models.TGN(8, 3, time_dim=4, fanout=4),
@@ -28,10 +30,10 @@ CASES = [
     ("tgn", {"mode": "sync"}, "cpu"),
     ("tgn", {"mode": "forward"}, "cpu"),
     ("tgn", {"mode": "forward", "depth": 1}, "shm"),
-    ("tgn", {"mode": "prefetch"}, "shm"),
+    ("tgn", {"mode": "prefetch"}, "cpu"),
     ("tgn", {"mode": "stale", "max_staleness": 3, "is_fixed": True}, "cpu"),
     ("jodie", {"mode": "forward"}, "shm"),
-    ("apan", {"mode": "sync"}, "shm"),
+    ("apan", {"mode": "sync"}, "cpu"),
     ("apan", {"mode": "forward"}, "cpu"),
 ]
 
@@ -80,7 +82,7 @@ def learn(pipe, events, size=37):
 def learn_on_ranks(cases, tag):
     group, found = Group.world(), []
     for number, (name, settings, place) in enumerate(cases):
-        place = f"shm:{tag}-{number}" if place == "shm" else place
+        place = f"shm:{tag}-{number}-{group.rank}" if place == "shm" else place
         pipe = pipeline_of(events_of(), name, group, place, **settings)
         found.append(learn(pipe, events_of()))
         pipe.memory.close()
@@ -102,22 +104,17 @@ def test_losses_rows_and_weights_are_those_of_one_worker(pool, tmp_path):
             torch.testing.assert_close(one, alone, rtol=1e-4, atol=1e-5)
 
 
-def learn_on_three(name):
-    pipe = pipeline_of(events_of(), name, Group.world())
-    # Batches of 37, 2 and 1: slices without any events too.
-    return learn(pipe, events_of(count=75), size=37), learn(pipe, events_of(count=9), size=2)
+def learn_events_one_by_one(name):
+    return learn(pipeline_of(events_of(), name, Group.world()), events_of(count=9), size=1)
 
 
-def test_slices_may_be_empty():
-    with RankPool(3, timeout=timedelta(seconds=60)) as three:
-        for name in ("tgn", "jodie", "apan"):
-            results = three.run(learn_on_three, name).results
-            pipe = pipeline_of(events_of(), name)
-            whole = learn(pipe, events_of(count=75)), learn(pipe, events_of(count=9), size=2)
-            for part, (losses, rows, _) in enumerate(whole):
-                mean = torch.tensor([found[part][0] for found in results]).mean(0)
-                torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-4, atol=1e-6)
-                torch.testing.assert_close(results[0][part][1], rows, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("name", ["tgn", "jodie", "apan"])
+def test_slices_may_be_empty(pool, name):
+    results = pool.run(learn_events_one_by_one, name).results
+    losses, rows, _ = learn(pipeline_of(events_of(), name), events_of(count=9), size=1)
+    mean = torch.tensor([found[0] for found in results]).mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(results[0][1], rows, rtol=1e-4, atol=1e-5)
 
 
 def fit_on_ranks(folder, epochs):
@@ -151,6 +148,8 @@ def learn_apart(what):
     group, events = Group.world(), events_of()
     pipe = pipeline_of(events, "tgn", group, seed=group.rank if what == "weights" else 0)
     sizes = 40 + group.rank if what == "batches" else 40
+    if what == "shards":  # each its own events, as many
+        events = events[group.rank * 160 : group.rank * 160 + 160]
     try:
         for number, out in enumerate(pipe.train(batches(events, sizes))):
             if what == "death" and number == 2 and group.rank:
@@ -164,13 +163,70 @@ def learn_apart(what):
     return None
 
 
-@pytest.mark.parametrize("what", ["weights", "batches", "steps"])
+def learn_slowly(slow_s):
+    """As `learn`, where the second worker writes late, and the first reads late."""
+    group, events = Group.world(), events_of()
+    pipe = pipeline_of(events, "tgn", group, mode="forward")
+    name, rows = ("write" if group.rank else "read"), pipe.memory._rows
+    quick = getattr(rows, name)
+
+    def slow(*given):
+        time.sleep(slow_s)
+        return quick(*given)
+
+    setattr(rows, name, slow)
+    return learn(pipe, events)
+
+
+def test_a_worker_that_lags_changes_nothing(pool):
+    prompt, slow = (pool.run(learn_slowly, seconds).results for seconds in (0.0, 0.03))
+    for one, other in zip(prompt, slow, strict=True):
+        assert one[0] == other[0]
+        assert torch.equal(one[1], other[1])
+
+
+def learn_in_one_memory(place):
+    events = events_of()
+    memory = NodeMemory(events.num_nodes, 8, 19, 1, place)
+    model = MODELS["tgn"]()
+    pipe = Pipeline(model, memory, Sampler(events, [4]), events.features, group=Group.world())
+    try:
+        next(pipe.train(batches(events, 50)))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        memory.close()
+    return None
+
+
+def test_one_memory_for_several_workers_is_refused(pool):
+    for told in pool.run(learn_in_one_memory, f"shm:mspipe-one-{os.getpid()}").results:
+        assert "expected a memory of its own for each of 2 workers" in told
+    with MemoryServer() as server:
+        for told in pool.run(learn_in_one_memory, server.address).results:
+            assert f"place={server.address!r} here" in told
+
+
+def gradients_otherwise():
+    events = events_of()
+    pipe = pipeline_of(events, "tgn", Group.world())
+    out = next(pipe.train(batches(events, 50)))
+    return [g is not None for g in torch.autograd.grad(out.loss, list(pipe.model.parameters()))]
+
+
+def test_gradients_may_be_asked_for_without_being_kept(pool):
+    first, second = pool.run(gradients_otherwise).results
+    assert first == second
+    assert all(first)
+
+
+@pytest.mark.parametrize("what", ["weights", "batches", "steps", "shards"])
 def test_workers_that_differ_are_told_apart(pool, what):
     told = pool.run(learn_apart, what).results
-    name = "batches" if what == "batches" else "weights"
+    name = "batches" if what in ("batches", "shards") else "weights"
     for text in told:
         assert f"expected the same {name} on all workers, got others on worker 1 than on 0" in text
-        assert "step after backward()" in text
+        assert "step after out.loss.backward()" in text
 
 
 def test_a_worker_that_dies_ends_the_others():

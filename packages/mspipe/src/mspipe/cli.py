@@ -106,6 +106,7 @@ class Train(_Run):
                 f"{name.upper()} {value:.4f} ({bank[name]:.4f})" for name, value in found.items()
             )
             tell(f"test, {kind} negatives (EdgeBank's in brackets): {told}")
+        pipe.memory.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,6 +319,8 @@ def _pipeline(  # noqa: ANN202
 
     if not len(events):
         raise ConfigError("expected a stream with events, got one without")
+    if ":" in settings.device:
+        torch.cuda.set_device(settings.device)  # kernels are launched there
     torch.manual_seed(settings.seed)
     options = {} if settings.model == "jodie" else {"fanout": settings.fanout}
     kind = {"tgn": models.TGN, "jodie": models.JODIE, "apan": models.APAN}[settings.model]
@@ -351,6 +354,7 @@ def _ran(settings: _Run, data: str, mode: _Mode, num_batches: int):  # noqa: ANN
         optimizer.zero_grad()
         out.loss.backward()
         optimizer.step()
+    pipe.memory.close()
     return pipe.report()
 
 

@@ -260,7 +260,12 @@ class NodeMemory:
         self._rows.reset()
 
     def grow(self, num_nodes: int) -> None:
-        """Makes room for nodes up to `num_nodes`; fewer than there are change nothing."""
+        """Makes room for nodes up to `num_nodes`; fewer than there are change nothing.
+
+        Raises:
+            ConfigError: a pipeline is at work.
+        """
+        self._refuse("grow")
         if num_nodes > self.num_nodes:
             self._rows.grow(num_nodes)
 

@@ -10,7 +10,7 @@ backward pass, so that such rows are handed on here and never fetched.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -68,8 +68,8 @@ class Pipeline:
         is_fixed: of "stale": each fetch sees the writes of exactly all but the last `max_staleness` - 1
             iterations before it, no newer ones, so that runs repeat.
         group: workers that share each batch, all with the same model, stream and settings: each takes its
-            slice, `loss.backward()` ends with their mean gradients, and each writes the rows of all, to a
-            memory of its own or to one that they share.
+            slice, `out.loss.backward()` ends with their mean gradients, and each writes the rows of all, to
+            a memory of its own.
         is_early: hand rows to be written over before the caller's backward pass, or, as published, after
             the caller is done with the iteration.
 
@@ -141,7 +141,7 @@ class Pipeline:
         """Figures of the last training, or of the run under way."""
         return self._report
 
-    def train(self, batches: Iterable[Batch]) -> Iterator[Output]:
+    def train(self, batches: Iterable[Batch]) -> Generator[Output, None, None]:
         """Yields each batch's loss and logits, with the model in training; the caller takes the step.
 
         Rows are written when the iterator is asked for the next batch or ends. Leaving it early leaves
@@ -155,7 +155,7 @@ class Pipeline:
         """
         return self._run(batches, is_training=True)
 
-    def score(self, batches: Iterable[Batch]) -> Iterator[Output]:
+    def score(self, batches: Iterable[Batch]) -> Generator[Output, None, None]:
         """As `train`, without gradients and with the model as in evaluations; memory moves on all the same.
 
         Reads what is stored, and no stale state, in any mode.
@@ -164,24 +164,27 @@ class Pipeline:
 
     # A run --------------------------------------------------------------------------------------
 
-    def _run(self, batches: Iterable[Batch], *, is_training: bool) -> Iterator[Output]:
+    def _run(self, batches: Iterable[Batch], *, is_training: bool) -> Generator[Output, None, None]:
         mode: Mode = self._mode if is_training else "sync"
         with self.memory.lease(f"a pipeline's {'train' if is_training else 'score'}"):
             self._is_running, self.num_committed, self._num_fetched = True, 0, 0
             before, self._report = self._report, Report(mode=mode)
             self._start_s = time.perf_counter()
             self._streams = Streams(self._device)
+            self._is_training = is_training
+            self.workers.check_memory(self.memory)
             num_nodes = self.memory.num_nodes
             self._last_writer = torch.full((num_nodes,), -1, dtype=torch.int64)
             self._last_place = torch.zeros(num_nodes, dtype=torch.int64)
             self._ring: dict[int, Tensor] = {}
+            self._stored: torch.cuda.Event | None = None
             was_training = self.model.training
             self.model.train(is_training)
             try:
-                with torch.set_grad_enabled(is_training):
-                    run = self._in_turn if mode == "sync" else self._overlapped
-                    yield from run(iter(batches))
+                run = self._in_turn if mode == "sync" else self._overlapped
+                yield from run(iter(batches))
             finally:
+                self._streams.join()
                 self.model.train(was_training)
                 self._ring.clear()
                 self._is_running = False
@@ -195,7 +198,7 @@ class Pipeline:
             self._fetch_memory(work)
             with self._stage("train", index):
                 output, rows = self._trained(work)
-                yield output if torch.is_grad_enabled() else self._whole(output, batch)
+                yield output if self._is_training else self._whole(output, batch)
             self._write(work, rows)
 
     def _overlapped(self, batches: Iterator[Batch]) -> Iterator[Output]:
@@ -215,6 +218,7 @@ class Pipeline:
                 with self._streams.on("in"):
                     self._fetch_features(work)
                     self._await_memory(works, work, schedule)
+                    self._streams.after(self._stored)
                     self._fetch_memory(work)
                     work.arrived = self._streams.mark()
                 works.tell(lambda i=work.index: setattr(self, "_num_fetched", i + 1))
@@ -290,7 +294,7 @@ class Pipeline:
             self._last_place[written] = torch.arange(len(written))
             return Work(
                 index, slice_, len(batch.events), sampled, writes, written, written_owners, owners,
-                places,
+                places, print_of=self.workers.print_of(batch),
             )  # fmt: skip
 
     def _written(self, batch: Batch) -> Tensor:
@@ -390,6 +394,11 @@ class Pipeline:
         return state._replace(memory=state.memory.index_copy(0, here, mix))
 
     def _trained(self, work: Work) -> tuple[Output, Tensor]:
+        # Not around the caller's part of the loop, whose own setting that is.
+        with torch.set_grad_enabled(self._is_training):
+            return self._computed(work)
+
+    def _computed(self, work: Work) -> tuple[Output, Tensor]:
         assert work.rows is not None, "rows were fetched before"
         assert work.features is not None, "as were features"
         report, is_missing = self._report, work.is_missing
@@ -406,8 +415,8 @@ class Pipeline:
         with torch.no_grad():
             new = self.model.mail(sampled, writes, state, updated, events.t, work.features[1])
             rows = layout.pack(new)
-            if self.workers.size > 1:
-                self.workers.check(work.index, work.num_events, self.model)
+            if work.print_of is not None:
+                self.workers.check(work.index, work.print_of, self.model)
                 rows = self._merged(work, rows)
             work.computed = self._streams.mark()
         if report.mode == "forward" or self.mitigation is not None:
@@ -476,6 +485,7 @@ class Pipeline:
         with self._stage("write", work.index):
             self.memory.write_rows(work.written, rows)
             self._report.written_bytes += len(rows) * self.memory.layout.row_bytes
+            self._stored = self._streams.mark()
             self.num_committed = work.index + 1
 
     @property

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mspipe.batching import Cut, batches
 from mspipe.evaluation import evaluate
 from mspipe.events import Events
+from mspipe.iteration import Output
 from mspipe.negatives import Negatives
 from mspipe.pipeline import Pipeline
 from shared.errors import ConfigError, DataError
@@ -25,7 +25,7 @@ from shared.kernels.philox import stream_key
 
 __all__ = ["Epoch", "Settings", "fit"]
 
-_FORMAT = "mspipe training 1"
+_FORMAT = "mspipe training 2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ def fit(
         train: by time.
         validate: what follows; scored after each pass, from memory as the pass leaves it.
         settings: see there.
-        checkpoint: folder to go on from and to write to.
+        checkpoint: folder to go on from and to write to; of several workers one that all see.
         progress: show a bar where standard error is a terminal.
 
     Raises:
@@ -118,8 +118,6 @@ def fit(
     for index in range(len(epochs), settings.epochs):
         if not done:
             pipe.memory.reset()
-            # Of this pass alone, so that a resumed one draws the same dropout.
-            torch.manual_seed(stream_key(settings.seed, index) >> 1)
             losses = []
         key = stream_key(settings.seed, index) >> 1
         cut = list(batches(train, settings.batch_size, negatives, cut=settings.cut, seed=key))
@@ -127,7 +125,9 @@ def fit(
         with _bar(f"epoch {index + 1}", len(train), is_shown=progress) as advance:
             advance(sum(len(batch.events) for batch in cut[:done]), losses)
             while done < len(cut):
-                for out in pipe.train(islice(cut, done, done + settings.save_every)):
+                # Where nothing is saved, nothing has the pipeline run empty.
+                stop = len(cut) if saved is None else min(len(cut), done + settings.save_every)
+                for out in _seeded(pipe.train(cut[done:stop]), key, done):
                     optimizer.zero_grad()
                     out.loss.backward()
                     optimizer.step()
@@ -139,7 +139,7 @@ def fit(
                             f"learning rate"
                         )
                 seconds += pipe.report().elapsed_s
-                done = min(len(cut), done + settings.save_every)
+                done = stop
                 if saved and done < len(cut):
                     saved.write(done, losses, epochs)
         scores = {}
@@ -150,6 +150,18 @@ def fit(
         if saved:
             saved.write(0, [], epochs)
         yield epochs[-1]
+
+
+def _seeded(run: Generator[Output, None, None], key: int, first: int) -> Iterator[Output]:
+    """Each batch with dropout of its own seed, so that a resumed pass draws the same, on any device."""
+    try:
+        for number in count(first):
+            torch.manual_seed(stream_key(key, number) >> 1)
+            if (out := next(run, None)) is None:
+                return
+            yield out
+    finally:
+        run.close()
 
 
 @contextmanager
@@ -195,6 +207,8 @@ class _Checkpoint:
         }
 
     def write(self, done: int, losses: list[float], epochs: list[Epoch]) -> None:
+        if self._pipe.workers.rank:
+            return  # the first worker's is everybody's
         state = {
             "format": _FORMAT,
             "run": self._run,
@@ -204,7 +218,6 @@ class _Checkpoint:
             "model": self._pipe.model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "memory": self._pipe.memory.snapshot(),
-            "random": torch.get_rng_state(),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
@@ -234,14 +247,14 @@ class _Checkpoint:
             raise DataError(f"{self._path} is of another model: {error}") from error
         self._optimizer.load_state_dict(state["optimizer"])
         self._pipe.memory.restore(state["memory"])
-        random: Tensor = state["random"]
-        torch.set_rng_state(random)
         epochs = [Epoch(**row) for row in json.loads(state["epochs"])]
         return state["done"], state["losses"], epochs
 
     def _read(self) -> dict[str, Any]:
         try:
-            state = torch.load(self._path, weights_only=True)
+            state = torch.load(self._path, map_location="cpu", weights_only=True)
+        except (OSError, MemoryError):
+            raise
         except Exception as error:
             raise DataError(
                 f"{self._path}: damaged ({type(error).__name__}); remove it to begin again"

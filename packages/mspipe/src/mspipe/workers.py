@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import torch
 from jaxtyping import Float, Int64
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from mspipe.batching import Batch
-from mspipe.memory import RowLayout, State
+from mspipe.memory import NodeMemory, RowLayout, State
 from shared.comms import Group
 from shared.comms.collectives import all_gather, all_gather_v, all_reduce
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 
 __all__ = ["Workers"]
 
@@ -35,42 +36,68 @@ class Workers:
         group: all of them; None for a process alone.
 
     Attributes:
-        size: how many there are.
+        rank, size: which one this is, of how many.
     """
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
-        self.size = 1 if group is None else group.world_size
+        self.rank, self.size = (0, 1) if group is None else (group.rank, group.world_size)
 
     def slice(self, batch: Batch) -> Batch:
         """This worker's events of a batch, one run of them; none where they do not suffice for all."""
         if self._group is None:
             return batch
-        begin, end = (
-            len(batch.events) * at // self.size for at in (self._group.rank, self._group.rank + 1)
-        )
+        begin, end = (len(batch.events) * at // self.size for at in (self.rank, self.rank + 1))
         return replace(batch, events=batch.events[begin:end], negatives=batch.negatives[begin:end])
 
-    def check(self, index: int, num_events: int, model: nn.Module) -> None:
+    def check_memory(self, memory: NodeMemory) -> None:
+        """Sees to it that no two workers have one memory: one that lags would write over what is newer.
+
+        Raises:
+            ConfigError: two have the same shared memory or server.
+        """
+        if self._group is None:
+            return
+        is_shared = memory.place.startswith(("shm:", "tcp:"))
+        here = torch.tensor([crc32(memory.place.encode()) if is_shared else -1 - self.rank])
+        found = torch.stack(all_gather(self._group, here.to(self._group.device)))[:, 0].tolist()
+        if len(set(found)) < len(found):
+            raise ConfigError(
+                f"group: expected a memory of its own for each of {self.size} workers, but several have "
+                f"one in common, place={memory.place!r} here; use place='cpu', or a name or server each"
+            )
+
+    def print_of(self, batch: Batch) -> Tensor | None:
+        """Sums that tell a batch from others, where there are several workers."""
+        if self._group is None:
+            return None
+        events = batch.events
+        columns = torch.stack([c.double() for c in (events.src, events.dst, events.t, events.eid)])
+        weights = torch.arange(1, len(events) + 1, dtype=torch.float64) % 1009
+        size = weights.new_tensor([len(events)])
+        return torch.cat([(columns * weights).sum(1), batch.negatives.double().sum()[None], size])
+
+    def check(self, index: int, print_of: Tensor, model: nn.Module) -> None:
         """Sees to it that all workers are at the same batch with the same weights.
 
         Raises:
-            DataError: they are not.
+            DataError: they are not, or a weight is no number.
         """
         if self._group is None:
             return
         with torch.no_grad():
-            weights = [parameter.double().sum() for parameter in model.parameters()]
-        here = torch.stack(
-            [*weights, weights[0].new_tensor(index), weights[0].new_tensor(num_events)]
-        )
+            weights = torch.stack([parameter.double().sum() for parameter in model.parameters()])
+        here = torch.cat([weights, weights.new_tensor([index]), print_of.to(weights)])
         found = torch.stack(all_gather(self._group, here))
-        for name, part in (("weights", found[:, :-2]), ("batches", found[:, -2:])):
+        if not bool(found.isfinite().all()):
+            raise DataError(f"batch {index}: weights are no longer finite; lower the learning rate")
+        count = len(weights)
+        for name, part in (("weights", found[:, :count]), ("batches", found[:, count:])):
             if not torch.equal(part, part[:1].expand_as(part)):
                 raise DataError(
                     f"batch {index}: expected the same {name} on all workers, got others on worker "
                     f"{int((part != part[0]).any(1).nonzero()[0, 0])} than on 0; start all from one "
-                    f"seed or checkpoint, give all the same batches, and step after backward()"
+                    f"seed or checkpoint, give all the same batches, and step after out.loss.backward()"
                 )
 
     def merged(
@@ -124,6 +151,8 @@ class Workers:
 
         def averaged() -> None:
             grads = [p.grad for p in model.parameters() if p.grad is not None]
+            if not grads:
+                return  # somebody asked for gradients without having them kept
             flat = torch.cat([grad.flatten() for grad in grads])
             all_reduce(group, flat)
             flat /= self.size

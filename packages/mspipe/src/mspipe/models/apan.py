@@ -145,7 +145,7 @@ class APAN(MemoryModel):
         own, other = memory[ends], memory[ends.roll(count)]
         messages = torch.cat([own, other, event_rows[event.to(event_rows.device)]], 1)
         place = torch.full((len(sampled.nodes),), -1, dtype=torch.int64)
-        place[rows] = torch.arange(len(rows))
+        place[rows.cpu()] = torch.arange(len(rows))
         num_old = len(rows) * self.slots
         row = torch.cat([torch.arange(len(rows)).repeat_interleave(self.slots), place[receiver]])
         new_times = event_times.double()[event][root]

@@ -148,11 +148,14 @@ class MemoryModel(nn.Module):
         """
         count = len(event_times)
         memory = updated.memory.detach()
-        own, other, event = last_events(sampled, rows, count)
+        # The sample lies on the CPU, wherever the model is.
+        own, other, event = (
+            part.to(memory.device) for part in last_events(sampled, rows.cpu(), count)
+        )
         features = event_rows.index_select(0, event.to(event_rows.device))
         mine = memory.index_select(0, own)
         mail = torch.cat([mine, memory.index_select(0, other), features], 1)
-        times = event_times.to(updated.times)[event.to(updated.times.device)]
+        times = event_times.to(updated.times)[event]
         return State(mine, updated.times[own], mail, times)
 
 
