@@ -96,7 +96,7 @@ def bench_staleness(benchmark, record_claim):
 
 
 def mean_and_sd(values):
-    return f"{np.mean(values):.4f} ± {np.std(values, ddof=1) if len(values) > 1 else 0:.4f}"
+    return f"{np.mean(values):.4f} sd {np.std(values, ddof=1) if len(values) > 1 else 0:.4f}"
 
 
 def told(each):
