@@ -11,7 +11,7 @@ __all__ = ["compiled"]
 log = logging.getLogger(__name__)
 
 
-def compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., Any], relaxed: frozenset[str] = frozenset()) -> Any:
     """`function` as a serial kernel that releases the interpreter lock.
 
     Machine code is cached beside the source or, where that folder is read-only, in the user's
@@ -21,10 +21,12 @@ def compiled(function: Callable[..., Any]) -> Any:
     The cache knows a function by its own file only: after editing a function that another file
     calls (`philox/cpu.py`), remove the `__pycache__` beside the caller too.
 
-    numba's `fastmath` stays off: the bits of a result are part of a kernel's definition.
+    numba's `fastmath` is off but for the rules of rounding in `relaxed`: the bits of a result are part
+    of a kernel's definition.
     """
+    options: Any = {"nogil": True, "error_model": "numpy", "fastmath": set(relaxed) or False}
     try:
-        return njit(nogil=True, cache=True, error_model="numpy")(function)
+        return njit(cache=True, **options)(function)
     except RuntimeError as error:
         log.info("no machine-code cache for %s: %s", function.__qualname__, error)
-        return njit(nogil=True, error_model="numpy")(function)
+        return njit(**options)(function)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ class LinkHead(nn.Module):
         return self.out(F.relu(self.src(src) + self.dst(dst)))[..., 0]
 
 
-class MemoryModel(nn.Module):
+class MemoryModel(nn.Module, ABC):
     """A model of nodes that remember: applies mail, embeds roots, and sends mail.
 
     Args:
@@ -103,15 +104,15 @@ class MemoryModel(nn.Module):
         self.mail_dim = mail_dim(dim, edge_dim)
         self.head = LinkHead(dim)
 
+    @abstractmethod
     def update(self, state: State) -> Updated:
         """Applies the mail of rows to their memory; a row without mail keeps what it has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def embed(
         self, sampled: Sampled, updated: Updated, edge_rows: Float[Tensor, "num_sampled edge_dim"]
     ) -> Float[Tensor, "num_roots dim"]:
         """Embeds the roots at their times."""
-        raise NotImplementedError
 
     def writes(self, sampled: Sampled, num_events: int) -> Int64[Tensor, " num_written"]:
         """Rows of `sampled.nodes` that a batch writes, rising: those of its events' ends."""

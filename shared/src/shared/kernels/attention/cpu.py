@@ -9,15 +9,15 @@ sums repeat to the bit.
 # ruff: noqa: ANN001, ANN202
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shared.kernels._jit import compiled
 from shared.kernels._rows import over_rows
 
 if TYPE_CHECKING:
@@ -33,20 +33,11 @@ _TURNS = 1 / (2 * np.pi)
 _PI = _F32(np.pi)
 
 
-def _compiled(*relaxed: str) -> Callable[[Any], Any]:
-    """Machine code that lets other threads run, with some of the rules of rounding relaxed."""
-    options: Any = {"nogil": True, "error_model": "numpy", "fastmath": set(relaxed) or False}
-
-    def compiled(function: Any) -> Any:
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError:  # where no folder for the cache can be written
-            return njit(**options)(function)
-
-    return compiled
+_contracted = partial(compiled, relaxed=frozenset({"contract"}))
+_reassociated = partial(compiled, relaxed=frozenset({"contract", "reassoc"}))
 
 
-@_compiled("contract")
+@_contracted
 def _half_angles(span, frequency, phase, half):
     """Half the angle modulo a full turn, in units of pi: within [-1/2, 1/2]; of numbers in turns."""
     for j in range(half.size):
@@ -56,7 +47,7 @@ def _half_angles(span, frequency, phase, half):
 
 # Taylor's series on [-pi/2, pi/2] are exact to 6e-8. The full angle follows by doubling. One loop an
 # output: with two the compiler gives up on vectors.
-@_compiled("contract")
+@_contracted
 def _sine(x):
     square = x * x
     s = _F32(-1 / 39916800) * square + _F32(1 / 362880)
@@ -66,14 +57,14 @@ def _sine(x):
     return (s * square + _F32(1)) * x
 
 
-@_compiled("contract")
+@_contracted
 def _cosines(half, out):
     for j in range(half.size):
         s = _sine(half[j] * _PI)
         out[j] = _F32(1) - _F32(2) * s * s
 
 
-@_compiled("contract")
+@_contracted
 def _sines(half, out):
     for j in range(half.size):
         x = half[j] * _PI
@@ -87,7 +78,7 @@ def _sines(half, out):
         out[j] = _F32(2) * _sine(x) * c
 
 
-@_compiled("contract", "reassoc")
+@_reassociated
 def _dot(a, b):
     total = _F32(0)
     for j in range(a.size):
@@ -95,19 +86,19 @@ def _dot(a, b):
     return total
 
 
-@_compiled("contract")
+@_contracted
 def _add(factor, x, out):
     for j in range(x.size):
         out[j] += factor * x[j]
 
 
-@_compiled("contract")
+@_contracted
 def _add_two(factor, x, other_factor, y, out):
     for j in range(x.size):
         out[j] += factor * x[j] + other_factor * y[j]
 
 
-@_compiled()
+@compiled
 def _mix(factors, rows, out):
     """out = sum of factors[i] * rows[i]; two a pass, since a pass is bound by reading out."""
     out[:] = 0
@@ -118,7 +109,7 @@ def _mix(factors, rows, out):
         _add(factors[count - 1], rows[count - 1], out)
 
 
-@_compiled()
+@compiled
 def _input_grad(edge, root, weight, grad, score_grad, query, column, out):
     """Adds what an edge's input gets, through the sum and through the score, columns from `column` on."""
     end = column + out.size
@@ -129,7 +120,7 @@ def _input_grad(edge, root, weight, grad, score_grad, query, column, out):
         )  # fmt: skip
 
 
-@_compiled("contract")
+@_contracted
 def _add_time(span, sines, grad, of_frequency, of_phase):
     for j in range(sines.size):
         value = sines[j] * grad[j]
@@ -137,7 +128,7 @@ def _add_time(span, sines, grad, of_frequency, of_phase):
         of_phase[j] -= value
 
 
-@_compiled()
+@compiled
 def _lay_out(
     first, end, rows, neighbors, edge_rows, edge_index, dt, frequency, phase, half, inputs, sines
 ):
@@ -157,7 +148,7 @@ def _lay_out(
                 _sines(half, sines[edge - first])
 
 
-@_compiled("contract")
+@_contracted
 def _forward(
     query,  # float32 [heads, roots, inputs]
     bias,  # float32 [heads, roots]
@@ -208,7 +199,7 @@ def _forward(
             _mix(weight[head, first:end], inputs, out[head, root])
 
 
-@_compiled("contract")
+@_contracted
 def _backward(
     grad,  # float32 [heads, roots, inputs]
     query,
@@ -275,7 +266,7 @@ def _backward(
                     )  # fmt: skip
 
 
-@_compiled()
+@compiled
 def _targets_grad(
     starts,
     targets,  # int64 [edges], the rows that edges read
