@@ -240,7 +240,8 @@ def test_a_stage_that_raises_ends_the_run_and_says_where(toy, mode, stage):
         learn()
     assert time.monotonic() - begin < 5
     assert any(f"stage '{stage}'" in note for note in caught.value.__notes__)
-    assert len(seen) <= after + 1
+    # While one write is under way, as many as `depth` may wait for it, and training be that far ahead.
+    assert len(seen) <= after + 1 + (pipe.depth if stage == "write" else 0)
     assert not mspipe_threads()
     # What is in the store is there whole.
     done = pipe.num_committed
