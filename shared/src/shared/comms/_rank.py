@@ -8,7 +8,6 @@ Then it joins the process group and runs one function after another, as the pare
 import atexit
 import ctypes
 import faulthandler
-import importlib.util
 import os
 import pickle
 import queue
@@ -17,11 +16,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from types import ModuleType
 from typing import Any
+
+from shared.comms.shipping import found
 
 __all__: list[str] = []
 
@@ -50,45 +49,6 @@ def _listen(control: Connection, commands: queue.SimpleQueue) -> None:
             courier.peer_died(command[1])
 
 
-def _module(name: str, file: str | None) -> ModuleType:
-    """The module a function was defined in: imported where it can be, else loaded by its path."""
-    if name == "__main__":
-        # As multiprocessing does: the script's own guard must not start the script again.
-        name = "__mp_main__"
-        if not _replaced:
-            # multiprocessing has put this module under that name.
-            sys.modules.pop(name, None)
-    if name in sys.modules:
-        return sys.modules[name]
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is not None and (file is None or spec.origin == file):
-        return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(name, file) if file else None
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot load module {name!r} from {file!r}")
-    module = importlib.util.module_from_spec(spec)
-    # Under the parent's name, so that pickled instances of the file's classes find them.
-    sys.modules[name] = module
-    if name == "__mp_main__":
-        _replaced.append(sys.modules["__main__"])
-        sys.modules["__main__"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-_replaced: list[ModuleType] = []  # this module runs on after another has taken its name
-
-
-def _function(name: str, file: str | None, qualname: str) -> Callable[..., Any]:
-    found: Any = _module(name, file)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def _pickled(result: Any, qualname: str) -> bytes:
     try:
         return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
@@ -107,7 +67,7 @@ def _serve(control: Connection, commands: queue.SimpleQueue) -> None:
         if command == "stop":
             return
         name, file, qualname, args = rest
-        function = _function(name, file, qualname)
+        function = found(name, file, qualname)
         # Only now, as the arguments may be of classes that the function's file defines.
         arguments = pickle.loads(args)
         dist.barrier()

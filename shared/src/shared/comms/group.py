@@ -136,11 +136,16 @@ class Group:
         return world._control
 
     @staticmethod
-    def of(ranks: Sequence[int]) -> Group:
+    def of(ranks: Sequence[int], *, members_only: bool = False) -> Group:
         """The group of some ranks of the world, in ascending order.
 
         As torch.distributed.new_group asks, every rank of the world calls this, in the same order
         and whether it is a member or not; a rank outside gets a group whose `rank` is -1.
+
+        Args:
+            ranks: of the world.
+            members_only: only the group's ranks call this, as where one controller asks some ranks
+                of many.
 
         Raises:
             ConfigError: if a rank is named twice or lies outside the world.
@@ -154,7 +159,9 @@ class Group:
         if key == world.ranks:
             return world
         if key not in world._subgroups:
-            process_group = dist.new_group(list(key), timeout=world.timeout)
+            process_group = dist.new_group(
+                list(key), timeout=world.timeout, use_local_synchronization=members_only
+            )
             # Outside the group torch gives a number in its place.
             mine = process_group if isinstance(process_group, dist.ProcessGroup) else None
             world._subgroups[key] = Group(mine, key, world.timeout, world.ledger)

@@ -27,7 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shared.comms._maker import is_alive, mark
+from shared.comms.maker import is_alive, mark
+from shared.comms.shipping import shipped
 from shared.errors import ConfigError, RankFailure
 
 __all__ = ["RankPool", "RunResult"]
@@ -195,7 +196,7 @@ class RankPool:
                 "this pool is closed, by a failed run or because its `with` block was left or "
                 "never entered; open another"
             )
-        name, file, qualname = _shipped(function)
+        name, file, qualname = shipped(function)
         try:
             payload = pickle.dumps(args, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
@@ -358,29 +359,6 @@ class RankPool:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-
-
-def _shipped(function: Callable[..., Any]) -> tuple[str, str | None, str]:
-    """A function as module name, file and qualified name."""
-    name = getattr(function, "__module__", None)
-    qualname = getattr(function, "__qualname__", None)
-    module = sys.modules.get(name) if name else None
-    if qualname is None or module is None or "<" in qualname:
-        raise ConfigError(
-            f"a rank runs functions defined at the top level of a file, got {function!r}; move it "
-            f"there and pass what it closes over as arguments"
-        )
-    file = getattr(module, "__file__", None)
-    if name == "__main__":
-        if file is None:
-            raise ConfigError(
-                f"{qualname} was defined in an interactive session, which a rank cannot read; "
-                f"put it in a file and import it"
-            )
-        # `python -m package.module` knows the name under which a rank can import it.
-        if module.__spec__ is not None:
-            name = module.__spec__.name
-    return str(name), None if file is None else os.path.abspath(file), qualname
 
 
 def _unpickled(rank: int, data: bytes) -> Any:

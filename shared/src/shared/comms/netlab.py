@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shared.comms._maker import is_alive, mark
+from shared.comms.maker import is_alive, mark
 from shared.comms.launch import RankPool
 from shared.errors import ConfigError, TopologyError
 from shared.units import parse_rate

@@ -1,0 +1,218 @@
+"""One call on a group: what each rank is sent, and how the ranks' results make up the answer.
+
+Rows are shared out by reference: a rank is told which rows of which results are its own, and takes
+them from where they lie. Rows that do not divide evenly are filled up with rows that are marked, so
+that they count in no loss, and dropped again from what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.batch import Batch
+from hybridflow.engines.seat import Gather, Reply, Segment, Slot, Store, Task
+from hybridflow.future import Future, Joined, Part
+from hybridflow.protocols import Protocol, Share
+from shared.errors import DataError, RankFailure
+
+__all__ = ["Call"]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Call:
+    """A call and how far it has come.
+
+    Attributes:
+        number: unique among a controller's calls.
+        target, method: names of the group and of its method.
+        ranks: the group's ranks in the world, by rank in the group.
+        protocol: how arguments and results travel.
+        shares: by rank in the group, which share of a batch's rows it gets.
+        collectors: ranks in the group whose results make up the answer.
+        args, kwargs: what was passed; let go once all ranks have answered.
+        future: the answer.
+        replies: so far, by rank in the world.
+        failed_at: monotonic time of the first failure, None before.
+        sent: handles that the ranks read from, kept until they have answered.
+    """
+
+    number: int
+    target: str
+    method: str
+    ranks: Sequence[int]
+    protocol: Protocol
+    shares: Sequence[Share]
+    collectors: Sequence[int]
+    args: tuple
+    kwargs: dict[str, Any]
+    future: Future
+    replies: dict[int, Reply] = field(default_factory=dict)
+    failed_at: float | None = None
+    sent: list[Any] = field(default_factory=list)
+
+    @property
+    def places(self) -> Sequence[int]:
+        """Ranks in the group that run the method."""
+        is_partial = self.protocol.runs_on == "collectors"
+        return self.collectors if is_partial else range(len(self.ranks))
+
+    @property
+    def asked(self) -> set[int]:
+        """Ranks in the world that run the method."""
+        return {self.ranks[k] for k in self.places}
+
+    def inputs(self) -> list[Future]:
+        """Futures among the arguments."""
+        values = (*self.args, *self.kwargs.values())
+        joined = [source for v in values if isinstance(v, Joined) for source, _ in v.operands]
+        return [value for value in (*values, *joined) if isinstance(value, Future)]
+
+    def tasks(self, store: Store) -> list[tuple[int, Task]]:
+        """What goes to each rank in the world that runs the method, all inputs being there.
+
+        Raises:
+            DataError: if arguments do not fit the protocol.
+        """
+        own: list[tuple[Any, ...]] = [()] * len(self.places)
+
+        def slot(value: Any) -> Any:
+            nonlocal own
+            each = self._by_place(value, store)
+            if each is None:
+                return value
+            own = [(*mine, item) for mine, item in zip(own, each, strict=True)]
+            return Slot(len(own[0]) - 1)
+
+        args = tuple(map(slot, self.args))
+        kwargs = {key: slot(value) for key, value in self.kwargs.items()}
+        common = store.pack((args, kwargs))
+        self.sent.append(common)
+        return [
+            (self.ranks[k], Task(self.number, self.target, self.method, common, mine))
+            for k, mine in zip(self.places, own, strict=True)
+        ]
+
+    def _by_place(self, value: Any, store: Store) -> list[Any] | None:
+        """What stands for an argument on each rank that runs; None if it goes to all as it is."""
+        if self.protocol.own_arguments:
+            if not isinstance(value, Sequence) or len(value) != len(self.ranks):
+                length = f" of length {len(value)}" if isinstance(value, Sequence) else ""
+                raise DataError(
+                    f"{self.future.name}: protocol {self.protocol.name!r} takes sequences with one "
+                    f"entry for each of {len(self.ranks)} ranks, got a {type(value).__name__}{length}"
+                )
+            handles = [store.pack(value[k]) for k in self.places]
+            self.sent += handles
+            return [Segment(handle) for handle in handles]
+        if isinstance(value, Batch | Joined) or (isinstance(value, Future) and value.has_rows):
+            gathers = self._gathers(value, store)
+            return [gathers[k] for k in self.places]
+        if isinstance(value, Future):
+            segments = [Segment(part.handle) for part in value.parts]
+            return [segments if value.is_list else segments[0]] * len(self.places)
+        return None
+
+    def _gathers(self, value: Batch | Joined | Future, store: Store) -> list[Gather]:
+        """By rank of the group, its rows of a batch that may lie in several places."""
+        operands = value.operands if isinstance(value, Joined) else [(value, None)]
+        sources = [(self._parts(source, store), columns) for source, columns in operands]
+        totals = [sum(part.num_rows or 0 for part in parts) for parts, _ in sources]
+        total = totals[0]
+        if not total or len(set(totals)) > 1:
+            raise DataError(
+                f"{self.future.name}: expected a batch with a row or more, and operands of one "
+                f"length where several are joined, got {' and '.join(map(str, totals))} rows"
+            )
+        whole = Gather([([Segment(p.handle) for p in parts], columns) for parts, columns in sources])
+        count = next((share[1] for share in self.shares if share is not None), 1)
+        size = -(-total // count)
+        made: dict[int, Gather] = {}
+
+        def part_of(index: int) -> Gather:
+            if index not in made:
+                rows = range(index * size, (index + 1) * size)
+                made[index] = Gather(
+                    [(_segments(parts, rows, total), columns) for parts, columns in sources],
+                    [row >= total for row in rows] if size * count > total else None,
+                )
+            return made[index]
+
+        return [whole if share is None else part_of(share[0]) for share in self.shares]
+
+    def _parts(self, source: Batch | Future, store: Store) -> list[Part]:
+        if isinstance(source, Batch):
+            handle = store.pack(source)
+            self.sent.append(handle)
+            return [Part(handle, len(source))]
+        if not source.has_rows:
+            raise DataError(f"{self.future.name}: {source.name} does not answer with a batch")
+        self.sent += [part.handle for part in source.parts]
+        return source.parts
+
+    def finish(self, store: Store) -> None:
+        """Makes the answer, or the error, of the ranks' replies."""
+        future = self.future
+        failed = [reply for reply in self.replies.values() if reply.failure is not None]
+        if failed:
+            future.error = self.failure()
+        else:
+            found = [self.replies[self.ranks[k]] for k in self.collectors]
+            future.parts = [Part(reply.handle, reply.num_rows) for reply in found]
+            is_all_rows = all(part.num_rows is not None for part in future.parts)
+            future.has_rows = is_all_rows and self.protocol.answer in ("rows", "one")
+            future.is_list = not future.has_rows and self.protocol.answer != "one"
+            answer = self.protocol.answer
+            parts, has_rows = future.parts, future.has_rows
+            future.read = lambda: _answer([store.load(p.handle) for p in parts], answer, has_rows)
+        self.args, self.kwargs, self.sent = (), {}, []
+        future.is_done = True
+
+    def failure(self) -> RankFailure:
+        """What the ranks that raised have said."""
+        failed = [reply for reply in self.replies.values() if reply.failure is not None]
+        places = {rank: k for k, rank in enumerate(self.ranks)}
+        # A rank that lost a peer tells of the consequence, not of the cause.
+        failed.sort(key=lambda reply: (reply.failure.kind == "CommError", reply.rank))
+        first = failed[0]
+        lines = [
+            f"rank {places[first.rank]} of {len(self.ranks)} raised in {self.future.name}: "
+            f"{first.failure.kind}: {first.failure.message}\n\n{first.failure.trace}"
+        ]
+        lines += [
+            f"rank {places[reply.rank]} too: {reply.failure.kind}: {reply.failure.message}"
+            for reply in failed[1:]
+        ]
+        return RankFailure("\n".join(lines), rank=first.rank)
+
+
+def _segments(parts: Sequence[Part], rows: range, total: int) -> list[Segment]:
+    """Where some rows lie; those past the last begin again at the first."""
+    found: list[Segment] = []
+    row = rows.start
+    while row < rows.stop:
+        start = row % total
+        first = 0
+        for part in parts:
+            count = part.num_rows or 0
+            if first <= start < first + count:
+                taken = min(first + count - start, rows.stop - row)
+                found.append(Segment(part.handle, start - first, start - first + taken))
+                row += taken
+                break
+            first += count
+    return found
+
+
+def _answer(values: list[Any], answer: Any, has_rows: bool) -> Any:
+    if callable(answer):
+        return answer(values)
+    if answer == "one":
+        return values[0]
+    if has_rows:
+        return Batch.concat([value for value in values if len(value)] or values[:1])
+    # A method that answers with nothing has no rows to join.
+    if answer == "rows" and all(value is None for value in values):
+        return None
+    return values

@@ -1,0 +1,295 @@
+"""The single controller: sends calls to ranks, takes their answers, and forwards what is not there.
+
+A call whose inputs are still being made waits here and goes out as soon as they are: by whoever
+waits for some answer, or by a thread that works only while such calls exist, so that an ordinary
+call costs no change of threads. Calls reach a rank in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+from hybridflow.call import Call
+from hybridflow.engines.inline import InlineEngine
+from hybridflow.engines.seat import Reply, Store, Task
+from hybridflow.future import Future
+from hybridflow.pool import ResourcePool
+from hybridflow.protocols import Protocol as TransferProtocol
+from hybridflow.protocols import Share
+from shared.errors import ConfigError, RankFailure
+
+__all__ = ["Engine", "Workers"]
+
+_CANCEL_S = 2.0
+"""How long other ranks may take to answer once one has raised; they may wait for it for ever."""
+
+
+class Engine(Protocol):
+    """What runs ranks; `hybridflow.engines` has three."""
+
+    name: str
+    num_ranks: int
+
+    @property
+    def store(self) -> Store:
+        """Keeps the controller's own values, and reads those of ranks."""
+
+    def submit(self, rank: int, task: Task) -> None:
+        """Sends a task to a rank, which runs it after those it was sent before."""
+
+    def receive(self, timeout_s: float | None) -> list[Reply]:
+        """Waits for some replies, at most so long."""
+
+    def close(self, is_failed: bool = False) -> None:
+        """Ends the ranks; at once if one has failed."""
+
+
+class Workers:
+    """All ranks there are, and the calls under way on them.
+
+    Example:
+        >>> with Workers.inline() as workers:
+        ...     pool = workers.pool(1)
+        ...     pool.ranks
+        (0,)
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Takes ranks that run."""
+        self.engine = engine
+        self._free = list(range(engine.num_ranks))
+        self._numbers = itertools.count()
+        self._names: set[str] = set()
+        self._calls: dict[int, Call] = {}
+        self._waiting: deque[Call] = deque()
+        self._failure: BaseException | None = None
+        self._is_open = True
+        self._state = threading.Condition(threading.RLock())
+        self._is_receiving = False
+        self._forwarder: threading.Thread | None = None
+
+    @staticmethod
+    def inline(num_ranks: int = 1) -> Workers:
+        """Ranks in this process, one after another: where a debugger stops in a worker.
+
+        Models whose ranks exchange messages need one of the other engines.
+        """
+        return Workers(InlineEngine(num_ranks))
+
+    @staticmethod
+    def local(
+        num_ranks: int,
+        *,
+        timeout: timedelta = timedelta(minutes=5),
+        threads_per_rank: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> Workers:
+        """Processes of this machine.
+
+        Args:
+            num_ranks: how many.
+            timeout: for their start, and for each message between them.
+            threads_per_rank: torch's threads in each.
+            env: variables set in each.
+        """
+        from hybridflow.engines.local import LocalEngine
+
+        return Workers(
+            LocalEngine(num_ranks, timeout=timeout, threads_per_rank=threads_per_rank, env=env)
+        )
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in all."""
+        return self.engine.num_ranks
+
+    def pool(self, num_ranks: int) -> ResourcePool:
+        """Sets ranks aside; models that are given one pool share its devices.
+
+        Raises:
+            ConfigError: if fewer are free.
+        """
+        if not 1 <= num_ranks <= len(self._free):
+            raise ConfigError(
+                f"a pool of {num_ranks} wants as many free ranks, and there are "
+                f"{len(self._free)} of {self.num_ranks}; start more workers, or colocate models by "
+                f"giving them one pool"
+            )
+        ranks, self._free = self._free[:num_ranks], self._free[num_ranks:]
+        return ResourcePool(self, tuple(ranks))
+
+    def name(self, wanted: str) -> str:
+        """A name that no group has yet."""
+        names = itertools.chain([wanted], (f"{wanted}-{k}" for k in itertools.count(2)))
+        name = next(name for name in names if name not in self._names)
+        self._names.add(name)
+        return name
+
+    def call(
+        self,
+        target: str,
+        method: str,
+        ranks: Sequence[int],
+        protocol: TransferProtocol,
+        shares: Sequence[Share],
+        collectors: Sequence[int],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Future:
+        """Asks the ranks of a group; see `WorkerGroup.call`."""
+        future = Future(f"{target or 'workers'}.{method}", self._wait)
+        call = Call(
+            number=next(self._numbers), target=target, method=method, ranks=ranks,
+            protocol=protocol, shares=shares, collectors=collectors, args=args, kwargs=kwargs,
+            future=future,
+        )  # fmt: skip
+        with self._state:
+            self._refuse_if_closed()
+            self._waiting.append(call)
+            self._forward()
+            if self._waiting and self._forwarder is None:
+                self._forwarder = threading.Thread(target=self._keep_forwarding, daemon=True)
+                self._forwarder.start()
+        return future
+
+    def close(self) -> None:
+        """Ends the ranks; calls under way are lost."""
+        with self._state:
+            if not self._is_open:
+                return
+            self._is_open = False
+            busy = bool(self._calls)
+            self._fail(ConfigError("the workers were closed before this call was answered"))
+        self.engine.close(is_failed=busy)
+
+    def _refuse_if_closed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not self._is_open:
+            raise ConfigError("these workers were closed; start new ones")
+
+    def _wait(self, future: Future, timeout_s: float | None) -> None:
+        """Receives until a future is done, or while another thread receives, waits for it."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._step(deadline, lambda: future.is_done):
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"{future.name} has not answered within {timeout_s:g} s")
+        if future.error is not None:
+            raise future.error
+
+    def _keep_forwarding(self) -> None:
+        while not self._step(None, lambda: not self._waiting):
+            pass
+        with self._state:
+            self._forwarder = None
+
+    def _step(self, deadline: float | None, is_enough: Any) -> bool:
+        """Takes in some replies unless there is enough; returns whether there is."""
+        with self._state:
+            if is_enough():
+                return True
+            limit_s = self._limit_s(deadline)
+            if self._is_receiving:
+                self._state.wait(limit_s)
+                return bool(is_enough())
+            self._is_receiving = True
+        replies, failure = [], None
+        try:
+            replies = self.engine.receive(limit_s)
+        except RankFailure as error:
+            failure = error
+        finally:
+            with self._state:
+                self._is_receiving = False
+                for reply in replies:
+                    self._take(reply)
+                self._cancel_stuck()
+                if failure is not None:
+                    self._fail(failure)
+                self._forward()
+                self._state.notify_all()
+        if failure is not None:
+            self.engine.close(is_failed=True)
+        with self._state:
+            return bool(is_enough())
+
+    def _limit_s(self, deadline: float | None) -> float | None:
+        limits = [deadline] if deadline is not None else []
+        limits += [call.failed_at + _CANCEL_S for call in self._calls.values() if call.failed_at]
+        return max(0.0, min(limits) - time.monotonic()) if limits else None
+
+    def _forward(self) -> None:
+        """Sends what has all its inputs, as far as no earlier call waits for the same ranks."""
+        if not self._waiting:
+            return
+        blocked: set[int] = set()
+        waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            inputs = call.inputs()
+            if not all(source.is_done for source in inputs) or blocked & call.asked:
+                blocked |= call.asked
+                self._waiting.append(call)
+                continue
+            failed = next((source.error for source in inputs if source.error), None)
+            try:
+                if failed is not None:
+                    raise failed
+                self._send(call)
+            except Exception as error:  # noqa: BLE001 - raised where the answer is asked for
+                self._calls.pop(call.number, None)
+                call.future.error, call.future.is_done = error, True
+                if isinstance(error, RankFailure) and failed is None:
+                    self._fail(error)
+
+    def _send(self, call: Call) -> None:
+        tasks = call.tasks(self.engine.store)
+        self._calls[call.number] = call
+        for rank, task in tasks:
+            self.engine.submit(rank, task)
+
+    def _take(self, reply: Reply) -> None:
+        call = self._calls.get(reply.call)
+        if call is None:
+            return
+        call.replies[reply.rank] = reply
+        if reply.failure is not None and not call.failed_at:
+            call.failed_at = time.monotonic()
+        if len(call.replies) == len(call.places):
+            del self._calls[call.number]
+            call.finish(self.engine.store)
+
+    def _cancel_stuck(self) -> None:
+        """Gives up ranks that do not answer after another rank of their call has raised."""
+        now = time.monotonic()
+        for call in list(self._calls.values()):
+            if call.failed_at and now >= call.failed_at + _CANCEL_S:
+                self._fail(call.failure())
+                threading.Thread(target=self.engine.close, args=(True,), daemon=True).start()
+                return
+
+    def _fail(self, error: BaseException) -> None:
+        """Ends all calls under way with one error."""
+        if self._failure is None:
+            self._failure = error
+        for call in (*self._calls.values(), *self._waiting):
+            call.future.error, call.future.is_done = error, True
+        self._calls.clear()
+        self._waiting.clear()

@@ -1,0 +1,193 @@
+"""Workers as processes of this machine: pipes carry calls, shared memory carries tensors.
+
+The processes are ranks of a `RankPool`, so that they have process groups, end with their parent and
+are stopped when one fails; each serves calls on a socket of its own until it is told to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+
+from hybridflow.engines.seat import Reply, Seat, Task
+from hybridflow.engines.shared_memory import SharedMemory, make_folder
+from shared.comms.group import Group
+from shared.comms.launch import RankPool
+from shared.errors import RankFailure
+
+__all__ = ["LocalEngine"]
+
+_FOREVER = timedelta(days=20)  # near the longest that poll can wait
+
+
+class LocalEngine:
+    """Some processes, one a rank."""
+
+    name = "local"
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        timeout: timedelta = timedelta(minutes=5),
+        threads_per_rank: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts the processes.
+
+        Args:
+            num_ranks: how many.
+            timeout: for the start, and for each message between ranks.
+            threads_per_rank: torch's threads in each.
+            env: variables set in each.
+
+        Raises:
+            RankFailure: if a process does not come up.
+        """
+        self.num_ranks = num_ranks
+        self._folder = make_folder()
+        self.store = SharedMemory(self._folder, "controller")
+        self._pool = RankPool(
+            num_ranks, timeout=timeout, threads_per_rank=threads_per_rank, env=env
+        )
+        self._links: list[Connection] = []
+        self._is_open = True
+        self._failure: BaseException | None = None
+        try:
+            self._pool.__enter__()
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._runner = threading.Thread(target=self._run, name="hybridflow-ranks", daemon=True)
+        self._poll = select.poll()
+        try:
+            self._connect()
+        except BaseException:
+            self.close(is_failed=True)
+            raise
+        self._rank_of = {link.fileno(): rank for rank, link in enumerate(self._links)}
+
+    def _connect(self) -> None:
+        address = str(self._folder / "controller.sock")
+        with Listener(address, family="AF_UNIX") as listener:
+            # What fails before it connects is told by the pool, not by a connection.
+            listener._listener._socket.settimeout(0.2)  # type: ignore[attr-defined]
+            self._address = address
+            self._runner.start()
+            links: dict[int, Connection] = {}
+            while len(links) < self.num_ranks:
+                try:
+                    link = listener.accept()
+                except TimeoutError:
+                    if not self._runner.is_alive():
+                        raise self._failure or RankFailure("the ranks ended at once") from None
+                else:
+                    links[link.recv()] = link  # type: ignore[assignment]
+        self._links = [links[rank] for rank in range(self.num_ranks)]
+        for link in self._links:
+            self._poll.register(link.fileno(), select.POLLIN | select.POLLHUP)
+
+    def _run(self) -> None:
+        try:
+            self._pool.run(_serve, self._address, str(self._folder), timeout=_FOREVER)
+        except BaseException as error:  # noqa: BLE001 - told to who waits for a reply
+            self._failure = error
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return self._pool.pids
+
+    def submit(self, rank: int, task: Task) -> None:
+        """Sends a task.
+
+        Raises:
+            RankFailure: if the process has ended.
+        """
+        try:
+            self._links[rank].send_bytes(pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
+        except OSError as error:
+            raise self._death(rank) from error
+
+    def receive(self, timeout_s: float | None) -> list[Reply]:
+        """Waits for replies; none when the time is up.
+
+        Raises:
+            RankFailure: if a process has ended.
+        """
+        ready = self._poll.poll(None if timeout_s is None else 1000 * timeout_s)
+        replies = []
+        for fd, _ in ready:
+            rank = self._rank_of[fd]
+            try:
+                reply = pickle.loads(self._links[rank].recv_bytes())
+            except (EOFError, OSError) as error:
+                raise self._death(rank) from error
+            if reply.handle is not None:
+                self.store.adopt(reply.handle)
+            replies.append(reply)
+        return replies
+
+    def _death(self, rank: int) -> RankFailure:
+        how = "it closed its connection"
+        with suppress(ChildProcessError, OSError, IndexError):
+            # Looked at and left, as the pool collects it.
+            deadline = time.monotonic() + 0.2
+            found = None
+            while found is None and time.monotonic() < deadline:
+                flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+                found = os.waitid(os.P_PID, self.pids[rank], flags)
+                time.sleep(0.002)
+            if found is not None:
+                killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+                how = (
+                    f"killed by {signal.Signals(found.si_status).name}"
+                    if killed
+                    else f"it exited with {found.si_status}"
+                )
+        return RankFailure(
+            f"rank {rank} of {self.num_ranks} died: {how}. Start again from the last checkpoint",
+            rank=rank,
+        )
+
+    def close(self, is_failed: bool = False) -> None:
+        """Ends the processes, at once where one has failed."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if is_failed:
+            for pid in self._pool.pids:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+        for link in self._links:
+            with suppress(OSError):
+                link.send_bytes(pickle.dumps(None))
+        if self._runner.is_alive():
+            self._runner.join(10)
+        self._pool.__exit__(None, None, None)
+        for link in self._links:
+            link.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _serve(address: str, folder: str) -> None:
+    """Runs on each rank until the controller says stop."""
+    rank = Group.world().rank
+    seat = Seat(SharedMemory(Path(folder), f"rank{rank}"), rank)
+    with Client(address, family="AF_UNIX") as link:
+        link.send(rank)
+        while True:
+            task = pickle.loads(link.recv_bytes())
+            if task is None:
+                return
+            link.send_bytes(pickle.dumps(seat.run(task), pickle.HIGHEST_PROTOCOL))

@@ -1,0 +1,191 @@
+"""One rank's seat: its worker objects, and the calls on them, whatever engine brings them.
+
+Models that share a resource pool are objects in one seat: they run in the order they are called and
+share the device, which is what colocation means here.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hybridflow.batch import PADDING, Batch
+from hybridflow.worker import Context, Worker
+
+__all__ = ["Failure", "Gather", "Reply", "Seat", "Segment", "Slot", "Store", "Task"]
+
+
+class Store(Protocol):
+    """How an engine keeps values that another process will want."""
+
+    def pack(self, value: Any) -> Any:
+        """A handle of the value, which can be sent anywhere."""
+
+    def load(self, handle: Any) -> Any:
+        """The value of a handle: a copy of the receiver's own, as far as it writes to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows [start, stop) of a packed batch; all of them when stop is None."""
+
+    handle: Any
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A batch to be put together where it is used.
+
+    Attributes:
+        operands: for each operand of a union, segments whose rows follow one another, and the
+            columns that are wanted (None: all).
+        padding: for each row whether it only fills up; None when no row does.
+    """
+
+    operands: Sequence[tuple[Sequence[Segment], Sequence[str] | None]]
+    padding: Sequence[bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the argument at a position of a task's own values."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One call on one rank.
+
+    Attributes:
+        call: number of the call.
+        target: the group's name; "" asks the seat itself.
+        method: name of the method.
+        common: handle of (args, kwargs), in which a `Slot` stands for what differs by rank.
+        own: what the slots stand for: a `Gather`, or a `Segment` of any value.
+    """
+
+    call: int
+    target: str
+    method: str
+    common: Any
+    own: Sequence[Gather | Segment | Sequence[Segment]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception as another process can read it."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """How a call went on one rank: a handle of what it returned, or a failure."""
+
+    call: int
+    rank: int
+    handle: Any = None
+    num_rows: int | None = None
+    failure: Failure | None = None
+
+
+class Seat:
+    """Runs tasks, one after another."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._workers: dict[str, Worker] = {}
+
+    def run(self, task: Task) -> Reply:
+        """Runs one call; what it raises is the reply."""
+        try:
+            args, kwargs = self._arguments(task)
+            if task.target:
+                method = getattr(self._workers[task.target], task.method)
+            else:
+                method = {"create": self._create, "remove": self._remove, "ping": _nothing}[
+                    task.method
+                ]
+            value = _without_padding(method(*args, **kwargs), task)
+            rows = len(value) if isinstance(value, Batch) else None
+            return Reply(task.call, self._rank, self._store.pack(value), rows)
+        except Exception as error:  # noqa: BLE001 - told to the controller, which raises it
+            trace = error.__traceback__
+            trace = trace.tb_next if trace is not None else None  # this frame tells nothing
+            text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+            return Reply(
+                task.call, self._rank, failure=Failure(type(error).__name__, str(error), text)
+            )
+
+    def _create(
+        self, name: str, kind: type[Worker], context: Context, args: tuple, kwargs: dict
+    ) -> None:
+        worker = kind.__new__(kind)
+        worker.context = context.at(self._rank)
+        worker.__init__(*args, **kwargs)
+        self._workers[name] = worker
+
+    def _remove(self, name: str) -> None:
+        self._workers.pop(name).close()
+
+    def _arguments(self, task: Task) -> tuple[tuple, dict]:
+        args, kwargs = self._store.load(task.common)
+        if not task.own:
+            return args, kwargs
+        own = [self._own(item) for item in task.own]
+
+        def fill(value: Any) -> Any:
+            return own[value.index] if isinstance(value, Slot) else value
+
+        return tuple(map(fill, args)), {key: fill(value) for key, value in kwargs.items()}
+
+    def _own(self, item: Any) -> Any:
+        if isinstance(item, Segment):
+            return self._store.load(item.handle)
+        if isinstance(item, Gather):
+            return self.gather(item)
+        return [self._store.load(segment.handle) for segment in item]
+
+    def gather(self, item: Gather) -> Batch:
+        """The batch that a `Gather` describes."""
+        whole: Batch | None = None
+        for segments, columns in item.operands:
+            parts = [self._part(segment, columns) for segment in segments]
+            operand = Batch.concat(parts)
+            whole = operand if whole is None else whole | operand
+        assert whole is not None, "a union has operands"
+        if item.padding is not None:
+            whole = whole | Batch({PADDING: torch.tensor(item.padding)})
+        return whole
+
+    def _part(self, segment: Segment, columns: Sequence[str] | None) -> Batch:
+        batch = self._store.load(segment.handle)
+        if columns is not None:
+            batch = batch.select(*columns)
+        return batch if segment.stop is None else batch.rows(segment.start, segment.stop)
+
+
+def _without_padding(value: Any, task: Task) -> Any:
+    """Drops rows that only filled up a split, from a batch with a row for each one given."""
+    if not isinstance(value, Batch):
+        return value
+    if PADDING in value:
+        return value.without_padding()
+    marks = [own.padding for own in task.own if isinstance(own, Gather) and own.padding is not None]
+    if marks and len(marks[0]) == len(value):
+        kept = [row for row, is_padding in enumerate(marks[0]) if not is_padding]
+        return value.reorder(kept)
+    return value
+
+
+def _nothing() -> None:
+    """Answers that the seat is there."""

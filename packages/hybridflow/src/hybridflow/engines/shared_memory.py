@@ -1,0 +1,127 @@
+"""Values in files of shared memory, which every process of this machine maps without a copy.
+
+What is large goes into a file of its own, written once; a reader maps it privately, so that what it
+changes stays its own. The controller removes a file when the last of its handles there is gone, and
+the kernel keeps the contents for those that have mapped it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.engines.packing import decode, encode
+from shared.comms.maker import is_alive, mark
+
+__all__ = ["Packed", "SharedMemory", "make_folder"]
+
+_PREFIX = "meshyard-hybridflow-"
+_ALIGNMENT = 64
+_MAX_PIECES = 1024  # of one writev
+
+
+@dataclass(eq=False)
+class Packed:
+    """A value: its stream, and where its large buffers lie in a file.
+
+    Attributes:
+        data: the stream.
+        file: path, None when there is no large buffer.
+        spans: offset and length of each buffer, in bytes.
+    """
+
+    data: bytes
+    file: str | None
+    spans: tuple[tuple[int, int], ...]
+
+
+def make_folder() -> Path:
+    """A folder in shared memory, after those of processes that were killed are removed."""
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    for folder in base.glob(f"{_PREFIX}*"):
+        if not is_alive(folder.name.removeprefix(_PREFIX)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{mark()}-", dir=base))
+
+
+class SharedMemory:
+    """Writes and reads values in one folder."""
+
+    def __init__(self, folder: Path, owner: str) -> None:
+        """Begins to write.
+
+        Args:
+            folder: from `make_folder`.
+            owner: begins the names of this process's files; no other process's.
+        """
+        self._folder, self._owner = str(folder), owner
+        self._numbers = itertools.count()
+
+    def pack(self, value: Any) -> Packed:
+        """Writes a value; `adopt` it where it is to be removed again."""
+        data, buffers = encode(value)
+        if not buffers:
+            return Packed(data, None, ())
+        path = f"{self._folder}/{self._owner}-{next(self._numbers)}"
+        pieces: list[Any] = []
+        spans, end = [], 0
+        for buffer in buffers:
+            raw = buffer.raw()
+            spans.append((end, raw.nbytes))
+            gap = -raw.nbytes % _ALIGNMENT
+            pieces += [raw, bytes(gap)] if gap else [raw]
+            end += raw.nbytes + gap
+        # Written, not mapped: the kernel then fills fresh pages without zeroing them first.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            _write_all(fd, pieces)
+        except OSError as error:
+            os.unlink(path)
+            raise MemoryError(
+                f"{end:,} bytes do not fit into shared memory at {self._folder} ({error.strerror}); "
+                f"make /dev/shm larger, or send less at once"
+            ) from error
+        finally:
+            os.close(fd)
+        return Packed(data, path, tuple(spans))
+
+    def adopt(self, packed: Packed) -> Packed:
+        """Makes this process the one that removes the file, when `packed` is collected."""
+        if packed.file is not None:
+            weakref.finalize(packed, _remove, packed.file)
+        return packed
+
+    def load(self, packed: Packed) -> Any:
+        """Reads a value, whose tensors are private mappings of the file."""
+        if packed.file is None:
+            return decode(packed.data, ())
+        fd = os.open(packed.file, os.O_RDONLY)
+        try:
+            size = packed.spans[-1][0] + packed.spans[-1][1]
+            view = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
+        finally:
+            os.close(fd)
+        return decode(packed.data, [view[start : start + size] for start, size in packed.spans])
+
+
+def _write_all(fd: int, pieces: list[Any]) -> None:
+    views = [memoryview(piece).cast("B") for piece in pieces]
+    while views:
+        written = os.writev(fd, views[:_MAX_PIECES])
+        while views and written >= views[0].nbytes:
+            written -= views.pop(0).nbytes
+        if written:
+            views[0] = views[0][written:]
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,32 @@
+"""Where the models of an RLHF step run: a search over placements and layouts, all simulated.
+
+After the auto-mapping of "HybridFlow: A Flexible and Efficient RLHF Framework" (arXiv 2409.19256).
+Describe the models, the cluster and one step; `search` returns a plan that explains itself.
+"""
+
+from hybridflow.mapping.cost import CostModel
+from hybridflow.mapping.evaluation import evaluate
+from hybridflow.mapping.front import Choice
+from hybridflow.mapping.hardware import Efficiency, Hardware
+from hybridflow.mapping.layout import GenerationLayout, Layout
+from hybridflow.mapping.models import ModelSpec
+from hybridflow.mapping.plan import Alternative, Mapping, ModelPlan, SetPlan
+from hybridflow.mapping.planner import search
+from hybridflow.mapping.workload import Workload
+
+__all__ = [
+    "Alternative",
+    "Choice",
+    "CostModel",
+    "Efficiency",
+    "GenerationLayout",
+    "Hardware",
+    "Layout",
+    "Mapping",
+    "ModelPlan",
+    "ModelSpec",
+    "SetPlan",
+    "Workload",
+    "evaluate",
+    "search",
+]

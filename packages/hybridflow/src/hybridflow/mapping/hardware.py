@@ -1,0 +1,139 @@
+"""The cluster as the search sees it, and how much of its peaks programs reach.
+
+Every device, host and link inside a host must be alike: the time of a model on n GPUs then does not
+depend on which ones. The network link is that of a host: what its devices send out at once shares
+it, as on machines with one network card.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from shared.errors import ConfigError, TopologyError
+from shared.topology import Cluster, Device, Link
+
+__all__ = ["Efficiency", "Hardware"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """Reached shares of peaks, and overheads; a profiler may put measured ones here.
+
+    Attributes:
+        training: of the matrix peak, communication not counted. Large dense matrix products in
+            mixed precision reach 0.6 to 0.7; norms, attention and the optimizer bring it to half.
+        inference: of the matrix peak in forward passes and prefill, as in training.
+        memory_bandwidth: of the memory's rate when weights and caches are read. Streaming kernels
+            reach 0.85 to 0.9, attention over a paged cache less.
+        memory: of the capacity that weights, states, activations and caches may fill; the rest is
+            the runtime's, the collectives' buffers and fragmentation.
+        decode_step_s: seconds of host work for each decode step: launches of some hundred kernels.
+        decode_sequence_s: seconds of host work for each sequence of a decode step: to schedule it,
+            pick its token and extend its cache.
+    """
+
+    training: float = 0.5
+    inference: float = 0.5
+    memory_bandwidth: float = 0.8
+    memory: float = 0.9
+    decode_step_s: float = 2e-3
+    decode_sequence_s: float = 2e-5
+
+    def __post_init__(self) -> None:
+        for item in fields(self)[:4]:
+            value = getattr(self, item.name)
+            if not 0 < value <= 1:
+                raise ConfigError(
+                    f"efficiency.{item.name}: expected a share in (0, 1], not {value}"
+                )
+        for item in fields(self)[4:]:
+            value = getattr(self, item.name)
+            if not value >= 0:
+                raise ConfigError(f"efficiency.{item.name}: expected seconds >= 0, not {value}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hardware:
+    """Equal hosts of equal devices.
+
+    Attributes:
+        num_hosts: hosts.
+        devices_per_host: GPUs of each.
+        device: every GPU.
+        local: between two GPUs of a host.
+        network: of a host to all others.
+    """
+
+    num_hosts: int
+    devices_per_host: int
+    device: Device
+    local: Link
+    network: Link
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Hardware:
+        """What is alike in the cluster.
+
+        Raises:
+            TopologyError: hosts, devices or links differ.
+        """
+        first = cluster.hosts[0]
+        device = first.devices[0]
+        expected = (first.link, (device,) * len(first.devices))
+        for host in cluster.hosts:
+            if (host.link, host.devices) != expected:
+                raise TopologyError(
+                    f"expected hosts like {first.name!r}, with {len(first.devices)} x "
+                    f"{device.name}, but {host.name!r} differs; describe the cluster by its "
+                    "slowest device and link, or map its equal hosts only"
+                )
+        for pair, link in cluster.links.items():
+            if link != cluster.network:
+                raise TopologyError(
+                    f"expected one network link, but {pair} have their own; describe the "
+                    "cluster by its slowest one"
+                )
+        return cls(
+            num_hosts=len(cluster.hosts),
+            devices_per_host=len(first.devices),
+            device=device,
+            local=first.link,
+            network=cluster.network,
+        )
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all hosts."""
+        return self.num_hosts * self.devices_per_host
+
+    def set_sizes(self) -> list[int]:
+        """How many GPUs a set of models may get, ascending.
+
+        Whole hosts, or a host divided by its smallest prime factor again and again (4, 2 and 1 of
+        8). Each size divides the next one within a host, so that sets laid out by falling size
+        always fit: none straddles a host or shares one with a set that spans several.
+        """
+        sizes = [self.devices_per_host * hosts for hosts in range(self.num_hosts, 0, -1)]
+        while sizes[-1] > 1:
+            size = sizes[-1]
+            factor = next(f for f in range(2, size + 1) if size % f == 0)
+            sizes.append(size // factor)
+        return sizes[::-1]
+
+    def ring(self, num_ranks: int, stride: int, per_host: int | None = None) -> Link:
+        """The link that bounds a ring when every rank of the set takes part in one like it.
+
+        Args:
+            num_ranks: ranks of the ring.
+            stride: distance between two neighbours' ranks.
+            per_host: ranks of the ring in each host; by the stride unless given.
+        """
+        if num_ranks * stride <= self.devices_per_host:
+            return self.local
+        per_host = per_host or max(1, self.devices_per_host // stride)
+        sharing = self.devices_per_host / per_host
+        beta = float(self.network.beta_s_per_byte) * sharing
+        return Link(
+            alpha_s=self.network.alpha_s,
+            beta_s_per_byte=max(beta, float(self.local.beta_s_per_byte)),
+        )

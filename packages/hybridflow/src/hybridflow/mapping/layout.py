@@ -1,0 +1,91 @@
+"""Layouts of one model on the GPUs of its set: pipeline, tensor and data parallelism.
+
+A model takes all GPUs of its set, so the product of its degrees is the set's size. Tensor groups
+stay within a host and split heads evenly. The actor generates in a layout of its own on the same
+GPUs, with fewer and larger shards (p_g divides p and t_g divides t), which makes d_g = p t / (p_g
+t_g) generation replicas of each training replica: HybridFlow's 3D-HybridEngine (arXiv 2409.19256).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridflow.mapping.models import ModelSpec
+
+__all__ = ["GenerationLayout", "Layout", "generation_layouts", "layouts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Degrees of parallelism; tensor ranks are neighbours, then pipeline stages, then replicas.
+
+    Attributes:
+        pp: pipeline stages.
+        tp: ranks that share each layer.
+        dp: replicas.
+    """
+
+    pp: int
+    tp: int
+    dp: int
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all replicas."""
+        return self.pp * self.tp * self.dp
+
+    def layer_share(self, model: ModelSpec) -> float:
+        """Share of the layers that the fullest stage has."""
+        return math.ceil(model.num_layers / self.pp) / model.num_layers
+
+    def __str__(self) -> str:
+        return f"{self.pp}-{self.tp}-{self.dp}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationLayout:
+    """Degrees of one generation replica.
+
+    Attributes:
+        pp: pipeline stages.
+        tp: ranks that share each layer.
+    """
+
+    pp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"{self.pp}-{self.tp}"
+
+
+def layouts(model: ModelSpec, num_gpus: int, devices_per_host: int, max_dp: int) -> list[Layout]:
+    """Every layout of a model on all of `num_gpus` GPUs.
+
+    Args:
+        model: what is laid out.
+        num_gpus: GPUs of the set.
+        devices_per_host: tensor groups divide it, so that none straddles two hosts.
+        max_dp: most replicas.
+
+    Returns:
+        Layouts with t | heads, p <= layers and d <= max_dp, by t and then p; perhaps none.
+    """
+    found = []
+    for tp in _divisors(math.gcd(num_gpus, devices_per_host, model.num_heads)):
+        for pp in _divisors(num_gpus // tp):
+            dp = num_gpus // (tp * pp)
+            if pp <= model.num_layers and dp <= max_dp:
+                found.append(Layout(pp=pp, tp=tp, dp=dp))
+    return found
+
+
+def generation_layouts(layout: Layout) -> list[GenerationLayout]:
+    """Every generation layout whose shards are unions of a training layout's shards."""
+    return [
+        GenerationLayout(pp=pp, tp=tp) for tp in _divisors(layout.tp) for pp in _divisors(layout.pp)
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

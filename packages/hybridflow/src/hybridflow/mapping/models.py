@@ -1,0 +1,160 @@
+"""What the search knows of a model: its role in the algorithm and the numbers of a transformer.
+
+Parameters are counted as in a dense decoder with a gated feed-forward part and no biases, which is
+what Llama and its relatives are; a few norms and biases more or less do not change a plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from shared.errors import ConfigError
+
+__all__ = ["LLAMA_SIZES", "ModelSpec", "Role"]
+
+Role = Literal["actor", "critic", "reference", "reward", "cost"]
+
+# Layers, hidden, heads, KV heads, feed-forward: Llama 2, and Code Llama for 34B.
+_LLAMA = {
+    "7B": (32, 4096, 32, 32, 11008),
+    "13B": (40, 5120, 40, 40, 13824),
+    "34B": (48, 8192, 64, 8, 22016),
+    "70B": (80, 8192, 64, 8, 28672),
+}
+LLAMA_SIZES = tuple(_LLAMA)
+"""Sizes that `ModelSpec.llama` knows."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """One model of an RLHF dataflow.
+
+    Attributes:
+        name: unique among the models that are placed together.
+        role: what it does in a step; actors and critics are trained.
+        num_params: parameters, embeddings and head included.
+        num_layers: transformer layers, of which a pipeline stage gets whole ones.
+        hidden_size: width of the residual stream.
+        num_heads: query heads; tensor parallelism splits them evenly.
+        num_kv_heads: key and value heads; replicated where there are fewer than ranks.
+        head_size: width of one head.
+        ffn_size: inner width of the feed-forward part.
+        vocab_size: width of the logits of an actor or reference.
+    """
+
+    name: str
+    role: Role
+    num_params: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    ffn_size: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise ConfigError(
+                f"model {self.name!r}: expected a role of {', '.join(get_args(Role))}, came "
+                f"{self.role!r}"
+            )
+        for item in fields(self)[2:]:
+            value = getattr(self, item.name)
+            if value < 1:
+                raise ConfigError(
+                    f"model {self.name!r}: expected {item.name} of at least 1, came {value}"
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model {self.name!r}: expected num_heads {self.num_heads} to be a multiple of "
+                f"num_kv_heads {self.num_kv_heads}; look at the model's config"
+            )
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has gradients and an optimizer."""
+        return self.role in ("actor", "critic")
+
+    @property
+    def logits_size(self) -> int:
+        """Outputs a token: the vocabulary for a policy, one number for everything else."""
+        return self.vocab_size if self.role in ("actor", "reference") else 1
+
+    @classmethod
+    def llama(cls, size: str, role: Role, name: str | None = None) -> ModelSpec:
+        """A Llama of one of `LLAMA_SIZES`, named after its role unless a name is given.
+
+        Raises:
+            ConfigError: the size is unknown.
+        """
+        if size not in _LLAMA:
+            raise ConfigError(f"expected a size of {', '.join(_LLAMA)}, came {size!r}")
+        layers, hidden, heads, kv_heads, ffn = _LLAMA[size]
+        shape = {
+            "num_layers": layers,
+            "hidden_size": hidden,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_size": hidden // heads,
+            "ffn_size": ffn,
+            "vocab_size": 32_000,
+        }
+        return cls(name=name or role, role=role, num_params=_count(shape), **shape)
+
+    @classmethod
+    def from_config(
+        cls, config: Any, role: Role, name: str | None = None, *, num_params: int | None = None
+    ) -> ModelSpec:
+        """The model that a Hugging Face config describes.
+
+        Args:
+            config: any object with `num_hidden_layers`, `hidden_size`, `num_attention_heads`,
+                `intermediate_size` and `vocab_size`; `num_key_value_heads`, `head_dim` and
+                `tie_word_embeddings` are read where they are present.
+            role: what it does in a step.
+            name: its role unless given.
+            num_params: what the config leads to unless given; needed for a model whose
+                feed-forward part is not a gated one.
+
+        Raises:
+            ConfigError: an attribute is missing, or the model is a mixture of experts, whose
+                parameters are not all at work on every token.
+        """
+        experts = ("num_local_experts", "num_experts", "n_routed_experts")
+        if any((getattr(config, key, None) or 1) > 1 for key in experts):
+            raise ConfigError(
+                f"{type(config).__name__}: expected a dense model, came a mixture of experts, "
+                "which these formulas do not describe"
+            )
+        hidden, heads = _read(config, "hidden_size"), _read(config, "num_attention_heads")
+        shape = {
+            "num_layers": _read(config, "num_hidden_layers"),
+            "hidden_size": hidden,
+            "num_heads": heads,
+            "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_size": getattr(config, "head_dim", None) or hidden // heads,
+            "ffn_size": _read(config, "intermediate_size"),
+            "vocab_size": _read(config, "vocab_size"),
+        }
+        is_tied = bool(getattr(config, "tie_word_embeddings", False))
+        num_params = num_params or _count(shape, num_embeddings=1 if is_tied else 2)
+        return cls(name=name or role, role=role, num_params=num_params, **shape)
+
+
+def _read(config: Any, key: str) -> int:
+    value = getattr(config, key, None)
+    if not isinstance(value, int):
+        raise ConfigError(
+            f"{type(config).__name__}: expected a whole number as {key}, came {value!r}; "
+            "construct ModelSpec by hand"
+        )
+    return value
+
+
+def _count(shape: dict[str, int], num_embeddings: int = 2) -> int:
+    hidden = shape["hidden_size"]
+    projections = 2 * (shape["num_heads"] + shape["num_kv_heads"]) * shape["head_size"]
+    layer = hidden * (projections + 3 * shape["ffn_size"] + 2)
+    return shape["num_layers"] * layer + hidden * (num_embeddings * shape["vocab_size"] + 1)

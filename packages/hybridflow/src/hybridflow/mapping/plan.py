@@ -1,0 +1,189 @@
+"""The plan that a search returns: who runs where, in which layout, how long and in how much memory.
+
+A plan is plain data. It goes to JSON and back with a format number, and keys it does not know are
+refused, so that a plan from elsewhere is either understood or turned down.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from shared.errors import ConfigError
+
+__all__ = ["Alternative", "Mapping", "ModelPlan", "SetPlan"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelPlan:
+    """One model in its set.
+
+    Attributes:
+        name: of the model.
+        role: of the model.
+        pp: pipeline stages.
+        tp: ranks that share each layer.
+        dp: replicas.
+        generation_pp: the actor's pipeline stages in generation; None for other models.
+        generation_tp: the actor's tensor parallelism in generation; None for other models.
+        num_waves: how often the actor's replicas fill their cache; None for other models.
+        resident_bytes: bytes of each GPU that stay.
+        working_bytes: bytes of each GPU that its training or forward passes need besides.
+        generation_bytes: bytes of each GPU that gathered weights and a wave's cache need besides.
+        stage_s: simulated seconds of the stages.
+    """
+
+    name: str
+    role: str
+    pp: int
+    tp: int
+    dp: int
+    generation_pp: int | None
+    generation_tp: int | None
+    num_waves: int | None
+    resident_bytes: int
+    working_bytes: int
+    generation_bytes: int
+    stage_s: tuple[float, float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetPlan:
+    """Models that share GPUs and take turns on them.
+
+    Attributes:
+        first_rank: the first of the set's GPUs.
+        num_gpus: their number; their ranks are contiguous.
+        models: what runs on each of them.
+        stage_s: simulated seconds of the stages: the sum of the models', and of the transfers
+            between them and the actor if it is in another set.
+    """
+
+    first_rank: int
+    num_gpus: int
+    models: tuple[ModelPlan, ...]
+    stage_s: tuple[float, float, float]
+
+    @property
+    def ranks(self) -> range:
+        """The set's GPUs."""
+        return range(self.first_rank, self.first_rank + self.num_gpus)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of each GPU at the fullest moment: one model works, the states of all stay."""
+        work = max(max(model.working_bytes, model.generation_bytes) for model in self.models)
+        return sum(model.resident_bytes for model in self.models) + work
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """The best mapping of a kind that a plan is compared with.
+
+    Attributes:
+        kind: "colocated" (one set), "split" (two sets) or "standalone" (a set for each model).
+        sets: names and number of GPUs of each set.
+        stage_s: simulated seconds of the stages; None if none of the kind fits into memory.
+    """
+
+    kind: str
+    sets: tuple[tuple[tuple[str, ...], int], ...]
+    stage_s: tuple[float, float, float] | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mapping:
+    """Where each model runs and how.
+
+    Attributes:
+        num_gpus: GPUs of the cluster; sets may leave some idle.
+        usable_bytes: bytes of each GPU that models may fill.
+        sets: by falling number of GPUs.
+        stage_s: simulated seconds of the stages, each of its slowest set.
+        alternatives: the best of each kind, by number of sets.
+        num_placements: ways to divide models into sets and GPUs among these.
+        num_ruled_out: of those, how many a lower bound or memory excluded without a look at the
+            division of GPUs.
+    """
+
+    num_gpus: int
+    usable_bytes: int
+    sets: tuple[SetPlan, ...]
+    stage_s: tuple[float, float, float]
+    alternatives: tuple[Alternative, ...]
+    num_placements: int
+    num_ruled_out: int
+
+    @property
+    def step_s(self) -> float:
+        """Simulated seconds of a step."""
+        return sum(self.stage_s)
+
+    def explain(self) -> str:
+        """Say in some lines what the plan is and why; all its times are simulated."""
+        from hybridflow.mapping.explanation import explain
+
+        return explain(self)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def to_json(self) -> str:
+        """The plan as JSON text with a format number."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Mapping:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: the text is no JSON, the format is another, or keys are missing or
+                unknown.
+        """
+        try:
+            tree = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"mapping: expected JSON as to_json writes it: {error}") from error
+        if not isinstance(tree, dict) or tree.pop("format", None) != _FORMAT:
+            raise ConfigError(
+                f"mapping: expected a mapping of format {_FORMAT}; read it with the release that "
+                "wrote it"
+            )
+        values = _checked(cls, tree, "mapping")
+        values["sets"] = tuple(
+            _read_set(entry, f"mapping.sets[{index}]") for index, entry in enumerate(tree["sets"])
+        )
+        values["alternatives"] = tuple(
+            _read_alternative(entry, f"mapping.alternatives[{index}]")
+            for index, entry in enumerate(tree["alternatives"])
+        )
+        return cls(**values)
+
+
+def _read_set(tree: Any, path: str) -> SetPlan:
+    values = _checked(SetPlan, tree, path)
+    values["models"] = tuple(
+        ModelPlan(**_checked(ModelPlan, entry, f"{path}.models[{index}]"))
+        for index, entry in enumerate(tree["models"])
+    )
+    return SetPlan(**values)
+
+
+def _read_alternative(tree: Any, path: str) -> Alternative:
+    values = _checked(Alternative, tree, path)
+    values["sets"] = tuple((tuple(names), num_gpus) for names, num_gpus in tree["sets"])
+    return Alternative(**values)
+
+
+def _checked(record: type, tree: Any, path: str) -> dict[str, Any]:
+    expected = {item.name for item in fields(record)}
+    if not isinstance(tree, dict) or set(tree) != expected:
+        came = sorted(tree) if isinstance(tree, dict) else tree
+        raise ConfigError(f"{path}: expected the keys {sorted(expected)}, came {came}")
+    values = dict(tree)
+    if values["stage_s"] is not None:
+        values["stage_s"] = tuple(values["stage_s"])
+    return values

@@ -1,0 +1,138 @@
+"""What one step of an RLHF algorithm asks of its models: sequences, tokens, updates.
+
+A step generates, prepares (one forward pass of every model that scores) and trains, after the
+stages of HybridFlow (arXiv 2409.19256). Algorithms differ in the models they have and in what is
+generated: ReMax adds one greedy response a prompt, GRPO draws a group of responses for each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+from hybridflow.mapping.models import ModelSpec, Role
+from shared.errors import ConfigError
+
+__all__ = ["STAGES", "Algorithm", "Workload"]
+
+STAGES = ("generate", "prepare", "train")
+"""The stages of a step, in order."""
+
+Algorithm = Literal["ppo", "grpo", "remax", "safe_rlhf"]
+
+_NUM_CRITICS = {"ppo": 1, "grpo": 0, "remax": 0, "safe_rlhf": 2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """One step.
+
+    Attributes:
+        algorithm: decides about critics, cost models and greedy responses.
+        global_batch_size: sequences that a step trains on, all of a group counted.
+        prompt_tokens: tokens of each prompt.
+        response_tokens: tokens of each response, the longest as well as the mean.
+        num_updates: optimizer steps (mini-batches) of a step.
+        num_epochs: how often each sequence is trained on.
+        micro_batch_tokens: tokens of one forward pass of a replica; at least one sequence goes.
+        group_size: responses to one prompt, which is prefilled once for all of them.
+        recomputes_log_probs: whether the actor too takes a forward pass before training.
+    """
+
+    algorithm: Algorithm = "ppo"
+    global_batch_size: int = 1024
+    prompt_tokens: int = 1024
+    response_tokens: int = 1024
+    num_updates: int = 8
+    num_epochs: int = 1
+    micro_batch_tokens: int = 4096
+    group_size: int = 1
+    recomputes_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in get_args(Algorithm):
+            raise ConfigError(
+                f"workload.algorithm: expected one of {', '.join(get_args(Algorithm))}, came "
+                f"{self.algorithm!r}"
+            )
+        for item in fields(self)[1:8]:
+            value = getattr(self, item.name)
+            if value < 1:
+                raise ConfigError(f"workload.{item.name}: expected at least 1, came {value}")
+        if self.global_batch_size % self.group_size:
+            raise ConfigError(
+                f"workload.global_batch_size: expected whole groups of {self.group_size} "
+                f"responses, came {self.global_batch_size} sequences"
+            )
+        if self.algorithm == "grpo" and self.group_size == 1:
+            raise ConfigError(
+                "workload.group_size: GRPO compares the responses to one prompt, so expected at "
+                "least 2, came 1"
+            )
+        if self.num_updates > self.global_batch_size * self.num_epochs:
+            raise ConfigError(
+                f"workload.num_updates: expected at most one update a sequence, "
+                f"{self.global_batch_size * self.num_epochs}, came {self.num_updates}"
+            )
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of a prompt and its response."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Sequences of one mini-batch, rounded up."""
+        return -(-self.global_batch_size * self.num_epochs // self.num_updates)
+
+    @property
+    def num_greedy(self) -> int:
+        """Greedy responses beside the sampled ones, which are generated and scored only."""
+        return self.global_batch_size // self.group_size if self.algorithm == "remax" else 0
+
+    @property
+    def num_generated(self) -> int:
+        """Sequences that the actor generates."""
+        return self.global_batch_size + self.num_greedy
+
+    def num_prepared(self, model: ModelSpec) -> int:
+        """Sequences that the model takes forward in the preparation stage."""
+        if model.role == "actor":
+            return self.global_batch_size if self.recomputes_log_probs else 0
+        return self.num_generated if model.role in ("reward", "cost") else self.global_batch_size
+
+    def max_dp(self, model: ModelSpec) -> int:
+        """Most replicas of which none is without a sequence."""
+        return self.sequences_per_update if model.is_trained else self.global_batch_size
+
+    def check(self, models: Sequence[ModelSpec]) -> None:
+        """Refuse models that the algorithm does not have.
+
+        A reference, reward or cost model may be missing: a KL weight of zero or a reward function
+        needs none.
+
+        Raises:
+            ConfigError: names repeat, there is not one actor, the critics are too many or too few,
+                or a cost model comes with another algorithm than Safe-RLHF.
+        """
+        names = [model.name for model in models]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"models: expected a name of its own for each, came {names}")
+        roles = Counter(model.role for model in models)
+        expected: tuple[tuple[Role, int], ...] = (
+            ("actor", 1),
+            ("critic", _NUM_CRITICS[self.algorithm]),
+        )
+        for role, number in expected:
+            if roles[role] != number:
+                raise ConfigError(
+                    f"models: expected {number} of role {role!r} for {self.algorithm}, came "
+                    f"{roles[role]} among {names}"
+                )
+        if roles["cost"] and self.algorithm != "safe_rlhf":
+            raise ConfigError(
+                f"models: expected no cost model for {self.algorithm}, came {names}; it belongs to "
+                "algorithm 'safe_rlhf'"
+            )

@@ -1,0 +1,92 @@
+"""Functions and classes by where they are defined, so that another process finds them.
+
+Pickle names a module, which a test file, a script or a benchmark is not under its own name in
+another process. Here goes the file too: what can be imported is imported, the rest is loaded by its
+path, once, under the name it had.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from shared.errors import ConfigError
+
+__all__ = ["found", "shipped"]
+
+
+def shipped(target: Callable[..., Any]) -> tuple[str, str | None, str]:
+    """A function or class as module name, file and qualified name.
+
+    Raises:
+        ConfigError: if it is not defined at the top level of a file.
+    """
+    name = getattr(target, "__module__", None)
+    qualname = getattr(target, "__qualname__", None)
+    module = sys.modules.get(name) if name else None
+    if qualname is None or module is None or "<" in qualname:
+        raise ConfigError(
+            f"a rank runs functions defined at the top level of a file, got {target!r}; move it "
+            f"there and pass what it closes over as arguments"
+        )
+    file = getattr(module, "__file__", None)
+    if name == "__main__":
+        if file is None:
+            raise ConfigError(
+                f"{qualname} was defined in an interactive session, which a rank cannot read; "
+                f"put it in a file and import it"
+            )
+        # `python -m package.module` knows the name under which a rank can import it.
+        if module.__spec__ is not None:
+            name = module.__spec__.name
+    return str(name), None if file is None else os.path.abspath(file), qualname
+
+
+def found(name: str, file: str | None, qualname: str) -> Any:
+    """What `shipped` described, in this process.
+
+    Raises:
+        ImportError: if its module can neither be imported nor loaded.
+    """
+    target: Any = _module(name, file)
+    for part in qualname.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def _module(name: str, file: str | None) -> ModuleType:
+    """The module a function was defined in: imported where it can be, else loaded by its path."""
+    if name == "__main__":
+        ours = getattr(sys.modules[name], "__file__", None)
+        if file is not None and ours is not None and os.path.abspath(ours) == file:
+            return sys.modules[name]  # shipped to where it came from
+        # As multiprocessing does: the script's own guard must not start the script again.
+        name = "__mp_main__"
+        if not _replaced:
+            # multiprocessing has put this process's own main module under that name.
+            sys.modules.pop(name, None)
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and (file is None or spec.origin == file):
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file) if file else None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load module {name!r} from {file!r}")
+    module = importlib.util.module_from_spec(spec)
+    # Under the parent's name, so that pickled instances of the file's classes find them.
+    sys.modules[name] = module
+    if name == "__mp_main__":
+        _replaced.append(sys.modules["__main__"])
+        sys.modules["__main__"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_replaced: list[ModuleType] = []  # this process's own main module runs on under no name
