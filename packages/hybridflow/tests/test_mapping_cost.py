@@ -329,9 +329,7 @@ def test_a_set_is_the_sum_of_its_models():
     assert list(found.ranks) == list(range(16, 32))
     assert found.stage_s == tuple(map(sum, zip(*(m.stage_s for m in found.models), strict=True)))
     apart = evaluate(model, [reward])
-    assert apart.stage_s[1] == pytest.approx(
-        model.prepare_s(REWARD, layout) + model.transfer_s(16)
-    )
+    assert apart.stage_s[1] == pytest.approx(model.prepare_s(REWARD, layout) + model.transfer_s(16))
 
 
 def test_sets_that_cannot_be_are_refused():

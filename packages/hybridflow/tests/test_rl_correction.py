@@ -78,6 +78,8 @@ def test_what_the_sampler_could_not_have_drawn_is_bounded_and_rejected():
     mask = torch.ones(1, 4)
     found = correction.weights(old, rollout, mask, cap=3.0)[0]
     torch.testing.assert_close(found[:3], torch.tensor([1.0, math.exp(-20), 3.0]))
+    unbounded = correction.weights(old, rollout, mask, cap=math.inf)[0, 2]
+    assert unbounded.item() == pytest.approx(math.exp(20), rel=1e-6)
     assert correction.keep(old, rollout, mask).tolist() == [[True, False, False, False]]
 
 

@@ -7,13 +7,14 @@ what Llama and its relatives are; a few norms and biases more or less do not cha
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
 from shared.errors import ConfigError
 
-__all__ = ["LLAMA_SIZES", "ModelSpec", "Role"]
+__all__ = ["LLAMA_SIZES", "ROLES", "ModelSpec"]
 
-Role = Literal["actor", "critic", "reference", "reward", "cost"]
+ROLES = ("actor", "critic", "reference", "reward", "cost")
+"""What a model may do in a step."""
 
 # Layers, hidden, heads, KV heads, feed-forward: Llama 2, and Code Llama for 34B.
 _LLAMA = {
@@ -32,7 +33,7 @@ class ModelSpec:
 
     Attributes:
         name: unique among the models that are placed together.
-        role: what it does in a step; actors and critics are trained.
+        role: one of `ROLES`; actors and critics are trained.
         num_params: parameters, embeddings and head included.
         num_layers: transformer layers, of which a pipeline stage gets whole ones.
         hidden_size: width of the residual stream.
@@ -44,7 +45,7 @@ class ModelSpec:
     """
 
     name: str
-    role: Role
+    role: str
     num_params: int
     num_layers: int
     hidden_size: int
@@ -55,10 +56,9 @@ class ModelSpec:
     vocab_size: int
 
     def __post_init__(self) -> None:
-        if self.role not in get_args(Role):
+        if self.role not in ROLES:
             raise ConfigError(
-                f"model {self.name!r}: expected a role of {', '.join(get_args(Role))}, came "
-                f"{self.role!r}"
+                f"model {self.name!r}: expected a role of {', '.join(ROLES)}, came {self.role!r}"
             )
         for item in fields(self)[2:]:
             value = getattr(self, item.name)
@@ -83,7 +83,7 @@ class ModelSpec:
         return self.vocab_size if self.role in ("actor", "reference") else 1
 
     @classmethod
-    def llama(cls, size: str, role: Role, name: str | None = None) -> ModelSpec:
+    def llama(cls, size: str, role: str, name: str | None = None) -> ModelSpec:
         """A Llama of one of `LLAMA_SIZES`, named after its role unless a name is given.
 
         Raises:
@@ -105,7 +105,7 @@ class ModelSpec:
 
     @classmethod
     def from_config(
-        cls, config: Any, role: Role, name: str | None = None, *, num_params: int | None = None
+        cls, config: Any, role: str, name: str | None = None, *, num_params: int | None = None
     ) -> ModelSpec:
         """The model that a Hugging Face config describes.
 
@@ -113,7 +113,7 @@ class ModelSpec:
             config: any object with `num_hidden_layers`, `hidden_size`, `num_attention_heads`,
                 `intermediate_size` and `vocab_size`; `num_key_value_heads`, `head_dim` and
                 `tie_word_embeddings` are read where they are present.
-            role: what it does in a step.
+            role: one of `ROLES`.
             name: its role unless given.
             num_params: what the config leads to unless given; needed for a model whose
                 feed-forward part is not a gated one.

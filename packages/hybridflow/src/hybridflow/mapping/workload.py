@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
 
-from hybridflow.mapping.models import ModelSpec, Role
+from hybridflow.mapping.models import ModelSpec
 from shared.errors import ConfigError
 
-__all__ = ["STAGES", "Algorithm", "Workload"]
+__all__ = ["ALGORITHMS", "STAGES", "Workload"]
 
 STAGES = ("generate", "prepare", "train")
 """The stages of a step, in order."""
 
-Algorithm = Literal["ppo", "grpo", "remax", "safe_rlhf"]
-
 _NUM_CRITICS = {"ppo": 1, "grpo": 0, "remax": 0, "safe_rlhf": 2}
+ALGORITHMS = tuple(_NUM_CRITICS)
+"""The algorithms whose steps are known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +29,7 @@ class Workload:
     """One step.
 
     Attributes:
-        algorithm: decides about critics, cost models and greedy responses.
+        algorithm: one of `ALGORITHMS`; decides about critics, cost models and greedy responses.
         global_batch_size: sequences that a step trains on, all of a group counted.
         prompt_tokens: tokens of each prompt.
         response_tokens: tokens of each response, the longest as well as the mean.
@@ -41,7 +40,7 @@ class Workload:
         recomputes_log_probs: whether the actor too takes a forward pass before training.
     """
 
-    algorithm: Algorithm = "ppo"
+    algorithm: str = "ppo"
     global_batch_size: int = 1024
     prompt_tokens: int = 1024
     response_tokens: int = 1024
@@ -52,9 +51,9 @@ class Workload:
     recomputes_log_probs: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm not in get_args(Algorithm):
+        if self.algorithm not in ALGORITHMS:
             raise ConfigError(
-                f"workload.algorithm: expected one of {', '.join(get_args(Algorithm))}, came "
+                f"workload.algorithm: expected one of {', '.join(ALGORITHMS)}, came "
                 f"{self.algorithm!r}"
             )
         for item in fields(self)[1:8]:
@@ -121,11 +120,8 @@ class Workload:
         if len(set(names)) < len(names):
             raise ConfigError(f"models: expected a name of its own for each, came {names}")
         roles = Counter(model.role for model in models)
-        expected: tuple[tuple[Role, int], ...] = (
-            ("actor", 1),
-            ("critic", _NUM_CRITICS[self.algorithm]),
-        )
-        for role, number in expected:
+        expected = {"actor": 1, "critic": _NUM_CRITICS[self.algorithm]}
+        for role, number in expected.items():
             if roles[role] != number:
                 raise ConfigError(
                     f"models: expected {number} of role {role!r} for {self.algorithm}, came "

@@ -1,0 +1,68 @@
+"""The two exchanges of tensor parallelism, and a stage's share of the layers.
+
+After Megatron-LM (arXiv 1909.08053): a block's first products are split by output and its last by
+input, so that one sum over the group ends it going forward, and one begins it going back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.comms.collectives import all_reduce
+from shared.comms.group import Group
+
+__all__ = ["copy_to", "max_over", "stage_layers", "sum_from"]
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _summed(grads[0], ctx.group), None
+
+
+class _SumFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Group) -> Tensor:
+        return _summed(values, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def _summed(values: Tensor, group: Group) -> Tensor:
+    values = values.contiguous().clone()
+    all_reduce(group, values)
+    return values
+
+
+def copy_to(values: Tensor, group: Group | None) -> Tensor:
+    """The same values, whose gradient is summed over the group; the entry of a split block."""
+    return values if group is None else _CopyTo.apply(values, group)
+
+
+def sum_from(values: Tensor, group: Group | None) -> Tensor:
+    """The sum over the group, whose gradient goes to all; the end of a split block."""
+    return values if group is None else _SumFrom.apply(values, group)
+
+
+def max_over(values: Tensor, group: Group | None) -> Tensor:
+    """The largest over the group; without a gradient."""
+    if group is not None:
+        values = all_reduce(group, values.clone(), "max")
+    return values
+
+
+def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
+    """The layers of a stage: consecutive, the first stages one more where it does not divide."""
+    size, larger = divmod(num_layers, num_stages)
+    start = stage * size + min(stage, larger)
+    return range(start, start + size + (stage < larger))

@@ -1,0 +1,212 @@
+"""Which part of which Hugging Face weight lies where in a decoder, and moving values by that.
+
+A piece is a name as Hugging Face writes it, the box of that weight, and a view of the parameter that
+holds it. Everything that crosses layouts (loading, generation's layout, other pools, checkpoints,
+export) works on pieces and knows nothing of fused or sharded parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.config import DecoderConfig
+from hybridflow.models.decoder import Decoder, Layer, Shard
+from shared.errors import DataError
+from shared.kernels.philox import stream_key
+from shared.topology.boxes import Box
+
+__all__ = ["Piece", "initialize", "load", "pieces", "weight_shapes"]
+
+
+class Piece(NamedTuple):
+    """A part of a weight.
+
+    Attributes:
+        name: Hugging Face's.
+        box: in the whole weight as Hugging Face lays it out.
+        view: of the decoder's parameter, of the box's shape.
+        parameter: the name of that parameter in the decoder.
+    """
+
+    name: str
+    box: Box
+    view: Tensor
+    parameter: str
+
+
+def weight_shapes(config: DecoderConfig, head: str = "vocabulary") -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all weights of a model, in order of the layers."""
+    width, ffn, e = config.hidden_size, config.ffn_size, config.head_dim
+    q, kv = config.num_heads * e, config.num_kv_heads * e
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, width)}
+    for index in range(config.num_layers):
+        at = f"model.layers.{index}"
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows, width)
+            if config.has_qkv_bias:
+                shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows,)
+        if config.has_qk_norm:
+            shapes[f"{at}.self_attn.q_norm.weight"] = (e,)
+            shapes[f"{at}.self_attn.k_norm.weight"] = (e,)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (width, q)
+        shapes[f"{at}.mlp.gate_proj.weight"] = (ffn, width)
+        shapes[f"{at}.mlp.up_proj.weight"] = (ffn, width)
+        shapes[f"{at}.mlp.down_proj.weight"] = (width, ffn)
+        shapes[f"{at}.input_layernorm.weight"] = (width,)
+        shapes[f"{at}.post_attention_layernorm.weight"] = (width,)
+    shapes["model.norm.weight"] = (width,)
+    if head == "scalar":
+        shapes["score.weight"] = (1, width)
+    elif not config.is_tied:
+        shapes["lm_head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def pieces(model: Decoder) -> list[Piece]:
+    """All pieces of a decoder, which together are all of its parameters."""
+    return list(_pieces(model))
+
+
+def _pieces(model: Decoder) -> Iterator[Piece]:
+    config, shard = model.config, model.shard
+    width = config.hidden_size
+
+    def rows(name: str, start: int, view: Tensor, at: str) -> Piece:
+        offsets = (start,) + (0,) * (view.dim() - 1)
+        return Piece(name, Box(offsets, tuple(view.shape)), view, at)
+
+    if model.embedding is not None:
+        start = shard.tp * len(model.embedding)
+        yield rows("model.embed_tokens.weight", start, model.embedding.data, "embedding")
+    for place, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer), "layers are made here"
+        at, own = f"model.layers.{layer.index}", f"layers.{place}"
+        e = config.head_dim
+        parts = (
+            ("q", shard.tp * shard.num_heads * e, shard.num_heads * e),
+            ("k", shard.first_kv_head * e, shard.num_kv_heads * e),
+            ("v", shard.first_kv_head * e, shard.num_kv_heads * e),
+        )
+        first = 0
+        for name, start, count in parts:
+            span = slice(first, first + count)
+            first += count
+            to = f"{at}.self_attn.{name}_proj"
+            yield rows(f"{to}.weight", start, layer.qkv.data[span], f"{own}.qkv")
+            if layer.qkv_bias is not None:
+                yield rows(f"{to}.bias", start, layer.qkv_bias.data[span], f"{own}.qkv_bias")
+        for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+            if norm is not None:
+                yield rows(f"{at}.self_attn.{name}.weight", 0, norm.data, f"{own}.{name}")
+        ffn = len(layer.down)
+        for to, name in ((f"{at}.self_attn.o_proj", "output"), (f"{at}.mlp.down_proj", "down")):
+            weight = getattr(layer, name).data
+            box = Box((0, shard.tp * len(weight)), (width, len(weight)))
+            yield Piece(f"{to}.weight", box, weight.t(), f"{own}.{name}")
+        for k, name in enumerate(("gate", "up")):
+            view = layer.gate_up.data[k * ffn : (k + 1) * ffn]
+            yield rows(f"{at}.mlp.{name}_proj.weight", shard.tp * ffn, view, f"{own}.gate_up")
+        yield rows(f"{at}.input_layernorm.weight", 0, layer.input_norm.data, f"{own}.input_norm")
+        to = f"{at}.post_attention_layernorm.weight"
+        yield rows(to, 0, layer.post_norm.data, f"{own}.post_norm")
+    if model.norm is not None:
+        yield rows("model.norm.weight", 0, model.norm.data, "norm")
+    if model.head is not None:
+        name = "score.weight" if model.head_kind == "scalar" else "lm_head.weight"
+        start = 0 if model.head_kind == "scalar" else shard.tp * len(model.head)
+        yield rows(name, start, model.head.data, "head")
+
+
+@torch.no_grad()
+def initialize(model: Decoder, seed: int) -> None:
+    """Random weights: norms one, biases zero, the rest normal; the same in every layout."""
+    names = list(weight_shapes(model.config, model.head_kind))
+    shapes = weight_shapes(model.config, model.head_kind)
+    for piece in pieces(model):
+        if piece.name.endswith("norm.weight"):
+            piece.view.fill_(1.0)
+        elif piece.name.endswith("bias"):
+            piece.view.zero_()
+        else:
+            key = stream_key(seed, names.index(piece.name)) & (2**63 - 1)
+            draw = torch.Generator().manual_seed(key)
+            # In float32 whatever the model's type: a model in float64 starts from the same values.
+            whole = torch.randn(shapes[piece.name], generator=draw)
+            whole *= model.config.initializer_range
+            piece.view.copy_(whole[piece.box.within(Box((0,) * whole.dim(), tuple(whole.shape)))])
+
+
+@torch.no_grad()
+def load(model: Decoder, read: Callable[[str, Box], Tensor | None]) -> list[str]:
+    """Fills a decoder piece by piece.
+
+    Args:
+        model: whose weights are written.
+        read: gives a box of a named weight, or None where there is no such weight.
+
+    Returns:
+        Names that were not found; their values are left as they were.
+
+    Raises:
+        DataError: if a weight has another shape.
+    """
+    missing = []
+    for piece in pieces(model):
+        found = read(piece.name, piece.box)
+        if found is None:
+            missing.append(piece.name)
+        elif found.shape != piece.view.shape:
+            raise DataError(
+                f"{piece.name}: expected {list(piece.view.shape)}, got {list(found.shape)}; the "
+                f"weights belong to another config.json"
+            )
+        else:
+            piece.view.copy_(found)
+    return missing
+
+
+def folder_reader(folder: str | Path) -> Callable[[str, Box], Tensor | None]:
+    """Reads boxes of the safetensors files that `save_pretrained` wrote, and nothing beside them.
+
+    Raises:
+        DataError: if the folder has none.
+    """
+    from safetensors import safe_open
+
+    files = sorted(Path(folder).glob("*.safetensors"))
+    if not files:
+        raise DataError(f"{folder}: no .safetensors file there; save_pretrained writes them")
+    opened = [safe_open(file, framework="pt") for file in files]
+    holding = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - no mapping
+
+    def read(name: str, box: Box) -> Tensor | None:
+        if name not in holding:
+            # A bare decoder, as of a sequence classifier's base, has no prefix.
+            name = name.removeprefix("model.")
+        if name not in holding:
+            return None
+        part = holding[name].get_slice(name)
+        return part[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
+
+    return read
+
+
+def num_bytes(config: DecoderConfig, itemsize: int, head: str = "vocabulary") -> int:
+    """Bytes of a whole model's weights."""
+    return itemsize * sum(map(math.prod, weight_shapes(config, head).values()))
+
+
+def shard_boxes(
+    config: DecoderConfig, shard: Shard, head: str = "vocabulary"
+) -> dict[str, list[Box]]:
+    """The boxes that a shard holds, by name; without allocating them."""
+    found: dict[str, list[Box]] = {}
+    for piece in pieces(Decoder(config, shard, head, device="meta")):
+        found.setdefault(piece.name, []).append(piece.box)
+    return found
