@@ -234,7 +234,7 @@ def _centered(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ids, index, sizes = group.unique(return_inverse=True, return_counts=True)
     if (sizes == 1).any():
         raise ConfigError(
-            f"group {int(ids[sizes == 1][0])}: expected at least two responses to compare, got one; "
+            f"group {int(ids[sizes == 1][0])}: expected two responses or more to compare, got one; "
             "sample n >= 2 responses per prompt, or use gae, remax or reinforce_plus_plus"
         )
     counts = sizes.to(scores.dtype)

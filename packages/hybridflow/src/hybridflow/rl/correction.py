@@ -1,4 +1,4 @@
-"""The rollout's sampler is not quite the trainer's policy: what its tokens are worth to the trainer.
+"""The sampler is not quite the trainer's policy: what its tokens are worth to the trainer.
 
 Kernels and precision differ, so that log-probabilities of the same weights do. Truncated importance
 weights min(pi_old / pi_rollout, C) multiply losses of tokens; rejection takes tokens or sequences

@@ -1,4 +1,4 @@
-"""How far a policy is from a reference: estimates per token from log-probabilities of sampled tokens.
+"""How far a policy is from a reference, estimated from log-probabilities of sampled tokens.
 
 With x = log pi - log ref: k1 = x, k2 = x^2 / 2, k3 = e^-x + x - 1 (Schulman, "Approximating KL
 Divergence", 2020). In expectation k1 and k3 are the divergence, but their gradients are not its
@@ -107,7 +107,7 @@ def sequence_mean(kl: Float[Tensor, "batch tokens"], mask: Mask) -> Float[Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveKL:
-    """A coefficient of the divergence that rises while it is above a target; a fixed one is a float.
+    """A coefficient that rises while the divergence is above a target; a fixed one is a float.
 
     Attributes:
         beta: the coefficient.

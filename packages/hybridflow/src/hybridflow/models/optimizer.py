@@ -1,0 +1,199 @@
+"""One optimizer step on a decoder that several ranks hold: gradients, their norm, AdamW, a schedule.
+
+All gradients are one buffer, so that replicas add them up in one message and the norm is one sum. A
+step whose gradients are not finite changes nothing and is counted; several in a row end the run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.decoder import Decoder, Layer
+from shared.comms.collectives import all_reduce
+from shared.comms.group import Group
+from shared.errors import ConfigError, DataError
+
+__all__ = ["AdamW", "Optimizer"]
+
+_SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """Settings of AdamW and of its learning rate.
+
+    Attributes:
+        lr: after the warm-up.
+        betas, eps, weight_decay: as torch's.
+        max_grad_norm: gradients are scaled down to this norm; None: never.
+        schedule: "constant", or "linear" or "cosine" to 0 at `num_steps`.
+        num_warmup_steps: over which the rate rises from 0.
+        num_steps: of the schedule; a step is one call of the optimizer.
+        max_skipped: steps in a row that may be skipped for gradients that are not finite.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    schedule: str = "constant"
+    num_warmup_steps: int = 0
+    num_steps: int | None = None
+    max_skipped: int = 5
+
+    def __post_init__(self) -> None:
+        if self.schedule not in _SCHEDULES:
+            raise ConfigError(
+                f"optimizer.schedule: expected one of {', '.join(_SCHEDULES)}, got "
+                f"{self.schedule!r}"
+            )
+        if self.schedule != "constant" and self.num_steps is None:
+            raise ConfigError(f"optimizer.num_steps: a {self.schedule} schedule needs its length")
+        if not self.lr >= 0 or self.num_warmup_steps < 0:
+            raise ConfigError("optimizer: lr and num_warmup_steps must not be negative")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if step < self.num_warmup_steps:
+            return self.lr * (step + 1) / self.num_warmup_steps
+        if self.num_steps is None or self.schedule == "constant":
+            return self.lr
+        length = max(1, self.num_steps - self.num_warmup_steps)
+        share = min(1.0, (step - self.num_warmup_steps) / length)
+        if self.schedule == "linear":
+            return self.lr * (1 - share)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * share))
+
+
+class Optimizer:
+    """AdamW over one rank's share of a decoder.
+
+    Attributes:
+        num_steps: taken.
+        num_skipped: of those, how many changed nothing as gradients were not finite.
+    """
+
+    def __init__(self, model: Decoder, settings: AdamW, dp: Group | None) -> None:
+        """Allocates gradients and state.
+
+        Args:
+            model: whose parameters are trained.
+            settings: of AdamW.
+            dp: the ranks that hold the same share; None when this is the only one.
+        """
+        self.model, self.settings, self._dp = model, settings, dp
+        self._parameters = list(model.parameters())
+        total = sum(parameter.numel() for parameter in self._parameters)
+        first = self._parameters[0]
+        self._grads = torch.zeros(total, dtype=first.dtype, device=first.device)
+        at = 0
+        for parameter in self._parameters:
+            parameter.grad = self._grads[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+        self._adam = torch.optim.AdamW(
+            self._parameters,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.num_steps = self.num_skipped = self._in_a_row = 0
+        self._kv_twins = self._twins()
+
+    def _twins(self) -> Group | None:
+        """The ranks that hold the same key heads, where there are fewer heads than shards."""
+        shard, config = self.model.shard, self.model.config
+        copies = shard.num_shards // config.num_kv_heads
+        if copies <= 1 or shard.group is None:
+            return None
+        start = shard.tp // copies * copies
+        ranks = [shard.group.ranks[k] for k in range(start, start + copies)]
+        return Group.of(ranks, members_only=True)
+
+    def zero_grad(self) -> None:
+        """Forgets gradients."""
+        self._grads.zero_()
+
+    def step(self) -> dict[str, float]:
+        """Adds up gradients over replicas and takes a step, unless they are not finite.
+
+        Returns:
+            "grad_norm", "lr", and "is_skipped" as 0 or 1.
+
+        Raises:
+            DataError: when more steps in a row were skipped than the settings allow.
+        """
+        if self._kv_twins is not None:
+            for layer in self.model.layers:
+                assert isinstance(layer, Layer), "decoders have layers"
+                grad, first = layer.qkv.grad, layer.num_heads * self.model.config.head_dim
+                assert grad is not None, "allocated above"
+                all_reduce(self._kv_twins, grad[first:])
+                if layer.qkv_bias is not None and layer.qkv_bias.grad is not None:
+                    all_reduce(self._kv_twins, layer.qkv_bias.grad[first:])
+        if self._dp is not None:
+            all_reduce(self._dp, self._grads)
+        norm = float(self._norm())
+        rate = self.settings.rate(self.num_steps)
+        self.num_steps += 1
+        is_finite = math.isfinite(norm)
+        if is_finite:
+            limit = self.settings.max_grad_norm
+            if limit is not None and norm > limit:
+                self._grads.mul_(limit / (norm + 1e-6))
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            self._adam.step()
+            self._in_a_row = 0
+        else:
+            self.num_skipped += 1
+            self._in_a_row += 1
+            if self._in_a_row > self.settings.max_skipped:
+                raise DataError(
+                    f"gradients were not finite in {self._in_a_row} steps in a row; the weights are "
+                    f"those before them. Look at rewards and log-probabilities, or lower the "
+                    f"learning rate of {rate:g}"
+                )
+        return {"grad_norm": norm, "lr": rate, "is_skipped": float(not is_finite)}
+
+    def _norm(self) -> Tensor:
+        """Of the whole model's gradients; what several shards hold counts once."""
+        group = self.model.shard.group
+        if group is None:
+            return self._grads.norm()
+        e = self.model.config.head_dim
+        copies = max(1, self.model.shard.num_shards // self.model.config.num_kv_heads)
+        total = self._grads.new_zeros((), dtype=torch.float64)
+        for name, parameter in self.model.named_parameters():
+            grad = parameter.grad
+            assert grad is not None, "allocated above"
+            square = grad.double().square()
+            leaf = name.rpartition(".")[2]
+            if leaf.endswith("norm") or (leaf == "head" and self.model.head_kind == "scalar"):
+                total += square.sum() / self.model.shard.num_shards
+            elif leaf.startswith("qkv") and copies > 1:
+                first = self.model.shard.num_heads * e
+                total += square[:first].sum() + square[first:].sum() / copies
+            else:
+                total += square.sum()
+        return all_reduce(group, total).sqrt()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {
+            "adam": self._adam.state_dict(),
+            "num_steps": self.num_steps,
+            "num_skipped": self.num_skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave."""
+        self._adam.load_state_dict(state["adam"])
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
