@@ -1,7 +1,7 @@
-"""Sums of many ranges of one array by prefix sums: the placeholder of a new package."""
+"""RLHF as straight-line code on any placement of its models, resharded without a byte kept twice."""
 
-import importlib
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import shared
 
@@ -15,14 +15,76 @@ if getattr(shared, "__project__", None) != "meshyard":
         "`pip install --force-reinstall --no-deps ./shared`."
     )
 
+if TYPE_CHECKING:
+    from hybridflow import layout, mapping, reshard, rl, tasks
+    from hybridflow.actor import Actor
+    from hybridflow.batch import Batch
+    from hybridflow.controller import Workers
+    from hybridflow.critic import Critic
+    from hybridflow.future import Future
+    from hybridflow.group import WorkerGroup
+    from hybridflow.models.optimizer import AdamW
+    from hybridflow.protocols import Mesh, Protocol, remote
+    from hybridflow.ragged import Ragged
+    from hybridflow.rewards import reward
+    from hybridflow.rollout.sampling import Sampling
+    from hybridflow.scoring import CostModel, Reference, RewardModel
+    from hybridflow.worker import Worker
+
 __version__ = "0.1.0"
 
-# Public name -> its module, imported at first use so that `hybridflow --help` stays fast.
-_HOME = {"range_sums": "hybridflow.sums"}
-__all__ = ["__version__", "range_sums"]
+_HOME_OF = {
+    "Actor": "actor",
+    "AdamW": "models.optimizer",
+    "Batch": "batch",
+    "CostModel": "scoring",
+    "Critic": "critic",
+    "Future": "future",
+    "Mesh": "protocols",
+    "Protocol": "protocols",
+    "Ragged": "ragged",
+    "Reference": "scoring",
+    "RewardModel": "scoring",
+    "Sampling": "rollout.sampling",
+    "Worker": "worker",
+    "WorkerGroup": "group",
+    "Workers": "controller",
+    "remote": "protocols",
+    "reward": "rewards",
+}
+_MODULES = ("layout", "mapping", "reshard", "rl", "tasks")
+
+__all__ = [
+    "Actor",
+    "AdamW",
+    "Batch",
+    "CostModel",
+    "Critic",
+    "Future",
+    "Mesh",
+    "Protocol",
+    "Ragged",
+    "Reference",
+    "RewardModel",
+    "Sampling",
+    "Worker",
+    "WorkerGroup",
+    "Workers",
+    "__version__",
+    "layout",
+    "mapping",
+    "remote",
+    "reshard",
+    "reward",
+    "rl",
+    "tasks",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'hybridflow' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    # torch takes a second to import, which `hybridflow --help` has no use for.
+    if name in _HOME_OF:
+        return getattr(import_module(f"hybridflow.{_HOME_OF[name]}"), name)
+    if name in _MODULES:
+        return import_module(f"hybridflow.{name}")
+    raise AttributeError(f"module 'hybridflow' has no attribute {name!r}")

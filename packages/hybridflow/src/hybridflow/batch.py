@@ -81,7 +81,9 @@ class Batch:
         if not isinstance(column, Tensor | Ragged):
             column = list(column)
         elif isinstance(column, Tensor) and not column.dim():
-            raise DataError(f"column {name!r}: expected one value a row, got a tensor of no dimension")
+            raise DataError(
+                f"column {name!r}: expected one value a row, got a tensor of no dimension"
+            )
         others = [key for key in self._columns if key != name]
         if others and len(column) != len(self._columns[others[0]]):
             raise DataError(
@@ -183,9 +185,7 @@ class Batch:
 
     def to(self, device: str | torch.device) -> Batch:
         """Tensors on another device."""
-        return self._map(
-            lambda column: column if isinstance(column, list) else column.to(device)
-        )
+        return self._map(lambda column: column if isinstance(column, list) else column.to(device))
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -228,7 +228,9 @@ def _concat(name: str, columns: list[Any]) -> Any:
         return Ragged.concat(columns)
     if all(isinstance(column, list) for column in columns):
         return [value for column in columns for value in column]
-    raise DataError(f"column {name!r} is {sorted({type(c).__name__ for c in columns})}; make it one")
+    raise DataError(
+        f"column {name!r} is {sorted({type(c).__name__ for c in columns})}; make it one"
+    )
 
 
 def _refuse_difference(name: str, ours: Any, theirs: Any) -> None:

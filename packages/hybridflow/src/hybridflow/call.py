@@ -125,21 +125,29 @@ class Call:
                 f"{self.future.name}: expected a batch with a row or more, and operands of one "
                 f"length where several are joined, got {' and '.join(map(str, totals))} rows"
             )
-        whole = Gather([([Segment(p.handle) for p in parts], columns) for parts, columns in sources])
+        window = value.window(total) if isinstance(value, Joined) else range(total)
+        if not len(window):
+            raise DataError(f"{self.future.name}: {total} rows do not make that many parts")
         count = next((share[1] for share in self.shares if share is not None), 1)
-        size = -(-total // count)
-        made: dict[int, Gather] = {}
+        size = -(-len(window) // count)
 
-        def part_of(index: int) -> Gather:
-            if index not in made:
-                rows = range(index * size, (index + 1) * size)
-                made[index] = Gather(
-                    [(_segments(parts, rows, total), columns) for parts, columns in sources],
-                    [row >= total for row in rows] if size * count > total else None,
-                )
-            return made[index]
+        def rows_of(rows: range) -> Gather:
+            is_whole = len(window) == total and len(rows) == total
+            segments = [
+                [Segment(part.handle) for part in parts]
+                if is_whole
+                else _segments(parts, rows, window)
+                for parts, _ in sources
+            ]
+            is_padded = rows.stop > len(window)
+            return Gather(
+                [(found, columns) for found, (_, columns) in zip(segments, sources, strict=True)],
+                [row >= len(window) for row in rows] if is_padded else None,
+            )
 
-        return [whole if share is None else part_of(share[0]) for share in self.shares]
+        whole = rows_of(range(len(window)))
+        parts = [rows_of(range(k * size, (k + 1) * size)) for k in range(count)]
+        return [whole if share is None else parts[share[0]] for share in self.shares]
 
     def _parts(self, source: Batch | Future, store: Store) -> list[Part]:
         if isinstance(source, Batch):
@@ -187,17 +195,18 @@ class Call:
         return RankFailure("\n".join(lines), rank=first.rank)
 
 
-def _segments(parts: Sequence[Part], rows: range, total: int) -> list[Segment]:
-    """Where some rows lie; those past the last begin again at the first."""
+def _segments(parts: Sequence[Part], rows: range, window: range) -> list[Segment]:
+    """Where some rows of a window lie; those past its last begin again at its first."""
     found: list[Segment] = []
     row = rows.start
     while row < rows.stop:
-        start = row % total
+        start = window[row % len(window)]
+        left = min(rows.stop - row, window.stop - start)
         first = 0
         for part in parts:
             count = part.num_rows or 0
             if first <= start < first + count:
-                taken = min(first + count - start, rows.stop - row)
+                taken = min(first + count - start, left)
                 found.append(Segment(part.handle, start - first, start - first + taken))
                 row += taken
                 break

@@ -40,6 +40,16 @@ class _Rows(ABC):
     def __ror__(self, other: Batch) -> Joined:
         return Joined([*_operands(other), *_operands(self)])
 
+    def share(self, index: int, count: int) -> Joined:
+        """Rows of one of `count` even parts; an update on a part is a step on a mini-batch.
+
+        Raises:
+            ConfigError: if there is no such part.
+        """
+        if not 0 <= index < count:
+            raise ConfigError(f"expected a part of 0..{count - 1}, got {index}")
+        return Joined(_operands(self), share=(index, count))
+
     def select(self, *names: str) -> Joined:
         """Only some columns; the others do not travel."""
         operands = _operands(self)
@@ -106,9 +116,19 @@ class Future(_Rows):
 class Joined(_Rows):
     """The union of the columns of several futures and batches."""
 
-    def __init__(self, operands: Sequence[tuple[Batch | Future, Sequence[str] | None]]) -> None:
-        """Joins operands, of each all columns (None) or some."""
+    def __init__(
+        self,
+        operands: Sequence[tuple[Batch | Future, Sequence[str] | None]],
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Joins operands, of each all columns (None) or some, and one even part of the rows."""
         self.operands = list(operands)
+        self._share = share
+
+    def window(self, num_rows: int) -> range:
+        """The rows that are meant, of so many."""
+        index, count = self._share
+        return range(num_rows * index // count, num_rows * (index + 1) // count)
 
     def result(self, timeout_s: float | None = None) -> Batch:
         """Waits for all, and joins them here.
@@ -123,7 +143,8 @@ class Joined(_Rows):
             part = part if columns is None else part.select(*columns)
             whole = part if whole is None else whole | part
         assert whole is not None, "a union has operands"
-        return whole
+        rows = self.window(len(whole))
+        return whole if len(rows) == len(whole) else whole.rows(rows.start, rows.stop)
 
 
 def _operands(value: Batch | _Rows) -> list[tuple[Batch | Future, Sequence[str] | None]]:

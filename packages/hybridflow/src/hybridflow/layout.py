@@ -88,6 +88,26 @@ class Layout:
             range(self.num_ranks), lambda rank: tuple(self.coordinates(rank)[k] for k in fixed)
         )
 
+    def contains(self, generate: str | Layout) -> bool:
+        """Whether generation "p-t" or "p-t-g-d" has groups inside this layout."""
+        if isinstance(generate, Layout) or generate.count("-") == 2:
+            return False
+        pp, tp = _numbers(generate, generate.count("-") + 1, "p-t, such as 1-2, or p-t-g-d")[:2]
+        return min(pp, tp) >= 1 and self.pp % pp == 0 and self.tp % tp == 0
+
+    def other(self, text: str | Layout) -> Layout:
+        """Reads "p-t-d", or "p-t" that takes as many replicas as fit this layout's ranks.
+
+        Raises:
+            ConfigError: if the text is no layout, or "p-t" does not divide the ranks.
+        """
+        if isinstance(text, Layout) or text.count("-") == 2:
+            return Layout.parse(text, self.order)
+        pp, tp = _numbers(text, 2, "p-t, such as 1-2")
+        layout = Layout(pp, tp, max(1, self.num_ranks // max(1, pp * tp)), self.order)
+        layout.check(self.num_ranks, f"generate {text}")
+        return layout
+
     def check(self, num_ranks: int, what: str = "layout") -> None:
         """Refuses a layout that does not fill `num_ranks`, and names the nearest that do.
 

@@ -221,17 +221,19 @@ class Ways:
 def pareto(points: Float64[np.ndarray, "points criteria"]) -> Int64[np.ndarray, " kept"]:
     """Indices of points that no other is at or below in every criterion.
 
-    Of equal points the first is kept. O(points x kept) with arrays.
+    Of equal points one is kept. O(points x kept) with arrays.
 
     Returns:
         Indices in ascending order of the criteria, the first one first.
     """
-    order = np.arange(len(points))
-    total = points.sum(axis=1)
+    left, total = np.ascontiguousarray(points.T), points.sum(axis=1)
+    index = np.arange(len(points))
     kept = []
     # A point that beats another has no larger sum, so the smallest sum is beaten by none.
-    while order.size:
-        kept.append(order[total[order].argmin()])
-        order = order[(points[order] < points[kept[-1]]).any(axis=1)]
+    while index.size:
+        least = total.argmin()
+        kept.append(index[least])
+        unbeaten = (left < left[:, least, None]).any(axis=0)
+        left, total, index = left[:, unbeaten], total[unbeaten], index[unbeaten]
     found = np.array(kept, dtype=np.int64)
     return found[np.lexsort(points[found].T[::-1])]

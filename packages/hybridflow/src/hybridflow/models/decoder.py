@@ -64,7 +64,9 @@ class Shard:
             fits = [
                 k
                 for k in range(1, heads + 1)
-                if heads % k == 0 and not (kv_heads % k and k % kv_heads) and not config.ffn_size % k
+                if heads % k == 0
+                and not (kv_heads % k and k % kv_heads)
+                and not config.ffn_size % k
             ]
             raise ConfigError(
                 f"{t} tensor shards do not divide {heads} query heads, {kv_heads} key heads and "
@@ -173,9 +175,7 @@ class Decoder(nn.Module):
             else None
         )
         self.layers = nn.ModuleList(Layer(config, shard, k, **kind) for k in shard.layers)
-        self.norm = (
-            nn.Parameter(torch.empty(config.hidden_size, **kind)) if shard.is_last else None
-        )
+        self.norm = nn.Parameter(torch.empty(config.hidden_size, **kind)) if shard.is_last else None
         self.head = None
         if shard.is_last and not is_tied_here:
             size = rows if head == "vocabulary" else 1
@@ -231,7 +231,9 @@ class Decoder(nn.Module):
             cos, sin = self.cos[positions], self.sin[positions]
         for layer in self.layers:
             x = layer(x, cos, sin, attend or attend_causally)
-        return x if self.norm is None else F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
+        return (
+            x if self.norm is None else F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
+        )
 
 
 def attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

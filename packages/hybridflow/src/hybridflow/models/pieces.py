@@ -1,7 +1,7 @@
 """Which part of which Hugging Face weight lies where in a decoder, and moving values by that.
 
-A piece is a name as Hugging Face writes it, the box of that weight, and a view of the parameter that
-holds it. Everything that crosses layouts (loading, generation's layout, other pools, checkpoints,
+A piece is a name as Hugging Face writes it, the box of that weight, and the rows of the parameter
+that hold it. Everything that crosses layouts (loading, generation's layout, other pools, checkpoints,
 export) works on pieces and knows nothing of fused or sharded parameters.
 """
 
@@ -30,14 +30,21 @@ class Piece(NamedTuple):
     Attributes:
         name: Hugging Face's.
         box: in the whole weight as Hugging Face lays it out.
-        view: of the decoder's parameter, of the box's shape.
-        parameter: the name of that parameter in the decoder.
+        parameter: the decoder's that holds it.
+        rows: of that parameter.
+        is_transposed: whether the parameter lies the other way round.
     """
 
     name: str
     box: Box
-    view: Tensor
     parameter: str
+    rows: slice
+    is_transposed: bool = False
+
+    def view(self, model: Decoder) -> Tensor:
+        """Where its values lie in a decoder, of the box's shape."""
+        found = model.get_parameter(self.parameter).data[self.rows]
+        return found.t() if self.is_transposed else found
 
 
 def weight_shapes(config: DecoderConfig, head: str = "vocabulary") -> dict[str, tuple[int, ...]]:
@@ -74,53 +81,52 @@ def pieces(model: Decoder) -> list[Piece]:
 
 
 def _pieces(model: Decoder) -> Iterator[Piece]:
-    config, shard = model.config, model.shard
-    width = config.hidden_size
+    config, shard, e = model.config, model.shard, model.config.head_dim
+    width, whole = config.hidden_size, slice(None)
 
-    def rows(name: str, start: int, view: Tensor, at: str) -> Piece:
-        offsets = (start,) + (0,) * (view.dim() - 1)
-        return Piece(name, Box(offsets, tuple(view.shape)), view, at)
+    def rows(name: str, start: int, values: Tensor, at: str, part: slice = whole) -> Piece:
+        count = len(range(*part.indices(len(values))))
+        offsets = (start,) + (0,) * (values.dim() - 1)
+        return Piece(name, Box(offsets, (count, *values.shape[1:])), at, part)
 
     if model.embedding is not None:
         start = shard.tp * len(model.embedding)
-        yield rows("model.embed_tokens.weight", start, model.embedding.data, "embedding")
+        yield rows("model.embed_tokens.weight", start, model.embedding, "embedding")
     for place, layer in enumerate(model.layers):
         assert isinstance(layer, Layer), "layers are made here"
         at, own = f"model.layers.{layer.index}", f"layers.{place}"
-        e = config.head_dim
-        parts = (
+        first = 0
+        for name, start, count in (
             ("q", shard.tp * shard.num_heads * e, shard.num_heads * e),
             ("k", shard.first_kv_head * e, shard.num_kv_heads * e),
             ("v", shard.first_kv_head * e, shard.num_kv_heads * e),
-        )
-        first = 0
-        for name, start, count in parts:
-            span = slice(first, first + count)
+        ):
+            part, to = slice(first, first + count), f"{at}.self_attn.{name}_proj"
             first += count
-            to = f"{at}.self_attn.{name}_proj"
-            yield rows(f"{to}.weight", start, layer.qkv.data[span], f"{own}.qkv")
+            yield rows(f"{to}.weight", start, layer.qkv, f"{own}.qkv", part)
             if layer.qkv_bias is not None:
-                yield rows(f"{to}.bias", start, layer.qkv_bias.data[span], f"{own}.qkv_bias")
+                yield rows(f"{to}.bias", start, layer.qkv_bias, f"{own}.qkv_bias", part)
         for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
             if norm is not None:
-                yield rows(f"{at}.self_attn.{name}.weight", 0, norm.data, f"{own}.{name}")
+                yield rows(f"{at}.self_attn.{name}.weight", 0, norm, f"{own}.{name}")
         ffn = len(layer.down)
         for to, name in ((f"{at}.self_attn.o_proj", "output"), (f"{at}.mlp.down_proj", "down")):
-            weight = getattr(layer, name).data
-            box = Box((0, shard.tp * len(weight)), (width, len(weight)))
-            yield Piece(f"{to}.weight", box, weight.t(), f"{own}.{name}")
+            size = len(getattr(layer, name))
+            box = Box((0, shard.tp * size), (width, size))
+            yield Piece(f"{to}.weight", box, f"{own}.{name}", whole, is_transposed=True)
         for k, name in enumerate(("gate", "up")):
-            view = layer.gate_up.data[k * ffn : (k + 1) * ffn]
-            yield rows(f"{at}.mlp.{name}_proj.weight", shard.tp * ffn, view, f"{own}.gate_up")
-        yield rows(f"{at}.input_layernorm.weight", 0, layer.input_norm.data, f"{own}.input_norm")
+            part = slice(k * ffn, (k + 1) * ffn)
+            to = f"{at}.mlp.{name}_proj.weight"
+            yield rows(to, shard.tp * ffn, layer.gate_up, f"{own}.gate_up", part)
+        yield rows(f"{at}.input_layernorm.weight", 0, layer.input_norm, f"{own}.input_norm")
         to = f"{at}.post_attention_layernorm.weight"
-        yield rows(to, 0, layer.post_norm.data, f"{own}.post_norm")
+        yield rows(to, 0, layer.post_norm, f"{own}.post_norm")
     if model.norm is not None:
-        yield rows("model.norm.weight", 0, model.norm.data, "norm")
+        yield rows("model.norm.weight", 0, model.norm, "norm")
     if model.head is not None:
         name = "score.weight" if model.head_kind == "scalar" else "lm_head.weight"
         start = 0 if model.head_kind == "scalar" else shard.tp * len(model.head)
-        yield rows(name, start, model.head.data, "head")
+        yield rows(name, start, model.head, "head")
 
 
 @torch.no_grad()
@@ -129,17 +135,18 @@ def initialize(model: Decoder, seed: int) -> None:
     names = list(weight_shapes(model.config, model.head_kind))
     shapes = weight_shapes(model.config, model.head_kind)
     for piece in pieces(model):
+        view = piece.view(model)
         if piece.name.endswith("norm.weight"):
-            piece.view.fill_(1.0)
+            view.fill_(1.0)
         elif piece.name.endswith("bias"):
-            piece.view.zero_()
+            view.zero_()
         else:
             key = stream_key(seed, names.index(piece.name)) & (2**63 - 1)
             draw = torch.Generator().manual_seed(key)
             # In float32 whatever the model's type: a model in float64 starts from the same values.
             whole = torch.randn(shapes[piece.name], generator=draw)
             whole *= model.config.initializer_range
-            piece.view.copy_(whole[piece.box.within(Box((0,) * whole.dim(), tuple(whole.shape)))])
+            view.copy_(whole[piece.box.within(Box((0,) * whole.dim(), tuple(whole.shape)))])
 
 
 @torch.no_grad()
@@ -158,16 +165,16 @@ def load(model: Decoder, read: Callable[[str, Box], Tensor | None]) -> list[str]
     """
     missing = []
     for piece in pieces(model):
-        found = read(piece.name, piece.box)
+        found, view = read(piece.name, piece.box), piece.view(model)
         if found is None:
             missing.append(piece.name)
-        elif found.shape != piece.view.shape:
+        elif found.shape != view.shape:
             raise DataError(
-                f"{piece.name}: expected {list(piece.view.shape)}, got {list(found.shape)}; the "
+                f"{piece.name}: expected {list(view.shape)}, got {list(found.shape)}; the "
                 f"weights belong to another config.json"
             )
         else:
-            piece.view.copy_(found)
+            view.copy_(found)
     return missing
 
 

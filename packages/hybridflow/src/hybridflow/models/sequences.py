@@ -64,7 +64,9 @@ def log_probs(
     )
     spread = (tokens.new_zeros(tokens.shape, dtype=found[0].dtype) for _ in found)
     where = torch.nn.functional.pad(asked, (1, tokens.shape[1] - width))
-    log_p, entropy = (empty.masked_scatter(where, of) for empty, of in zip(spread, found, strict=True))
+    log_p, entropy = (
+        empty.masked_scatter(where, of) for empty, of in zip(spread, found, strict=True)
+    )
     return log_p, entropy
 
 

@@ -1,0 +1,316 @@
+"""The actor: the model that generates, is asked for log-probabilities, and is trained.
+
+Generation may have fewer tensor shards than training: the weights then change places between the
+two, in place (see `hybridflow.reshard`), when the first of the other's calls comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import Batch
+from hybridflow.future import Future, Joined
+from hybridflow.group import WorkerGroup
+from hybridflow.model_worker import ModelWorker
+from hybridflow.models.decoder import Decoder, Shard
+from hybridflow.models.optimizer import AdamW
+from hybridflow.models.sequences import generated_mask, log_probs, micro_batches
+from hybridflow.pool import ResourcePool
+from hybridflow.protocols import remote
+from hybridflow.reshard.planner import held_by, wanted_by
+from hybridflow.reshard.transition import Transition
+from hybridflow.rl import kl, losses
+from hybridflow.rl.aggregate import aggregate, denominator
+from hybridflow.rollout import native
+from hybridflow.rollout.sampling import Sampling
+from shared.errors import ConfigError, DataError
+
+__all__ = ["Actor", "ActorWorker", "PolicyUpdate"]
+
+
+class PolicyLoss(Protocol):
+    """A loss of tokens, [rows, tokens] from [rows, tokens] each; `hybridflow.rl.losses` has some."""
+
+    def __call__(self, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """The loss of each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyUpdate:
+    """What is minimised.
+
+    Attributes:
+        loss: of tokens.
+        mode: how tokens become one number; see `hybridflow.rl.aggregate`.
+        norm: constant divisor of the mode that has one.
+        kl_coefficient: weight of the divergence from column "ref_log_probs".
+        kl_kind: its estimate; see `hybridflow.rl.kl`.
+        entropy_coefficient: weight of the entropy that is kept up.
+        temperature: that responses were drawn at.
+    """
+
+    loss: Callable[..., Tensor] = losses.ppo
+    mode: str = "token-mean"
+    norm: float | None = None
+    kl_coefficient: float = 0.0
+    kl_kind: str = "k3"
+    entropy_coefficient: float = 0.0
+    temperature: float = 1.0
+
+
+class ActorWorker(ModelWorker):
+    """One rank of an actor."""
+
+    def __init__(self, model: Any, *, generate: str | None = None, **settings: Any) -> None:
+        """Builds training's part, and plans generation's if it is laid out otherwise."""
+        super().__init__(model, **settings)
+        self.generator = self.model
+        self.transition: Transition | None = None
+        mesh = self.context.mesh
+        groups, at = mesh.generate, self.generation
+        if (groups.pp_size, groups.tp_size) != (mesh.train.pp, mesh.train.tp):
+            tp_ranks = next(ranks for ranks in groups.tp if self.rank in ranks)
+            shard = Shard(
+                self.config, at.pp, groups.pp_size, at.tp, groups.tp_size, self.group_of(tp_ranks)
+            )
+            self.generator = Decoder(
+                self.config, shard, device="meta", dtype=next(self.model.parameters()).dtype
+            )
+            micro = next(ranks for ranks in groups.micro_dp if self.rank in ranks)
+            self.transition = Transition(
+                self.model,
+                self.generator,
+                [held_by(self.config, mesh.train, rank) for rank in micro],
+                [wanted_by(self.config, groups, rank) for rank in micro],
+                self.group_of(micro),
+            )
+            self.generator.cos, self.generator.sin = self.model.cos, self.model.sin
+
+    @remote(protocol="3d-all-micro-dp")
+    def generate(self, batch: Batch, sampling: Sampling, step: int = 0) -> Batch:
+        """Responses to prompts; see `Actor.generate`."""
+        if self.transition is not None:
+            self.transition.to_generation()
+        # Rows that fill up are generated too: all shards of a replica have the same rows.
+        prompts, n = batch["prompts"], sampling.num_samples
+        lengths = batch["prompt_lengths"]
+        rows = [row[:length] for row, length in zip(prompts, lengths.tolist(), strict=True)]
+        samples = batch["sample_ids"].repeat_interleave(n) * n + torch.arange(n).repeat(len(rows))
+        found = native.generate(self.generator, rows, sampling, sample_ids=samples, step=step)
+        # A width that does not depend on what was drawn, so that ranks' rows go together.
+        width = prompts.shape[1] + sampling.max_new_tokens
+        missing = width - found.tokens.shape[1]
+
+        def widened(values: Tensor) -> Tensor:
+            return torch.nn.functional.pad(values, (0, missing)).cpu()
+
+        mask = generated_mask(found.prompt_lengths, found.lengths, width).cpu()
+        made = Batch(
+            tokens=widened(found.tokens),
+            lengths=found.lengths.cpu(),
+            mask=mask,
+            rollout_log_probs=widened(found.log_probs),
+            versions=torch.where(mask, self.version, -1).to(torch.int32),
+            group=batch["sample_ids"].repeat_interleave(n),
+        )
+        return batch.repeat(n) | made
+
+    @remote(protocol="3d")
+    def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
+        """Log-probabilities of the generated tokens; see `Actor.log_probs`."""
+        found, entropy = self._log_probs(batch, temperature)
+        return Batch(log_probs=found, entropy=entropy)
+
+    @torch.no_grad()
+    def _log_probs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+        self._train_layout()
+        tokens, mask, (lengths,) = self.read(batch, "lengths")
+        parts = list(micro_batches(lengths, self.max_tokens))
+        found = [log_probs(self.model, tokens[rows], mask[rows], temperature) for rows in parts]
+        order = torch.argsort(torch.cat(parts))
+        both = (torch.cat([part[k] for part in found])[order].cpu() for k in (0, 1))
+        log_p, entropy = both
+        return log_p, entropy
+
+    @remote(protocol="3d-metrics")
+    def update(self, batch: Batch, settings: PolicyUpdate) -> dict[str, float]:
+        """One optimizer step on a mini-batch; see `Actor.update`."""
+        if self.optimizer is None:
+            raise ConfigError(f"{self.context.name} has no optimizer, so it can not be updated")
+        self._train_layout()
+        tokens, mask, (lengths, old, advantages) = self.read(
+            batch, "lengths", "old_log_probs", "advantages"
+        )
+        reference = batch["ref_log_probs"].to(self.device) if settings.kl_coefficient else None
+        weights = batch["loss_weights"].to(self.device) if "loss_weights" in batch else None
+        # Rejected tokens lose their weight, not their place in the denominator.
+        divisor, signal = self.summed(
+            torch.stack([
+                denominator(mask, settings.mode, settings.norm),
+                (advantages * mask).abs().sum().double(),
+            ])
+        )  # fmt: skip
+        if not torch.isfinite(signal):
+            rows = torch.nonzero(~torch.isfinite(advantages).all(1)).flatten().tolist()
+            raise DataError(f"advantages are not finite in rows {rows[:5]} of this rank's part")
+        if not signal and not settings.kl_coefficient and not settings.entropy_coefficient:
+            return {"loss": 0.0, "is_skipped": 1.0, "num_tokens": float(mask.sum())}
+        self.optimizer.zero_grad()
+        sums: dict[str, Tensor] = {}
+        for rows in micro_batches(lengths, self.max_tokens):
+            loss, told = self._loss(
+                tokens[rows], mask[rows], old[rows], advantages[rows],
+                None if reference is None else reference[rows],
+                None if weights is None else weights[rows],
+                divisor, settings,
+            )  # fmt: skip
+            loss.backward()
+            for name, value in {**told, "loss": loss.detach()}.items():
+                sums[name] = sums.get(name, 0) + value.double()
+        step = self.optimizer.step()
+        self.version += 1
+        totals = self.summed(torch.stack(list(sums.values())))
+        told = dict(zip(sums, totals.tolist(), strict=True))
+        count = max(1.0, told.pop("tokens"))
+        loss = told.pop("loss")
+        return {
+            "loss": loss,
+            **{name: value / count for name, value in told.items()},
+            "num_tokens": count,
+            **step,
+        }
+
+    def _loss(
+        self,
+        tokens: Tensor,
+        mask: Tensor,
+        old: Tensor,
+        advantages: Tensor,
+        reference: Tensor | None,
+        weights: Tensor | None,
+        divisor: Tensor,
+        settings: PolicyUpdate,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        found, entropy = log_probs(self.model, tokens, mask, settings.temperature)
+        of_tokens = settings.loss(found, old, advantages, mask)
+        if weights is not None:
+            of_tokens = of_tokens * weights
+        told = losses.diagnostics(found.detach(), old, advantages, mask)
+        told["entropy"] = (entropy.detach() * mask).sum()
+        if reference is not None:
+            divergence = kl.estimate(found, reference, mask, kind=settings.kl_kind)
+            of_tokens = of_tokens + settings.kl_coefficient * divergence
+            told["kl"] = (divergence.detach() * mask).sum()
+        if settings.entropy_coefficient:
+            of_tokens = of_tokens - settings.entropy_coefficient * entropy
+        return aggregate(of_tokens, mask, settings.mode, divisor), told
+
+    def _train_layout(self) -> None:
+        if self.transition is not None:
+            self.transition.to_training()
+
+
+class Actor(WorkerGroup):
+    """The model that is trained to answer.
+
+    Example:
+        >>> actor = Actor("config:tiny-llama", pool, optimizer=AdamW(lr=1e-3))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pool: ResourcePool,
+        *,
+        train: str | None = None,
+        generate: str | None = None,
+        optimizer: AdamW | None = None,
+        dtype: str = "float32",
+        seed: int = 0,
+        max_tokens: int = 16384,
+        name: str = "actor",
+    ) -> None:
+        """Places a model on a pool.
+
+        Args:
+            model: a folder that `save_pretrained` wrote, "config:NAME", a mapping of config.json's
+                fields, or a Hugging Face model.
+            pool: its ranks; share one with other models to colocate them.
+            train: "p-t-d"; all replicas when not given.
+            generate: "p-t"; as training when not given.
+            optimizer: settings; None if it is not trained.
+            dtype: "float32", "float64" or "bfloat16".
+            seed: of weights that are drawn.
+            max_tokens: in a micro-batch of a rank.
+            name: of the group.
+
+        Raises:
+            ConfigError: if the layouts do not fit pool or model, before anything is built.
+        """
+        super().__init__(
+            ActorWorker, pool, model, optimizer=optimizer, dtype=dtype, seed=seed,
+            max_tokens=max_tokens, layout=train, generate=generate, name=name,
+        )  # fmt: skip
+
+    def generate(self, batch: Batch | Future | Joined, sampling: Sampling, step: int = 0) -> Future:
+        """Draws responses.
+
+        Args:
+            batch: columns prompts [B, P], prompt_lengths [B], sample_ids [B]; others are kept.
+            sampling: what is drawn.
+            step: of training, which random numbers depend on.
+
+        Returns:
+            The future of B x num_samples rows, those of a prompt one after another: the prompts'
+            columns and tokens [., P + max_new_tokens], lengths, mask of generated tokens,
+            rollout_log_probs, versions (of the weights that made a token), group.
+        """
+        return self.call("generate", batch, sampling, step)
+
+    def log_probs(self, batch: Batch | Future | Joined, temperature: float = 1.0) -> Future:
+        """The trainer's log-probabilities of generated tokens: columns log_probs and entropy."""
+        return self.call("log_probs", batch, temperature)
+
+    def update(
+        self,
+        batch: Batch | Future | Joined,
+        *,
+        num_updates: int = 1,
+        num_epochs: int = 1,
+        **settings: Any,
+    ) -> dict[str, float]:
+        """Trains on a batch, mini-batch after mini-batch.
+
+        Args:
+            batch: what `generate` gave, with old_log_probs and advantages [., W]; ref_log_probs
+                where there is a KL term; loss_weights [., W] if tokens weigh differently.
+            num_updates: mini-batches, consecutive rows; an optimizer step each.
+            num_epochs: times that all of them are gone through.
+            **settings: of `PolicyUpdate`.
+
+        Returns:
+            Means over the steps.
+
+        Raises:
+            RankFailure: if a rank raised.
+        """
+        how = PolicyUpdate(**settings)
+        rows = Joined([(batch, None)]) if isinstance(batch, Batch | Future) else batch
+        told = [
+            self.call("update", rows.share(k, num_updates), how)
+            for _ in range(num_epochs)
+            for k in range(num_updates)
+        ]
+        return mean_of([future.result()[0] for future in told])
+
+
+def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the steps that have it."""
+    names = dict.fromkeys(name for step in metrics for name in step)
+    found = {name: [step[name] for step in metrics if name in step] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}

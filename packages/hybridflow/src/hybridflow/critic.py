@@ -1,0 +1,128 @@
+"""The critic: a decoder with a scalar on top that says what a token's state is worth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.actor import mean_of
+from hybridflow.batch import Batch
+from hybridflow.future import Future, Joined
+from hybridflow.group import WorkerGroup
+from hybridflow.model_worker import ModelWorker
+from hybridflow.models.optimizer import AdamW
+from hybridflow.models.sequences import micro_batches, values
+from hybridflow.pool import ResourcePool
+from hybridflow.protocols import remote
+from hybridflow.rl import losses
+from hybridflow.rl.aggregate import aggregate, denominator
+from shared.errors import ConfigError
+
+__all__ = ["Critic", "CriticWorker", "ValueUpdate"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueUpdate:
+    """What a critic minimises.
+
+    Attributes:
+        clip: how far values may move from the old ones before their gradient ends; None: no bound.
+        mode: how tokens become one number; see `hybridflow.rl.aggregate`.
+    """
+
+    clip: float | None = 0.2
+    mode: str = "token-mean"
+
+
+class CriticWorker(ModelWorker):
+    """One rank of a critic."""
+
+    @remote(protocol="3d")
+    def values(self, batch: Batch) -> Batch:
+        """The value before each generated token, column "values"."""
+        tokens, mask, (lengths,) = self.read(batch, "lengths")
+        parts = list(micro_batches(lengths, self.max_tokens))
+        with torch.no_grad():
+            found = [values(self.model, tokens[rows], mask[rows]) for rows in parts]
+        order = torch.argsort(torch.cat(parts))
+        return Batch(values=torch.cat(found)[order].cpu())
+
+    @remote(protocol="3d-metrics")
+    def update(self, batch: Batch, settings: ValueUpdate) -> dict[str, float]:
+        """One optimizer step on a mini-batch."""
+        if self.optimizer is None:
+            raise ConfigError(f"{self.context.name} has no optimizer, so it can not be updated")
+        tokens, mask, (lengths, old, returns) = self.read(batch, "lengths", "values", "returns")
+        divisor = self.summed(denominator(mask, settings.mode))
+        self.optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for rows in micro_batches(lengths, self.max_tokens):
+            found = values(self.model, tokens[rows], mask[rows])
+            of_tokens = losses.value(found, old[rows], returns[rows], mask[rows], settings.clip)
+            loss = aggregate(of_tokens, mask[rows], settings.mode, divisor)
+            loss.backward()
+            total += loss.detach()
+        step = self.optimizer.step()
+        self.version += 1
+        return {"loss": float(self.summed(total)), **step}
+
+
+class Critic(WorkerGroup):
+    """The model that values states; for PPO."""
+
+    def __init__(
+        self,
+        model: Any,
+        pool: ResourcePool,
+        *,
+        train: str | None = None,
+        optimizer: AdamW | None = None,
+        dtype: str = "float32",
+        seed: int = 1,
+        max_tokens: int = 16384,
+        name: str = "critic",
+    ) -> None:
+        """Places a model on a pool; arguments as `Actor`'s.
+
+        A language model's folder does as well as a classifier's with one label: the scalar on top
+        then begins at zero.
+        """
+        super().__init__(
+            CriticWorker, pool, model, head="scalar", optimizer=optimizer, dtype=dtype, seed=seed,
+            max_tokens=max_tokens, layout=train, name=name,
+        )  # fmt: skip
+
+    def values(self, batch: Batch | Future | Joined) -> Future:
+        """The value before each generated token: column values [., W], 0 elsewhere."""
+        return self.call("values", batch)
+
+    def update(
+        self,
+        batch: Batch | Future | Joined,
+        *,
+        num_updates: int = 1,
+        num_epochs: int = 1,
+        **settings: Any,
+    ) -> dict[str, float]:
+        """Trains on a batch with columns values (before the update) and returns.
+
+        Args:
+            batch: what `generate` gave, with these columns.
+            num_updates: mini-batches, an optimizer step each.
+            num_epochs: times that all of them are gone through.
+            **settings: of `ValueUpdate`.
+
+        Returns:
+            Means over the steps.
+        """
+        how = ValueUpdate(**settings)
+        rows = Joined([(batch, None)]) if isinstance(batch, Batch | Future) else batch
+        told = [
+            self.call("update", rows.share(k, num_updates), how)
+            for _ in range(num_epochs)
+            for k in range(num_updates)
+        ]
+        return mean_of([future.result()[0] for future in told])

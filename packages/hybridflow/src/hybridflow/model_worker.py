@@ -1,0 +1,145 @@
+"""What workers that hold a model share: building their part of it, reading batches, and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.batch import PADDING, Batch
+from hybridflow.models import pieces
+from hybridflow.models.config import read_config
+from hybridflow.models.decoder import Decoder, Shard
+from hybridflow.models.optimizer import AdamW, Optimizer
+from hybridflow.protocols import remote
+from hybridflow.worker import Worker
+from shared.comms.collectives import all_reduce
+from shared.errors import ConfigError, DataError
+
+__all__ = ["ModelWorker"]
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+class ModelWorker(Worker):
+    """One rank's part of a decoder with a head, and its optimizer if it is trained.
+
+    Attributes:
+        model: this rank's part.
+        version: optimizer steps that its weights have seen.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        head: str = "vocabulary",
+        dtype: str = "float32",
+        seed: int = 0,
+        optimizer: AdamW | None = None,
+        max_tokens: int = 16384,
+    ) -> None:
+        """Builds and fills the model.
+
+        Args:
+            model: what `read_config` takes; a folder's weights are loaded, a preset's drawn.
+            head: "vocabulary" or "scalar".
+            dtype: of the weights.
+            seed: of weights that are drawn.
+            optimizer: settings; None for a model that is not trained.
+            max_tokens: in a micro-batch, with what fills it up.
+
+        Raises:
+            ConfigError: if the model, its type or the layout does not fit.
+        """
+        if dtype not in DTYPES:
+            raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+        self.config = read_config(model)
+        pp, tp, _ = self.coordinates
+        train = self.context.mesh.train
+        if train.pp > 1:
+            raise ConfigError(f"layout {train}: training in pipeline stages is not offered yet")
+        shard = Shard(self.config, pp, train.pp, tp, train.tp, self.subgroup("tp"))
+        self.model = Decoder(self.config, shard, head, self.device, DTYPES[dtype])
+        self.max_tokens = max_tokens
+        self._dp = self.subgroup("dp")
+        self.version = 0
+        self._fill(model, head, seed)
+        self.model.requires_grad_(optimizer is not None)
+        self.optimizer = None if optimizer is None else Optimizer(self.model, optimizer, self._dp)
+
+    def _fill(self, model: Any, head: str, seed: int) -> None:
+        if isinstance(model, str | Path) and not str(model).startswith("config:"):
+            missing = pieces.load(self.model, pieces.folder_reader(model))
+        elif hasattr(model, "state_dict"):
+            state = model.state_dict()
+            missing = pieces.load(self.model, lambda name, box: _cut(state, name, box))
+        else:
+            pieces.initialize(self.model, seed)
+            return
+        # A critic begins from a language model, which has no scalar on top.
+        if missing == ["score.weight"]:
+            piece = next(p for p in pieces.pieces(self.model) if p.name == "score.weight")
+            piece.view(self.model).zero_()
+        elif missing:
+            raise DataError(
+                f"{model}: {len(missing)} weights are not there, the first {missing[0]!r}; is it a "
+                f"folder of a {'language model' if head == 'vocabulary' else 'classifier'}?"
+            )
+
+    def read(self, batch: Batch, *names: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Tokens, the mask of rows that count, and further columns, on this rank's device."""
+        tokens = batch["tokens"].to(self.device)
+        mask = batch["mask"].to(self.device)
+        for name in (PADDING, "is_dropped"):
+            if name in batch:
+                mask = mask & ~batch[name].to(self.device)[:, None]
+        return tokens, mask, [batch[name].to(self.device) for name in names]
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over replicas, so that what is divided by it does not depend on the split."""
+        return values if self._dp is None else all_reduce(self._dp, values)
+
+    @remote(protocol="rank-zero")
+    def num_updates(self) -> int:
+        """Optimizer steps that the weights have seen."""
+        return self.version
+
+    @remote(protocol="one-to-all")
+    def state(self) -> dict[str, Any]:
+        """Weights as pieces (name, offsets, sizes, values), optimizer and version of each rank."""
+        return {
+            "pieces": [
+                (piece.name, piece.box.offsets, piece.box.sizes, piece.view(self.model).clone())
+                for piece in pieces.pieces(self.model)
+            ],
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "version": self.version,
+        }
+
+    @remote(protocol="all-to-all")
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes what `state` gave, in the same layout."""
+        values = {(name, offsets): found for name, offsets, _, found in state["pieces"]}
+        pieces.load(self.model, lambda name, box: values.get((name, box.offsets)))
+        if self.optimizer is not None and state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.version = state["version"]
+
+    @remote(protocol="one-to-all")
+    def weights(self) -> dict[str, Tensor]:
+        """Whole weights by Hugging Face name, from a rank that holds all of them; else {}."""
+        if self.context.mesh.train.tp > 1 or self.rank:
+            return {}
+        return {
+            piece.name: piece.view(self.model).clone() for piece in pieces.pieces(self.model)
+        }
+
+
+def _cut(state: Mapping[str, Tensor], name: str, box: pieces.Box) -> Tensor | None:
+    if name not in state:
+        return None
+    return state[name][box.within(pieces.Box((0,) * len(box.offsets), tuple(state[name].shape)))]

@@ -1,0 +1,210 @@
+"""Who sends which part of which weight to whom, between any two layouts.
+
+Generation inside training, in the groups of HybridFlow's 3D-HybridEngine (arXiv 2409.19256), needs
+no more than each rank's generation shard less its training shard: nothing is received twice, and
+nothing that is there already. The same holds here for every pair of layouts, as the plan is made of
+boxes: what a rank wants less what it has, each element from the holder with the least to send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridflow.layout import GenerationGroups, Layout, generation_groups
+from hybridflow.models.config import DecoderConfig, read_config
+from hybridflow.models.decoder import Shard
+from hybridflow.models.pieces import shard_boxes
+from shared.comms import reshard
+from shared.errors import ConfigError
+from shared.topology.boxes import Box
+
+__all__ = ["Boxes", "Plan", "held_by", "plan"]
+
+Boxes = Mapping[str, Sequence[Box]]
+"""What a rank holds: by a weight's Hugging Face name, boxes of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Transfers of every weight; iterating gives the bytes that each rank receives.
+
+    Attributes:
+        num_ranks: of both layouts together.
+        itemsize: bytes of an element.
+        transfers: by weight, in the order in which they run; local ones included.
+        held, wanted: by rank, bytes before and after.
+    """
+
+    num_ranks: int
+    itemsize: int
+    transfers: Mapping[str, Sequence[reshard.Transfer]] = field(repr=False)
+    held: Sequence[int]
+    wanted: Sequence[int]
+
+    @property
+    def received_bytes(self) -> list[int]:
+        """By rank, from others."""
+        received = [0] * self.num_ranks
+        for found in self.transfers.values():
+            for src, dst, box in found:
+                received[dst] += box.numel * self.itemsize * (src != dst)
+        return received
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """By rank, to others."""
+        sent = [0] * self.num_ranks
+        for found in self.transfers.values():
+            for rank, count in enumerate(reshard.sent_bytes(found, self.itemsize, self.num_ranks)):
+                sent[rank] += count
+        return sent
+
+    def pair_bytes(self) -> dict[tuple[int, int], int]:
+        """By sender and receiver."""
+        pairs: dict[tuple[int, int], int] = {}
+        for found in self.transfers.values():
+            for src, dst, box in found:
+                if src != dst:
+                    pairs[src, dst] = pairs.get((src, dst), 0) + box.numel * self.itemsize
+        return pairs
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.received_bytes)
+
+    def __getitem__(self, rank: int) -> int:
+        return self.received_bytes[rank]
+
+    def __len__(self) -> int:
+        return self.num_ranks
+
+
+def plan(
+    src_layout: str | Layout,
+    dst_layout: str | Layout,
+    model: Any = "config:small-llama",
+    *,
+    itemsize: int = 2,
+    is_sharded: bool = False,
+    is_disjoint: bool = False,
+) -> Plan:
+    """Plans moving a model's weights.
+
+    Args:
+        src_layout: "p-t-d" of training.
+        dst_layout: "p-t" or "p-t-g-d": in HybridFlow's groups inside training's ranks where the
+            layouts divide, otherwise with ranks in the usual order; or "p-t-d", in that order.
+        model: what `read_config` takes.
+        itemsize: bytes of an element.
+        is_sharded: training's replicas share the weights out, row by row, as FSDP2 does.
+        is_disjoint: the destination's ranks come after the source's, and are not the same.
+
+    Returns:
+        The plan. O(weights x ranks x boxes a weight).
+
+    Raises:
+        ConfigError: if a layout does not fit the model or the ranks.
+    """
+    config = read_config(model)
+    src = Layout.parse(src_layout)
+    dst = None if src.contains(dst_layout) else src.other(dst_layout)
+    sources = [held_by(config, src, rank, is_sharded=is_sharded) for rank in range(src.num_ranks)]
+    groups: GenerationGroups | None = None
+    if dst is not None:
+        wanted = [held_by(config, dst, rank) for rank in range(dst.num_ranks)]
+    else:
+        groups = generation_groups(src, str(dst_layout))
+        wanted = [wanted_by(config, groups, rank) for rank in range(src.num_ranks)]
+    if is_disjoint:
+        sources, wanted = [*sources, *({} for _ in wanted)], [*({} for _ in sources), *wanted]
+    elif len(sources) != len(wanted):
+        raise ConfigError(
+            f"{src} takes {len(sources)} ranks and {dst_layout} {len(wanted)}; say is_disjoint=True "
+            f"if they are different ranks"
+        )
+    domains = groups.micro_dp if groups is not None and not is_sharded else None
+    return plan_boxes(sources, wanted, itemsize, domains)
+
+
+def plan_boxes(
+    sources: Sequence[Boxes],
+    wanted: Sequence[Boxes],
+    itemsize: int,
+    domains: Sequence[Sequence[int]] | None = None,
+) -> Plan:
+    """Plans from what each rank holds and wants.
+
+    Args:
+        sources, wanted: by rank.
+        itemsize: bytes of an element.
+        domains: groups of ranks inside which everything stays; all ranks are one when None.
+
+    Raises:
+        DataError: if something that is wanted is held by no rank of the domain.
+    """
+    num_ranks = len(sources)
+    names = list(dict.fromkeys(name for boxes in (*sources, *wanted) for name in boxes))
+    transfers: dict[str, list[reshard.Transfer]] = {}
+    load = [0] * num_ranks
+    for name in names:
+        found: list[reshard.Transfer] = []
+        for ranks in domains or [range(num_ranks)]:
+            part = reshard.plan(
+                [list(sources[rank].get(name, ())) for rank in ranks],
+                [list(wanted[rank].get(name, ())) for rank in ranks],
+                itemsize,
+                already_sent=[load[rank] for rank in ranks],
+            )
+            found += [reshard.Transfer(ranks[src], ranks[dst], box) for src, dst, box in part]
+        for rank, count in enumerate(reshard.sent_bytes(found, itemsize, num_ranks)):
+            load[rank] += count
+        transfers[name] = found
+    return Plan(
+        num_ranks=num_ranks,
+        itemsize=itemsize,
+        transfers=transfers,
+        held=[_num_bytes(boxes, itemsize) for boxes in sources],
+        wanted=[_num_bytes(boxes, itemsize) for boxes in wanted],
+    )
+
+
+def held_by(
+    config: DecoderConfig, layout: Layout, rank: int, *, is_sharded: bool = False
+) -> dict[str, list[Box]]:
+    """What a rank of training holds.
+
+    Args:
+        config: of the model.
+        layout: of training.
+        rank: in it.
+        is_sharded: replicas hold consecutive rows each, as FSDP2 cuts: ceil(rows / d), the last
+            ones fewer or none.
+    """
+    pp, tp, dp = layout.coordinates(rank)
+    boxes = shard_boxes(config, Shard(config, pp, layout.pp, tp, layout.tp))
+    if not is_sharded:
+        return boxes
+    return {name: _rows_of(found, dp, layout.dp) for name, found in boxes.items()}
+
+
+def wanted_by(config: DecoderConfig, groups: GenerationGroups, rank: int) -> dict[str, list[Box]]:
+    """What a rank of training holds for generation."""
+    at = groups.coordinates(rank)
+    return shard_boxes(config, Shard(config, at.pp, groups.pp_size, at.tp, groups.tp_size))
+
+
+def _rows_of(boxes: Sequence[Box], index: int, count: int) -> list[Box]:
+    cut = []
+    for box in boxes:
+        size = -(-box.sizes[0] // count)
+        start = min(index * size, box.sizes[0])
+        rows = min(size, box.sizes[0] - start)
+        if rows:
+            offsets = (box.offsets[0] + start, *box.offsets[1:])
+            cut.append(Box(offsets, (rows, *box.sizes[1:])))
+    return cut
+
+
+def _num_bytes(boxes: Boxes, itemsize: int) -> int:
+    return itemsize * sum(box.numel for found in boxes.values() for box in found)

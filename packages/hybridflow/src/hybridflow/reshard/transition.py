@@ -1,0 +1,188 @@
+"""Between training's layout and generation's, in place: a bucket at a time, nothing kept twice.
+
+A bucket of weights is allocated in generation's layout, filled from this rank's training shard and
+from the others of its group, and the training shard is let go; on the way back the training shard is
+cut out of what generation held. So the most there is at once is the generation shard and one bucket,
+where keeping the training shards beside (as gathering into fresh memory does) would take M / (t p)
+more (after HybridFlow, arXiv 2409.19256, section 5).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.pieces import Piece, pieces
+from hybridflow.reshard.planner import Boxes, Plan, plan_boxes
+from shared.comms import reshard
+from shared.comms.group import Group
+from shared.topology.boxes import intersect
+
+__all__ = ["Transition"]
+
+_BUCKET_BYTES = 64 << 20
+
+
+class _Side:
+    """One of the two decoders: its pieces, and allocating and releasing its parameters."""
+
+    def __init__(self, model: Decoder, device: torch.device) -> None:
+        self.model, self._device = model, device
+        self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        self.pieces: dict[str, list[Piece]] = {}
+        for piece in pieces(model):
+            self.pieces.setdefault(piece.name, []).append(piece)
+
+    def parameters_of(self, names: set[str]) -> set[str]:
+        """Parameters that hold some weights."""
+        return {piece.parameter for name in names for piece in self.pieces.get(name, ())}
+
+    def views(self, name: str) -> list:
+        """Boxes of a weight and where their values lie."""
+        return [(piece.box, piece.view(self.model)) for piece in self.pieces.get(name, ())]
+
+    def allocate(self, names: set[str]) -> None:
+        self._set({name: self._shapes[name] for name in self.parameters_of(names)})
+
+    def release(self, names: set[str]) -> None:
+        self._set({name: torch.Size([0]) for name in self.parameters_of(names)})
+
+    def _set(self, shapes: dict[str, torch.Size]) -> None:
+        for name, shape in shapes.items():
+            parameter = self.model.get_parameter(name)
+            fresh = torch.empty(shape, dtype=parameter.dtype, device=self._device)
+            if parameter.device == fresh.device:
+                parameter.data = fresh
+            else:  # from "meta", which a parameter can only leave as a whole
+                module, _, leaf = name.rpartition(".")
+                owner = self.model.get_submodule(module)
+                setattr(owner, leaf, torch.nn.Parameter(fresh, requires_grad=False))
+
+    def live_bytes(self) -> int:
+        """Bytes that its weights take now."""
+        weights = (p for p in self.model.parameters() if p.device.type != "meta")
+        return sum(p.numel() * p.element_size() for p in weights)
+
+
+class Transition:
+    """Moves the values of one decoder into another that shares no memory with it, and back.
+
+    Attributes:
+        plan: of the way there.
+        peak_bytes: the most that weights and a bucket's messages have taken at once, so far.
+        is_generating: which of the two holds the values.
+    """
+
+    def __init__(
+        self,
+        training: Decoder,
+        generation: Decoder,
+        sources: Sequence[Boxes],
+        wanted: Sequence[Boxes],
+        group: Group | None,
+        bucket_bytes: int = _BUCKET_BYTES,
+    ) -> None:
+        """Plans both ways.
+
+        Args:
+            training: holds the values.
+            generation: made on the device "meta"; its weights are there while generating only.
+            sources, wanted: what the group's ranks hold, by rank in it.
+            group: ranks that exchange weights; None where this one is alone.
+            bucket_bytes: of generation's weights, about; a layer is never cut.
+
+        Raises:
+            DataError: if a weight that generation wants is held by no rank of the group.
+        """
+        first = next(training.parameters())
+        self._group = group
+        self.plan = plan_boxes(sources, wanted, first.element_size())
+        self._back = plan_boxes(wanted, sources, first.element_size())
+        self._training = _Side(training, first.device)
+        self._generation = _Side(generation, first.device)
+        self._buckets = list(_buckets(self.plan, bucket_bytes))
+        for bucket in self._buckets:
+            self._generation.release(bucket)
+        self.peak_bytes = 0
+        self.is_generating = False
+
+    def to_generation(self) -> None:
+        """Fills generation's weights and lets training's go; nothing if that is so already."""
+        if not self.is_generating:
+            self._move(self._training, self._generation, self.plan)
+            self.is_generating = True
+
+    def to_training(self) -> None:
+        """Restores training's weights and lets generation's go; nothing if that is so already."""
+        if self.is_generating:
+            self._move(self._generation, self._training, self._back)
+            self.is_generating = False
+
+    @torch.no_grad()
+    def _move(self, src: _Side, dst: _Side, plan: Plan) -> None:
+        for bucket in self._buckets:
+            dst.allocate(bucket)
+            moves = [
+                reshard.Move(
+                    transfers=plan.transfers[name], held=src.views(name), wanted=dst.views(name)
+                )
+                for name in sorted(bucket)
+            ]
+            if self._group is None:
+                for move in moves:
+                    _copy_locally(move)
+            else:
+                reshard.run(self._group, moves, phase="reshard")
+            live = src.live_bytes() + dst.live_bytes() + self._message_bytes(moves, plan.itemsize)
+            self.peak_bytes = max(self.peak_bytes, live)
+            src.release(bucket)
+
+    def _message_bytes(self, moves: Sequence[reshard.Move], itemsize: int) -> int:
+        if self._group is None:
+            return 0
+        rank = self._group.rank
+        count = sum(
+            box.numel
+            for move in moves
+            for src, dst, box in move.transfers
+            if src != dst and rank in (src, dst)
+        )
+        return count * itemsize
+
+
+def _copy_locally(move: reshard.Move) -> None:
+    for wanted, landing in move.wanted:
+        for held, values in move.held:
+            box = intersect(wanted, held)
+            if box is not None:
+                landing[box.within(wanted)].copy_(values[box.within(held)])
+
+
+def _buckets(plan: Plan, bucket_bytes: int) -> Iterator[set[str]]:
+    """Weights that move together: whole layers, about so many bytes on the rank with the most.
+
+    All ranks cut alike, because messages of a bucket are packed together.
+    """
+    bucket: set[str] = set()
+    filled = 0
+    for _, group in itertools.groupby(plan.transfers, _layer):
+        names = set(group)
+        size = plan.itemsize * max(
+            sum(t.box.numel for name in names for t in plan.transfers[name] if t.dst == rank)
+            for rank in range(plan.num_ranks)
+        )
+        if bucket and filled + size > bucket_bytes:
+            yield bucket
+            bucket, filled = set(), 0
+        bucket |= names
+        filled += size
+    if bucket:
+        yield bucket
+
+
+def _layer(name: str) -> str:
+    parts = name.split(".")
+    return parts[2] if name.startswith("model.layers.") else name

@@ -1,0 +1,1 @@
+"""Making responses: the sampler's settings, and the engines that generate."""

@@ -1,0 +1,142 @@
+"""Models that are only asked: the reference policy, and models of reward and of cost.
+
+A reward model is a sequence classifier with one label, as preference training leaves it; `fit` does
+that training here, for small ones and for tests (Bradley and Terry's loss on pairs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from hybridflow.actor import ActorWorker
+from hybridflow.batch import Batch
+from hybridflow.future import Future, Joined
+from hybridflow.group import WorkerGroup
+from hybridflow.model_worker import ModelWorker
+from hybridflow.models.optimizer import AdamW
+from hybridflow.models.sequences import micro_batches, scores
+from hybridflow.pool import ResourcePool
+from hybridflow.protocols import remote
+from shared.errors import ConfigError
+
+__all__ = ["CostModel", "Reference", "RewardModel", "ScoreWorker"]
+
+
+class ScoreWorker(ModelWorker):
+    """One rank of a model that gives each sequence a number."""
+
+    @remote(protocol="3d")
+    def scores(self, batch: Batch, column: str) -> Batch:
+        """The number of each sequence."""
+        tokens, lengths = batch["tokens"].to(self.device), batch["lengths"].to(self.device)
+        parts = list(micro_batches(lengths, self.max_tokens))
+        with torch.no_grad():
+            found = [scores(self.model, tokens[rows], lengths[rows]) for rows in parts]
+        order = torch.argsort(torch.cat(parts))
+        return Batch({column: torch.cat(found)[order].cpu()})
+
+    @remote(protocol="3d-metrics")
+    def fit(self, batch: Batch) -> dict[str, float]:
+        """One step that ranks "chosen" above "rejected"; see `RewardModel.fit`."""
+        if self.optimizer is None:
+            raise ConfigError(f"{self.context.name} has no optimizer, so it can not be fitted")
+        kept = batch.without_padding().to(self.device)
+        count = self.summed(torch.tensor(float(len(kept)), dtype=torch.float64))
+        self.optimizer.zero_grad()
+        told = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if len(kept):
+            chosen = scores(self.model, kept["chosen"], kept["chosen_lengths"])
+            rejected = scores(self.model, kept["rejected"], kept["rejected_lengths"])
+            loss = -F.logsigmoid(chosen - rejected).sum() / float(count)
+            loss.backward()
+            told[0], told[1] = loss.detach(), (chosen > rejected).sum() / float(count)
+        step = self.optimizer.step()
+        self.version += 1
+        loss, accuracy = self.summed(told).tolist()
+        return {"loss": loss, "accuracy": accuracy, **step}
+
+
+class _Scorer(WorkerGroup):
+    column: str
+
+    def __init__(
+        self,
+        model: Any,
+        pool: ResourcePool,
+        *,
+        train: str | None = None,
+        optimizer: AdamW | None = None,
+        dtype: str = "float32",
+        seed: int = 2,
+        max_tokens: int = 16384,
+        name: str | None = None,
+    ) -> None:
+        """Places a model on a pool; arguments as `Actor`'s, optimizer only for `fit`."""
+        super().__init__(
+            ScoreWorker, pool, model, head="scalar", optimizer=optimizer, dtype=dtype, seed=seed,
+            max_tokens=max_tokens, layout=train, name=name or type(self).__name__.lower(),
+        )  # fmt: skip
+
+    def scores(self, batch: Batch | Future | Joined) -> Future:
+        """The number of each sequence [rows], in the column of this model's kind."""
+        return self.call("scores", batch, self.column)
+
+    def fit(self, batch: Batch) -> dict[str, float]:
+        """One step on pairs of sequences.
+
+        Args:
+            batch: columns chosen, rejected [rows, W], chosen_lengths, rejected_lengths [rows].
+
+        Returns:
+            Loss, accuracy and what the optimizer says.
+        """
+        return self.call("fit", batch).result()[0]
+
+
+class RewardModel(_Scorer):
+    """Says how good a response is: column "scores"."""
+
+    column = "scores"
+
+
+class CostModel(_Scorer):
+    """Says how harmful a response is: column "costs"; for Safe-RLHF."""
+
+    column = "costs"
+
+
+class Reference(WorkerGroup):
+    """The policy that the actor is kept near: column "ref_log_probs"."""
+
+    def __init__(
+        self,
+        model: Any,
+        pool: ResourcePool,
+        *,
+        train: str | None = None,
+        dtype: str = "float32",
+        seed: int = 0,
+        max_tokens: int = 16384,
+        name: str = "reference",
+    ) -> None:
+        """Places a model on a pool; arguments as `Actor`'s, the same seed for the same weights."""
+        super().__init__(
+            ReferenceWorker, pool, model, dtype=dtype, seed=seed, max_tokens=max_tokens,
+            layout=train, name=name,
+        )  # fmt: skip
+
+    def log_probs(self, batch: Batch | Future | Joined, temperature: float = 1.0) -> Future:
+        """Log-probabilities of generated tokens, column "ref_log_probs" [rows, W]."""
+        return self.call("reference", batch, temperature)
+
+
+class ReferenceWorker(ActorWorker):
+    """One rank of a reference."""
+
+    @remote(protocol="3d")
+    def reference(self, batch: Batch, temperature: float = 1.0) -> Batch:
+        """Log-probabilities of generated tokens."""
+        return Batch(ref_log_probs=self._log_probs(batch, temperature)[0])
