@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from hybridflow.group import WorkerGroup
 from hybridflow.model_worker import ModelWorker
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.optimizer import AdamW
-from hybridflow.models.sequences import generated_mask, log_probs, micro_batches
+from hybridflow.models.sequences import asked, generated_mask, log_probs, micro_batches
 from hybridflow.pool import ResourcePool
 from hybridflow.protocols import remote
 from hybridflow.reshard.planner import held_by, wanted_by
@@ -33,6 +33,7 @@ from shared.errors import ConfigError, DataError
 __all__ = ["Actor", "ActorWorker", "PolicyUpdate"]
 
 
+@runtime_checkable
 class PolicyLoss(Protocol):
     """A loss of tokens, [rows, tokens] from [rows, tokens] each; `hybridflow.rl.losses` has some."""
 
@@ -121,21 +122,23 @@ class ActorWorker(ModelWorker):
         return batch.repeat(n) | made
 
     @remote(protocol="3d")
-    def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch:
+    def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch | None:
         """Log-probabilities of the generated tokens; see `Actor.log_probs`."""
-        found, entropy = self._log_probs(batch, temperature)
-        return Batch(log_probs=found, entropy=entropy)
+        found = self._log_probs(batch, temperature)
+        return None if found is None else Batch(log_probs=found[..., 0], entropy=found[..., 1])
 
-    @torch.no_grad()
-    def _log_probs(self, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    def _log_probs(self, batch: Batch, temperature: float) -> Tensor | None:
+        """Log-probabilities and entropies [rows, W, 2], on the last stage."""
         self._train_layout()
         tokens, mask, (lengths,) = self.read(batch, "lengths")
-        parts = list(micro_batches(lengths, self.max_tokens))
-        found = [log_probs(self.model, tokens[rows], mask[rows], temperature) for rows in parts]
-        order = torch.argsort(torch.cat(parts))
-        both = (torch.cat([part[k] for part in found])[order].cpu() for k in (0, 1))
-        log_p, entropy = both
-        return log_p, entropy
+        rows = list(micro_batches(lengths, self.max_tokens))
+        return self.evaluate(
+            [asked(tokens[k], mask[k]) for k in rows],
+            rows,
+            lambda k, hidden: torch.stack(
+                log_probs(self.model, hidden, tokens[rows[k]], mask[rows[k]], temperature), -1
+            ),
+        )
 
     @remote(protocol="3d-metrics")
     def update(self, batch: Batch, settings: PolicyUpdate) -> dict[str, float]:
@@ -159,56 +162,40 @@ class ActorWorker(ModelWorker):
             rows = torch.nonzero(~torch.isfinite(advantages).all(1)).flatten().tolist()
             raise DataError(f"advantages are not finite in rows {rows[:5]} of this rank's part")
         if not signal and not settings.kl_coefficient and not settings.entropy_coefficient:
-            return {"loss": 0.0, "is_skipped": 1.0, "num_tokens": float(mask.sum())}
-        self.optimizer.zero_grad()
+            return {"loss": 0.0, "is_skipped": 1.0}
+        rows = list(micro_batches(lengths, self.max_tokens))
         sums: dict[str, Tensor] = {}
-        for rows in micro_batches(lengths, self.max_tokens):
-            loss, told = self._loss(
-                tokens[rows], mask[rows], old[rows], advantages[rows],
-                None if reference is None else reference[rows],
-                None if weights is None else weights[rows],
-                divisor, settings,
-            )  # fmt: skip
-            loss.backward()
+
+        def loss_of(k: int, hidden: Tensor) -> Tensor:
+            at = rows[k]
+            found, entropy = log_probs(
+                self.model, hidden, tokens[at], mask[at], settings.temperature
+            )
+            of_tokens = settings.loss(found, old[at], advantages[at], mask[at])
+            if weights is not None:
+                of_tokens = of_tokens * weights[at]
+            told = losses.diagnostics(found.detach(), old[at], advantages[at], mask[at])
+            told["entropy"] = (entropy.detach() * mask[at]).sum()
+            if reference is not None:
+                kind = settings.kl_kind
+                divergence = kl.estimate(found, reference[at], mask[at], kind=kind)
+                of_tokens = of_tokens + settings.kl_coefficient * divergence
+                told["kl"] = (divergence.detach() * mask[at]).sum()
+            if settings.entropy_coefficient:
+                of_tokens = of_tokens - settings.entropy_coefficient * entropy
+            loss = aggregate(of_tokens, mask[at], settings.mode, divisor)
             for name, value in {**told, "loss": loss.detach()}.items():
                 sums[name] = sums.get(name, 0) + value.double()
-        step = self.optimizer.step()
-        self.version += 1
-        totals = self.summed(torch.stack(list(sums.values())))
-        told = dict(zip(sums, totals.tolist(), strict=True))
-        count = max(1.0, told.pop("tokens"))
-        loss = told.pop("loss")
-        return {
-            "loss": loss,
-            **{name: value / count for name, value in told.items()},
-            "num_tokens": count,
-            **step,
-        }
+            return loss
 
-    def _loss(
-        self,
-        tokens: Tensor,
-        mask: Tensor,
-        old: Tensor,
-        advantages: Tensor,
-        reference: Tensor | None,
-        weights: Tensor | None,
-        divisor: Tensor,
-        settings: PolicyUpdate,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        found, entropy = log_probs(self.model, tokens, mask, settings.temperature)
-        of_tokens = settings.loss(found, old, advantages, mask)
-        if weights is not None:
-            of_tokens = of_tokens * weights
-        told = losses.diagnostics(found.detach(), old, advantages, mask)
-        told["entropy"] = (entropy.detach() * mask).sum()
-        if reference is not None:
-            divergence = kl.estimate(found, reference, mask, kind=settings.kl_kind)
-            of_tokens = of_tokens + settings.kl_coefficient * divergence
-            told["kl"] = (divergence.detach() * mask).sum()
-        if settings.entropy_coefficient:
-            of_tokens = of_tokens - settings.entropy_coefficient * entropy
-        return aggregate(of_tokens, mask, settings.mode, divisor), told
+        step = self.train([asked(tokens[k], mask[k]) for k in rows], loss_of)
+        if not sums:
+            return step  # not the last stage, whose answer is the one that is taken
+        totals = self.summed(torch.stack(list(sums.values()))).tolist()
+        told = dict(zip(sums, totals, strict=True))
+        count, loss = max(1.0, told.pop("tokens")), told.pop("loss")
+        means = {name: value / count for name, value in told.items()}
+        return {"loss": loss, **means, "num_tokens": count, **step}
 
     def _train_layout(self) -> None:
         if self.transition is not None:

@@ -243,7 +243,8 @@ def _refuse_difference(name: str, ours: Any, theirs: Any) -> None:
         row = None
         if same and not (same := bool(torch.equal(ours, theirs))):
             # NaN equals NaN here: it is the same table twice that is allowed.
-            differs = (ours != theirs) & ~((ours != ours) & (theirs != theirs))
+            is_nan = torch.isnan(ours) & torch.isnan(theirs) if ours.is_floating_point() else False
+            differs = (ours != theirs) & ~is_nan
             rows = torch.nonzero(differs.flatten(1).any(1) if ours.dim() > 1 else differs)
             same, row = not len(rows), int(rows[0]) if len(rows) else None
     else:

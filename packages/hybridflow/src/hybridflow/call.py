@@ -184,10 +184,9 @@ class Call:
         # A rank that lost a peer tells of the consequence, not of the cause.
         failed.sort(key=lambda reply: (reply.failure.kind == "CommError", reply.rank))
         first = failed[0]
-        lines = [
-            f"rank {places[first.rank]} of {len(self.ranks)} raised in {self.future.name}: "
-            f"{first.failure.kind}: {first.failure.message}\n\n{first.failure.trace}"
-        ]
+        told = f"{first.failure.kind}: {first.failure.message}\n\n{first.failure.trace}"
+        place = f"rank {places[first.rank]} of {len(self.ranks)}"
+        lines = [f"{place} raised in {self.future.name}: {told}"]
         lines += [
             f"rank {places[reply.rank]} too: {reply.failure.kind}: {reply.failure.message}"
             for reply in failed[1:]

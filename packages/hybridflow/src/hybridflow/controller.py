@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hybridflow.call import Call
 from hybridflow.engines.inline import InlineEngine
@@ -31,6 +31,7 @@ _CANCEL_S = 2.0
 """How long other ranks may take to answer once one has raised; they may wait for it for ever."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What runs ranks; `hybridflow.engines` has three."""
 

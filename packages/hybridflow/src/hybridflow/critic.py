@@ -14,7 +14,7 @@ from hybridflow.future import Future, Joined
 from hybridflow.group import WorkerGroup
 from hybridflow.model_worker import ModelWorker
 from hybridflow.models.optimizer import AdamW
-from hybridflow.models.sequences import micro_batches, values
+from hybridflow.models.sequences import asked, micro_batches, values
 from hybridflow.pool import ResourcePool
 from hybridflow.protocols import remote
 from hybridflow.rl import losses
@@ -41,14 +41,16 @@ class CriticWorker(ModelWorker):
     """One rank of a critic."""
 
     @remote(protocol="3d")
-    def values(self, batch: Batch) -> Batch:
+    def values(self, batch: Batch) -> Batch | None:
         """The value before each generated token, column "values"."""
         tokens, mask, (lengths,) = self.read(batch, "lengths")
-        parts = list(micro_batches(lengths, self.max_tokens))
-        with torch.no_grad():
-            found = [values(self.model, tokens[rows], mask[rows]) for rows in parts]
-        order = torch.argsort(torch.cat(parts))
-        return Batch(values=torch.cat(found)[order].cpu())
+        rows = list(micro_batches(lengths, self.max_tokens))
+        found = self.evaluate(
+            [asked(tokens[k], mask[k]) for k in rows],
+            rows,
+            lambda k, hidden: values(self.model, hidden, tokens[rows[k]], mask[rows[k]]),
+        )
+        return None if found is None else Batch(values=found)
 
     @remote(protocol="3d-metrics")
     def update(self, batch: Batch, settings: ValueUpdate) -> dict[str, float]:
@@ -57,16 +59,18 @@ class CriticWorker(ModelWorker):
             raise ConfigError(f"{self.context.name} has no optimizer, so it can not be updated")
         tokens, mask, (lengths, old, returns) = self.read(batch, "lengths", "values", "returns")
         divisor = self.summed(denominator(mask, settings.mode))
-        self.optimizer.zero_grad()
+        rows = list(micro_batches(lengths, self.max_tokens))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for rows in micro_batches(lengths, self.max_tokens):
-            found = values(self.model, tokens[rows], mask[rows])
-            of_tokens = losses.value(found, old[rows], returns[rows], mask[rows], settings.clip)
-            loss = aggregate(of_tokens, mask[rows], settings.mode, divisor)
-            loss.backward()
-            total += loss.detach()
-        step = self.optimizer.step()
-        self.version += 1
+
+        def loss_of(k: int, hidden: Tensor) -> Tensor:
+            at = rows[k]
+            found = values(self.model, hidden, tokens[at], mask[at])
+            of_tokens = losses.value(found, old[at], returns[at], mask[at], settings.clip)
+            loss = aggregate(of_tokens, mask[at], settings.mode, divisor)
+            total.add_(loss.detach())
+            return loss
+
+        step = self.train([asked(tokens[k], mask[k]) for k in rows], loss_of)
         return {"loss": float(self.summed(total)), **step}
 
 

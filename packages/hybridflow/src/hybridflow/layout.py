@@ -10,13 +10,22 @@ in each micro-data-parallel group moves the model with no byte kept twice.
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shared.errors import ConfigError
 
-__all__ = ["GenerationCoordinates", "GenerationGroups", "Layout", "generation_groups"]
+__all__ = [
+    "GenerationCoordinates",
+    "GenerationGroups",
+    "Layout",
+    "generation_groups",
+    "generation_layout",
+]
+
+_log = logging.getLogger(__name__)
 
 ORDERS = ("dp-pp-tp", "pp-dp-tp")
 """Axes from the slowest to the fastest as rank numbers rise; Megatron's usual one is the second."""
@@ -153,6 +162,8 @@ class GenerationGroups:
         micro_dp: groups in which training shards make up one generation shard, by shard.
         tp: generation's tensor-parallel groups, by shard.
         pp: generation's pipelines, by stage.
+        other: the layout of generation where it has no groups inside training's; `micro_dp` is then
+            one group of all ranks.
     """
 
     train: Layout
@@ -161,6 +172,7 @@ class GenerationGroups:
     micro_dp: list[list[int]]
     tp: list[list[int]]
     pp: list[list[int]]
+    other: Layout | None = None
 
     @property
     def micro_dp_size(self) -> int:
@@ -170,10 +182,15 @@ class GenerationGroups:
     @property
     def num_replicas(self) -> int:
         """d d_g: generating replicas in all."""
+        if self.other is not None:
+            return self.other.dp
         return self.train.dp * self.micro_dp_size
 
     def coordinates(self, rank: int) -> GenerationCoordinates:
         """Where a rank stands in generation."""
+        if self.other is not None:
+            pp, tp, dp = self.other.coordinates(rank)
+            return GenerationCoordinates(pp=pp, tp=tp, micro=0, replica=dp)
         stages, shards = self.train.pp // self.pp_size, self.train.tp // self.tp_size
         pp, tp, dp = self.train.coordinates(rank)
         micro = pp % stages * shards + tp % shards
@@ -223,6 +240,31 @@ def generation_groups(
         micro_dp=_grouped(ranks, lambda r: (dp[r], at[r].pp, at[r].tp)),
         tp=_grouped(ranks, lambda r: (dp[r], at[r].pp, at[r].micro)),
         pp=_grouped(ranks, lambda r: (dp[r], at[r].tp, at[r].micro)),
+    )
+
+
+def generation_layout(train: Layout, generate: str) -> GenerationGroups:
+    """Generation in groups inside training's layout if it has them, else beside it.
+
+    Raises:
+        ConfigError: if generation does not divide the ranks either.
+    """
+    if train.contains(generate):
+        return generation_groups(train, generate)
+    other = train.other(generate)
+    _log.info(
+        "generation %s does not divide training %s: weights are moved between any ranks",
+        other,
+        train,
+    )
+    return GenerationGroups(
+        train,
+        other.pp,
+        other.tp,
+        micro_dp=[list(range(train.num_ranks))],
+        tp=other.groups("tp"),
+        pp=other.groups("pp"),
+        other=other,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hybridflow.models import pieces
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.optimizer import AdamW, Optimizer
+from hybridflow.models.pipeline import run_forward, train
 from hybridflow.protocols import remote
 from hybridflow.worker import Worker
 from shared.comms.collectives import all_reduce
@@ -60,16 +61,16 @@ class ModelWorker(Worker):
         self.config = read_config(model)
         pp, tp, _ = self.coordinates
         train = self.context.mesh.train
-        if train.pp > 1:
-            raise ConfigError(f"layout {train}: training in pipeline stages is not offered yet")
         shard = Shard(self.config, pp, train.pp, tp, train.tp, self.subgroup("tp"))
         self.model = Decoder(self.config, shard, head, self.device, DTYPES[dtype])
         self.max_tokens = max_tokens
-        self._dp = self.subgroup("dp")
+        self._dp, self._pp = self.subgroup("dp"), self.subgroup("pp")
         self.version = 0
         self._fill(model, head, seed)
         self.model.requires_grad_(optimizer is not None)
-        self.optimizer = None if optimizer is None else Optimizer(self.model, optimizer, self._dp)
+        self.optimizer = (
+            None if optimizer is None else Optimizer(self.model, optimizer, self._dp, self._pp)
+        )
 
     def _fill(self, model: Any, head: str, seed: int) -> None:
         if isinstance(model, str | Path) and not str(model).startswith("config:"):
@@ -98,6 +99,37 @@ class ModelWorker(Worker):
             if name in batch:
                 mask = mask & ~batch[name].to(self.device)[:, None]
         return tokens, mask, [batch[name].to(self.device) for name in names]
+
+    @torch.no_grad()
+    def evaluate(
+        self, inputs: Sequence[Tensor], rows: Sequence[Tensor], use: Callable[[int, Tensor], Tensor]
+    ) -> Tensor | None:
+        """What `use` makes of micro-batches' hidden states, in the order of their rows.
+
+        Args:
+            inputs: tokens of each micro-batch.
+            rows: their positions.
+            use: from a micro-batch's number and states to values [rows, ...].
+
+        Returns:
+            On the last stage; None on the others.
+        """
+        found: list[Tensor] = []
+        run_forward(self.model, self._pp, inputs, lambda k, hidden: found.append(use(k, hidden)))
+        if not found:
+            return None
+        return torch.cat(found)[torch.argsort(torch.cat(list(rows)))].cpu()
+
+    def train(
+        self, inputs: Sequence[Tensor], loss_of: Callable[[int, Tensor], Tensor]
+    ) -> dict[str, float]:
+        """One optimizer step over micro-batches whose losses add up; what the optimizer says."""
+        assert self.optimizer is not None, "asked of a worker that is trained"
+        self.optimizer.zero_grad()
+        train(self.model, self._pp, inputs, loss_of)
+        told = self.optimizer.step()
+        self.version += 1
+        return told
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over replicas, so that what is divided by it does not depend on the split."""
@@ -134,9 +166,7 @@ class ModelWorker(Worker):
         """Whole weights by Hugging Face name, from a rank that holds all of them; else {}."""
         if self.context.mesh.train.tp > 1 or self.rank:
             return {}
-        return {
-            piece.name: piece.view(self.model).clone() for piece in pieces.pieces(self.model)
-        }
+        return {piece.name: piece.view(self.model).clone() for piece in pieces.pieces(self.model)}
 
 
 def _cut(state: Mapping[str, Tensor], name: str, box: pieces.Box) -> Tensor | None:

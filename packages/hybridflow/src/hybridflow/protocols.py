@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from hybridflow.layout import GenerationGroups, Layout, generation_groups
+from hybridflow.layout import GenerationGroups, Layout, generation_layout
 from shared.errors import ConfigError
 
 __all__ = ["BUILT_IN", "Mesh", "Protocol", "Share", "remote"]
@@ -37,10 +37,10 @@ class Mesh:
         """The mesh of a layout; generation like training when not given.
 
         Raises:
-            ConfigError: as `generation_groups`.
+            ConfigError: as `generation_layout`.
         """
         return Mesh(
-            train=train, generate=generation_groups(train, generate or f"{train.pp}-{train.tp}")
+            train=train, generate=generation_layout(train, generate or f"{train.pp}-{train.tp}")
         )
 
     @property

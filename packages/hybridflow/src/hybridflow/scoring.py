@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from hybridflow.actor import ActorWorker
@@ -29,14 +30,16 @@ class ScoreWorker(ModelWorker):
     """One rank of a model that gives each sequence a number."""
 
     @remote(protocol="3d")
-    def scores(self, batch: Batch, column: str) -> Batch:
+    def scores(self, batch: Batch, column: str) -> Batch | None:
         """The number of each sequence."""
         tokens, lengths = batch["tokens"].to(self.device), batch["lengths"].to(self.device)
-        parts = list(micro_batches(lengths, self.max_tokens))
-        with torch.no_grad():
-            found = [scores(self.model, tokens[rows], lengths[rows]) for rows in parts]
-        order = torch.argsort(torch.cat(parts))
-        return Batch({column: torch.cat(found)[order].cpu()})
+        rows = list(micro_batches(lengths, self.max_tokens))
+        found = self.evaluate(
+            [tokens[k, : int(lengths[k].max())] for k in rows],
+            rows,
+            lambda k, hidden: scores(self.model, hidden, lengths[rows[k]]),
+        )
+        return None if found is None else Batch({column: found})
 
     @remote(protocol="3d-metrics")
     def fit(self, batch: Batch) -> dict[str, float]:
@@ -45,16 +48,18 @@ class ScoreWorker(ModelWorker):
             raise ConfigError(f"{self.context.name} has no optimizer, so it can not be fitted")
         kept = batch.without_padding().to(self.device)
         count = self.summed(torch.tensor(float(len(kept)), dtype=torch.float64))
-        self.optimizer.zero_grad()
         told = torch.zeros(2, dtype=torch.float64, device=self.device)
-        if len(kept):
-            chosen = scores(self.model, kept["chosen"], kept["chosen_lengths"])
-            rejected = scores(self.model, kept["rejected"], kept["rejected_lengths"])
+        both = torch.cat([kept["chosen_lengths"], kept["rejected_lengths"]])
+        tokens = torch.cat([kept["chosen"], kept["rejected"]])
+
+        def loss_of(k: int, hidden: Tensor) -> Tensor:
+            chosen, rejected = scores(self.model, hidden, both).chunk(2)
             loss = -F.logsigmoid(chosen - rejected).sum() / float(count)
-            loss.backward()
             told[0], told[1] = loss.detach(), (chosen > rejected).sum() / float(count)
-        step = self.optimizer.step()
-        self.version += 1
+            return loss
+
+        # Rows that only fill up are none; a rank may be left without a pair.
+        step = self.train([tokens[:, : int(both.max())]] if len(kept) else [], loss_of)
         loss, accuracy = self.summed(told).tolist()
         return {"loss": loss, "accuracy": accuracy, **step}
 
@@ -137,6 +142,7 @@ class ReferenceWorker(ActorWorker):
     """One rank of a reference."""
 
     @remote(protocol="3d")
-    def reference(self, batch: Batch, temperature: float = 1.0) -> Batch:
+    def reference(self, batch: Batch, temperature: float = 1.0) -> Batch | None:
         """Log-probabilities of generated tokens."""
-        return Batch(ref_log_probs=self._log_probs(batch, temperature)[0])
+        found = self._log_probs(batch, temperature)
+        return None if found is None else Batch(ref_log_probs=found[..., 0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +19,7 @@ from hybridflow.worker import Context, Worker
 __all__ = ["Failure", "Gather", "Reply", "Seat", "Segment", "Slot", "Store", "Task"]
 
 
+@runtime_checkable
 class Store(Protocol):
     """How an engine keeps values that another process will want."""
 

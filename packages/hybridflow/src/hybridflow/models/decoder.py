@@ -99,7 +99,7 @@ class Shard:
 class Layer(nn.Module):
     """Attention and feed-forward net, each after a norm and beside a shortcut."""
 
-    def __init__(self, config: DecoderConfig, shard: Shard, index: int, **kind) -> None:  # noqa: ANN003
+    def __init__(self, config: DecoderConfig, shard: Shard, index: int, **kind) -> None:
         super().__init__()
         self.index, self.eps, self.group = index, config.norm_eps, shard.group
         self.num_heads, self.num_kv_heads = shard.num_heads, shard.num_kv_heads

@@ -79,15 +79,18 @@ class Optimizer:
         num_skipped: of those, how many changed nothing as gradients were not finite.
     """
 
-    def __init__(self, model: Decoder, settings: AdamW, dp: Group | None) -> None:
+    def __init__(
+        self, model: Decoder, settings: AdamW, dp: Group | None = None, pp: Group | None = None
+    ) -> None:
         """Allocates gradients and state.
 
         Args:
             model: whose parameters are trained.
             settings: of AdamW.
             dp: the ranks that hold the same share; None when this is the only one.
+            pp: the ranks that hold the other stages of this shard; None when there are none.
         """
-        self.model, self.settings, self._dp = model, settings, dp
+        self.model, self.settings, self._dp, self._pp = model, settings, dp, pp
         self._parameters = list(model.parameters())
         total = sum(parameter.numel() for parameter in self._parameters)
         first = self._parameters[0]
@@ -105,7 +108,7 @@ class Optimizer:
             fused=True,
         )
         self.num_steps = self.num_skipped = self._in_a_row = 0
-        self._kv_twins = self._twins()
+        self._kv_twins, self._tied = self._twins(), self._tied_stages()
 
     def _twins(self) -> Group | None:
         """The ranks that hold the same key heads, where there are fewer heads than shards."""
@@ -116,6 +119,14 @@ class Optimizer:
         start = shard.tp // copies * copies
         ranks = [shard.group.ranks[k] for k in range(start, start + copies)]
         return Group.of(ranks, members_only=True)
+
+    def _tied_stages(self) -> Group | None:
+        """The first and the last stage, where both hold the embedding."""
+        shard, is_tied = self.model.shard, self.model.config.is_tied
+        is_end = shard.is_first or shard.is_last
+        if self._pp is None or not is_tied or not is_end or self.model.head_kind != "vocabulary":
+            return None
+        return Group.of([self._pp.ranks[0], self._pp.ranks[-1]], members_only=True)
 
     def zero_grad(self) -> None:
         """Forgets gradients."""
@@ -138,6 +149,10 @@ class Optimizer:
                 all_reduce(self._kv_twins, grad[first:])
                 if layer.qkv_bias is not None and layer.qkv_bias.grad is not None:
                     all_reduce(self._kv_twins, layer.qkv_bias.grad[first:])
+        if self._tied is not None:
+            assert self.model.embedding is not None, "held by both ends"
+            assert self.model.embedding.grad is not None, "allocated above"
+            all_reduce(self._tied, self.model.embedding.grad)
         if self._dp is not None:
             all_reduce(self._dp, self._grads)
         norm = float(self._norm())
@@ -165,25 +180,28 @@ class Optimizer:
 
     def _norm(self) -> Tensor:
         """Of the whole model's gradients; what several shards hold counts once."""
-        group = self.model.shard.group
-        if group is None:
+        shard, config = self.model.shard, self.model.config
+        if shard.group is None and self._pp is None:
             return self._grads.norm()
-        e = self.model.config.head_dim
-        copies = max(1, self.model.shard.num_shards // self.model.config.num_kv_heads)
+        first = shard.num_heads * config.head_dim
+        copies = max(1, shard.num_shards // config.num_kv_heads)
         total = self._grads.new_zeros((), dtype=torch.float64)
         for name, parameter in self.model.named_parameters():
-            grad = parameter.grad
-            assert grad is not None, "allocated above"
-            square = grad.double().square()
+            assert parameter.grad is not None, "allocated above"
+            square = parameter.grad.double().square()
             leaf = name.rpartition(".")[2]
             if leaf.endswith("norm") or (leaf == "head" and self.model.head_kind == "scalar"):
-                total += square.sum() / self.model.shard.num_shards
-            elif leaf.startswith("qkv") and copies > 1:
-                first = self.model.shard.num_heads * e
+                total += square.sum() / shard.num_shards
+            elif leaf.startswith("qkv"):
                 total += square[:first].sum() + square[first:].sum() / copies
+            elif leaf == "embedding" and self._tied is not None:
+                total += square.sum() / 2
             else:
                 total += square.sum()
-        return all_reduce(group, total).sqrt()
+        for group in (shard.group, self._pp):
+            if group is not None:
+                all_reduce(group, total)
+        return total.sqrt()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""

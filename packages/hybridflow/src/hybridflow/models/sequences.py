@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.log_probs import token_log_probs
 
-__all__ = ["generated_mask", "log_probs", "micro_batches", "scores", "values"]
+__all__ = ["asked", "generated_mask", "log_probs", "micro_batches", "scores", "values"]
 
 
 def generated_mask(
@@ -43,56 +43,64 @@ def micro_batches(lengths: Int64[Tensor, " rows"], max_tokens: int) -> Iterator[
         start = stop
 
 
+def asked(tokens: Int64[Tensor, "rows width"], mask: Bool[Tensor, "rows width"]) -> Tensor:
+    """The tokens that a model is to be given: up to the last but one that is asked for."""
+    columns = torch.nonzero(mask.any(0))
+    return tokens[:, : max(1, int(columns[-1]))] if len(columns) else tokens[:, :1]
+
+
 def log_probs(
     model: Decoder,
+    hidden: Float[Tensor, "rows states dim"],
     tokens: Int64[Tensor, "rows width"],
     mask: Bool[Tensor, "rows width"],
     temperature: float = 1.0,
 ) -> tuple[Float[Tensor, "rows width"], Float[Tensor, "rows width"]]:
     """Log-probability of each masked token given those before it, and the entropy there.
 
+    Args:
+        model: whose head is applied.
+        hidden: states of the tokens that `asked` gives.
+        tokens, mask: whole rows.
+        temperature: logits are divided by it.
+
     Returns:
         Both 0 elsewhere. The first token has nothing before it: its mask is not looked at.
     """
-    states, asked, width = _states(model, tokens, mask)
+    wanted = mask[:, 1 : hidden.shape[1] + 1]
     found = token_log_probs(
-        states,
+        hidden[wanted],
         model.head_weight,
-        tokens[:, 1:width][asked],
+        tokens[:, 1 : hidden.shape[1] + 1][wanted],
         temperature=temperature,
         group=model.shard.group,
     )
-    spread = (tokens.new_zeros(tokens.shape, dtype=found[0].dtype) for _ in found)
-    where = torch.nn.functional.pad(asked, (1, tokens.shape[1] - width))
-    log_p, entropy = (
-        empty.masked_scatter(where, of) for empty, of in zip(spread, found, strict=True)
-    )
+    log_p, entropy = (_spread(values, wanted, tokens.shape[1]) for values in found)
     return log_p, entropy
 
 
 def values(
-    model: Decoder, tokens: Int64[Tensor, "rows width"], mask: Bool[Tensor, "rows width"]
+    model: Decoder,
+    hidden: Float[Tensor, "rows states dim"],
+    tokens: Int64[Tensor, "rows width"],
+    mask: Bool[Tensor, "rows width"],
 ) -> Float[Tensor, "rows width"]:
-    """The scalar head before each masked token; 0 elsewhere."""
-    states, asked, width = _states(model, tokens, mask)
-    found = states @ model.head_weight[0]
-    where = torch.nn.functional.pad(asked, (1, tokens.shape[1] - width))
-    return found.new_zeros(tokens.shape).masked_scatter(where, found)
+    """The scalar head before each masked token; 0 elsewhere; arguments as `log_probs`."""
+    wanted = mask[:, 1 : hidden.shape[1] + 1]
+    return _spread(hidden[wanted] @ model.head_weight[0], wanted, tokens.shape[1])
 
 
 def scores(
-    model: Decoder, tokens: Int64[Tensor, "rows width"], lengths: Int64[Tensor, " rows"]
+    model: Decoder,
+    hidden: Float[Tensor, "rows states dim"],
+    lengths: Int64[Tensor, " rows"],
 ) -> Float[Tensor, " rows"]:
     """The scalar head at each sequence's last token, as a sequence classifier's."""
-    hidden = model(tokens[:, : int(lengths.max())])
     last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
     return last @ model.head_weight[0]
 
 
-def _states(model: Decoder, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """States before masked tokens, the mask from the second token on, and its width plus one."""
-    columns = torch.nonzero(mask.any(0))
-    width = max(2, int(columns[-1]) + 1) if len(columns) else 2
-    hidden = model(tokens[:, : width - 1])
-    asked = mask[:, 1:width]
-    return hidden[asked], asked, width
+def _spread(values: Tensor, wanted: Tensor, width: int) -> Tensor:
+    """Values of wanted positions at their tokens' places, one to the right of their states'."""
+    where = torch.nn.functional.pad(wanted, (1, width - 1 - wanted.shape[1]))
+    return values.new_zeros(where.shape).masked_scatter(where, values)

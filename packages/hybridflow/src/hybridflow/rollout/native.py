@@ -28,7 +28,7 @@ __all__ = ["Responses", "generate"]
 _NO_TOKEN = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Responses:
     """What was generated, one row a sample; samples of a prompt follow one another.
 
@@ -83,7 +83,7 @@ class _Places:
 @torch.no_grad()
 def generate(
     model: Decoder,
-    prompts: Sequence[Int64[Tensor, " length"]],
+    prompts: Sequence[Int64[Tensor, " _"]],
     sampling: Sampling,
     *,
     sample_ids: Int64[Tensor, " samples"] | None = None,

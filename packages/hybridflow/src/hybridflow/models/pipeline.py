@@ -1,0 +1,161 @@
+"""Micro-batches through the stages of a pipeline, or through a model that is whole.
+
+One forward, one backward (PipeDream-Flush, arXiv 2006.09503; the 1F1B of Megatron-LM, 2104.04473): a
+stage runs ahead by as many micro-batches as there are stages behind it and then alternates, so that
+it never keeps the activations of more than that. Where both directions meet, one round sends and
+receives at once; two neighbours that both only sent would wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.decoder import Decoder
+from shared.comms.courier import Round, post_rounds
+from shared.comms.group import Group
+
+__all__ = ["bubble_share", "run_forward", "train"]
+
+
+class _Kept(NamedTuple):
+    """What a micro-batch's backward needs: the stage's input, and its output or loss."""
+
+    x: Tensor
+    out: Tensor
+
+
+def train(
+    model: Decoder,
+    group: Group | None,
+    micro_batches: Sequence[Tensor],
+    loss_of: Callable[[int, Tensor], Tensor],
+) -> None:
+    """Forward and backward of micro-batches; gradients are left in the parameters.
+
+    Args:
+        model: this rank's stage.
+        group: the ranks of all stages, in order; None where the model is whole.
+        micro_batches: tokens int64 [rows, width] of each; the same on all stages.
+        loss_of: on the last stage, from a micro-batch's position and its hidden states
+            [rows, width, dim] the loss, whose sum over micro-batches is minimised.
+    """
+    if group is None:
+        for k, tokens in enumerate(micro_batches):
+            loss_of(k, model(tokens)).backward()
+        return
+    stage = _Stage(model, group, micro_batches)
+    kept: deque[_Kept] = deque()
+    total = len(micro_batches)
+    ahead = min(model.shard.num_stages - 1 - model.shard.pp, total)
+    for k in range(ahead):
+        kept.append(stage.forward(k, stage.receive_input(k), loss_of))
+        stage.send_output(kept[-1].out)
+    x = stage.receive_input(ahead) if ahead < total else None
+    for k in range(ahead, total):
+        assert x is not None, "received before"
+        kept.append(stage.forward(k, x, loss_of))
+        grad = stage.exchange_with_next(kept[-1].out, kept[0].out)
+        done = _backward(kept.popleft(), grad)
+        x = stage.exchange_with_previous(done, k + 1 if k + 1 < total else None)
+    while kept:
+        grad = stage.receive_grad(kept[0].out)
+        stage.send_grad(_backward(kept.popleft(), grad))
+
+
+@torch.no_grad()
+def run_forward(
+    model: Decoder,
+    group: Group | None,
+    micro_batches: Sequence[Tensor],
+    use: Callable[[int, Tensor], None],
+) -> None:
+    """Forward of micro-batches only; `use` gets the hidden states on the last stage."""
+    if group is None:
+        for k, tokens in enumerate(micro_batches):
+            use(k, model(tokens))
+        return
+    stage = _Stage(model, group, micro_batches)
+    for k in range(len(micro_batches)):
+        out = model(stage.receive_input(k))
+        if model.shard.is_last:
+            use(k, out)
+        else:
+            stage.send_output(out)
+
+
+def bubble_share(num_stages: int, num_micro_batches: int) -> float:
+    """Share of the time that a stage waits, if all micro-batches take the same."""
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+class _Stage:
+    """One stage's exchanges with its neighbours; the ends of the pipeline exchange nothing."""
+
+    def __init__(self, model: Decoder, group: Group, micro_batches: Sequence[Tensor]) -> None:
+        self._model, self._group, self._micro_batches = model, group, micro_batches
+        self._is_first, self._is_last = model.shard.is_first, model.shard.is_last
+        self._next, self._previous = group.rank + 1, group.rank - 1
+
+    def forward(self, k: int, x: Tensor, loss_of: Callable[[int, Tensor], Tensor]) -> _Kept:
+        out = self._model(x)
+        return _Kept(x, loss_of(k, out) if self._is_last else out)
+
+    def receive_input(self, k: int) -> Tensor:
+        if self._is_first:
+            return self._micro_batches[k]
+        x = self._empty_input(k)
+        self._round(self._previous, None, x)
+        return x.requires_grad_(torch.is_grad_enabled())
+
+    def send_output(self, out: Tensor) -> None:
+        if not self._is_last:
+            self._round(self._next, out.detach().contiguous(), None)
+
+    def receive_grad(self, of: Tensor) -> Tensor | None:
+        if self._is_last:
+            return None
+        grad = torch.empty_like(of, memory_format=torch.contiguous_format)
+        self._round(self._next, None, grad)
+        return grad
+
+    def send_grad(self, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._round(self._previous, grad.contiguous(), None)
+
+    def exchange_with_next(self, out: Tensor, of: Tensor) -> Tensor | None:
+        """Sends a micro-batch's output, and receives the gradient of an earlier one's."""
+        if self._is_last:
+            return None
+        grad = torch.empty_like(of, memory_format=torch.contiguous_format)
+        self._round(self._next, out.detach().contiguous(), grad)
+        return grad
+
+    def exchange_with_previous(self, grad: Tensor | None, k: int | None) -> Tensor | None:
+        """Sends a micro-batch's gradient, and receives the input of a later one, if there is."""
+        if self._is_first:
+            return None if k is None else self._micro_batches[k]
+        assert grad is not None, "its input was received, so it has a gradient"
+        x = None if k is None else self._empty_input(k)
+        self._round(self._previous, grad.contiguous(), x)
+        return None if x is None else x.requires_grad_()
+
+    def _empty_input(self, k: int) -> Tensor:
+        rows, width = self._micro_batches[k].shape
+        cos = self._model.cos
+        size = (rows, width, self._model.config.hidden_size)
+        return torch.empty(size, dtype=cos.dtype, device=cos.device)
+
+    def _round(self, peer: int, send: Tensor | None, recv: Tensor | None) -> None:
+        item = Round(send_to=peer, send=send, recv_from=peer, recv=recv)
+        post_rounds(self._group, [item], "pipeline", op="pipeline").wait_all()
+
+
+def _backward(kept: _Kept, grad: Tensor | None) -> Tensor | None:
+    """Goes back through a stage; returns the gradient of its input."""
+    kept.out.backward(grad)
+    return kept.x.grad
