@@ -12,7 +12,10 @@ import hybridflow as hy
 LAYOUTS = [
     ("1-2-1", "1-1", False),
     ("2-1-1", "1-1", False),
-    ("1-1-2", "1-2", False),
+    ("1-1-2", "1-2", True),
+    pytest.param("1-1-2", "1-2", False, marks=pytest.mark.slow),
+    pytest.param("1-2-2", "1-2", True, marks=pytest.mark.slow),
+    pytest.param("2-1-2", "1-1", True, marks=pytest.mark.slow),
     pytest.param("2-2-1", "1-1", False, marks=pytest.mark.slow),
     pytest.param("1-4-2", "1-2", False, marks=pytest.mark.slow),
     pytest.param("2-2-2", "1-2", False, marks=pytest.mark.slow),
@@ -52,7 +55,7 @@ def prompts():
     return hy.Batch(prompts=tokens, prompt_lengths=lengths, sample_ids=torch.arange(6) + 100)
 
 
-def trained(workers, folder, train=None, generate=None):
+def trained(workers, folder, train=None, generate=None, is_sharded=False):
     """Generates, trains two steps, generates and trains again; what came out of it."""
     actor = hy.Actor(
         str(folder),
@@ -62,6 +65,7 @@ def trained(workers, folder, train=None, generate=None):
         dtype="float64",
         optimizer=hy.AdamW(lr=3e-3, max_grad_norm=0.5),
         max_tokens=40,
+        is_sharded=is_sharded,
     )
     greedy = hy.Sampling(max_new_tokens=6, temperature=0, num_samples=2)
     told = []
@@ -101,7 +105,7 @@ def test_one_rank_is_the_hugging_face_model(folder, whole):
 def test_any_layout_is_the_one_rank_model(folder, whole, train, generate, is_sharded):
     ranks = hy.layout.Layout.parse(train).num_ranks
     with hy.Workers.local(ranks, timeout=timedelta(seconds=100)) as workers:
-        found = trained(workers, folder, train, generate)
+        found = trained(workers, folder, train, generate, is_sharded)
     for step, ((batch, told), (wanted, wanted_told)) in enumerate(zip(found, whole, strict=True)):
         assert torch.equal(batch["tokens"], wanted["tokens"]), step
         torch.testing.assert_close(batch["rollout_log_probs"], wanted["rollout_log_probs"])

@@ -74,7 +74,8 @@ class ActorWorker(ModelWorker):
         self.transition: Transition | None = None
         mesh = self.context.mesh
         groups, at = mesh.generate, self.generation
-        if (groups.pp_size, groups.tp_size) != (mesh.train.pp, mesh.train.tp):
+        is_sharded = self.share[1] > 1
+        if is_sharded or (groups.pp_size, groups.tp_size) != (mesh.train.pp, mesh.train.tp):
             tp_ranks = next(ranks for ranks in groups.tp if self.rank in ranks)
             shard = Shard(
                 self.config, at.pp, groups.pp_size, at.tp, groups.tp_size, self.group_of(tp_ranks)
@@ -82,13 +83,16 @@ class ActorWorker(ModelWorker):
             self.generator = Decoder(
                 self.config, shard, device="meta", dtype=next(self.model.parameters()).dtype
             )
-            micro = next(ranks for ranks in groups.micro_dp if self.rank in ranks)
+            # What replicas share out is gathered from all of them.
+            domains = [list(range(self.num_ranks))] if is_sharded else groups.micro_dp
+            micro = next(ranks for ranks in domains if self.rank in ranks)
             self.transition = Transition(
                 self.model,
                 self.generator,
-                [held_by(self.config, mesh.train, rank) for rank in micro],
+                [held_by(self.config, mesh.train, r, is_sharded=is_sharded) for r in micro],
                 [wanted_by(self.config, groups, rank) for rank in micro],
                 self.group_of(micro),
+                self.share,
             )
             self.generator.cos, self.generator.sin = self.model.cos, self.model.sin
 
@@ -220,6 +224,7 @@ class Actor(WorkerGroup):
         dtype: str = "float32",
         seed: int = 0,
         max_tokens: int = 16384,
+        is_sharded: bool = False,
         name: str = "actor",
     ) -> None:
         """Places a model on a pool.
@@ -234,6 +239,7 @@ class Actor(WorkerGroup):
             dtype: "float32", "float64" or "bfloat16".
             seed: of weights that are drawn.
             max_tokens: in a micro-batch of a rank.
+            is_sharded: replicas share parameters, gradients and optimizer state out (FSDP2).
             name: of the group.
 
         Raises:
@@ -241,7 +247,8 @@ class Actor(WorkerGroup):
         """
         super().__init__(
             ActorWorker, pool, model, optimizer=optimizer, dtype=dtype, seed=seed,
-            max_tokens=max_tokens, layout=train, generate=generate, name=name,
+            max_tokens=max_tokens, is_sharded=is_sharded, layout=train, generate=generate,
+            name=name,
         )  # fmt: skip
 
     def generate(self, batch: Batch | Future | Joined, sampling: Sampling, step: int = 0) -> Future:

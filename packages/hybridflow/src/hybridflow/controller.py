@@ -106,6 +106,51 @@ class Workers:
             LocalEngine(num_ranks, timeout=timeout, threads_per_rank=threads_per_rank, env=env)
         )
 
+    @staticmethod
+    def ray(
+        address: str | None = None,
+        num_ranks: int | None = None,
+        *,
+        cpus_per_rank: float = 1,
+        gpus_per_rank: float | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+        threads_per_rank: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> Workers:
+        """Actors of Ray, on one machine or many.
+
+        Args:
+            address: of a cluster that runs, or "auto" to find it; started here when None and there
+                is none. Not looked at where Ray is initialised in this process already.
+            num_ranks: how many; as many as there are resources for when None.
+            cpus_per_rank: CPUs set aside for each.
+            gpus_per_rank: GPUs likewise; one when None and there are enough, else none. Ranks with
+                a GPU of their own exchange messages by NCCL, others by gloo.
+            timeout: for their start, and for each message between them.
+            threads_per_rank: torch's threads in each.
+            env: variables set in each.
+
+        Raises:
+            ConfigError: if Ray is not installed, or has not the resources; names wanted and free.
+            RankFailure: if an actor does not come up.
+        """
+        try:
+            from hybridflow.engines.ray import RayEngine
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "ray":
+                raise
+            raise ConfigError(
+                "Workers.ray needs Ray, which is not installed; run: pip install 'ray>=2.50', or "
+                "use Workers.local, which needs nothing more"
+            ) from error
+
+        return Workers(
+            RayEngine(
+                address, num_ranks, cpus_per_rank=cpus_per_rank, gpus_per_rank=gpus_per_rank,
+                timeout=timeout, threads_per_rank=threads_per_rank, env=env,
+            )
+        )  # fmt: skip
+
     def __enter__(self) -> Workers:
         return self
 

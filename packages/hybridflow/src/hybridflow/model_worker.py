@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hybridflow.batch import PADDING, Batch
 from hybridflow.models import pieces
@@ -18,6 +20,7 @@ from hybridflow.models.pipeline import run_forward, train
 from hybridflow.protocols import remote
 from hybridflow.worker import Worker
 from shared.comms.collectives import all_reduce
+from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
 
 __all__ = ["ModelWorker"]
@@ -42,6 +45,7 @@ class ModelWorker(Worker):
         seed: int = 0,
         optimizer: AdamW | None = None,
         max_tokens: int = 16384,
+        is_sharded: bool = False,
     ) -> None:
         """Builds and fills the model.
 
@@ -52,6 +56,7 @@ class ModelWorker(Worker):
             seed: of weights that are drawn.
             optimizer: settings; None for a model that is not trained.
             max_tokens: in a micro-batch, with what fills it up.
+            is_sharded: replicas share parameters, gradients and optimizer state out (FSDP2).
 
         Raises:
             ConfigError: if the model, its type or the layout does not fit.
@@ -68,6 +73,11 @@ class ModelWorker(Worker):
         self.version = 0
         self._fill(model, head, seed)
         self.model.requires_grad_(optimizer is not None)
+        self.share = (0, 1)
+        if is_sharded and self._dp is not None:
+            self.share = (self.coordinates[2], train.dp)
+            shard_over(self.model, self._dp)
+        self.pieces = pieces.pieces(self.model, self.share)
         self.optimizer = (
             None if optimizer is None else Optimizer(self.model, optimizer, self._dp, self._pp)
         )
@@ -116,6 +126,9 @@ class ModelWorker(Worker):
         """
         found: list[Tensor] = []
         run_forward(self.model, self._pp, inputs, lambda k, hidden: found.append(use(k, hidden)))
+        if isinstance(self.model, FSDPModule):
+            # What was gathered for this may be changed before it is gathered again.
+            self.model.reshard()
         if not found:
             return None
         return torch.cat(found)[torch.argsort(torch.cat(list(rows)))].cpu()
@@ -126,10 +139,29 @@ class ModelWorker(Worker):
         """One optimizer step over micro-batches whose losses add up; what the optimizer says."""
         assert self.optimizer is not None, "asked of a worker that is trained"
         self.optimizer.zero_grad()
-        train(self.model, self._pp, inputs, loss_of)
+        train(self.model, self._pp, *self._in_step(inputs, loss_of))
         told = self.optimizer.step()
         self.version += 1
         return told
+
+    def _in_step(
+        self, inputs: Sequence[Tensor], loss_of: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Sequence[Tensor], Callable[[int, Tensor], Tensor]]:
+        """The same, so that replicas that gather weights together do so equally often."""
+        if self.share[1] == 1:
+            return inputs, loss_of
+        assert self._dp is not None, "several replicas"
+        count = all_reduce(self._dp, torch.tensor([len(inputs)], device=self.device), "max")
+        missing = int(count) - len(inputs)
+        filler = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+
+        def scaled(k: int, hidden: Tensor) -> Tensor:
+            # FSDP2 takes the mean of the replicas' gradients, and losses are to be added up.
+            if k < len(inputs):
+                return loss_of(k, hidden) * self.share[1]
+            return hidden.sum() * 0 + self.model.head_weight.sum() * 0
+
+        return [*inputs, *[filler] * missing], scaled
 
     def summed(self, values: Tensor) -> Tensor:
         """The sum over replicas, so that what is divided by it does not depend on the split."""
@@ -146,7 +178,7 @@ class ModelWorker(Worker):
         return {
             "pieces": [
                 (piece.name, piece.box.offsets, piece.box.sizes, piece.view(self.model).clone())
-                for piece in pieces.pieces(self.model)
+                for piece in self.pieces
             ],
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "version": self.version,
@@ -156,7 +188,7 @@ class ModelWorker(Worker):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes what `state` gave, in the same layout."""
         values = {(name, offsets): found for name, offsets, _, found in state["pieces"]}
-        pieces.load(self.model, lambda name, box: values.get((name, box.offsets)))
+        pieces.load(self.model, lambda name, box: values.get((name, box.offsets)), self.share)
         if self.optimizer is not None and state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
@@ -167,6 +199,14 @@ class ModelWorker(Worker):
         if self.context.mesh.train.tp > 1 or self.rank:
             return {}
         return {piece.name: piece.view(self.model).clone() for piece in pieces.pieces(self.model)}
+
+
+def shard_over(model: Decoder, group: Group) -> None:
+    """Has a group's replicas share a decoder's parameters out, layer by layer (FSDP2)."""
+    mesh = DeviceMesh.from_group(group.checked(), group.device.type)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def _cut(state: Mapping[str, Tensor], name: str, box: pieces.Box) -> Tensor | None:

@@ -79,7 +79,7 @@ class Prompts:
             shuffle: whether each epoch has an order of its own, or that of the source.
 
         Raises:
-            ConfigError: a size is below 1, the file's kind is not known, or pyarrow is missing.
+            ConfigError: a size is below 1, the file is of no known kind, or pyarrow is missing.
             DataError: a row can not be used, or no prompt is left.
         """
         if batch_size < 1 or max_prompt_tokens < 1:
@@ -91,10 +91,15 @@ class Prompts:
         self._tokens: list[list[int]] = []
         self._rows: list[Mapping[str, Any]] = []
         self.num_too_long = 0
-        tokenizer, where, num_rows = as_tokenizer(tokenizer), "the source", 0
+        tokenizer, num_rows = as_tokenizer(tokenizer), 0
         for where, row in _read(source, column):
             num_rows += 1
-            tokens = _tokenize(where, _prompt(where, row, column), tokenizer)
+            if column not in row:
+                raise DataError(
+                    f"{where}: no column {column!r}; there are {', '.join(row) or 'none'}; name "
+                    "one by column="
+                )
+            tokens = _tokenize(where, row[column], tokenizer)
             if len(tokens) > max_prompt_tokens:
                 self.num_too_long += 1
             else:
@@ -229,15 +234,6 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise DataError(f"{path}: expected a Parquet file: {error}") from error
     for k, row in enumerate(rows):
         yield f"{path}: row {k}", row
-
-
-def _prompt(where: str, row: Mapping[str, Any], column: str) -> Any:
-    if column not in row:
-        raise DataError(
-            f"{where}: no column {column!r}; there are {', '.join(row) or 'none'}; name one by "
-            "column="
-        )
-    return row[column]
 
 
 def _tokenize(where: str, prompt: Any, tokenizer: Tokenizer) -> list[int]:

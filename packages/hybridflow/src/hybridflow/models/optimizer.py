@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from hybridflow.models.decoder import Decoder, Layer
+from hybridflow.models.decoder import Decoder
 from shared.comms.collectives import all_reduce
 from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
@@ -91,14 +93,10 @@ class Optimizer:
             pp: the ranks that hold the other stages of this shard; None when there are none.
         """
         self.model, self.settings, self._dp, self._pp = model, settings, dp, pp
-        self._parameters = list(model.parameters())
-        total = sum(parameter.numel() for parameter in self._parameters)
-        first = self._parameters[0]
-        self._grads = torch.zeros(total, dtype=first.dtype, device=first.device)
-        at = 0
-        for parameter in self._parameters:
-            parameter.grad = self._grads[at : at + parameter.numel()].view_as(parameter)
-            at += parameter.numel()
+        self._named = dict(model.named_parameters())
+        self._parameters = list(self._named.values())
+        self._is_sharded = isinstance(model, FSDPModule)
+        self._grads = torch.zeros(0) if self._is_sharded else _one_buffer(self._parameters)
         self._adam = torch.optim.AdamW(
             self._parameters,
             lr=settings.lr,
@@ -130,7 +128,24 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forgets gradients."""
+        if self._is_sharded:
+            self._adam.zero_grad()
         self._grads.zero_()
+
+    def _local_grad(self, name: str) -> tuple[Tensor, int]:
+        """This rank's part of a gradient, and its first row."""
+        grad = self._named[name].grad
+        assert grad is not None, "a step follows a backward"
+        if not isinstance(grad, DTensor):
+            return grad, 0
+        assert self._dp is not None, "several replicas"
+        return grad.to_local(), self._dp.rank * -(-len(grad) // self._dp.world_size)
+
+    def _kv_rows(self, name: str) -> Tensor:
+        """The rows of a gradient of queries, keys and values that belong to the latter two."""
+        grad, start = self._local_grad(name)
+        first = self.model.shard.num_heads * self.model.config.head_dim
+        return grad[min(max(0, first - start), len(grad)) :]
 
     def step(self) -> dict[str, float]:
         """Adds up gradients over replicas and takes a step, unless they are not finite.
@@ -141,19 +156,13 @@ class Optimizer:
         Raises:
             DataError: when more steps in a row were skipped than the settings allow.
         """
-        if self._kv_twins is not None:
-            for layer in self.model.layers:
-                assert isinstance(layer, Layer), "decoders have layers"
-                grad, first = layer.qkv.grad, layer.num_heads * self.model.config.head_dim
-                assert grad is not None, "allocated above"
-                all_reduce(self._kv_twins, grad[first:])
-                if layer.qkv_bias is not None and layer.qkv_bias.grad is not None:
-                    all_reduce(self._kv_twins, layer.qkv_bias.grad[first:])
-        if self._tied is not None:
-            assert self.model.embedding is not None, "held by both ends"
-            assert self.model.embedding.grad is not None, "allocated above"
-            all_reduce(self._tied, self.model.embedding.grad)
-        if self._dp is not None:
+        for name in self._named:
+            leaf = name.rpartition(".")[2]
+            if self._kv_twins is not None and leaf.startswith("qkv"):
+                all_reduce(self._kv_twins, self._kv_rows(name))
+            if self._tied is not None and leaf == "embedding":
+                all_reduce(self._tied, self._local_grad(name)[0])
+        if self._dp is not None and not self._is_sharded:
             all_reduce(self._dp, self._grads)
         norm = float(self._norm())
         rate = self.settings.rate(self.num_steps)
@@ -162,7 +171,8 @@ class Optimizer:
         if is_finite:
             limit = self.settings.max_grad_norm
             if limit is not None and norm > limit:
-                self._grads.mul_(limit / (norm + 1e-6))
+                for grad in [self._grads] if not self._is_sharded else self._all_local():
+                    grad.mul_(limit / (norm + 1e-6))
             for group in self._adam.param_groups:
                 group["lr"] = rate
             self._adam.step()
@@ -181,27 +191,28 @@ class Optimizer:
     def _norm(self) -> Tensor:
         """Of the whole model's gradients; what several shards hold counts once."""
         shard, config = self.model.shard, self.model.config
-        if shard.group is None and self._pp is None:
+        dp = self._dp if self._is_sharded else None
+        if shard.group is None and self._pp is None and dp is None:
             return self._grads.norm()
-        first = shard.num_heads * config.head_dim
         copies = max(1, shard.num_shards // config.num_kv_heads)
-        total = self._grads.new_zeros((), dtype=torch.float64)
-        for name, parameter in self.model.named_parameters():
-            assert parameter.grad is not None, "allocated above"
-            square = parameter.grad.double().square()
+        total = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
+        for name in self._named:
+            square = self._local_grad(name)[0].double().square().sum()
             leaf = name.rpartition(".")[2]
             if leaf.endswith("norm") or (leaf == "head" and self.model.head_kind == "scalar"):
-                total += square.sum() / shard.num_shards
-            elif leaf.startswith("qkv"):
-                total += square[:first].sum() + square[first:].sum() / copies
+                square /= shard.num_shards
+            elif leaf.startswith("qkv") and copies > 1:
+                square -= self._kv_rows(name).double().square().sum() * (1 - 1 / copies)
             elif leaf == "embedding" and self._tied is not None:
-                total += square.sum() / 2
-            else:
-                total += square.sum()
-        for group in (shard.group, self._pp):
+                square /= 2
+            total += square
+        for group in (shard.group, self._pp, dp):
             if group is not None:
                 all_reduce(group, total)
         return total.sqrt()
+
+    def _all_local(self) -> list[Tensor]:
+        return [self._local_grad(name)[0] for name in self._named]
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -215,3 +226,14 @@ class Optimizer:
         """Takes what `state_dict` gave."""
         self._adam.load_state_dict(state["adam"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+
+def _one_buffer(parameters: list[torch.nn.Parameter]) -> Tensor:
+    """Gives parameters gradients that lie in one tensor, and returns that."""
+    total = sum(parameter.numel() for parameter in parameters)
+    grads = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
+    at = 0
+    for parameter in parameters:
+        parameter.grad = grads[at : at + parameter.numel()].view_as(parameter)
+        at += parameter.numel()
+    return grads

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from hybridflow.models.config import DecoderConfig
 from hybridflow.models.decoder import Decoder, Layer, Shard
@@ -43,8 +44,22 @@ class Piece(NamedTuple):
 
     def view(self, model: Decoder) -> Tensor:
         """Where its values lie in a decoder, of the box's shape."""
-        found = model.get_parameter(self.parameter).data[self.rows]
-        return found.t() if self.is_transposed else found
+        found = model.get_parameter(self.parameter).data
+        if isinstance(found, DTensor):
+            found = found.to_local()
+        return found[self.rows].t() if self.is_transposed else found[self.rows]
+
+    def cut(self, rows: range) -> Piece | None:
+        """The part of it in some rows of the parameter, which then are all that is held."""
+        start, stop = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
+        if start >= stop:
+            return None
+        dim = 1 if self.is_transposed else 0
+        offsets, sizes = list(self.box.offsets), list(self.box.sizes)
+        offsets[dim] += start - self.rows.start
+        sizes[dim] = stop - start
+        held = slice(start - rows.start, stop - rows.start)
+        return self._replace(box=Box(tuple(offsets), tuple(sizes)), rows=held)
 
 
 def weight_shapes(config: DecoderConfig, head: str = "vocabulary") -> dict[str, tuple[int, ...]]:
@@ -75,19 +90,34 @@ def weight_shapes(config: DecoderConfig, head: str = "vocabulary") -> dict[str, 
     return shapes
 
 
-def pieces(model: Decoder) -> list[Piece]:
-    """All pieces of a decoder, which together are all of its parameters."""
-    return list(_pieces(model))
+def pieces(model: Decoder, share: tuple[int, int] = (0, 1)) -> list[Piece]:
+    """All pieces of a decoder, which together are all of its parameters.
+
+    Args:
+        model: a decoder on any device.
+        share: index and number of the replicas that share its parameters out, as FSDP2 does: each
+            holds ceil(rows / number) consecutive rows, the last ones fewer or none.
+    """
+    index, count = share
+    if count == 1:
+        return list(_pieces(model))
+    kept = []
+    for piece in _pieces(model):
+        total = len(model.get_parameter(piece.parameter))
+        size = -(-total // count)
+        part = piece.cut(range(min(index * size, total), min((index + 1) * size, total)))
+        kept += [] if part is None else [part]
+    return kept
 
 
 def _pieces(model: Decoder) -> Iterator[Piece]:
     config, shard, e = model.config, model.shard, model.config.head_dim
-    width, whole = config.hidden_size, slice(None)
+    width = config.hidden_size
 
-    def rows(name: str, start: int, values: Tensor, at: str, part: slice = whole) -> Piece:
-        count = len(range(*part.indices(len(values))))
+    def rows(name: str, start: int, values: Tensor, at: str, part: slice | None = None) -> Piece:
+        part = slice(0, len(values)) if part is None else part
         offsets = (start,) + (0,) * (values.dim() - 1)
-        return Piece(name, Box(offsets, (count, *values.shape[1:])), at, part)
+        return Piece(name, Box(offsets, (part.stop - part.start, *values.shape[1:])), at, part)
 
     if model.embedding is not None:
         start = shard.tp * len(model.embedding)
@@ -113,7 +143,7 @@ def _pieces(model: Decoder) -> Iterator[Piece]:
         for to, name in ((f"{at}.self_attn.o_proj", "output"), (f"{at}.mlp.down_proj", "down")):
             size = len(getattr(layer, name))
             box = Box((0, shard.tp * size), (width, size))
-            yield Piece(f"{to}.weight", box, f"{own}.{name}", whole, is_transposed=True)
+            yield Piece(f"{to}.weight", box, f"{own}.{name}", slice(0, size), is_transposed=True)
         for k, name in enumerate(("gate", "up")):
             part = slice(k * ffn, (k + 1) * ffn)
             to = f"{at}.mlp.{name}_proj.weight"
@@ -131,7 +161,10 @@ def _pieces(model: Decoder) -> Iterator[Piece]:
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
-    """Random weights: norms one, biases zero, the rest normal; the same in every layout."""
+    """Random weights: norms one, biases zero, the rest normal; the same in every layout.
+
+    Before a model's replicas share its parameters out.
+    """
     names = list(weight_shapes(model.config, model.head_kind))
     shapes = weight_shapes(model.config, model.head_kind)
     for piece in pieces(model):
@@ -150,12 +183,15 @@ def initialize(model: Decoder, seed: int) -> None:
 
 
 @torch.no_grad()
-def load(model: Decoder, read: Callable[[str, Box], Tensor | None]) -> list[str]:
+def load(
+    model: Decoder, read: Callable[[str, Box], Tensor | None], share: tuple[int, int] = (0, 1)
+) -> list[str]:
     """Fills a decoder piece by piece.
 
     Args:
         model: whose weights are written.
         read: gives a box of a named weight, or None where there is no such weight.
+        share: as of `pieces`.
 
     Returns:
         Names that were not found; their values are left as they were.
@@ -164,7 +200,7 @@ def load(model: Decoder, read: Callable[[str, Box], Tensor | None]) -> list[str]
         DataError: if a weight has another shape.
     """
     missing = []
-    for piece in pieces(model):
+    for piece in pieces(model, share):
         found, view = read(piece.name, piece.box), piece.view(model)
         if found is None:
             missing.append(piece.name)
@@ -210,10 +246,10 @@ def num_bytes(config: DecoderConfig, itemsize: int, head: str = "vocabulary") ->
 
 
 def shard_boxes(
-    config: DecoderConfig, shard: Shard, head: str = "vocabulary"
+    config: DecoderConfig, shard: Shard, head: str = "vocabulary", share: tuple[int, int] = (0, 1)
 ) -> dict[str, list[Box]]:
-    """The boxes that a shard holds, by name; without allocating them."""
+    """The boxes that a rank holds, by name; without allocating them; arguments as `pieces`."""
     found: dict[str, list[Box]] = {}
-    for piece in pieces(Decoder(config, shard, head, device="meta")):
+    for piece in pieces(Decoder(config, shard, head, device="meta"), share):
         found.setdefault(piece.name, []).append(piece.box)
     return found

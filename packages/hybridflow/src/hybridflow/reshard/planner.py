@@ -178,32 +178,17 @@ def held_by(
         config: of the model.
         layout: of training.
         rank: in it.
-        is_sharded: replicas hold consecutive rows each, as FSDP2 cuts: ceil(rows / d), the last
-            ones fewer or none.
+        is_sharded: replicas share the parameters out, as FSDP2 does.
     """
     pp, tp, dp = layout.coordinates(rank)
-    boxes = shard_boxes(config, Shard(config, pp, layout.pp, tp, layout.tp))
-    if not is_sharded:
-        return boxes
-    return {name: _rows_of(found, dp, layout.dp) for name, found in boxes.items()}
+    shard = Shard(config, pp, layout.pp, tp, layout.tp)
+    return shard_boxes(config, shard, share=(dp, layout.dp) if is_sharded else (0, 1))
 
 
 def wanted_by(config: DecoderConfig, groups: GenerationGroups, rank: int) -> dict[str, list[Box]]:
     """What a rank of training holds for generation."""
     at = groups.coordinates(rank)
     return shard_boxes(config, Shard(config, at.pp, groups.pp_size, at.tp, groups.tp_size))
-
-
-def _rows_of(boxes: Sequence[Box], index: int, count: int) -> list[Box]:
-    cut = []
-    for box in boxes:
-        size = -(-box.sizes[0] // count)
-        start = min(index * size, box.sizes[0])
-        rows = min(size, box.sizes[0] - start)
-        if rows:
-            offsets = (box.offsets[0] + start, *box.offsets[1:])
-            cut.append(Box(offsets, (rows, *box.sizes[1:])))
-    return cut
 
 
 def _num_bytes(boxes: Boxes, itemsize: int) -> int:

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import Piece, pieces
@@ -29,11 +30,13 @@ _BUCKET_BYTES = 64 << 20
 class _Side:
     """One of the two decoders: its pieces, and allocating and releasing its parameters."""
 
-    def __init__(self, model: Decoder, device: torch.device) -> None:
-        self.model, self._device = model, device
+    def __init__(
+        self, model: Decoder, device: torch.device, share: tuple[int, int], is_kept: bool = False
+    ) -> None:
+        self.model, self._device, self._is_kept = model, device, is_kept
         self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
         self.pieces: dict[str, list[Piece]] = {}
-        for piece in pieces(model):
+        for piece in pieces(model, share):
             self.pieces.setdefault(piece.name, []).append(piece)
 
     def parameters_of(self, names: set[str]) -> set[str]:
@@ -51,6 +54,8 @@ class _Side:
         self._set({name: torch.Size([0]) for name in self.parameters_of(names)})
 
     def _set(self, shapes: dict[str, torch.Size]) -> None:
+        if self._is_kept:
+            return
         for name, shape in shapes.items():
             parameter = self.model.get_parameter(name)
             fresh = torch.empty(shape, dtype=parameter.dtype, device=self._device)
@@ -63,8 +68,9 @@ class _Side:
 
     def live_bytes(self) -> int:
         """Bytes that its weights take now."""
-        weights = (p for p in self.model.parameters() if p.device.type != "meta")
-        return sum(p.numel() * p.element_size() for p in weights)
+        weights = (p.data for p in self.model.parameters() if p.device.type != "meta")
+        held = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        return sum(w.numel() * w.element_size() for w in held)
 
 
 class Transition:
@@ -83,6 +89,7 @@ class Transition:
         sources: Sequence[Boxes],
         wanted: Sequence[Boxes],
         group: Group | None,
+        share: tuple[int, int] = (0, 1),
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         """Plans both ways.
@@ -92,6 +99,8 @@ class Transition:
             generation: made on the device "meta"; its weights are there while generating only.
             sources, wanted: what the group's ranks hold, by rank in it.
             group: ranks that exchange weights; None where this one is alone.
+            share: index and number of the replicas that share training's parameters out, as FSDP2
+                does. Their parts, 1 / number of a shard, then stay where they are.
             bucket_bytes: of generation's weights, about; a layer is never cut.
 
         Raises:
@@ -101,8 +110,9 @@ class Transition:
         self._group = group
         self.plan = plan_boxes(sources, wanted, first.element_size())
         self._back = plan_boxes(wanted, sources, first.element_size())
-        self._training = _Side(training, first.device)
-        self._generation = _Side(generation, first.device)
+        self._is_kept = share[1] > 1
+        self._training = _Side(training, first.device, share, self._is_kept)
+        self._generation = _Side(generation, first.device, (0, 1))
         self._buckets = list(_buckets(self.plan, bucket_bytes))
         for bucket in self._buckets:
             self._generation.release(bucket)
@@ -113,13 +123,16 @@ class Transition:
         """Fills generation's weights and lets training's go; nothing if that is so already."""
         if not self.is_generating:
             self._move(self._training, self._generation, self.plan)
-            self.is_generating = True
+        self.is_generating = True
 
     def to_training(self) -> None:
         """Restores training's weights and lets generation's go; nothing if that is so already."""
-        if self.is_generating:
+        if self.is_generating and self._is_kept:
+            for bucket in self._buckets:
+                self._generation.release(bucket)
+        elif self.is_generating:
             self._move(self._generation, self._training, self._back)
-            self.is_generating = False
+        self.is_generating = False
 
     @torch.no_grad()
     def _move(self, src: _Side, dst: _Side, plan: Plan) -> None:
