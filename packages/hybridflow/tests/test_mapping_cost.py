@@ -248,9 +248,9 @@ def test_waves_follow_the_cache():
     per_sequence = 2 * 2 * 32 * 16 * 128 * 2048
     assert bytes_of.kv_bytes_per_sequence(ACTOR, two, model.workload) == per_sequence
     assert model.replica_sequences(layout, two) == 128
-    assert model.num_waves(ACTOR, layout, two, 128.0 * per_sequence) == 1
-    assert model.num_waves(ACTOR, layout, two, 127.5 * per_sequence) == 2
-    assert model.num_waves(ACTOR, layout, two, 0.5 * per_sequence) is None
+    assert model.num_waves(ACTOR, layout, two, 128 * per_sequence) == 1
+    assert model.num_waves(ACTOR, layout, two, 128 * per_sequence - 1) == 2
+    assert model.num_waves(ACTOR, layout, two, per_sequence - 1) is None
 
 
 def test_remax_generates_and_scores_greedy_responses():

@@ -3,7 +3,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import permutations, product
-from math import ceil, floor, inf
+from math import ceil, inf
 from pathlib import Path
 
 import pytest
@@ -60,7 +60,7 @@ def tiny(name, num_layers, num_heads=2):
     """A model so small that all its layouts can be gone through."""
     return ModelSpec(
         name=name,
-        role=name,
+        role="critic" if "critic" in name else name,
         num_params=20_000_000 * num_layers,
         num_layers=num_layers,
         hidden_size=512,
@@ -145,7 +145,7 @@ def every_way(models, num_gpus, costs):
             cache = costs.usable_bytes - resident
             cache -= bytes_of.generation_bytes(actor, layout, generation)
             per_sequence = bytes_of.kv_bytes_per_sequence(actor, generation, costs.workload)
-            capacity = floor(cache / per_sequence)
+            capacity = cache // per_sequence
             if capacity >= 1:
                 num_sequences = ceil(costs.workload.num_generated / (num_gpus // (pp * tp)))
                 num_waves = ceil(num_sequences / capacity)
@@ -187,11 +187,18 @@ def test_three_models_equal_brute_force(shape, algorithm, layers, memory_mb, rat
 
 
 @pytest.mark.parametrize(
-    ("memory_mb", "rate", "layers"), [(300, 20.0, (2, 1, 2, 1)), (2000, 0.5, (1, 2, 1, 1))]
+    ("algorithm", "names", "memory_mb", "rate", "layers"),
+    [
+        ("ppo", ROLES["ppo"], 300, 20.0, (2, 1, 2, 1)),
+        ("ppo", ROLES["ppo"], 2000, 0.5, (1, 2, 1, 1)),
+        ("safe_rlhf", ("actor", "critic", "cost_critic", "cost"), 1000, 0.5, (1, 2, 1, 1)),
+        ("safe_rlhf", ("actor", "critic", "cost_critic", "cost"), 600, 20.0, (1, 1, 3, 1)),
+    ],
 )
-def test_four_models_on_sixteen_gpus_equal_brute_force(memory_mb, rate, layers):
-    models = [tiny(name, depth) for name, depth in zip(ROLES["ppo"], layers, strict=True)]
+def test_four_models_on_sixteen_gpus_equal_brute_force(algorithm, names, memory_mb, rate, layers):
+    models = [tiny(name, depth) for name, depth in zip(names, layers, strict=True)]
     workload = Workload(
+        algorithm=algorithm,
         global_batch_size=48,
         prompt_tokens=64,
         response_tokens=64,
@@ -201,6 +208,7 @@ def test_four_models_on_sixteen_gpus_equal_brute_force(memory_mb, rate, layers):
     )
     cluster = a100s(16, 8, rate, replace(A100_80, memory_bytes=memory_mb * MB))
     least = brute_force_s(models, cluster, workload, EFFICIENCY)
+    assert least < inf
     assert search(models, cluster, workload, EFFICIENCY).step_s == pytest.approx(least)
 
 
@@ -217,7 +225,7 @@ def searched(*arguments):
         raise
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(SIZES, st.sampled_from(list(ROLES)[:3]), st.integers(2, 3), st.sampled_from([10.0, 200.0]))
 def test_more_hosts_or_bandwidth_are_never_slower(size, algorithm, hosts, rate):
     # From two hosts on: alone, a host has no network that transfers would have to take.
@@ -229,7 +237,7 @@ def test_more_hosts_or_bandwidth_are_never_slower(size, algorithm, hosts, rate):
     assert max(more.step_s, faster.step_s) <= before.step_s * (1 + 1e-12)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(SIZES, SIZES, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_a_plan_holds_what_it_says(size, other, hosts, random):
     models = llamas(size)[::2] + llamas(other)[1::2]
@@ -251,8 +259,7 @@ def test_a_plan_holds_what_it_says(size, other, hosts, random):
     assert set(ranks) <= set(range(cluster.num_ranks))
     assert sorted(model.name for found in plan.sets for model in found.models) == sorted(by_name)
     for found in plan.sets:
-        # Each model's bytes are rounded to whole ones.
-        assert found.peak_bytes <= plan.usable_bytes + 2 * len(found.models)
+        assert found.peak_bytes <= plan.usable_bytes
         for model in found.models:
             assert model.pp * model.tp * model.dp == found.num_gpus
             assert by_name[model.name].num_heads % model.tp == 0
@@ -291,6 +298,12 @@ def test_a_plan_explains_itself():
         assert part in text
     assert "Best standalone: does not fit" in str(search(llamas("34B"), a100s(32), Workload()))
     assert "GiB a GPU at most" in text
+
+
+def test_an_actor_alone_takes_all_gpus():
+    plan = search([ModelSpec.llama("7B", "actor")], a100s(16), Workload(algorithm="remax"))
+    assert [found.num_gpus for found in plan.sets] == [16]
+    assert [other.kind for other in plan.alternatives] == ["colocated"]
 
 
 def test_idle_gpus_are_told():
@@ -345,7 +358,7 @@ def test_a_cluster_that_is_too_small_is_told_what_would_do():
 
 def test_models_that_fit_nowhere_are_told_so():
     device = replace(A100_80, memory_bytes=100 * MB)
-    with pytest.raises(TopologyError, match="more such GPUs do not help"):
+    with pytest.raises(TopologyError, match="even 520 such GPUs"):
         search(llamas("7B"), a100s(8, device=device), Workload())
 
 
@@ -413,7 +426,8 @@ def test_sets_of_any_size_would_gain_little(num_gpus, size):
         found = divide(curves, costs.hardware) if all(map(len, curves)) else None
         least = min(least, found.step_s if found else inf)
     plan = search(models, a100s(num_gpus), Workload())
-    assert least <= plan.step_s <= 1.03 * least
+    assert least <= plan.step_s * (1 + 1e-12)
+    assert plan.step_s <= 1.001 * least
 
 
 def test_sizes_that_are_possible_are_all_in_the_space():

@@ -6,7 +6,7 @@ two, in place (see `hybridflow.reshard`), when the first of the other's calls co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.group import WorkerGroup
+from hybridflow.metrics import Metrics, steps
 from hybridflow.model_worker import ModelWorker
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.optimizer import AdamW
@@ -277,7 +278,7 @@ class Actor(WorkerGroup):
         num_updates: int = 1,
         num_epochs: int = 1,
         **settings: Any,
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Trains on a batch, mini-batch after mini-batch.
 
         Args:
@@ -288,23 +289,6 @@ class Actor(WorkerGroup):
             **settings: of `PolicyUpdate`.
 
         Returns:
-            Means over the steps.
-
-        Raises:
-            RankFailure: if a rank raised.
+            Means over the steps, as a mapping that waits when it is looked at.
         """
-        how = PolicyUpdate(**settings)
-        rows = Joined([(batch, None)]) if isinstance(batch, Batch | Future) else batch
-        told = [
-            self.call("update", rows.share(k, num_updates), how)
-            for _ in range(num_epochs)
-            for k in range(num_updates)
-        ]
-        return mean_of([future.result()[0] for future in told])
-
-
-def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean of each metric over the steps that have it."""
-    names = dict.fromkeys(name for step in metrics for name in step)
-    found = {name: [step[name] for step in metrics if name in step] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+        return steps(self, batch, PolicyUpdate(**settings), num_updates, num_epochs)

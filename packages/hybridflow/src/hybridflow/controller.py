@@ -240,6 +240,8 @@ class Workers:
                 raise TimeoutError(f"{future.name} has not answered within {timeout_s:g} s")
         if future.error is not None:
             raise future.error
+        # What a rank answered with is gone with the rank.
+        self._refuse_if_closed()
 
     def _keep_forwarding(self) -> None:
         while not self._step(None, lambda: not self._waiting):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.actor import mean_of
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.group import WorkerGroup
+from hybridflow.metrics import Metrics, steps
 from hybridflow.model_worker import ModelWorker
 from hybridflow.models.optimizer import AdamW
 from hybridflow.models.sequences import asked, micro_batches, values
@@ -110,7 +110,7 @@ class Critic(WorkerGroup):
         num_updates: int = 1,
         num_epochs: int = 1,
         **settings: Any,
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Trains on a batch with columns values (before the update) and returns.
 
         Args:
@@ -120,13 +120,6 @@ class Critic(WorkerGroup):
             **settings: of `ValueUpdate`.
 
         Returns:
-            Means over the steps.
+            Means over the steps, as a mapping that waits when it is looked at.
         """
-        how = ValueUpdate(**settings)
-        rows = Joined([(batch, None)]) if isinstance(batch, Batch | Future) else batch
-        told = [
-            self.call("update", rows.share(k, num_updates), how)
-            for _ in range(num_epochs)
-            for k in range(num_updates)
-        ]
-        return mean_of([future.result()[0] for future in told])
+        return steps(self, batch, ValueUpdate(**settings), num_updates, num_epochs)

@@ -92,6 +92,7 @@ class Prompts:
         self._rows: list[Mapping[str, Any]] = []
         self.num_too_long = 0
         tokenizer, num_rows = as_tokenizer(tokenizer), 0
+        name = str(source) if isinstance(source, str | PathLike) else "the list"
         for where, row in _read(source, column):
             num_rows += 1
             if column not in row:
@@ -108,19 +109,21 @@ class Prompts:
         if not self._tokens:
             raise DataError(
                 f"prompts: expected at least one of up to {max_prompt_tokens} tokens, and "
-                f"{_name(source)} has {num_rows} rows, {self.num_too_long} of them too long"
+                f"{name} has {num_rows} rows, {self.num_too_long} of them too long"
             )
         if self.num_too_long:
             log.warning(
                 "%s: %d of %d prompts have more than %d tokens and are left out",
-                *(_name(source), self.num_too_long, num_rows, max_prompt_tokens),
+                name,
+                self.num_too_long,
+                num_rows,
+                max_prompt_tokens,
             )
         # As a dict, the names keep the order in which they came.
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         if taken := sorted(_RESERVED.intersection(self._columns)):
             raise DataError(
-                f"{_name(source)}: column {taken[0]!r} has a name that batches use themselves; "
-                "rename it"
+                f"{name}: column {taken[0]!r} has a name that batches use themselves; rename it"
             )
 
     def __len__(self) -> int:
@@ -185,10 +188,6 @@ def _order(seed: int, epoch: int, num: int) -> Int64[Tensor, " num"]:
     return philox(counter, stream_key(seed, epoch, _SHUFFLE))[:, 0].argsort(stable=True)
 
 
-def _name(source: Any) -> str:
-    return str(source) if isinstance(source, str | PathLike) else "the list"
-
-
 def _read(source: Any, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Rows, and where each stands."""
     if not isinstance(source, str | PathLike):
@@ -212,14 +211,11 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             try:
                 row = json.loads(line)
             except ValueError as error:  # of JSON, or of UTF-8
-                raise DataError(
-                    f"{path}:{number}: expected a JSON object on one line: {error}"
-                ) from error
+                told = f"{path}:{number}: expected a JSON object on one line: {error}"
+                raise DataError(told) from error
             if not isinstance(row, dict):
-                raise DataError(
-                    f"{path}:{number}: expected a JSON object, got {type(row).__name__}; write "
-                    'each row as {"prompt": ...}'
-                )
+                got = type(row).__name__
+                raise DataError(f"{path}:{number}: expected a JSON object, got {got}; mend the row")
             yield f"{path}:{number}", row
 
 

@@ -4,7 +4,8 @@ A function may be wrong about one sample of a thousand: it raises, hangs, or ret
 policy says what then: fail, naming the sample; give it 0; or mark its row to be dropped. In worker
 processes a function that hangs or crashes harms nothing else. In this process a time limit is an
 alarm, which only the main thread on Unix can have, and which code that never returns to the
-interpreter does not hear; `in_process=False` has neither restriction.
+interpreter does not hear; `in_process=False` has neither restriction. Both ways stand in this file,
+long as it is, because they judge what a function gives by the same rules.
 """
 
 from __future__ import annotations
@@ -376,7 +377,7 @@ class _Workers:
 
     def _take(self, k: int) -> tuple[_Call, list[Any]] | None:
         worker = self._workers[k]
-        call, worker.call = worker.call, None
+        call = worker.call
         try:
             if worker.link.poll():
                 message = worker.link.recv()
@@ -388,9 +389,9 @@ class _Workers:
             message = _Failure(f"its worker process died, exit code {worker.process.exitcode}")
         if call is None:  # it was starting
             if message is not None:
-                worker.stop()
+                told = message.reason if isinstance(message, _Failure) else message
                 raise ConfigError(
-                    f"reward: a worker process could not load the function: {message}; it must be "
+                    f"reward: a worker process could not load the function: {told}; it must be "
                     "importable there, and a script's own code must stand under "
                     "`if __name__ == '__main__':`"
                 )
@@ -423,7 +424,7 @@ class _Worker:
         self.deadline = math.inf if limit_s is None else time.monotonic() + limit_s
 
     def become_ready(self) -> None:
-        self.is_ready, self.deadline = True, math.inf
+        self.is_ready, self.call, self.deadline = True, None, math.inf
 
     def stop(self) -> None:
         self.process.kill()

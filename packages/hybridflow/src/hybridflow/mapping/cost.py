@@ -41,9 +41,9 @@ class CostModel:
     efficiency: Efficiency = field(default_factory=Efficiency)
 
     @property
-    def usable_bytes(self) -> float:
+    def usable_bytes(self) -> int:
         """Bytes of each GPU that models may fill."""
-        return self.hardware.device.memory_bytes * self.efficiency.memory
+        return math.floor(self.hardware.device.memory_bytes * self.efficiency.memory)
 
     def train_s(self, model: ModelSpec, layout: Layout) -> float:
         """Seconds of all updates of a step; none for a model that is not trained."""
@@ -70,11 +70,11 @@ class CostModel:
         return self._forward_s(model, layout, sequences, tokens, self._hop(layout))
 
     def num_waves(
-        self, model: ModelSpec, layout: Layout, generation: GenerationLayout, kv_bytes: float
+        self, model: ModelSpec, layout: Layout, generation: GenerationLayout, kv_bytes: int
     ) -> int | None:
         """How many times a replica fills its cache of `kv_bytes`; None if no sequence fits."""
         per_sequence = memory.kv_bytes_per_sequence(model, generation, self.workload)
-        capacity = math.floor(kv_bytes / per_sequence)
+        capacity = kv_bytes // per_sequence
         if capacity < 1:
             return None
         return math.ceil(self.replica_sequences(layout, generation) / capacity)

@@ -51,14 +51,14 @@ def evaluate(costs: CostModel, choices: Sequence[Choice], first_rank: int = 0) -
         models=plans,
         stage_s=(generate_s, prepare_s + transfers_s, train_s),
     )
-    if found.peak_bytes > math.ceil(costs.usable_bytes) + 2 * len(plans):
+    if found.peak_bytes > costs.usable_bytes:
         raise _too_large(costs, choices, found.peak_bytes)
     return found
 
 
-def _model_plan(costs: CostModel, choice: Choice, all_resident_bytes: float) -> ModelPlan:
+def _model_plan(costs: CostModel, choice: Choice, all_resident_bytes: int) -> ModelPlan:
     model, layout, generation = choice.model, choice.layout, choice.generation
-    generate_s, num_waves, generation_bytes = 0.0, None, 0.0
+    generate_s, num_waves, generation_bytes = 0.0, None, 0
     if generation is not None:
         weights = memory.generation_bytes(model, layout, generation)
         free_bytes = costs.usable_bytes - all_resident_bytes - weights
@@ -78,9 +78,9 @@ def _model_plan(costs: CostModel, choice: Choice, all_resident_bytes: float) -> 
         generation_pp=generation.pp if generation else None,
         generation_tp=generation.tp if generation else None,
         num_waves=num_waves,
-        resident_bytes=round(memory.resident_bytes(model, layout)),
-        working_bytes=round(memory.working_bytes(model, layout, costs.workload)),
-        generation_bytes=round(generation_bytes),
+        resident_bytes=memory.resident_bytes(model, layout),
+        working_bytes=memory.working_bytes(model, layout, costs.workload),
+        generation_bytes=generation_bytes,
         stage_s=(generate_s, costs.prepare_s(model, layout), costs.train_s(model, layout)),
     )
 

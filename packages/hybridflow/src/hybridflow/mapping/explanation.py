@@ -21,7 +21,7 @@ def explain(mapping: Mapping) -> str:
         lines += _set(found, mapping)
     used = sum(found.num_gpus for found in mapping.sets)
     if used < mapping.num_gpus:
-        lines.append(f"Idle: {mapping.num_gpus - used} GPUs; no set is faster with them.")
+        lines.append(f"Idle: {mapping.num_gpus - used} GPUs, which would make no step faster.")
     lines += _stages(mapping)
     lines += [_alternative(other, mapping.step_s) for other in mapping.alternatives]
     lines.append(

@@ -3,6 +3,7 @@
 What stays is summed over the models of a set; what work needs is taken by one model at a time, so
 only the largest counts. Shares are those of the fullest pipeline stage. Parameters of embeddings
 and head are spread over the stages like layers, which is right on the mean and not for each stage.
+Bytes are whole, so that sums come out alike in whatever order they are taken.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ Read are gradient, master copy and moments; written are master copy, moments and
 _TRAINED_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + 3 * 4
 
 
-def resident_bytes(model: ModelSpec, layout: Layout) -> float:
+def resident_bytes(model: ModelSpec, layout: Layout) -> int:
     """Bytes a GPU holds all the time: 18 a parameter when trained, 2 when not."""
     per_param = _TRAINED_BYTES if model.is_trained else WEIGHT_BYTES
-    return per_param * model.num_params * layout.layer_share(model) / layout.tp
+    return math.ceil(per_param * model.num_params * layout.layer_share(model) / layout.tp)
 
 
-def working_bytes(model: ModelSpec, layout: Layout, workload: Workload) -> float:
+def working_bytes(model: ModelSpec, layout: Layout, workload: Workload) -> int:
     """Bytes of activations, of training for trained models and of a forward pass for others.
 
     A token keeps per layer, in bfloat16, the inputs and outputs of both norms, queries, keys,
@@ -51,29 +52,29 @@ def working_bytes(model: ModelSpec, layout: Layout, workload: Workload) -> float
     kv_size = model.num_kv_heads * model.head_size
     layer = WEIGHT_BYTES * (6 * model.hidden_size + 2 * kv_size + 3 * model.ffn_size)
     if not model.is_trained:
-        return num_tokens * (layer + 4 * model.logits_size) / layout.tp
+        return math.ceil(num_tokens * (layer + 4 * model.logits_size) / layout.tp)
     sequences = math.ceil(workload.sequences_per_update / layout.dp)
     in_flight = min(layout.pp, math.ceil(sequences / micro_batch_sequences(workload)))
     num_layers = math.ceil(model.num_layers / layout.pp)
     per_token = layer * num_layers * in_flight + 2 * 4 * model.logits_size
-    return num_tokens * per_token / layout.tp
+    return math.ceil(num_tokens * per_token / layout.tp)
 
 
-def generation_bytes(model: ModelSpec, layout: Layout, generation: GenerationLayout) -> float:
+def generation_bytes(model: ModelSpec, layout: Layout, generation: GenerationLayout) -> int:
     """Bytes of generation weights beyond the training shard, which is part of them."""
     stage = math.ceil(model.num_layers / generation.pp) / model.num_layers
     share = stage / generation.tp - layout.layer_share(model) / layout.tp
-    return WEIGHT_BYTES * model.num_params * share
+    return math.ceil(WEIGHT_BYTES * model.num_params * share)
 
 
 def kv_bytes_per_sequence(
     model: ModelSpec, generation: GenerationLayout, workload: Workload
-) -> float:
+) -> int:
     """Bytes that keys and values of a whole sequence take of each GPU of a replica."""
     num_layers = math.ceil(model.num_layers / generation.pp)
     num_heads = math.ceil(model.num_kv_heads / generation.tp)
     per_token = 2 * WEIGHT_BYTES * num_layers * num_heads * model.head_size
-    return float(per_token * workload.sequence_tokens)
+    return per_token * workload.sequence_tokens
 
 
 def micro_batch_sequences(workload: Workload) -> int:

@@ -7,8 +7,8 @@ We differ in that a set is a Pareto front of ways instead of one best way a mode
 division of GPUs is not enumerated: models that only score need the least number of GPUs that keeps
 them within a time, which leaves a table over the sets that are trained. Both keep the result exact.
 
-Sets have a host's GPUs or a multiple, or a host divided by its prime factors (`Hardware.set_sizes`);
-this is the one restriction of the space. A set may leave GPUs of the cluster idle.
+Sets have a multiple of a host's GPUs, or a host divided by its prime factors
+(`Hardware.set_sizes`): the one restriction of the space. GPUs of the cluster may stay idle.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["search"]
 
 _Partition = tuple[tuple[ModelSpec, ...], ...]
 
-# Clusters up to this many times as large are tried when one is too small.
-_MOST_GROWTH = 64
+# Larger clusters that are tried when one is too small.
+_LARGER = 64
 
 
 def search(
@@ -125,7 +125,7 @@ def _mapping(
     placements = {part: counts[len(part)] for part in partitions}
     return Mapping(
         num_gpus=hardware.num_gpus,
-        usable_bytes=int(costs.usable_bytes),
+        usable_bytes=costs.usable_bytes,
         sets=sets,
         stage_s=stage_s,
         alternatives=_alternatives(best, num_models, costs),
@@ -155,7 +155,8 @@ def _slowest(sets: Sequence[SetPlan]) -> tuple[float, float, float]:
 def _alternatives(
     best: dict[_Partition, Division], num_models: int, costs: CostModel
 ) -> tuple[Alternative, ...]:
-    kinds = {1: "colocated", num_models: "standalone", 2: "split"}
+    # Of one model or two, the kinds are the same: the first name in the plan's order counts.
+    kinds = {num_models: "standalone", 2: "split", 1: "colocated"}
     found = []
     for num_sets, kind in sorted(kinds.items()):
         divisions = [best[part] for part in best if len(part) == num_sets]
@@ -185,18 +186,18 @@ def _num_divisions(hardware: Hardware, num_models: int) -> list[int]:
 
 
 def _too_small(models: tuple[ModelSpec, ...], costs: CostModel) -> TopologyError:
-    hardware = costs.hardware
-    ways = Ways(costs)
-    num_gpus = hardware.num_gpus
-    wanted = ways.front(models, num_gpus).least_bytes
+    hardware, ways = costs.hardware, Ways(costs)
+    wanted = min(ways.front(models, size).least_bytes for size in hardware.set_sizes())
     message = (
-        f"{', '.join(model.name for model in models)} on {num_gpus} x {hardware.device.name}: "
-        f"expected at most {format_bytes(costs.usable_bytes)} to be needed of a GPU "
-        f"({costs.efficiency.memory:.0%} of {format_bytes(hardware.device.memory_bytes)}), came "
-        f"{format_bytes(wanted)} with all models on all GPUs"
+        f"{', '.join(model.name for model in models)} on {hardware.num_gpus} x "
+        f"{hardware.device.name}: expected at most {format_bytes(costs.usable_bytes)} to be needed "
+        f"of a GPU ({costs.efficiency.memory:.0%} of {format_bytes(hardware.device.memory_bytes)}),"
+        f" came {format_bytes(wanted)} with all models on all GPUs"
     )
-    for hosts in range(hardware.num_hosts + 1, hardware.num_hosts * _MOST_GROWTH + 1):
-        larger = hosts * hardware.devices_per_host
+    # One host after another; larger steps where the cluster is already large.
+    steps = -(-hardware.num_hosts // 8)
+    hosts = range(hardware.num_hosts + steps, hardware.num_hosts + _LARGER * steps + 1, steps)
+    for larger in (number * hardware.devices_per_host for number in hosts):
         if ways.front(models, larger).choices:
             return TopologyError(f"{message}; take {larger} such GPUs or more, or larger ones")
-    return TopologyError(f"{message}; more such GPUs do not help, take larger ones")
+    return TopologyError(f"{message}; even {larger} such GPUs are too small, take larger ones")

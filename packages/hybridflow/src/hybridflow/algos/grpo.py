@@ -1,0 +1,71 @@
+"""Group relative policy optimization (Shao et al., arXiv 2402.03300) and what came of it.
+
+`normalize_std=False` with mode "seq-mean-token-sum-norm" is Dr. GRPO (2503.20783); the losses `gspo`
+(2507.18071, mode "seq-mean-token-mean") and `cispo` (2506.13585) of `hybridflow.rl.losses` fit too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridflow.actor import Actor
+from hybridflow.algos.dataflow import Score, fetched, told
+from hybridflow.batch import Batch
+from hybridflow.future import Future, Joined
+from hybridflow.rl import advantages, losses
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.scoring import Reference
+from shared.errors import ConfigError
+
+__all__ = ["GRPO"]
+
+
+@dataclass(kw_only=True)
+class GRPO:
+    """Several responses a prompt; each is worth what it is above the others of its group."""
+
+    actor: Actor
+    score: Score
+    sampling: Sampling
+    reference: Reference | None = None
+    kl_coefficient: float = 0.0
+    normalize_std: bool = True
+    loss: Callable[..., Tensor] = losses.ppo
+    mode: str = "token-mean"
+    norm: float | None = None
+    num_updates: int = 1
+    num_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sampling.num_samples < 2:
+            raise ConfigError("sampling.num_samples: a group needs two responses or more, got 1")
+        if bool(self.kl_coefficient) != (self.reference is not None):
+            raise ConfigError("kl_coefficient and reference go together: give both or neither")
+
+    def rollout(self, prompts: Batch, step: int) -> Future:
+        """Draws a group of responses to each prompt."""
+        return self.actor.generate(prompts, self.sampling, step)
+
+    def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
+        """One step of the actor."""
+        reference = None if self.reference is None else self.reference.log_probs(roll)
+        batch = roll if isinstance(roll, Batch) else roll.result()
+        batch |= fetched(self.score, batch)
+        scores = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
+        gains = advantages.grpo(scores, batch["group"], normalize_std=self.normalize_std)
+        columns = Batch(
+            advantages=advantages.expand(gains, batch["mask"]),
+            old_log_probs=batch["rollout_log_probs"],
+        )
+        rows = roll | columns if reference is None else roll | reference | columns
+        metrics = self.actor.update(
+            rows, loss=self.loss, mode=self.mode, norm=self.norm,
+            kl_coefficient=self.kl_coefficient, num_updates=self.num_updates,
+            num_epochs=self.num_epochs,
+        )  # fmt: skip
+        size = self.sampling.num_samples
+        is_equal = (scores.view(-1, size) == scores.view(-1, size)[:, :1]).all(1)
+        return told(batch, metrics, equal_groups=float(is_equal.float().mean()))

@@ -1,0 +1,79 @@
+"""REINFORCE with a baseline of the other samples, or of the batch.
+
+RLOO (Ahmadian et al., arXiv 2402.14740) and REINFORCE++ (Hu et al., arXiv 2501.03262).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from hybridflow.actor import Actor
+from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
+from hybridflow.batch import Batch
+from hybridflow.future import Future, Joined
+from hybridflow.rl import advantages, losses
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.scoring import Reference
+from shared.errors import ConfigError
+
+__all__ = ["RLOO", "ReinforcePlusPlus"]
+
+
+@dataclass(kw_only=True)
+class _Reinforce:
+    """What both have: a model, a reward, a penalty for leaving the reference in the reward."""
+
+    actor: Actor
+    score: Score
+    sampling: Sampling
+    reference: Reference | None = None
+    beta: float = 0.0
+    clip: tuple[float, float] = (0.2, 0.2)
+    num_updates: int = 1
+    num_epochs: int = 1
+
+    def rollout(self, prompts: Batch, step: int) -> Future:
+        """Draws responses to prompts."""
+        return self.actor.generate(prompts, self.sampling, step)
+
+    def _rewarded(self, roll: Batch | Future | Joined) -> Batch:
+        """The rollout with the rewards of its tokens."""
+        reference = None if self.reference is None else self.reference.log_probs(roll)
+        batch = roll if isinstance(roll, Batch) else roll.result()
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
+        if reference is not None:
+            batch |= reference.result()
+        return batch | Batch(penalized=token_rewards(batch, beta=self.beta)[0])
+
+    def _update(self, roll: Batch | Future | Joined, batch: Batch, gains: object) -> dict:
+        columns = Batch(advantages=gains, old_log_probs=batch["old_log_probs"])
+        metrics = self.actor.update(
+            roll | columns, loss=partial(losses.ppo, clip=self.clip),
+            num_updates=self.num_updates, num_epochs=self.num_epochs,
+        )  # fmt: skip
+        return told(batch, metrics)
+
+
+class RLOO(_Reinforce):
+    """A response is worth its score less the mean of the group's others."""
+
+    def __post_init__(self) -> None:
+        if self.sampling.num_samples < 2:
+            raise ConfigError("sampling.num_samples: a group needs two responses or more, got 1")
+
+    def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
+        """One step of the actor."""
+        batch = self._rewarded(roll)
+        gains = advantages.rloo(batch["penalized"].sum(1), batch["group"])
+        return self._update(roll, batch, advantages.expand(gains, batch["mask"]))
+
+
+class ReinforcePlusPlus(_Reinforce):
+    """A token is worth the rewards after it, measured against the whole batch."""
+
+    def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
+        """One step of the actor."""
+        batch = self._rewarded(roll)
+        gains = advantages.reinforce_plus_plus(batch["penalized"], batch["mask"], 1.0)
+        return self._update(roll, batch, gains)

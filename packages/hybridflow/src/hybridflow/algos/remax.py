@@ -1,0 +1,54 @@
+"""ReMax (Li et al., arXiv 2310.10505): REINFORCE against the reward of the greedy response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from hybridflow.actor import Actor
+from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
+from hybridflow.batch import Batch
+from hybridflow.future import Future, Joined
+from hybridflow.rl import advantages, losses
+from hybridflow.rollout.sampling import Sampling
+from shared.errors import ConfigError
+
+__all__ = ["ReMax"]
+
+
+@dataclass(kw_only=True)
+class ReMax:
+    """One response a prompt, and one more greedy generation as its baseline; no critic."""
+
+    actor: Actor
+    score: Score
+    sampling: Sampling
+    clip: tuple[float, float] = (0.2, 0.2)
+    num_updates: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sampling.num_samples != 1:
+            raise ConfigError("sampling.num_samples: ReMax draws 1 response a prompt")
+
+    def rollout(self, prompts: Batch, step: int) -> Joined:
+        """Draws a response to each prompt, and takes the likeliest one beside it."""
+        roll = self.actor.generate(prompts, self.sampling, step)
+        greedy = self.actor.generate(prompts, replace(self.sampling, temperature=0), step)
+        found = greedy.result()
+        scores = fetched(self.score, found)
+        worth = scores["rewards"].sum(1) if "rewards" in scores else scores["scores"]
+        return roll | Batch(greedy_scores=worth)
+
+    def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
+        """One step of the actor."""
+        batch = roll if isinstance(roll, Batch) else roll.result()
+        if "greedy_scores" not in batch:
+            raise ConfigError("expected column greedy_scores; draw responses by ReMax.rollout")
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
+        rewards, _ = token_rewards(batch)
+        baseline = batch["greedy_scores"].to(rewards.dtype)
+        gains = advantages.remax(rewards, batch["mask"], baseline)
+        columns = Batch(advantages=gains, old_log_probs=batch["old_log_probs"])
+        loss = partial(losses.ppo, clip=self.clip)
+        metrics = self.actor.update(roll | columns, loss=loss, num_updates=self.num_updates)
+        return told(batch, metrics, greedy_reward=float(baseline.mean()))

@@ -1,0 +1,73 @@
+"""Safe RLHF (Dai et al., arXiv 2310.12773): reward against cost, weighed by a multiplier.
+
+PPO with two critics. The multiplier rises while responses cost more than is allowed; half of the
+penalty for leaving the reference is taken from the reward and half added to the cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from hybridflow.actor import Actor
+from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
+from hybridflow.batch import Batch
+from hybridflow.critic import Critic
+from hybridflow.future import Future, Joined
+from hybridflow.rl import advantages, lagrange, losses
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.scoring import Reference
+
+__all__ = ["SafeRLHF"]
+
+
+@dataclass(kw_only=True)
+class SafeRLHF:
+    """PPO for reward, held to a bound on cost; `cost` gives "costs" [rows]."""
+
+    actor: Actor
+    critic: Critic
+    cost_critic: Critic
+    score: Score
+    cost: Score
+    sampling: Sampling
+    reference: Reference | None = None
+    beta: float = 0.0
+    multiplier: lagrange.Multiplier = field(default_factory=lagrange.Multiplier)
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip: tuple[float, float] = (0.2, 0.2)
+    num_updates: int = 1
+
+    def rollout(self, prompts: Batch, step: int) -> Future:
+        """Draws responses to prompts."""
+        return self.actor.generate(prompts, self.sampling, step)
+
+    def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
+        """One step of the multiplier, both critics and the actor."""
+        asked = (self.critic.values(roll), self.cost_critic.values(roll))
+        reference = None if self.reference is None else self.reference.log_probs(roll)
+        batch = roll if isinstance(roll, Batch) else roll.result()
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
+        costs = self.cost(batch)
+        batch |= costs if isinstance(costs, Batch) else costs.result()
+        if reference is not None:
+            batch |= reference.result()
+        mask, gains = batch["mask"], []
+        for critic, values, column, sign in (
+            (self.critic, asked[0], "scores", 1),
+            (self.cost_critic, asked[1], "costs", -1),
+        ):
+            rewards, _ = token_rewards(batch, beta=sign * self.beta / 2, score=column)
+            gain, returns = advantages.gae(
+                rewards, values.result()["values"], mask, self.gamma, self.lam
+            )
+            gains.append(advantages.whiten(gain, mask, shift_mean=column == "scores"))
+            critic.update(roll | values | Batch(returns=returns), num_updates=self.num_updates)
+        mean_cost = float(batch["costs"].float().mean())
+        self.multiplier = self.multiplier.update(mean_cost)
+        combined = lagrange.combine(gains[0], gains[1], self.multiplier.value)
+        columns = Batch(advantages=combined, old_log_probs=batch["old_log_probs"])
+        loss = partial(losses.ppo, clip=self.clip)
+        metrics = self.actor.update(roll | columns, loss=loss, num_updates=self.num_updates)
+        return told(batch, metrics, cost=mean_cost, multiplier=self.multiplier.value)
