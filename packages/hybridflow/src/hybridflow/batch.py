@@ -103,12 +103,14 @@ class Batch:
         )
         return f"Batch({len(self)} rows; {', '.join(told)})"
 
-    def __or__(self, other: Batch) -> Batch:
+    def __or__(self, other: Any) -> Batch:
         """Both tables' columns.
 
         Raises:
             DataError: if they differ in length, or in a column that both have.
         """
+        if not isinstance(other, Batch):
+            return NotImplemented  # a future joins itself from the right
         joined = Batch(self._columns, meta={**self.meta, **other.meta})
         for name, column in other.items():
             if name in joined:

@@ -1,56 +1,227 @@
 """The command line. Nothing heavy is imported before a subcommand runs."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from shared.errors import MeshyardError
+from shared.errors import ConfigError, MeshyardError
 
 __all__ = ["main"]
+
+_ABOUT = """RLHF as straight-line code on any placement of its models.
+
+Begin with: hybridflow train grpo-sort
+
+Exit status: 0 done; 1 failed; 2 wrong usage.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Train by a recipe: a YAML file, or the name of one that comes with the package.
+
+    Example: hybridflow train ppo-sort --set steps=200 optimizer.lr=5e-4 --out run1
+
+    Built in: ppo-sort, grpo-sort, dr-grpo-sort, gspo-sort, cispo-sort, rloo-sort, remax-sort,
+    reinforce-sort, safe-sort.
+    """
+
+    recipe: tyro.conf.Positional[str]
+    """File or name."""
+    set: tuple[str, ...] = ()
+    """KEY=VALUE pairs that replace the recipe's, as optimizer.lr=1e-4."""
+    out: Path | None = None
+    """Folder for metrics.jsonl and TensorBoard's files."""
+
+    def run(self) -> None:
+        """Shows progress, and tells how it went."""
+        from rich.console import Console
+        from rich.progress import Progress
+
+        from hybridflow.journal import Journal
+        from hybridflow.recipe import read_recipe
+        from hybridflow.training import Run, start_workers
+
+        recipe = read_recipe(self.recipe, _pairs(self.set))
+        console = Console(stderr=True)
+        with start_workers(recipe) as workers, Progress(console=console) as progress:
+            run = Run.set_up(recipe, workers)
+            journal = None if self.out is None else Journal(self.out)
+            bar = progress.add_task(recipe.algorithm, total=recipe.steps)
+            for told in run.steps():
+                if journal is not None:
+                    journal.write(told)
+                about = f"{recipe.algorithm}: reward {told['reward']:.3f}"
+                progress.update(bar, advance=1, description=about)
+            if journal is not None:
+                journal.close()
+            if run.task is not None:
+                print(f"right answers to prompts never trained on: {run.greedy():.3f}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Say what each rank receives when a model changes from training's layout to generation's.
+
+    Example: hybridflow plan 1-4-2 1-2 --model ./llama
+    """
+
+    train: tyro.conf.Positional[str]
+    """p-t-d."""
+    generate: tyro.conf.Positional[str]
+    """p-t, or p-t-d."""
+    model: str = "config:small-llama"
+    """A local Hugging Face folder, or config:NAME."""
+    itemsize: int = 2
+    """Bytes of a weight's element."""
+    sharded: bool = False
+    """Training's replicas share the weights out (FSDP2)."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> None:
+        """Prints groups and bytes."""
+        import json
+
+        from hybridflow.layout import Layout, generation_layout
+        from hybridflow.models.config import read_config
+        from hybridflow.models.pieces import num_bytes
+        from hybridflow.reshard import plan
+
+        found = plan(
+            self.train, self.generate, self.model, itemsize=self.itemsize, is_sharded=self.sharded
+        )
+        whole = num_bytes(read_config(self.model), self.itemsize)
+        tree = {
+            "model_bytes": whole,
+            "received_bytes": found.received_bytes,
+            "sent_bytes": found.sent_bytes,
+            "held_bytes": list(found.held),
+            "generating_bytes": list(found.wanted),
+        }
+        if self.generate.count("-") != 2:
+            groups = generation_layout(Layout.parse(self.train), self.generate)
+            tree |= {"micro_dp": groups.micro_dp, "tp": groups.tp, "pp": groups.pp}
+        if self.json:
+            print(json.dumps(tree))
+            return
+        print(f"weights of {whole:,} bytes, {self.train} -> {self.generate}")
+        for key in ("micro_dp", "tp", "pp"):
+            if key in tree:
+                print(f"{key} groups: {tree[key]}")
+        print("rank  has          wants        receives     sends")
+        rows = zip(found.held, found.wanted, found.received_bytes, found.sent_bytes, strict=True)
+        for rank, row in enumerate(rows):
+            print(f"{rank:<5} " + " ".join(f"{count:<12,}" for count in row))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Map:
+    """Search for the placement and the layouts of an algorithm's models on a cluster (simulated).
+
+    Example: hybridflow map --actor 13B --critic 70B --gpus 128
+    """
+
+    actor: Literal["7B", "13B", "34B", "70B"] = "7B"
+    """Llama of actor and reference."""
+    critic: Literal["7B", "13B", "34B", "70B"] = "7B"
+    """Llama of critic and reward model."""
+    algorithm: Literal["ppo", "grpo", "remax", "safe_rlhf"] = "ppo"
+    """Whose models and stages."""
+    gpus: int = 16
+    """GPUs, in hosts of `per_host`."""
+    per_host: int = 8
+    """GPUs of a host."""
+    device: str = "A100_80"
+    """Name of a preset."""
+    cluster: Path | None = None
+    """YAML of a cluster, instead of the three above."""
+    batch: int = 1024
+    """Responses a step."""
+    prompt: int = 1024
+    """Tokens of a prompt."""
+    response: int = 1024
+    """Tokens of a response."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self) -> None:
+        """Prints the mapping and why it was chosen."""
+        from hybridflow.mapping import ModelSpec, Workload, search
+        from shared.topology import Cluster, Link
+        from shared.topology.device import PRESETS
+        from shared.units import GB, Gbps
+
+        if self.cluster is not None:
+            cluster = Cluster.from_yaml(self.cluster)
+        else:
+            if self.device not in PRESETS:
+                raise ConfigError(f"device: expected one of {', '.join(PRESETS)}: {self.device!r}")
+            if self.gpus < 1 or self.gpus % min(self.gpus, self.per_host):
+                raise ConfigError(f"gpus: {self.gpus} are no whole hosts of {self.per_host}")
+            cluster = Cluster.uniform(
+                -(-self.gpus // self.per_host), min(self.gpus, self.per_host),
+                PRESETS[self.device], local=Link.from_rate(300 * GB, alpha_s=1e-5),
+                network=Link.from_rate(200 * Gbps, alpha_s=2e-5),
+            )  # fmt: skip
+        roles = {
+            "ppo": ("actor", "reference", "critic", "reward"),
+            "grpo": ("actor", "reference", "reward"),
+            "remax": ("actor", "reference", "reward"),
+            "safe_rlhf": ("actor", "reference", "critic", "reward", "cost"),
+        }[self.algorithm]
+        models = [
+            ModelSpec.llama(self.actor if role in ("actor", "reference") else self.critic, role)
+            for role in roles
+        ]
+        if self.algorithm == "safe_rlhf":
+            models.append(ModelSpec.llama(self.critic, "critic", "cost critic"))
+        workload = Workload(
+            algorithm=self.algorithm, global_batch_size=self.batch, prompt_tokens=self.prompt,
+            response_tokens=self.response,
+        )  # fmt: skip
+        found = search(models, cluster, workload)
+        print(found.to_json() if self.json else found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """Does the main job on this machine beside a baseline, and writes demo.json and a picture."""
+    """Train PPO and GRPO on digits to sort, and time both generation and training.
+
+    Example: hybridflow demo --out report/hybridflow
+    """
 
     out: Path = Path("report/hybridflow")
-    """Folder for the files."""
+    """Folder for demo.json and a picture."""
     full: bool = False
-    """The long form: more repeats."""
+    """The long form: three digits, more repeats."""
 
     def run(self) -> None:
         """Runs the demo and prints its claims."""
-        from hybridflow.demo import run_demo
+        from hybridflow import demo
 
-        for claim in run_demo(self.out, repeats=25 if self.full else 5):
-            print(f"{claim.name}: {claim.ratio:.1f}x")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sum:
-    """Sums one range of the whole numbers 0, 1, 2, ..."""
-
-    start: int
-    """First number."""
-    stop: int
-    """The number after the last."""
-
-    def run(self) -> None:
-        """Prints the sum."""
-        import numpy as np
-
-        from hybridflow.sums import range_sums
-
-        bounds = np.array([[self.start], [self.stop]])
-        print(int(range_sums(np.arange(max(self.stop, 0)), bounds[0], bounds[1])[0]))
+        if not demo.run(self.out, is_full=self.full):
+            raise SystemExit(1)
 
 
 Command = (
-    Annotated[Demo, tyro.conf.subcommand("demo")] | Annotated[Sum, tyro.conf.subcommand("sum")]
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Map, tyro.conf.subcommand("map")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Demo, tyro.conf.subcommand("demo")]
 )
+
+
+def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
+    for text in texts:
+        if "=" not in text:
+            raise ConfigError(f"set: expected KEY=VALUE, got {text!r}")
+    return dict(text.split("=", 1) for text in texts)  # type: ignore[arg-type]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,10 +233,10 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    command: Demo | Sum = tyro.cli(Command, prog="hybridflow", args=argv)  # type: ignore[arg-type]
+    command = tyro.cli(Command, prog="hybridflow", description=_ABOUT, args=argv)  # type: ignore[arg-type]
     try:
         command.run()
-    except MeshyardError as error:
+    except (MeshyardError, OSError, MemoryError) as error:
         print(f"hybridflow: {error}", file=sys.stderr)
         return 1
     return 0

@@ -87,6 +87,12 @@ class Protocol:
         for share in shares:
             if share is not None and not 0 <= share[0] < share[1]:
                 raise ConfigError(f"protocol {self.name!r}: there is no share {share}")
+        given = {share[0] for share in shares if share is not None}
+        if counts and given != set(range(*counts)):
+            raise ConfigError(
+                f"protocol {self.name!r}: expected all of {max(counts)} parts to be given to some "
+                f"rank, got only {sorted(given)}; the rows of the others would be lost"
+            )
         if not collectors or not set(collectors) <= set(range(mesh.num_ranks)):
             raise ConfigError(
                 f"protocol {self.name!r}: expected collectors among the ranks "

@@ -1,0 +1,219 @@
+"""A recipe: everything a run is made from, as a YAML file and as frozen dataclasses.
+
+Unknown keys are refused, with the nearest that there are; what can be checked is checked before
+anything is started.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from shared.errors import ConfigError
+
+__all__ = ["ALGORITHMS", "Optimizer", "Placement", "Recipe", "built_in", "read_recipe"]
+
+ALGORITHMS = (
+    "ppo", "grpo", "dr-grpo", "gspo", "cispo", "rloo", "remax", "reinforce++", "safe-rlhf",
+)  # fmt: skip
+GROUPED = ("grpo", "dr-grpo", "gspo", "cispo", "rloo")
+_ENGINES = ("inline", "local", "ray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """Of actor and critic alike; the schedule runs over the whole run.
+
+    Attributes:
+        lr, weight_decay, max_grad_norm, schedule: as of `hybridflow.AdamW`.
+        warmup_share: share of the optimizer's steps over which the rate rises.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: str = "cosine"
+    warmup_share: float = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where models run.
+
+    Attributes:
+        engine: "inline" (this process), "local" (processes of this machine) or "ray".
+        num_ranks: of the pool that all models share.
+        train: "p-t-d" of every model; replicas when empty.
+        generate: "p-t" of the actor's generation; as training when empty.
+        is_sharded: the actor's replicas share its parameters out (FSDP2).
+    """
+
+    engine: str = "inline"
+    num_ranks: int = 1
+    train: str = ""
+    generate: str = ""
+    is_sharded: bool = False
+
+    def __post_init__(self) -> None:
+        if self.engine not in _ENGINES:
+            raise ConfigError(
+                f"placement.engine: expected one of {', '.join(_ENGINES)}, got {self.engine!r}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A run.
+
+    Attributes:
+        algorithm: one of `ALGORITHMS`.
+        model: "config:NAME" for a model made from nothing, or a local Hugging Face folder.
+        task: "digit-sort:K", "arithmetic:MAX", or a .jsonl or .parquet file of prompts.
+        reward: for a file of prompts, "file.py:function" or "module:function" of a
+            `hybridflow.reward`; empty for a task that has its own.
+        cost: the same for the cost of Safe-RLHF.
+        per_token: of a task: whether each right token is rewarded, or the whole answer.
+        steps: training steps.
+        batch_size: responses a step; prompts times `num_samples`.
+        num_samples: responses a prompt; more than one for algorithms that compare a group.
+        max_new_tokens: longest response; 0: what the task needs.
+        max_prompt_tokens: longer prompts of a file are left out.
+        temperature: of drawing.
+        num_updates: optimizer steps a training step.
+        clip_low, clip_high: bounds of the ratio.
+        beta: weight of the penalty for leaving the reference; 0: no reference.
+        seed: of everything random.
+        optimizer: of actor and critic.
+        placement: of the models.
+        max_tokens: of a micro-batch.
+    """
+
+    algorithm: str
+    model: str = "config:tiny-llama"
+    task: str = "digit-sort:2"
+    reward: str = ""
+    cost: str = ""
+    per_token: bool = False
+    steps: int = 100
+    batch_size: int = 256
+    num_samples: int = 1
+    max_new_tokens: int = 0
+    max_prompt_tokens: int = 1024
+    temperature: float = 1.0
+    num_updates: int = 2
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    beta: float = 0.0
+    seed: int = 0
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    placement: Placement = field(default_factory=Placement)
+    max_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            near = difflib.get_close_matches(self.algorithm, ALGORITHMS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}{hint}"
+            )
+        for name in ("steps", "batch_size", "num_samples", "num_updates", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.algorithm in GROUPED and self.num_samples < 2:
+            raise ConfigError(
+                f"num_samples: {self.algorithm} compares the responses to a prompt, so it needs 2 "
+                f"or more, got {self.num_samples}"
+            )
+        if self.algorithm == "remax" and self.num_samples != 1:
+            raise ConfigError("num_samples: remax draws one response a prompt")
+        if self.batch_size % self.num_samples:
+            raise ConfigError(
+                f"batch_size: {self.batch_size} responses are no whole number of prompts with "
+                f"{self.num_samples} each"
+            )
+        if self.algorithm == "safe-rlhf" and not self.cost:
+            raise ConfigError("cost: safe-rlhf needs a cost, 'file.py:function'")
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts a step."""
+        return self.batch_size // self.num_samples
+
+
+def built_in() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    folder = Path(__file__).parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) -> Recipe:
+    """Reads a recipe.
+
+    Args:
+        source: a YAML file, or the name of a built-in recipe.
+        changes: values by key that replace the file's; a key inside another as "optimizer.lr".
+
+    Raises:
+        ConfigError: if there is no such recipe, or a key or value in it is wrong.
+    """
+    import yaml
+
+    path = built_in().get(str(source), Path(source))
+    if not path.is_file():
+        raise ConfigError(
+            f"recipe: there is no file {path}, nor a built-in recipe of that name; built in are "
+            f"{', '.join(built_in())}"
+        )
+    try:
+        tree = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: no YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected keys and values, got a {type(tree).__name__}")
+    for key, value in (changes or {}).items():
+        *outer, leaf = key.split(".")
+        at = tree
+        for name in outer:
+            at = at.setdefault(name, {})
+        at[leaf] = yaml.safe_load(value)
+    return _made(Recipe, tree, "")
+
+
+def _made(kind: type, tree: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from a tree of YAML."""
+    known = {item.name: item for item in fields(kind)}
+    kinds = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where}{key}: there is no such key; {hint}")
+        values[key] = _value(kinds[key], value, f"{where}{key}")
+    missing = [
+        name
+        for name, item in known.items()
+        if name not in values and item.default is MISSING and item.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}{missing[0]}: is not given, and has no default")
+    return kind(**values)
+
+
+def _value(kind: type, value: Any, where: str) -> Any:
+    if is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: expected keys and values, got {value!r}")
+        return _made(kind, value, f"{where}.")
+    # YAML reads 1e-3 as text: it wants a point.
+    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,15 @@
+"""A cost to go with the small tasks, for runs with a bound on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.rewards import reward
+
+__all__ = ["leading_nine"]
+
+
+@reward
+def leading_nine(sample: dict[str, Any], text: str) -> float:
+    """1 for a response that begins with 9, else -0.1: at most one in eleven is allowed."""
+    return 1.0 if text.startswith("9") else -0.1
