@@ -191,6 +191,7 @@ def test_standalone_divides_the_gpus_alike_for_models_that_only_score():
     assert sizes == {"actor": 48, "critic": 48, "reference": 16, "reward": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", ["13B", "34B"])
 def test_colocation_loses_its_lead_as_the_cluster_grows(size):
     """The paper's trend: a large set wastes more, so splitting it pays from some size on."""

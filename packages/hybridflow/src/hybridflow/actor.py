@@ -7,13 +7,13 @@ two, in place (see `hybridflow.reshard`), when the first of the other's calls co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from hybridflow.batch import Batch
+from hybridflow.batch import PADDING, Batch
 from hybridflow.future import Future, Joined
 from hybridflow.group import WorkerGroup
 from hybridflow.metrics import Metrics, steps
@@ -24,6 +24,7 @@ from hybridflow.models.sequences import asked, generated_mask, log_probs, micro_
 from hybridflow.pool import ResourcePool
 from hybridflow.protocols import remote
 from hybridflow.reshard.planner import held_by, wanted_by
+from hybridflow.reshard.sync import Exchange, Holding, Route
 from hybridflow.reshard.transition import Transition
 from hybridflow.rl import kl, losses
 from hybridflow.rl.aggregate import aggregate, denominator
@@ -31,7 +32,7 @@ from hybridflow.rollout import native
 from hybridflow.rollout.sampling import Sampling
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Actor", "ActorWorker", "PolicyUpdate"]
+__all__ = ["Actor", "ActorWorker", "Generator", "PolicyUpdate"]
 
 
 @runtime_checkable
@@ -73,6 +74,7 @@ class ActorWorker(ModelWorker):
         super().__init__(model, **settings)
         self.generator = self.model
         self.transition: Transition | None = None
+        self._exchanges: dict[Route, Exchange] = {}
         mesh = self.context.mesh
         groups, at = mesh.generate, self.generation
         is_sharded = self.share[1] > 1
@@ -125,6 +127,14 @@ class ActorWorker(ModelWorker):
             group=batch["sample_ids"].repeat_interleave(n),
         )
         return batch.repeat(n) | made
+
+    @remote(protocol="3d-all-micro-dp")
+    def greedy(self, batch: Batch, sampling: Sampling, step: int = 0) -> Batch:
+        """The likeliest responses; see `Generator.greedy`."""
+        found = self.generate(batch, replace(sampling, temperature=0, num_samples=1), step)
+        kept = [PADDING] if PADDING in found else []
+        made = {f"greedy_{name}": found[name] for name in ("tokens", "lengths", "mask")}
+        return found.select(*kept) | Batch(made)
 
     @remote(protocol="3d")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch | None:
@@ -202,12 +212,68 @@ class ActorWorker(ModelWorker):
         means = {name: value / count for name, value in told.items()}
         return {"loss": loss, **means, "num_tokens": count, **step}
 
+    @remote(protocol="rank-zero")
+    def holding(self) -> Holding:
+        """What these ranks hold, for those who send it or receive it."""
+        return Holding(
+            name=self.context.name,
+            ranks=tuple(self.context.ranks),
+            layout=self.context.mesh.train,
+            is_sharded=self.share[1] > 1,
+            dtype=next(self.model.parameters()).dtype,
+            config=self.config,
+        )
+
+    @remote(protocol="one-to-all")
+    def send_weights(self, route: Route) -> tuple[int, dict[tuple[int, int, int], int]]:
+        """This rank's side of `hybridflow.reshard.sync_weights`: the version, and checksums."""
+        self._train_layout()
+        return self.version, self.exchange(route).run(self.pieces, self.model, is_source=True)
+
+    def exchange(self, route: Route) -> Exchange:
+        """A route's plan, made when it is first gone."""
+        if route not in self._exchanges:
+            self._exchanges[route] = Exchange(route)
+        return self._exchanges[route]
+
     def _train_layout(self) -> None:
         if self.transition is not None:
             self.transition.to_training()
 
 
-class Actor(WorkerGroup):
+class Generator(WorkerGroup):
+    """A model that answers; its workers are `ActorWorker`s."""
+
+    def generate(self, batch: Batch | Future | Joined, sampling: Sampling, step: int = 0) -> Future:
+        """Draws responses.
+
+        Args:
+            batch: columns prompts [B, P], prompt_lengths [B], sample_ids [B]; others are kept.
+            sampling: what is drawn.
+            step: of training, which random numbers depend on.
+
+        Returns:
+            The future of B x num_samples rows, those of a prompt one after another: the prompts'
+            columns and tokens [., P + max_new_tokens], lengths, mask of generated tokens,
+            rollout_log_probs, versions (of the weights that made a token), group.
+        """
+        return self.call("generate", batch, sampling, step)
+
+    def greedy(self, batch: Batch | Future | Joined, sampling: Sampling, step: int = 0) -> Future:
+        """Takes the likeliest responses, to be joined with those that were drawn.
+
+        Args:
+            batch: as of `generate`.
+            sampling: as of `generate`, but for its temperature and number of samples.
+            step: as of `generate`.
+
+        Returns:
+            The future of one row a prompt: greedy_tokens, greedy_lengths and greedy_mask.
+        """
+        return self.call("greedy", batch, sampling, step)
+
+
+class Actor(Generator):
     """The model that is trained to answer.
 
     Example:
@@ -251,21 +317,6 @@ class Actor(WorkerGroup):
             max_tokens=max_tokens, is_sharded=is_sharded, layout=train, generate=generate,
             name=name,
         )  # fmt: skip
-
-    def generate(self, batch: Batch | Future | Joined, sampling: Sampling, step: int = 0) -> Future:
-        """Draws responses.
-
-        Args:
-            batch: columns prompts [B, P], prompt_lengths [B], sample_ids [B]; others are kept.
-            sampling: what is drawn.
-            step: of training, which random numbers depend on.
-
-        Returns:
-            The future of B x num_samples rows, those of a prompt one after another: the prompts'
-            columns and tokens [., P + max_new_tokens], lengths, mask of generated tokens,
-            rollout_log_probs, versions (of the weights that made a token), group.
-        """
-        return self.call("generate", batch, sampling, step)
 
     def log_probs(self, batch: Batch | Future | Joined, temperature: float = 1.0) -> Future:
         """The trainer's log-probabilities of generated tokens: columns log_probs and entropy."""

@@ -147,6 +147,8 @@ class Map:
     """Tokens of a prompt."""
     response: int = 1024
     """Tokens of a response."""
+    group: int = 8
+    """Of grpo: responses to a prompt."""
     json: bool = False
     """Print JSON."""
 
@@ -183,7 +185,7 @@ class Map:
             models.append(ModelSpec.llama(self.critic, "critic", "cost critic"))
         workload = Workload(
             algorithm=self.algorithm, global_batch_size=self.batch, prompt_tokens=self.prompt,
-            response_tokens=self.response,
+            response_tokens=self.response, group_size=self.group if self.algorithm == "grpo" else 1,
         )  # fmt: skip
         found = search(models, cluster, workload)
         print(found.to_json() if self.json else found)

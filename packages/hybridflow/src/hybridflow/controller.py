@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from hybridflow.call import Call
 from hybridflow.engines.inline import InlineEngine
 from hybridflow.engines.seat import Reply, Store, Task
-from hybridflow.future import Future
+from hybridflow.future import Future, Joined
 from hybridflow.pool import ResourcePool
 from hybridflow.protocols import Protocol as TransferProtocol
 from hybridflow.protocols import Share
@@ -216,6 +216,11 @@ class Workers:
                 self._forwarder.start()
         return future
 
+    def wait_any(self, futures: Sequence[Future | Joined]) -> None:
+        """Waits until one of some answers is there, or has failed."""
+        while not self._step(None, lambda: any(future.is_done for future in futures)):
+            pass
+
     def close(self) -> None:
         """Ends the ranks; calls under way are lost."""
         with self._state:
@@ -230,7 +235,9 @@ class Workers:
         if self._failure is not None:
             raise self._failure
         if not self._is_open:
-            raise ConfigError("these workers were closed; start new ones")
+            raise ConfigError(
+                "these workers were closed, and what was not read before is gone; start new ones"
+            )
 
     def _wait(self, future: Future, timeout_s: float | None) -> None:
         """Receives until a future is done, or while another thread receives, waits for it."""
@@ -244,10 +251,13 @@ class Workers:
         self._refuse_if_closed()
 
     def _keep_forwarding(self) -> None:
-        while not self._step(None, lambda: not self._waiting):
-            pass
-        with self._state:
-            self._forwarder = None
+        while True:
+            self._step(None, lambda: not self._waiting)
+            with self._state:
+                # In one step: a call that comes to wait now starts another thread, or keeps this.
+                if not self._waiting:
+                    self._forwarder = None
+                    return
 
     def _step(self, deadline: float | None, is_enough: Any) -> bool:
         """Takes in some replies unless there is enough; returns whether there is."""
@@ -335,7 +345,7 @@ class Workers:
 
     def _fail(self, error: BaseException) -> None:
         """Ends all calls under way with one error."""
-        if self._failure is None:
+        if self._failure is None and self._is_open:
             self._failure = error
         for call in (*self._calls.values(), *self._waiting):
             call.future.error, call.future.is_done = error, True

@@ -125,6 +125,11 @@ class Joined(_Rows):
         self.operands = list(operands)
         self._share = share
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all that are joined are there, or have failed."""
+        return all(source.is_done for source, _ in self.operands if isinstance(source, Future))
+
     def window(self, num_rows: int) -> range:
         """The rows that are meant, of so many."""
         index, count = self._share

@@ -12,12 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hybridflow.batch import PADDING, Batch
+from hybridflow.export import Held, write_folder
 from hybridflow.models import pieces
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.optimizer import AdamW, Optimizer
 from hybridflow.models.pipeline import run_forward, train
 from hybridflow.protocols import remote
+from hybridflow.sharded_state import ReaderOf, ShardedState, WriterOf
 from hybridflow.worker import Worker
 from shared.comms.collectives import all_reduce
 from shared.comms.group import Group
@@ -34,6 +36,7 @@ class ModelWorker(Worker):
     Attributes:
         model: this rank's part.
         version: optimizer steps that its weights have seen.
+        source: the folder that the model came from, or a preset's name; None if neither.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class ModelWorker(Worker):
         if dtype not in DTYPES:
             raise ConfigError(f"dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
         self.config = read_config(model)
+        self.source = model if isinstance(model, str | Path) else None
         pp, tp, _ = self.coordinates
         train = self.context.mesh.train
         shard = Shard(self.config, pp, train.pp, tp, train.tp, self.subgroup("tp"))
@@ -173,32 +177,46 @@ class ModelWorker(Worker):
         return self.version
 
     @remote(protocol="one-to-all")
-    def state(self) -> dict[str, Any]:
-        """Weights as pieces (name, offsets, sizes, values), optimizer and version of each rank."""
-        return {
-            "pieces": [
-                (piece.name, piece.box.offsets, piece.box.sizes, piece.view(self.model).clone())
-                for piece in self.pieces
-            ],
-            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
-            "version": self.version,
-        }
+    def save_state(self, name: str, path: str, writer_of: WriterOf) -> None:
+        """Writes this rank's part of weights, optimizer and counters; see `hybridflow.checkpoint`.
 
-    @remote(protocol="all-to-all")
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave, in the same layout."""
-        values = {(name, offsets): found for name, offsets, _, found in state["pieces"]}
-        pieces.load(self.model, lambda name, box: values.get((name, box.offsets)), self.share)
-        if self.optimizer is not None and state["optimizer"] is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
-        self.version = state["version"]
+        Args:
+            name: with which all names begin.
+            path: a folder that is not there yet.
+            writer_of: makes the storage of a path.
+        """
+        self._state(name).save(path, writer_of, self.subgroup("all"))
 
     @remote(protocol="one-to-all")
-    def weights(self) -> dict[str, Tensor]:
-        """Whole weights by Hugging Face name, from a rank that holds all of them; else {}."""
-        if self.context.mesh.train.tp > 1 or self.rank:
-            return {}
-        return {piece.name: piece.view(self.model).clone() for piece in pieces.pieces(self.model)}
+    def load_state(self, name: str, path: str, reader_of: ReaderOf) -> None:
+        """Reads what `save_state` wrote, in whatever layout that was."""
+        state = self._state(name)
+        state.load(path, reader_of, self.subgroup("all"))
+        self.version = state.counters["version"]
+        if self.optimizer is not None:
+            self.optimizer.resume(state.counters)
+
+    def _state(self, name: str) -> ShardedState:
+        self._train_layout()
+        counters = {} if self.optimizer is None else self.optimizer.counters
+        counters = {"version": self.version, **counters}
+        return ShardedState(name, self.model, self.pieces, self.optimizer, counters)
+
+    def _train_layout(self) -> None:
+        """Has the weights lie in `model`, which they leave in workers that generate."""
+
+    @remote(protocol="one-to-all")
+    def export_weights(self, folder: str, max_file_bytes: int) -> None:
+        """Writes whole weights and what goes with them on rank 0; see `hybridflow.export`."""
+        self._train_layout()
+        layout, kind = self.context.mesh.train, self.model.head_kind
+        boxes = []
+        for pp, tp, dp in map(layout.coordinates, range(self.num_ranks)):
+            shard = Shard(self.config, pp, layout.pp, tp, layout.tp)
+            share = (dp, layout.dp) if self.share[1] > 1 else (0, 1)
+            boxes.append(pieces.shard_boxes(self.config, shard, kind, share))
+        held = Held(self.model, self.pieces, boxes, self.subgroup("all"))
+        write_folder(held, Path(folder), max_file_bytes, self.source)
 
 
 def shard_over(model: Decoder, group: Group) -> None:

@@ -170,8 +170,10 @@ class Reward:
             )
         objects = {name: column for name, column in roll.items() if isinstance(column, list)}
         samples, texts = [], []
-        for row in range(len(roll)):
-            ids = tokens[row][mask[row]].tolist()
+        made, end = tokens[mask].tolist(), 0
+        for row, count in enumerate(mask.sum(1).tolist()):
+            ids = made[end : end + count]
+            end += count
             sample = {name: column[row] for name, column in objects.items()}
             samples.append({**sample, "response_tokens": ids})
             texts.append(tokenizer.decode(ids))

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from hybridflow.models.config import DecoderConfig, inverse_frequencies
 from hybridflow.models.parallel import copy_to, stage_layers, sum_from
+from hybridflow.models.rotary import rotate
 from shared.comms.group import Group
 from shared.errors import ConfigError
 
@@ -128,14 +129,12 @@ class Layer(nn.Module):
         h, k = self.num_heads, self.num_kv_heads
         normed = copy_to(F.rms_norm(x, x.shape[-1:], self.input_norm, self.eps), self.group)
         qkv = F.linear(normed, self.qkv, self.qkv_bias).unflatten(-1, (h + 2 * k, -1))
-        turning = qkv[..., : h + k, :]
         if self.q_norm is not None and self.k_norm is not None:
-            q = F.rms_norm(turning[..., :h, :], self.q_norm.shape, self.q_norm, self.eps)
-            key = F.rms_norm(turning[..., h:, :], self.k_norm.shape, self.k_norm, self.eps)
-            turning = torch.cat([q, key], -2)
-        first, second = turning.chunk(2, -1)
-        turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-        seen = attend(self.index, turned[..., :h, :], turned[..., h:, :], qkv[..., h + k :, :])
+            q, key, value = qkv.split([h, k, k], -2)
+            q = F.rms_norm(q, self.q_norm.shape, self.q_norm, self.eps)
+            key = F.rms_norm(key, self.k_norm.shape, self.k_norm, self.eps)
+            qkv = torch.cat([q, key, value], -2)
+        seen = attend(self.index, *rotate(qkv, cos, sin, h, k))
         x = x + sum_from(seen.flatten(-2) @ self.output, self.group)
         normed = copy_to(F.rms_norm(x, x.shape[-1:], self.post_norm, self.eps), self.group)
         gate, up = F.linear(normed, self.gate_up).chunk(2, -1)
@@ -226,7 +225,7 @@ class Decoder(nn.Module):
                     f"{x.shape[1]} tokens, and the model knows {len(self.cos)} positions "
                     f"(max_position_embeddings); shorten prompts or responses"
                 )
-            cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
+            cos, sin = self.cos[None, : x.shape[1]], self.sin[None, : x.shape[1]]
         else:
             cos, sin = self.cos[positions], self.sin[positions]
         for layer in self.layers:

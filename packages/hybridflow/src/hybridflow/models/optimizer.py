@@ -7,8 +7,8 @@ step whose gradients are not finite changes nothing and is counted; several in a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -214,18 +214,26 @@ class Optimizer:
     def _all_local(self) -> list[Tensor]:
         return [self._local_grad(name)[0] for name in self._named]
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
-        return {
-            "adam": self._adam.state_dict(),
-            "num_steps": self.num_steps,
-            "num_skipped": self.num_skipped,
-        }
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """AdamW's state of a parameter by torch's names, where it lies; made if there is none."""
+        parameter = self._named[name]
+        state = self._adam.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave."""
-        self._adam.load_state_dict(state["adam"])
-        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+    @property
+    def counters(self) -> dict[str, int]:
+        """What a resumed run needs beside AdamW's state."""
+        return {"num_steps": self.num_steps, "num_skipped": self.num_skipped,
+                "num_skipped_in_a_row": self._in_a_row}  # fmt: skip
+
+    def resume(self, counters: Mapping[str, int]) -> None:
+        """Goes on from counters, once AdamW's state has been written to."""
+        self.num_steps, self.num_skipped = counters["num_steps"], counters["num_skipped"]
+        self._in_a_row = counters["num_skipped_in_a_row"]
 
 
 def _one_buffer(parameters: list[torch.nn.Parameter]) -> Tensor:

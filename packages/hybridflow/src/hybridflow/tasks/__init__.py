@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib
 import random
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from hybridflow.batch import Batch
 from hybridflow.prompts import prompt_batch
@@ -32,6 +33,7 @@ __all__ = ["Arithmetic", "DigitSort", "QuestionTask", "Task", "match_each", "mat
 _MIN_SPLIT = 100
 
 
+@runtime_checkable
 class Task(Protocol):
     """Prompts, and what responses to them are worth."""
 
@@ -62,7 +64,7 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuestionTask(Task):
+class QuestionTask(Task, ABC):
     """What tasks have in common that draw one of many questions for each row.
 
     Attributes:
@@ -72,17 +74,17 @@ class QuestionTask(Task):
     seed: int = 0
 
     @property
+    @abstractmethod
     def num_questions(self) -> int:
         """How many different prompts there are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def question(self, source: random.Random) -> str:
         """A prompt, drawn evenly from all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def columns(self, prompt: str) -> dict[str, str]:
         """A prompt's object columns."""
-        raise NotImplementedError
 
     def batch(self, step: int, batch_size: int) -> Batch:
         """The prompts of a training step.

@@ -1,0 +1,157 @@
+"""Planners of torch.distributed.checkpoint for ranks that hold boxes of tensors.
+
+torch's own planners know whole tensors and DTensors. A rank of a fused, transposed and sharded
+decoder holds neither, but it holds boxes of them, and boxes are all that the format is made of: what
+is written once, what a rank reads of what another wrote, is intersecting boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from shared.errors import DataError
+from shared.topology.boxes import Box
+
+__all__ = ["BoxLoadPlanner", "BoxSavePlanner", "Part"]
+
+
+class Part(NamedTuple):
+    """A box of a named tensor, and where its values lie.
+
+    Attributes:
+        name: in the checkpoint.
+        box: of the whole tensor.
+        values: of the box's shape; written to when loading.
+    """
+
+    name: str
+    box: Box
+    values: Tensor
+
+    @property
+    def key(self) -> MetadataIndex:
+        """What torch finds it by; parts with equal ones hold the same."""
+        return MetadataIndex(self.name, self.box.offsets)
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """Its box, as torch writes it."""
+        return ChunkStorageMetadata(torch.Size(self.box.offsets), torch.Size(self.box.sizes))
+
+
+class BoxSavePlanner(DefaultSavePlanner):
+    """Writes parts; torch's global planning has one rank write what several hold."""
+
+    def __init__(self, parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Takes this rank's parts.
+
+        Args:
+            parts: equal offsets of a name mean equal boxes, on all ranks.
+            shapes: of whole tensors by name.
+        """
+        super().__init__(flatten_state_dict=False)
+        self._parts = {part.key: part for part in parts}
+        self._shapes = shapes
+
+    def create_local_plan(self) -> SavePlan:
+        """All of this rank's parts."""
+        items = []
+        for key, part in self._parts.items():
+            data = TensorWriteData(
+                chunk=part.chunk,
+                properties=TensorProperties(dtype=part.values.dtype),
+                size=torch.Size(self._shapes[part.name]),
+            )
+            items.append(WriteItem(key, WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """A part's values, in the order that they have in the whole tensor."""
+        return self._parts[write_item.index].values.contiguous()
+
+
+class BoxLoadPlanner(DefaultLoadPlanner):
+    """Reads parts in place, of boxes that were cut in any way, and nothing beside them."""
+
+    def __init__(
+        self, path: str, parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], may_skip: str
+    ) -> None:
+        """Takes this rank's parts.
+
+        Args:
+            path: of the checkpoint, for messages.
+            parts: that are wanted.
+            shapes: of all tensors that ranks want, by name.
+            may_skip: how tensors begin that may be there and not be wanted.
+        """
+        super().__init__()
+        self._path, self._shapes, self._may_skip = path, shapes, may_skip
+        self._parts = {part.key: part for part in parts}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Takes what is stored."""
+        assert metadata is not None, "torch reads it first"
+        self._stored = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        """Of each part, what it shares with each stored box.
+
+        Raises:
+            DataError: what is stored is not what ranks want; found before anything is read.
+        """
+        for name, shape in self._shapes.items():
+            found = self._tensor(name)
+            if tuple(found.size) != shape:
+                raise self._differs(f"{name} of shape {list(shape)}", f"{list(found.size)}")
+        for name in self._stored:
+            if name not in self._shapes and not name.startswith(self._may_skip):
+                raise self._differs(f"no {name}", "one")
+        items = []
+        for part in self._parts.values():
+            found, dtype = self._tensor(part.name), part.values.dtype
+            if found.properties.dtype != dtype:
+                raise self._differs(f"{part.name} of {dtype}", f"{found.properties.dtype}")
+            items += create_read_items_for_chunk_list(part.name, found, [part.chunk])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        """Where a part's values are put."""
+        return self._parts[index].values
+
+    def _tensor(self, name: str) -> TensorStorageMetadata:
+        found = self._stored.get(name)
+        if not isinstance(found, TensorStorageMetadata):
+            raise self._differs(name, "none")
+        return found
+
+    def _differs(self, expected: str, got: str) -> DataError:
+        return DataError(
+            f"{self._path}: expected {expected}, got {got}; load it into workers of the model, "
+            f"head, dtype and optimizer that it was saved from"
+        )
