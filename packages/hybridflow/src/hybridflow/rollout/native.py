@@ -18,7 +18,7 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybridflow.models.decoder import Decoder
+from hybridflow.models.decoder import Decoder, attend_causally
 from hybridflow.rollout.sampling import Sampling, draw, uniforms
 from shared.comms.collectives import all_gather
 from shared.errors import ConfigError, DataError
@@ -50,7 +50,7 @@ class _Places:
     """Keys and values of the samples under way, [layers, 2, S, K, L, E]."""
 
     def __init__(self, model: Decoder, num_places: int, num_positions: int) -> None:
-        shard, weight = model.shard, model.layers[0].qkv
+        shard, weight = model.shard, model.get_parameter("layers.0.qkv")
         shape = (len(shard.layers), 2, num_places, shard.num_kv_heads, num_positions)
         self.values = weight.new_zeros(*shape, model.config.head_dim)
         self.rows = torch.arange(num_places, device=weight.device)
@@ -182,11 +182,7 @@ class _Run:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys.append(torch.stack([k, v]).transpose(2, 3))
-            turned = (part.transpose(1, 2) for part in (q, k, v))
-            seen = F.scaled_dot_product_attention(
-                *turned, is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
-            )
-            return seen.transpose(1, 2)
+            return attend_causally(layer, q, k, v)
 
         hidden = self.model(padded, attend)
         self.prompt_keys = torch.stack(keys)

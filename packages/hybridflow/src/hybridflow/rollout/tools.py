@@ -1,0 +1,121 @@
+"""Tools that a policy calls: how a call is read from its text, and running it.
+
+A tool is a plain function that takes keywords and returns text. Whatever goes wrong with it (an
+unknown name, wrong arguments, an exception, a result that is no text, no result in time) is told to
+the policy as text and never ends the run. A function that hangs can not be stopped: its thread is
+left behind, and does not keep the process from ending.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Answer", "Tool", "ToolCall", "parse_calls", "run_calls"]
+
+Tool = Callable[..., str]
+_CALL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
+
+
+class ToolCall(NamedTuple):
+    """A tool's name, and its keywords."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class Answer(NamedTuple):
+    """What the policy is told, and whether it is an error."""
+
+    text: str
+    is_error: bool = False
+
+
+def parse_calls(text: str) -> list[ToolCall]:
+    r"""Reads calls of the form <tool>{"name": ..., "arguments": {...}}</tool>.
+
+    Example:
+        >>> parse_calls('Let me see. <tool>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool>')
+        [ToolCall(name='add', arguments={'a': 1, 'b': 2})]
+
+    Raises:
+        ValueError: if what stands between the marks is something else; the message is for the
+            policy.
+    """
+    calls = []
+    for inside in _CALL.findall(text):
+        try:
+            found = json.loads(inside)
+        except RecursionError as error:
+            raise ValueError("a call is nested too deeply") from error
+        found = found if isinstance(found, dict) else {}
+        name, arguments = found.get("name"), found.get("arguments", {})
+        is_call = isinstance(name, str) and isinstance(arguments, dict)
+        if not is_call:
+            raise ValueError(
+                'a call is {"name": "...", "arguments": {...}} between <tool> and </tool>'
+            )
+        calls.append(ToolCall(name, arguments))
+    return calls
+
+
+def run_calls(
+    calls: Sequence[ToolCall],
+    tools: Mapping[str, Tool],
+    *,
+    timeout_s: float,
+    num_threads: int = 32,
+) -> list[Answer]:
+    """Runs calls, some at a time.
+
+    Args:
+        calls: of any number of conversations.
+        tools: by name; they must bear being called from several threads.
+        timeout_s: for each call.
+        num_threads: calls at a time.
+
+    Returns:
+        An answer to each.
+    """
+    answers: list[Answer] = []
+    for start in range(0, len(calls), num_threads):
+        answers += _run_together(calls[start : start + num_threads], tools, timeout_s)
+    return answers
+
+
+def _run_together(
+    calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout_s: float
+) -> list[Answer]:
+    found: list[Answer | None] = [None] * len(calls)
+
+    def run(k: int) -> None:
+        found[k] = _run(calls[k], tools)
+
+    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return [
+        Answer(f"{call.name} gave no answer within {timeout_s:g} s", is_error=True)
+        if answer is None
+        else answer
+        for call, answer in zip(calls, found, strict=True)
+    ]
+
+
+def _run(call: ToolCall, tools: Mapping[str, Tool]) -> Answer:
+    if call.name not in tools:
+        return Answer(f"no tool {call.name!r}; there are {', '.join(tools) or 'none'}", True)
+    try:
+        result = tools[call.name](**call.arguments)
+    except BaseException as error:  # noqa: BLE001 - whatever a tool raises is for the policy
+        return Answer(f"{call.name} failed: {type(error).__name__}: {error}", True)
+    if not isinstance(result, str):
+        return Answer(f"{call.name} returned {type(result).__name__}, and not text", True)
+    return Answer(result)
