@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hybridflow.critic import Critic
     from hybridflow.future import Future
     from hybridflow.group import WorkerGroup
+    from hybridflow.models.config import PRESETS
     from hybridflow.models.optimizer import AdamW
     from hybridflow.protocols import Mesh, Protocol, remote
     from hybridflow.ragged import Ragged
@@ -38,6 +39,7 @@ _HOME_OF = {
     "AdamW": "models.optimizer",
     "Batch": "batch",
     "CostModel": "scoring",
+    "PRESETS": "models.config",
     "Critic": "critic",
     "Future": "future",
     "Mesh": "protocols",
@@ -55,6 +57,7 @@ _HOME_OF = {
 _MODULES = ("layout", "mapping", "reshard", "rl", "tasks")
 
 __all__ = [
+    "PRESETS",
     "Actor",
     "AdamW",
     "Batch",

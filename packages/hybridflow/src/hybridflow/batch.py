@@ -8,6 +8,7 @@ tables refuses columns that disagree, so that rows can not silently get out of s
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -133,7 +134,10 @@ class Batch:
 
     def reorder(self, index: Sequence[int] | Tensor) -> Batch:
         """The rows at some positions, in their order; a row may be taken any number of times."""
-        index = torch.as_tensor(index, dtype=torch.int64)
+        index = torch.as_tensor(index)
+        if index.dtype == torch.bool:
+            raise DataError("expected positions of rows, got a mask; use mask.nonzero().flatten()")
+        index = index.to(torch.int64)
         where = index.tolist()
         return self._map(
             lambda column: (
@@ -227,7 +231,10 @@ def _concat(name: str, columns: list[Any]) -> Any:
             )
         return torch.cat(columns)
     if all(isinstance(column, Ragged) for column in columns):
-        return Ragged.concat(columns)
+        return Ragged(
+            _concat(name, [column.values for column in columns]),
+            torch.cat([column.lengths for column in columns]),
+        )
     if all(isinstance(column, list) for column in columns):
         return [value for column in columns for value in column]
     raise DataError(
@@ -245,8 +252,7 @@ def _refuse_difference(name: str, ours: Any, theirs: Any) -> None:
         row = None
         if same and not (same := bool(torch.equal(ours, theirs))):
             # NaN equals NaN here: it is the same table twice that is allowed.
-            is_nan = torch.isnan(ours) & torch.isnan(theirs) if ours.is_floating_point() else False
-            differs = (ours != theirs) & ~is_nan
+            differs = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
             rows = torch.nonzero(differs.flatten(1).any(1) if ours.dim() > 1 else differs)
             same, row = not len(rows), int(rows[0]) if len(rows) else None
     else:
@@ -262,5 +268,9 @@ def _refuse_difference(name: str, ours: Any, theirs: Any) -> None:
 
 def _is_same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return bool(((a == b) | (a.isnan() & b.isnan())).all())
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
+        return True
+    return a is b or bool(a == b)

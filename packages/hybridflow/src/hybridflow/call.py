@@ -162,8 +162,7 @@ class Call:
     def finish(self, store: Store) -> None:
         """Makes the answer, or the error, of the ranks' replies."""
         future = self.future
-        failed = [reply for reply in self.replies.values() if reply.failure is not None]
-        if failed:
+        if any(reply.failure is not None for reply in self.replies.values()):
             future.error = self.failure()
         else:
             found = [self.replies[self.ranks[k]] for k in self.collectors]
@@ -179,19 +178,17 @@ class Call:
 
     def failure(self) -> RankFailure:
         """What the ranks that raised have said."""
-        failed = [reply for reply in self.replies.values() if reply.failure is not None]
+        told = [(reply.rank, reply.failure) for reply in self.replies.values() if reply.failure]
         places = {rank: k for k, rank in enumerate(self.ranks)}
         # A rank that lost a peer tells of the consequence, not of the cause.
-        failed.sort(key=lambda reply: (reply.failure.kind == "CommError", reply.rank))
-        first = failed[0]
-        told = f"{first.failure.kind}: {first.failure.message}\n\n{first.failure.trace}"
-        place = f"rank {places[first.rank]} of {len(self.ranks)}"
-        lines = [f"{place} raised in {self.future.name}: {told}"]
-        lines += [
-            f"rank {places[reply.rank]} too: {reply.failure.kind}: {reply.failure.message}"
-            for reply in failed[1:]
+        told.sort(key=lambda item: (item[1].kind == "CommError", item[0]))
+        rank, first = told[0]
+        lines = [
+            f"rank {places[rank]} of {len(self.ranks)} raised in {self.future.name}: {first.kind}: "
+            + f"{first.message}\n\n{first.trace}"
         ]
-        return RankFailure("\n".join(lines), rank=first.rank)
+        lines += [f"rank {places[r]} too: {other.kind}: {other.message}" for r, other in told[1:]]
+        return RankFailure("\n".join(lines), rank=rank)
 
 
 def _segments(parts: Sequence[Part], rows: range, window: range) -> list[Segment]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hybridflow.batch import PADDING, Batch
@@ -190,17 +189,11 @@ class ModelWorker(Worker):
     @remote(protocol="one-to-all")
     def load_state(self, name: str, path: str, reader_of: ReaderOf) -> None:
         """Reads what `save_state` wrote, in whatever layout that was."""
-        state = self._state(name)
-        state.load(path, reader_of, self.subgroup("all"))
-        self.version = state.counters["version"]
-        if self.optimizer is not None:
-            self.optimizer.resume(state.counters)
+        self.version = self._state(name).load(path, reader_of, self.subgroup("all"))
 
     def _state(self, name: str) -> ShardedState:
         self._train_layout()
-        counters = {} if self.optimizer is None else self.optimizer.counters
-        counters = {"version": self.version, **counters}
-        return ShardedState(name, self.model, self.pieces, self.optimizer, counters)
+        return ShardedState(name, self.model, self.pieces, self.optimizer, self.version)
 
     def _train_layout(self) -> None:
         """Has the weights lie in `model`, which they leave in workers that generate."""
@@ -221,7 +214,7 @@ class ModelWorker(Worker):
 
 def shard_over(model: Decoder, group: Group) -> None:
     """Has a group's replicas share a decoder's parameters out, layer by layer (FSDP2)."""
-    mesh = DeviceMesh.from_group(group.checked(), group.device.type)
+    mesh = group.device_mesh()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

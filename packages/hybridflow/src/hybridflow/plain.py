@@ -7,6 +7,8 @@ computed by the same few lines of torch that anybody would write.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +34,8 @@ class PlainGRPO:
         raw["vocab_size"] = len(weights["model.embed_tokens.weight"])
         raw.pop("model_type")
         config = LlamaConfig(**raw, pad_token_id=0, bos_token_id=None, eos_token_id=None)
-        self._model = LlamaForCausalLM(config)
+        # Typed as what it is at run time: transformers' own stubs take generate for another's.
+        self._model: Any = LlamaForCausalLM(config)
         self._model.load_state_dict(weights)
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=0.0, weight_decay=0.0, fused=True
@@ -104,8 +107,6 @@ class PlainGRPO:
 
     def generates_as(self, prompts: Batch) -> bool:
         """Whether the run's likeliest responses are these."""
-        from dataclasses import replace
-
         sampling = replace(self._sampling, temperature=0)
         ours = self._run.algorithm.actor.generate(prompts, sampling).result()
         return torch.equal(ours["tokens"], self.generate(prompts, is_greedy=True))

@@ -203,7 +203,7 @@ def _made(kind: type, tree: Mapping[str, Any], where: str) -> Any:
     return kind(**values)
 
 
-def _value(kind: type, value: Any, where: str) -> Any:
+def _value(kind: Any, value: Any, where: str) -> Any:
     if is_dataclass(kind):
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: expected keys and values, got {value!r}")

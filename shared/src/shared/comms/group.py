@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shared.comms.ledger import Ledger
 from shared.errors import CommError, ConfigError
@@ -100,6 +101,14 @@ class Group:
             ranks = range(dist.get_world_size())
             _world = Group(process_group, ranks, _timeout_of(process_group), Ledger())
         return _world
+
+    def device_mesh(self) -> DeviceMesh:
+        """The group as torch's mesh of one axis, as FSDP2 and DTensor take it.
+
+        Raises:
+            ConfigError: if this process is not in the group.
+        """
+        return DeviceMesh.from_group(self.checked(), self.device.type)
 
     @staticmethod
     def exists() -> bool:

@@ -31,7 +31,7 @@ from shared.comms.maker import is_alive, mark
 from shared.comms.shipping import shipped
 from shared.errors import ConfigError, RankFailure
 
-__all__ = ["RankPool", "RunResult"]
+__all__ = ["KEEP_MEMORY", "RankPool", "RunResult"]
 
 _FOLDER = "meshyard-ranks-"
 
@@ -71,7 +71,7 @@ _DIED, _RAISED, _COMM_ERROR, _HUNG = range(4)
 # A tensor of many megabytes that malloc maps and returns for each operation costs more in page
 # faults than in arithmetic (a ReLU of 25 MB: 15 to 24 ms, else 2). Ranks keep what they freed, and
 # torch asks for huge pages; set in the environment, because both are read once, at the start.
-_KEEP_MEMORY = {
+KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**31),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
     "THP_MEM_ALLOC_ENABLE": "1",
@@ -230,7 +230,7 @@ class RankPool:
             int(is_main_thread),
         )
         env = {
-            **_KEEP_MEMORY,
+            **KEEP_MEMORY,
             **os.environ,
             # What the parent can import a rank can, though it starts in no folder of its own.
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

@@ -6,6 +6,7 @@ the caller holds; a script that runs here runs on the other engines.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hybridflow.engines.packing import decode, encode
@@ -19,8 +20,13 @@ class _Store:
         data, buffers = encode(value)
         return data, [bytearray(buffer.raw()) for buffer in buffers]
 
-    def load(self, handle: tuple[bytes, list[bytearray]]) -> Any:
-        return decode(handle[0], [bytearray(buffer) for buffer in handle[1]])
+    def load(
+        self,
+        handle: tuple[bytes, list[bytearray]],
+        wanted: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        value = decode(handle[0], [bytearray(buffer) for buffer in handle[1]])
+        return value if wanted is None else wanted(value)
 
 
 class InlineEngine:

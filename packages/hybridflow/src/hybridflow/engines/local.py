@@ -56,7 +56,7 @@ class LocalEngine:
         """
         self.num_ranks = num_ranks
         self._folder = make_folder()
-        self.store = SharedMemory(self._folder, "controller")
+        self.store = SharedMemory(self._folder, "controller", is_keeper=True)
         self._pool = RankPool(
             num_ranks, timeout=timeout, threads_per_rank=threads_per_rank, env=env
         )

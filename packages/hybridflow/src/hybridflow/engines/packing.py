@@ -62,7 +62,7 @@ def encode(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
     return stream.getvalue(), buffers
 
 
-def decode(data: bytes, buffers: Sequence[Any]) -> Any:
+def decode(data: bytes | memoryview, buffers: Sequence[Any]) -> Any:
     """Reads what `encode` wrote; tensors are views of the buffers, which must be writable."""
     return pickle.loads(data, buffers=buffers)
 
@@ -81,7 +81,8 @@ def _parts(tensor: Tensor) -> tuple[Any, ...]:
     if not plain.numel():
         return None, plain.dtype, plain.shape
     # As bytes, because numpy, which knows buffers, does not know bfloat16.
-    return pickle.PickleBuffer(plain.view(-1).view(torch.uint8).numpy()), plain.dtype, plain.shape
+    flat: Any = plain.view(-1).view(torch.uint8).numpy()
+    return pickle.PickleBuffer(flat), plain.dtype, plain.shape
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:

@@ -9,11 +9,8 @@ and form one world of process groups.
 from __future__ import annotations
 
 import os
-import queue
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -21,20 +18,21 @@ import ray
 import torch
 import torch.distributed as dist
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from hybridflow.engines.ray_places import find_places
 from hybridflow.engines.ray_store import RayStore, read, written
 from hybridflow.engines.seat import Reply, Seat, Task
 from shared.comms.courier import connect
 from shared.comms.group import Group
-from shared.errors import ConfigError, RankFailure
+from shared.comms.launch import KEEP_MEMORY
+from shared.errors import RankFailure
 
 __all__ = ["RayEngine"]
 
-_PLACING_S = 8.0
-"""How long resources that others hold may take to become free."""
+_LOOK_AGAIN_S = 0.01
+"""How long to wait at once: Ray's wait does not see what another thread submits meanwhile."""
 
 
 class RayEngine:
@@ -62,33 +60,31 @@ class RayEngine:
         self._is_ours = not ray.is_initialized()
         self._actors: list[Any] = []
         self._group: PlacementGroup | None = None
-        self._answers: queue.SimpleQueue[tuple[int, Future]] = queue.SimpleQueue()
+        self._under_way: dict[ray.ObjectRef, int] = {}
         self._is_open = True
         if self._is_ours:
             ray.init(address, include_dashboard=False)
         try:
-            gpus = _gpus_per_rank(num_ranks) if gpus_per_rank is None else gpus_per_rank
-            bundle = {"CPU": cpus_per_rank, "GPU": gpus}
-            bundle = {name: number for name, number in bundle.items() if number > 0}
-            self.num_ranks = _num_that_fit(bundle) if num_ranks is None else num_ranks
+            places = find_places(num_ranks, cpus_per_rank, gpus_per_rank)
+            self._group = places.group
+            self.num_ranks = len(places.order)
             self.store = RayStore()
-            self._group = _placed(bundle, self.num_ranks)
-            places = _by_machine(self._group)
-            options = {"runtime_env": {"env_vars": dict(env)}} if env else {}
             self._actors = [
                 ray.remote(_Rank)
                 .options(
-                    num_cpus=cpus_per_rank,
-                    num_gpus=gpus,
+                    num_cpus=places.cpus,
+                    num_gpus=places.gpus,
+                    runtime_env={"env_vars": {**KEEP_MEMORY, **(env or {})}},
+                    enable_task_events=False,  # a tenth of what a small call costs
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        self._group, placement_group_bundle_index=place
+                        places.group, placement_group_bundle_index=place
                     ),
-                    **options,
                 )
                 .remote(rank, threads_per_rank)
-                for rank, place in enumerate(places)
+                for rank, place in enumerate(places.order)
             ]
-            self._connect("nccl" if gpus >= 1 else "gloo", timeout)
+            self._run = [actor.run for actor in self._actors]
+            self._connect("nccl" if places.gpus >= 1 else "gloo", timeout)
         except BaseException:
             self.close(is_failed=True)
             raise
@@ -111,32 +107,30 @@ class RayEngine:
     def submit(self, rank: int, task: Task) -> None:
         """Sends a task."""
         data, refs = written(task)
-        run = self._actors[rank].run
-        reply = run.remote(data, refs) if refs else run.remote(data)
-        # Told by Ray rather than waited for: a wait would not see what is submitted meanwhile.
-        reply.future().add_done_callback(lambda done: self._answers.put((rank, done)))
+        run = self._run[rank].remote
+        reply = run(data, refs) if refs else run(data)
+        self._under_way[reply] = rank
 
     def receive(self, timeout_s: float | None) -> list[Reply]:
-        """Waits for replies; none when the time is up.
+        """Waits for replies; none when the time is up, or a short while has passed.
 
         Raises:
             RankFailure: if an actor has ended.
         """
-        try:
-            answers = [self._answers.get(timeout=timeout_s)]
-        except queue.Empty:
+        waited_for = list(self._under_way)
+        if not waited_for or not self._is_open:
             return []
-        with suppress(queue.Empty):
-            while True:
-                answers.append(self._answers.get_nowait())
-        return [self._reply(rank, answer) for rank, answer in answers]
+        limit_s = _LOOK_AGAIN_S if timeout_s is None else min(timeout_s, _LOOK_AGAIN_S)
+        ready, _ = ray.wait(waited_for, num_returns=1, timeout=limit_s)
+        return [self._reply(reply, self._under_way.pop(reply)) for reply in ready]
 
-    def _reply(self, rank: int, answer: Future) -> Reply:
+    def _reply(self, reply: ray.ObjectRef, rank: int) -> Reply:
         try:
-            found = answer.result()
-        except RayActorError as error:
+            found = ray.get(reply)
+        except RayError as error:
+            how = "died" if isinstance(error, RayActorError) else "can not be reached"
             raise RankFailure(
-                f"rank {rank} of {self.num_ranks} died: {error}. Start again from the last "
+                f"rank {rank} of {self.num_ranks} {how}: {error}. Start again from the last "
                 f"checkpoint",
                 rank=rank,
             ) from error
@@ -210,30 +204,3 @@ class _Rank:
         """Runs a task, and writes the reply as the task was written."""
         answer, kept = written(self._seat.run(read(data, refs)))
         return (answer, kept) if kept else answer
-
-
-def _gpus_per_rank(num_ranks: int | None) -> int:
-    num_gpus = ray.cluster_resources().get("GPU", 0)
-    return int(num_gpus >= (1 if num_ranks is None else num_ranks))
-
-
-def _num_that_fit(bundle: Mapping[str, float]) -> int:
-    """How many such bundles all machines have resources for, used or not."""
-    fit: Callable[[Mapping[str, float]], int] = lambda has: min(  # noqa: E731
-        (int(has.get(name, 0) // number) for name, number in bundle.items()), default=1
-    )
-    return sum(fit(node["Resources"]) for node in ray.nodes() if node["Alive"])
-
-
-def _placed(bundle: Mapping[str, float], num_ranks: int) -> PlacementGroup:
-    """A place for each rank.
-
-    Ray would wait without end for what is not there.
-    """
-    ...
-
-
-def _by_machine(group: PlacementGroup) -> list[int]:
-    """The group's bundles in an order in which those of one machine follow one another."""
-    machine = placement_group_table(group)["bundles_to_node_id"]
-    return sorted(machine, key=lambda place: (machine[place], place))

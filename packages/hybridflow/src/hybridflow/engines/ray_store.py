@@ -12,8 +12,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -24,16 +23,15 @@ from shared.errors import CommError
 __all__ = ["RayStore", "Stored", "read", "written"]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """A value: itself where it is small, else where Ray keeps it.
 
     Attributes:
-        data: the stream, None when it is kept by Ray.
+        data: the stream, empty when it is kept by Ray.
         ref: of the stream and the buffers beside it.
     """
 
-    data: bytes | None
+    data: bytes
     ref: ray.ObjectRef | None = None
 
 
@@ -45,7 +43,7 @@ class RayStore:
         data, buffers = encode(value)
         if not buffers and len(data) < SMALL_BYTES:
             return Stored(data)
-        return Stored(None, ray.put([pickle.PickleBuffer(data), *buffers]))
+        return Stored(b"", ray.put([pickle.PickleBuffer(data), *buffers]))
 
     def load(self, handle: Stored, wanted: Callable[[Any], Any] | None = None) -> Any:
         """Reads a value, of which what is wanted becomes the reader's own.
@@ -53,11 +51,11 @@ class RayStore:
         Raises:
             CommError: if the process that wrote it has ended.
         """
-        if handle.data is not None:
+        if handle.ref is None:
             value = decode(handle.data, ())
             return value if wanted is None else wanted(value)
         try:
-            data, *shared = ray.get(handle.ref)
+            data, *shared = map(memoryview, ray.get(handle.ref))
         except RayError as error:
             raise CommError(
                 f"a value can no longer be read, as the rank that made it has ended "

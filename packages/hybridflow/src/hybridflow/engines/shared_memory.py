@@ -13,12 +13,13 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.engines.packing import decode, encode
+from hybridflow.engines.packing import SMALL_BYTES, decode, encode
 from shared.comms.maker import is_alive, mark
 
 __all__ = ["Packed", "SharedMemory", "make_folder"]
@@ -33,12 +34,12 @@ class Packed:
     """A value: its stream, and where its large buffers lie in a file.
 
     Attributes:
-        data: the stream.
-        file: path, None when there is no large buffer.
-        spans: offset and length of each buffer, in bytes.
+        data: the stream; None when it is large itself, and comes first in the file.
+        file: path, None when nothing is large.
+        spans: offset and length of each piece, in bytes.
     """
 
-    data: bytes
+    data: bytes | None
     file: str | None
     spans: tuple[tuple[int, int], ...]
 
@@ -55,26 +56,30 @@ def make_folder() -> Path:
 class SharedMemory:
     """Writes and reads values in one folder."""
 
-    def __init__(self, folder: Path, owner: str) -> None:
+    def __init__(self, folder: Path, owner: str, *, is_keeper: bool = False) -> None:
         """Begins to write.
 
         Args:
             folder: from `make_folder`.
             owner: begins the names of this process's files; no other process's.
+            is_keeper: whether this process removes what it wrote when the handle is collected.
         """
-        self._folder, self._owner = str(folder), owner
+        self._folder, self._owner, self._is_keeper = str(folder), owner, is_keeper
         self._numbers = itertools.count()
 
     def pack(self, value: Any) -> Packed:
-        """Writes a value; `adopt` it where it is to be removed again."""
+        """Writes a value; unless this process removes it again, another has to `adopt` it."""
         data, buffers = encode(value)
-        if not buffers:
+        large: list[Any] = [buffer.raw() for buffer in buffers]
+        is_large = len(data) >= SMALL_BYTES
+        if is_large:
+            large.insert(0, memoryview(data))
+        if not large:
             return Packed(data, None, ())
         path = f"{self._folder}/{self._owner}-{next(self._numbers)}"
         pieces: list[Any] = []
         spans, end = [], 0
-        for buffer in buffers:
-            raw = buffer.raw()
+        for raw in large:
             spans.append((end, raw.nbytes))
             gap = -raw.nbytes % _ALIGNMENT
             pieces += [raw, bytes(gap)] if gap else [raw]
@@ -91,7 +96,8 @@ class SharedMemory:
             ) from error
         finally:
             os.close(fd)
-        return Packed(data, path, tuple(spans))
+        packed = Packed(None if is_large else data, path, tuple(spans))
+        return self.adopt(packed) if self._is_keeper else packed
 
     def adopt(self, packed: Packed) -> Packed:
         """Makes this process the one that removes the file, when `packed` is collected."""
@@ -99,17 +105,22 @@ class SharedMemory:
             weakref.finalize(packed, _remove, packed.file)
         return packed
 
-    def load(self, packed: Packed) -> Any:
-        """Reads a value, whose tensors are private mappings of the file."""
+    def load(self, packed: Packed, wanted: Callable[[Any], Any] | None = None) -> Any:
+        """Reads a value, or what is wanted of it; its tensors are private mappings of the file."""
+        buffers = self._buffers(packed)
+        value = decode(buffers.pop(0) if packed.data is None else packed.data, buffers)
+        return value if wanted is None else wanted(value)
+
+    def _buffers(self, packed: Packed) -> list[memoryview]:
         if packed.file is None:
-            return decode(packed.data, ())
+            return []
         fd = os.open(packed.file, os.O_RDONLY)
         try:
             size = packed.spans[-1][0] + packed.spans[-1][1]
             view = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
         finally:
             os.close(fd)
-        return decode(packed.data, [view[start : start + size] for start, size in packed.spans])
+        return [view[start : start + size] for start, size in packed.spans]
 
 
 def _write_all(fd: int, pieces: list[Any]) -> None:

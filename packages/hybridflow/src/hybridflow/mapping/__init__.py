@@ -5,10 +5,10 @@ Describe the models, the cluster and one step; `search` returns a plan that expl
 """
 
 from hybridflow.mapping.cost import CostModel
+from hybridflow.mapping.degrees import GenerationLayout, Layout
 from hybridflow.mapping.evaluation import evaluate
 from hybridflow.mapping.front import Choice
 from hybridflow.mapping.hardware import Efficiency, Hardware
-from hybridflow.mapping.layout import GenerationLayout, Layout
 from hybridflow.mapping.models import ModelSpec
 from hybridflow.mapping.plan import Alternative, Mapping, ModelPlan, SetPlan
 from hybridflow.mapping.planner import search

@@ -13,8 +13,8 @@ import math
 from dataclasses import dataclass, field
 
 from hybridflow.mapping import memory
+from hybridflow.mapping.degrees import GenerationLayout, Layout
 from hybridflow.mapping.hardware import Efficiency, Hardware
-from hybridflow.mapping.layout import GenerationLayout, Layout
 from hybridflow.mapping.models import ModelSpec
 from hybridflow.mapping.workload import Workload
 from shared.topology import Link

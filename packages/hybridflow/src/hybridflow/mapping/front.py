@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int64
 
 from hybridflow.mapping import memory
 from hybridflow.mapping.cost import CostModel
-from hybridflow.mapping.layout import GenerationLayout, Layout, generation_layouts, layouts
+from hybridflow.mapping.degrees import GenerationLayout, Layout, generation_layouts, layouts
 from hybridflow.mapping.models import ModelSpec
 
 __all__ = ["Choice", "Front", "Ways", "pareto"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from hybridflow.mapping.layout import GenerationLayout, Layout
+from hybridflow.mapping.degrees import GenerationLayout, Layout
 from hybridflow.mapping.models import ModelSpec
 from hybridflow.mapping.workload import Workload
 

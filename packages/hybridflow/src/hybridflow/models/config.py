@@ -17,7 +17,13 @@ from shared.errors import ConfigError
 
 __all__ = ["PRESETS", "DecoderConfig", "read_config"]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = {
+    "llama": (),
+    "mistral": ("num_key_value_heads", "sliding_window"),
+    "qwen2": ("num_key_value_heads",),
+    "qwen3": ("num_key_value_heads", "head_dim"),
+}
+"""Families, and fields that must be there because Hugging Face fills in numbers of its own."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny-llama": {
@@ -82,6 +88,12 @@ class DecoderConfig:
             raise ConfigError(
                 f"{where}: model_type {family!r} is none of {', '.join(FAMILIES)}; other causal "
                 f"language models are not supported yet"
+            )
+        absent = [name for name in FAMILIES[family] if name not in tree]
+        if absent:
+            raise ConfigError(
+                f"{where}: {', '.join(absent)} not there; what a {family} without has is not the "
+                f"same everywhere, so write it out (null is a value too)"
             )
         activation = tree.get("hidden_act", "silu")
         if activation != "silu" or tree.get("mlp_bias") or tree.get("pretraining_tp", 1) != 1:

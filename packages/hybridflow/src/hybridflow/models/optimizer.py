@@ -7,15 +7,14 @@ step whose gradients are not finite changes nothing and is counted; several in a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hybridflow.models.decoder import Decoder
+from hybridflow.models.pieces import local
 from shared.comms.collectives import all_reduce
 from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
@@ -136,10 +135,10 @@ class Optimizer:
         """This rank's part of a gradient, and its first row."""
         grad = self._named[name].grad
         assert grad is not None, "a step follows a backward"
-        if not isinstance(grad, DTensor):
+        if not self._is_sharded:
             return grad, 0
         assert self._dp is not None, "several replicas"
-        return grad.to_local(), self._dp.rank * -(-len(grad) // self._dp.world_size)
+        return local(grad), self._dp.rank * -(-len(grad) // self._dp.world_size)
 
     def _kv_rows(self, name: str) -> Tensor:
         """The rows of a gradient of queries, keys and values that belong to the latter two."""
@@ -162,6 +161,9 @@ class Optimizer:
                 all_reduce(self._kv_twins, self._kv_rows(name))
             if self._tied is not None and leaf == "embedding":
                 all_reduce(self._tied, self._local_grad(name)[0])
+            if self.model.shard.group is not None and leaf in ("q_norm", "k_norm"):
+                # A shard has seen its own heads only.
+                all_reduce(self.model.shard.group, self._local_grad(name)[0])
         if self._dp is not None and not self._is_sharded:
             all_reduce(self._dp, self._grads)
         norm = float(self._norm())
@@ -230,7 +232,7 @@ class Optimizer:
         return {"num_steps": self.num_steps, "num_skipped": self.num_skipped,
                 "num_skipped_in_a_row": self._in_a_row}  # fmt: skip
 
-    def resume(self, counters: Mapping[str, int]) -> None:
+    def resume(self, counters: dict[str, int]) -> None:
         """Goes on from counters, once AdamW's state has been written to."""
         self.num_steps, self.num_skipped = counters["num_steps"], counters["num_skipped"]
         self._in_a_row = counters["num_skipped_in_a_row"]

@@ -62,7 +62,9 @@ def max_over(values: Tensor, group: Group | None) -> Tensor:
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """The layers of a stage: consecutive, the first stages one more where it does not divide."""
-    size, larger = divmod(num_layers, num_stages)
-    start = stage * size + min(stage, larger)
-    return range(start, start + size + (stage < larger))
+    """The layers of a stage: consecutive, as many on each or one more where it does not divide.
+
+    Stages lie inside those of any number of stages that divides theirs, as generation's need.
+    """
+    start, stop = (-(-k * num_layers // num_stages) for k in (stage, stage + 1))
+    return range(start, stop)

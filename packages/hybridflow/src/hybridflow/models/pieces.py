@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hybridflow.models.config import DecoderConfig
 from hybridflow.models.decoder import Decoder, Layer, Shard
@@ -22,7 +21,7 @@ from shared.errors import DataError
 from shared.kernels.philox import stream_key
 from shared.topology.boxes import Box
 
-__all__ = ["Piece", "initialize", "load", "pieces", "weight_shapes"]
+__all__ = ["Piece", "initialize", "load", "local", "pieces", "weight_shapes"]
 
 
 class Piece(NamedTuple):
@@ -44,9 +43,7 @@ class Piece(NamedTuple):
 
     def view(self, model: Decoder) -> Tensor:
         """Where its values lie in a decoder, of the box's shape."""
-        found = model.get_parameter(self.parameter).data
-        if isinstance(found, DTensor):
-            found = found.to_local()
+        found = local(model.get_parameter(self.parameter).data)
         return found[self.rows].t() if self.is_transposed else found[self.rows]
 
     def cut(self, rows: range) -> Piece | None:
@@ -60,6 +57,11 @@ class Piece(NamedTuple):
         sizes[dim] = stop - start
         held = slice(start - rows.start, stop - rows.start)
         return self._replace(box=Box(tuple(offsets), tuple(sizes)), rows=held)
+
+
+def local(values: Any) -> Tensor:
+    """This rank's part of a tensor that ranks share out (a DTensor), or the tensor."""
+    return values.to_local() if hasattr(values, "to_local") else values
 
 
 def weight_shapes(config: DecoderConfig, head: str = "vocabulary") -> dict[str, tuple[int, ...]]:

@@ -123,7 +123,8 @@ def plan(
             f"{src} takes {len(sources)} ranks and {dst_layout} {len(wanted)}; say is_disjoint=True "
             f"if they are different ranks"
         )
-    domains = groups.micro_dp if groups is not None and not is_sharded else None
+    is_grouped = groups is not None and not is_sharded and not is_disjoint
+    domains = groups.micro_dp if is_grouped else None
     return plan_boxes(sources, wanted, itemsize, domains)
 
 

@@ -13,16 +13,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from hybridflow.models.decoder import Decoder
-from hybridflow.models.pieces import Piece, pieces
+from hybridflow.models.pieces import Piece, local, pieces
 from hybridflow.reshard.planner import Boxes, Plan, plan_boxes
 from shared.comms import reshard
 from shared.comms.group import Group
 from shared.topology.boxes import intersect
 
-__all__ = ["Transition"]
+__all__ = ["Transition", "buckets"]
 
 _BUCKET_BYTES = 64 << 20
 
@@ -69,8 +68,7 @@ class _Side:
     def live_bytes(self) -> int:
         """Bytes that its weights take now."""
         weights = (p.data for p in self.model.parameters() if p.device.type != "meta")
-        held = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
-        return sum(w.numel() * w.element_size() for w in held)
+        return sum(w.numel() * w.element_size() for w in map(local, weights))
 
 
 class Transition:
@@ -113,7 +111,7 @@ class Transition:
         self._is_kept = share[1] > 1
         self._training = _Side(training, first.device, share, self._is_kept)
         self._generation = _Side(generation, first.device, (0, 1))
-        self._buckets = list(_buckets(self.plan, bucket_bytes))
+        self._buckets = list(buckets(self.plan, bucket_bytes))
         for bucket in self._buckets:
             self._generation.release(bucket)
         self.peak_bytes = 0
@@ -174,7 +172,7 @@ def _copy_locally(move: reshard.Move) -> None:
                 landing[box.within(wanted)].copy_(values[box.within(held)])
 
 
-def _buckets(plan: Plan, bucket_bytes: int) -> Iterator[set[str]]:
+def buckets(plan: Plan, bucket_bytes: int) -> Iterator[set[str]]:
     """Weights that move together: whole layers, about so many bytes on the rank with the most.
 
     All ranks cut alike, because messages of a bucket are packed together.
