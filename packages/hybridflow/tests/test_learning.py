@@ -1,6 +1,5 @@
 """Every algorithm learns for real, from random weights; a policy that is not updated does not."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -20,26 +19,26 @@ def _one_thread():
 
 
 def learnt(recipe):
-    """Greedy exact match before and after, last rewards, and seconds."""
-    begun = time.perf_counter()
+    """Greedy exact match before and after, and rewards."""
     with Workers.inline() as workers:
         run = Run.set_up(recipe, workers)
         before = run.greedy()
         told = list(run.steps())
-        return before, run.greedy(), [step["reward"] for step in told], time.perf_counter() - begun
+        return before, run.greedy(), [step["reward"] for step in told]
 
 
 @pytest.mark.parametrize(("name", "steps", "least"), [("ppo", 80, 0.9), ("grpo", 120, 0.6)])
 def test_two_digits_are_sorted_and_an_untrained_policy_fails(name, steps, least):
-    before, after, rewards, _ = learnt(replace(read_recipe(f"{name}-sort"), steps=steps))
+    before, after, rewards = learnt(replace(read_recipe(f"{name}-sort"), steps=steps))
     assert before < 0.3
     assert after >= least
-    assert rewards[0] < 0.3 < 0.8 < rewards[-1]
+    assert rewards[0] < 0.3
+    assert rewards[-1] > 0.8
 
 
 def test_a_rate_of_zero_teaches_nothing():
     recipe = read_recipe("ppo-sort", {"steps": "10", "optimizer.lr": "0"})
-    before, after, rewards, _ = learnt(recipe)
+    before, after, rewards = learnt(recipe)
     assert before == after < 0.3
     assert max(rewards) < 0.3
 
@@ -47,7 +46,7 @@ def test_a_rate_of_zero_teaches_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(built_in()))
 def test_every_recipe_learns(name):
-    before, after, rewards, _ = learnt(read_recipe(name))
+    before, after, rewards = learnt(read_recipe(name))
     assert before < 0.3
     assert after >= 0.6
     assert rewards[-1] > 0.8
@@ -58,8 +57,7 @@ def test_every_recipe_learns(name):
 @pytest.mark.parametrize(("name", "steps", "least"), [("ppo", 300, 0.9), ("grpo", 400, 0.6)])
 def test_three_digits_are_sorted(name, steps, least, seed):
     recipe = replace(read_recipe(f"{name}-sort"), task="digit-sort:3", steps=steps, seed=seed)
-    before, after, _, seconds = learnt(recipe)
-    print(f"{name}, seed {seed}: {after:.3f} in {seconds:.0f} s")
+    before, after, _ = learnt(recipe)
     assert before < 0.1
     assert after >= least
 
@@ -73,8 +71,8 @@ def test_safe_rlhf_holds_the_cost_that_it_is_given():
     assert told[-1]["multiplier"] < 1
 
 
-def steps_of(make, num_ranks, dtype_steps=5):
-    recipe = replace(read_recipe("ppo-sort"), steps=dtype_steps, batch_size=64)
+def steps_of(make, num_ranks):
+    recipe = replace(read_recipe("ppo-sort"), steps=5, batch_size=64)
     place = replace(recipe.placement, num_ranks=num_ranks)
     with make(num_ranks) as workers:
         run = Run.set_up(replace(recipe, placement=place), workers)

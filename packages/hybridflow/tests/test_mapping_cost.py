@@ -19,7 +19,7 @@ from hybridflow.mapping import (
     evaluate,
 )
 from hybridflow.mapping import memory as bytes_of
-from hybridflow.mapping.layout import generation_layouts, layouts
+from hybridflow.mapping.degrees import generation_layouts, layouts
 from shared.errors import ConfigError, TopologyError
 from shared.topology import Cluster, Host, Link
 from shared.topology.device import A100_80, H100

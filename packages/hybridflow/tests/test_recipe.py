@@ -55,7 +55,7 @@ def test_a_file_that_is_no_recipe(tmp_path, text, told):
 
 
 def test_a_name_that_is_none_lists_those_that_are():
-    with pytest.raises(ConfigError, match="built in are .*grpo-sort"):
+    with pytest.raises(ConfigError, match=r"built in are .*grpo-sort"):
         read_recipe("grpo-srt")
 
 

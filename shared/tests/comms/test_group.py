@@ -5,8 +5,9 @@ import sys
 from datetime import timedelta
 
 import pytest
+import torch
 
-from shared.comms import Group, init_from_env
+from shared.comms import Group, RankPool, all_reduce, init_from_env
 from shared.errors import ConfigError
 
 SCRIPT = """
@@ -66,3 +67,17 @@ def test_torchruns_environment(tmp_path):
         for rank in ranks:
             rank.kill()
     assert printed == ["0 2 33.0 3.0", "1 2 33.0 3.0"]
+
+
+def sums_with_each_peer() -> list[float]:
+    me, totals = Group.world().rank, []
+    for peer in (1, 2):
+        if me in (0, peer):
+            group = Group.of([0, peer], members_only=True)
+            totals.append(all_reduce(group, torch.tensor([float(me)])).item())
+    return totals
+
+
+def test_members_that_were_in_other_groups_before_meet_all_the_same():
+    with RankPool(3, timeout=timedelta(seconds=60)) as pool:
+        assert pool.run(sums_with_each_peer).results == [[1.0, 2.0], [1.0], [2.0]]

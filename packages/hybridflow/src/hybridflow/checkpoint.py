@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from hybridflow import extra as extras
-from hybridflow.folders import recover, written_whole
+from hybridflow.folders import recover, remove, whole_folders, written_whole
 from hybridflow.future import Future
 from hybridflow.group import WorkerGroup
 from hybridflow.sharded_state import ReaderOf, WriterOf
@@ -32,7 +31,7 @@ __all__ = ["Checkpoint"]
 _log = logging.getLogger(__name__)
 
 _FORMAT = 1
-_INDEX, _EXTRA = "checkpoint.json", "extra.pt"
+_STEPS, _INDEX, _EXTRA = "step-*", "checkpoint.json", "extra.pt"
 
 
 class Checkpoint:
@@ -73,9 +72,7 @@ class Checkpoint:
     @property
     def steps(self) -> list[int]:
         """Of all checkpoints that are whole, ascending."""
-        recover(self.folder)
-        found = (re.fullmatch(r"step-(\d+)", path.name) for path in self.folder.glob("step-*"))
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(self._paths())
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint; None if there is none."""
@@ -105,8 +102,9 @@ class Checkpoint:
                 f"step {step} and names {bad or list(groups)}"
             )
         tree, tensors = extras.packed(extra)
-        earlier, path = self.steps, self._path(step)
+        path = self._path(step)
         try:
+            recover(self.folder, _STEPS)
             with written_whole(path) as partial:
                 calls = (
                     group.call("save_state", name, str(partial / name), self._writer_of)
@@ -126,11 +124,13 @@ class Checkpoint:
                 f"{path} can not be written: {error}; free space there or save elsewhere, earlier "
                 f"checkpoints are as they were"
             ) from error
-        self._remove_oldest(step, earlier)
+        self._remove_oldest(step)
         return path
 
     def load(self, groups: Mapping[str, WorkerGroup], step: int | None = None) -> dict[str, Any]:
         """Reads a checkpoint into worker groups, of the same layouts as were saved or of others.
+
+        Only folders that you trust: torch's own storage unpickles their metadata.
 
         Args:
             groups: by the names that they were saved by; others in the checkpoint are not read.
@@ -145,15 +145,14 @@ class Checkpoint:
             RankFailure: if it is of another model, before its group is touched, or a file's
                 contents can not be read.
         """
-        steps = self.steps
-        step = max(steps, default=None) if step is None else step
-        if step is None or step not in steps:
+        paths = self._paths()
+        path = paths.get(max(paths, default=0) if step is None else step)
+        if path is None:
             wanted = "a checkpoint" if step is None else self._path(step).name
             raise DataError(
-                f"{self.folder}: expected {wanted}, got {steps or 'none'}; check the folder, or "
-                f"start without loading"
+                f"{self.folder}: expected {wanted}, got {sorted(paths) or 'none'}; check the "
+                f"folder, or start without loading"
             )
-        path = self._path(step)
         index = _index(path)
         missing = [name for name in groups if name not in index["groups"]]
         if missing:
@@ -171,8 +170,14 @@ class Checkpoint:
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
-    def _remove_oldest(self, step: int, earlier: list[int]) -> None:
-        later = [other for other in earlier if other > step]
+    def _paths(self) -> dict[int, Path]:
+        found = whole_folders(self.folder, _STEPS).items()
+        matches = ((re.fullmatch(r"step-(\d+)", name), path) for name, path in found)
+        return {int(match[1]): path for match, path in matches if match}
+
+    def _remove_oldest(self, step: int) -> None:
+        steps = self.steps
+        later = [other for other in steps if other > step]
         if later:
             _log.warning(
                 "%s: steps %s, of a run that went on from before step %d, are newer than what was "
@@ -180,8 +185,8 @@ class Checkpoint:
                 self.folder, later, step,
             )  # fmt: skip
         if self.keep is not None:
-            for old in sorted({*earlier, step} - set(later))[: -self.keep]:
-                shutil.rmtree(self._path(old))
+            for old in steps[: len(steps) - len(later)][: -self.keep]:
+                remove(self._path(old))
 
 
 def _answered(calls: Iterable[Future]) -> None:

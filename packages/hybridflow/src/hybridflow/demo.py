@@ -67,9 +67,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     return all(claim.correct for claim in claims)
 
 
-def _learnt(
-    name: str, recipe: Recipe, least: float, console: Console
-) -> tuple[list[float], Claim]:
+def _learnt(name: str, recipe: Recipe, least: float, console: Console) -> tuple[list[float], Claim]:
     """Trains, and compares with the same model as it was before: a control that learns nothing."""
     rewards, begun = [], time.perf_counter()
     with Workers.inline() as workers, Progress(console=console, transient=True) as progress:

@@ -149,7 +149,7 @@ def _fields(config: DecoderConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def _gathered(held: Held) -> Iterator[tuple[str, Tensor]]:
-    """Weights by name, one after another; whole on the first rank, empty on the others."""
+    """Weights by name; whole on the first rank, where each takes the place of the one before."""
     shapes = weight_shapes(held.model.config, held.model.head_kind)
     boxes = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
     like = next(held.model.parameters())
@@ -157,8 +157,10 @@ def _gathered(held: Held) -> Iterator[tuple[str, Tensor]]:
     wanted = [{name: [box] for name, box in boxes.items()}, *nothing]
     transfers = plan_boxes(held.boxes, wanted, like.element_size()).transfers
     is_first = held.group is None or held.group.rank == 0
+    largest = max(map(math.prod, shapes.values())) if is_first else 0
+    space = torch.empty(largest, dtype=like.dtype, device=like.device)
     for name, shape in shapes.items():
-        whole = torch.empty(shape if is_first else (0,), dtype=like.dtype, device=like.device)
+        whole = space[: math.prod(shape)].view(shape) if is_first else space
         own = [(p.box, p.view(held.model)) for p in held.pieces if p.name == name]
         if held.group is None:
             whole.copy_(own[0][1])

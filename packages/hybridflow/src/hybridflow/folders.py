@@ -1,4 +1,8 @@
-"""Folders that are there as a whole or not at all, whenever the program that writes them ends."""
+"""Folders that are there as a whole or not at all, whenever the program that writes them ends.
+
+A folder is written under another name and renamed when it is whole. One that is replaced has a name
+of its own for the moment between two renames, under which it is found and never lost.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["recover", "written_whole"]
+__all__ = ["recover", "remove", "whole_folders", "written_whole"]
 
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 
@@ -20,14 +24,13 @@ def written_whole(path: Path) -> Iterator[Path]:
     Args:
         path: the name; what is there stays until the new one is whole.
     """
-    partial = path.with_name(path.name + _PARTIAL)
+    partial, replaced = _beside(path, _PARTIAL), _beside(path, _REPLACED)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
         for folder, _, _ in os.walk(partial):
             _sync(Path(folder))
-        replaced = path.with_name(path.name + _REPLACED)
         if path.exists():
             path.rename(replaced)
         partial.rename(path)
@@ -38,19 +41,38 @@ def written_whole(path: Path) -> Iterator[Path]:
         raise
 
 
-def recover(parent: Path) -> None:
-    """Removes what programs that ended while they wrote have left in a folder.
+def whole_folders(parent: Path, pattern: str) -> dict[str, Path]:
+    """Where folders are that were written whole, by the names that they were given.
 
-    A folder that one of them was about to replace gets its name back.
+    Args:
+        parent: they lie in.
+        pattern: of their names, which ends with a star.
     """
-    for replaced in parent.glob(f"*{_REPLACED}"):
-        path = replaced.with_name(replaced.name.removesuffix(_REPLACED))
-        if path.exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(path)
-    for partial in parent.glob(f"*{_PARTIAL}"):
-        shutil.rmtree(partial)
+    paths = [path for path in parent.glob(pattern) if path.suffix != _PARTIAL]
+    # Those that were not replaced come last, and so take precedence.
+    paths.sort(key=lambda path: path.suffix != _REPLACED)
+    return {path.name.removesuffix(_REPLACED): path for path in paths}
+
+
+def remove(path: Path) -> None:
+    """Removes a folder, which at no time is there in part."""
+    partial = _beside(path, _PARTIAL)
+    path.rename(partial)
+    shutil.rmtree(partial)
+
+
+def recover(parent: Path, pattern: str) -> None:
+    """Clears up after a program that ended while it wrote; by the only one that writes there."""
+    for name, path in whole_folders(parent, pattern).items():
+        if path.name != name:
+            path.rename(parent / name)
+    for path in parent.glob(pattern):
+        if path.suffix in (_PARTIAL, _REPLACED):
+            shutil.rmtree(path)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
 
 
 def _sync(folder: Path) -> None:

@@ -101,7 +101,8 @@ class Layout:
         """Whether generation "p-t" or "p-t-g-d" has groups inside this layout."""
         if isinstance(generate, Layout) or generate.count("-") == 2:
             return False
-        pp, tp = _numbers(generate, generate.count("-") + 1, "p-t, such as 1-2, or p-t-g-d")[:2]
+        count = 4 if generate.count("-") == 3 else 2
+        pp, tp = _numbers(generate, count, "p-t, such as 1-2, or p-t-g-d")[:2]
         return min(pp, tp) >= 1 and self.pp % pp == 0 and self.tp % tp == 0
 
     def other(self, text: str | Layout) -> Layout:
@@ -252,6 +253,7 @@ def generation_layout(train: Layout, generate: str) -> GenerationGroups:
     if train.contains(generate):
         return generation_groups(train, generate)
     other = train.other(generate)
+    other.check(train.num_ranks, f"generate {generate}")
     _log.info(
         "generation %s does not divide training %s: weights are moved between any ranks",
         other,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridflow.batch import Batch
-from hybridflow.models.config import read_config
+from hybridflow.export import export
 from hybridflow.training import Run
 
 __all__ = ["PlainGRPO"]
@@ -25,18 +26,15 @@ class PlainGRPO:
 
     def __init__(self, run: Run) -> None:
         """Takes over the run's weights as they are."""
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         self._run, self._recipe = run, run.recipe
         self._sampling = run.algorithm.sampling
-        weights = run.algorithm.actor.weights().result()[0]
-        raw = dict(read_config("config:tiny-llama").raw)
-        raw["vocab_size"] = len(weights["model.embed_tokens.weight"])
-        raw.pop("model_type")
-        config = LlamaConfig(**raw, pad_token_id=0, bos_token_id=None, eos_token_id=None)
         # Typed as what it is at run time: transformers' own stubs take generate for another's.
-        self._model: Any = LlamaForCausalLM(config)
-        self._model.load_state_dict(weights)
+        with TemporaryDirectory() as folder:
+            export(run.algorithm.actor, f"{folder}/model")
+            self._model: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+        self._model.generation_config.pad_token_id = 0
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), lr=0.0, weight_decay=0.0, fused=True
         )

@@ -78,19 +78,13 @@ class Ragged:
 
     def padded(self, fill: float = 0) -> Tensor:
         """Rows side by side in a tensor [rows, longest, ...], filled up on the right."""
+        if not len(self):
+            return self.values.new_empty(0, 0, *self.values.shape[1:])
         return torch.nn.utils.rnn.pad_sequence(list(self), batch_first=True, padding_value=fill)
 
     def to(self, device: str | torch.device) -> Ragged:
         """The same on another device."""
         return Ragged(self.values.to(device), self.lengths)
-
-    @staticmethod
-    def concat(columns: Sequence[Ragged]) -> Ragged:
-        """The rows of all, one after another."""
-        return Ragged(
-            torch.cat([column.values for column in columns]),
-            torch.cat([column.lengths for column in columns]),
-        )
 
     def __eq__(self, other: object) -> bool:
         return (

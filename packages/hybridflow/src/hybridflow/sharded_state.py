@@ -7,20 +7,21 @@ written once. Everything is a tensor, counters too, so that any reader of the fo
 
 from __future__ import annotations
 
+import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from hybridflow.box_planners import BoxLoadPlanner, BoxSavePlanner, Part
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.optimizer import Optimizer
-from hybridflow.models.pieces import Piece, weight_shapes
+from hybridflow.models.pieces import Piece, local, weight_shapes
 from shared.comms.group import Group
 from shared.errors import DataError, MeshyardError
 from shared.topology.boxes import Box
@@ -39,7 +40,6 @@ class ShardedState:
     Attributes:
         parts: that this rank holds.
         shapes: of all tensors that any rank holds.
-        counters: read when this is made, and again by `load`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ShardedState:
         model: Decoder,
         pieces: Iterable[Piece],
         optimizer: Optimizer | None,
-        counters: Mapping[str, int],
+        version: int,
     ) -> None:
         """Finds them; nothing is copied.
 
@@ -57,12 +57,14 @@ class ShardedState:
             model: this rank's part.
             pieces: that it is in.
             optimizer: None for a model that is not trained.
-            counters: by name.
+            version: of the weights.
         """
-        self._name = name
-        self._numbers = {which: torch.tensor(count) for which, count in counters.items()}
+        self._name, self._optimizer = name, optimizer
+        counters = {} if optimizer is None else optimizer.counters
+        numbers = {"version": version} | {f"optimizer.{key}": n for key, n in counters.items()}
+        self._numbers = {key: torch.tensor(number) for key, number in numbers.items()}
         weights = weight_shapes(model.config, model.head_kind)
-        shapes: dict[str, tuple[int, ...]] = {**weights, **dict.fromkeys(counters, ())}
+        shapes: dict[str, tuple[int, ...]] = {**weights, **dict.fromkeys(numbers, ())}
         for weight, shape in weights.items() if optimizer is not None else ():
             shapes[f"optimizer.step.{weight}"] = ()
             shapes[f"optimizer.exp_avg.{weight}"] = shape
@@ -73,20 +75,10 @@ class ShardedState:
         ]
         for piece in pieces:
             self.parts.append(Part(f"{name}.{piece.name}", piece.box, piece.view(model)))
-            kinds = {} if optimizer is None else optimizer.state_of(piece.parameter)
-            for kind, values in kinds.items():
-                at = f"{name}.optimizer.{kind}.{piece.name}"
-                is_scalar = not values.dim()
-                self.parts.append(
-                    Part(at, _SCALAR, values)
-                    if is_scalar
-                    else Part(at, piece.box, _held(piece, values))
-                )
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """By name."""
-        return {which: int(number) for which, number in self._numbers.items()}
+            state = {} if optimizer is None else optimizer.state_of(piece.parameter)
+            for kind, values in state.items():
+                box, held = (piece.box, _held(piece, values)) if values.dim() else (_SCALAR, values)
+                self.parts.append(Part(f"{name}.optimizer.{kind}.{piece.name}", box, held))
 
     def save(self, path: str, writer_of: WriterOf, group: Group | None) -> None:
         """Writes it; all ranks of a group call this together.
@@ -99,50 +91,72 @@ class ShardedState:
         Raises:
             DataError: if something can not be written, on all ranks.
         """
-        advice = "free space there or save elsewhere; earlier checkpoints are as they were"
-        with _told(f"{path} can not be written", advice):
-            dcp.save(
-                {},
-                storage_writer=writer_of(path),
-                planner=BoxSavePlanner(self.parts, self.shapes),
-                process_group=None if group is None else group.checked(),
-                no_dist=group is None,
-            )
+        try:
+            with _alone_quietly():
+                dcp.save(
+                    {},
+                    storage_writer=writer_of(path),
+                    planner=BoxSavePlanner(self.parts, self.shapes),
+                    process_group=None if group is None else group.checked(),
+                    no_dist=group is None,
+                )
+        except CheckpointException as error:
+            # torch does not say so when the disk was full.
+            free = shutil.disk_usage(Path(path).parent).free
+            raise DataError(
+                f"{path} can not be written: {_cause(error)}. {free} bytes are free there: free "
+                f"more or save elsewhere; earlier checkpoints are as they were"
+            ) from error
 
-    def load(self, path: str, reader_of: ReaderOf, group: Group | None) -> None:
+    def load(self, path: str, reader_of: ReaderOf, group: Group | None) -> int:
         """Reads it in place; arguments as of `save`, with the storage that was written to.
+
+        Returns:
+            The version of the weights.
 
         Raises:
             DataError: on all ranks, if it is another model's state, before anything is read; or if
                 it can not be read.
         """
-        with _told(f"{path} can not be read", "load an earlier checkpoint"):
-            dcp.load(
-                {},
-                storage_reader=reader_of(path),
-                planner=BoxLoadPlanner(path, self.parts, self.shapes, f"{self._name}.optimizer."),
-                process_group=None if group is None else group.checked(),
-                no_dist=group is None,
+        planner = BoxLoadPlanner(path, self.parts, self.shapes, f"{self._name}.optimizer.")
+        try:
+            with _alone_quietly():
+                dcp.load(
+                    {},
+                    storage_reader=reader_of(path),
+                    planner=planner,
+                    process_group=None if group is None else group.checked(),
+                    no_dist=group is None,
+                )
+        except CheckpointException as error:
+            raise DataError(
+                f"{path} can not be read: {_cause(error)}. Load an earlier checkpoint"
+            ) from error
+        numbers = {key: int(number) for key, number in self._numbers.items()}
+        if self._optimizer is not None:
+            self._optimizer.resume(
+                {key: numbers[f"optimizer.{key}"] for key in self._optimizer.counters}
             )
+        return numbers["version"]
 
 
 def _held(piece: Piece, values: Tensor) -> Tensor:
     """What a piece is of a tensor in its parameter's shape."""
-    local = values.to_local() if isinstance(values, DTensor) else values
-    return local[piece.rows].t() if piece.is_transposed else local[piece.rows]
+    held = local(values)[piece.rows]
+    return held.t() if piece.is_transposed else held
 
 
 @contextmanager
-def _told(what: str, advice: str) -> Iterator[None]:
-    """Raises what torch wraps in something that is no `Exception`, and so would end the rank."""
-    try:
-        with warnings.catch_warnings():
-            # A rank that is alone is meant to be.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-        if isinstance(cause, MeshyardError):
-            raise cause from None
-        told = f"{type(cause).__name__}: {cause}"
-        raise DataError(f"{what}, says rank {rank}: {told}. {advice}") from error
+def _alone_quietly() -> Iterator[None]:
+    """Without torch's warning that a rank is alone, which it is meant to be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _cause(error: CheckpointException) -> str:
+    """What went wrong first; torch's own error is no `Exception`, and would end the rank."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    if isinstance(cause, MeshyardError):
+        raise cause from None
+    return f"{type(cause).__name__}: {cause} (rank {rank})"

@@ -22,7 +22,7 @@ from shared.errors import CommError, ConfigError
 if TYPE_CHECKING:
     from shared.comms.tree import Tree
 
-__all__ = ["Group", "init_from_env"]
+__all__ = ["Group", "init_from_env", "join", "open_store"]
 
 _TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -168,6 +168,8 @@ class Group:
         if key == world.ranks:
             return world
         if key not in world._subgroups:
+            if members_only and dist.get_rank() in key:
+                _join_equally_many(world, key)
             process_group = dist.new_group(
                 list(key), timeout=world.timeout, use_local_synchronization=members_only
             )
@@ -175,6 +177,20 @@ class Group:
             mine = process_group if isinstance(process_group, dist.ProcessGroup) else None
             world._subgroups[key] = Group(mine, key, world.timeout, world.ledger)
         return world._subgroups[key]
+
+
+def _join_equally_many(world: Group, ranks: Sequence[int]) -> None:
+    """Has some ranks be in equally many process groups, by groups of their own if need be.
+
+    torch names a group that only its members make after its ranks and how many groups a process is
+    in: members that differ in this would wait for one another for ever, under two names.
+    """
+    me, board = dist.get_rank(), world.board(f"members/{list(ranks)}")
+    count = len(dist.distributed_c10d._world.pg_names)
+    board.set(str(me), str(count))
+    most = max(int(board.get(str(rank))) for rank in ranks)
+    for _ in range(most - count):
+        dist.new_group([me], use_local_synchronization=True)
 
 
 _CPU = torch.device("cpu")
@@ -223,5 +239,42 @@ def init_from_env(timeout: timedelta = timedelta(minutes=5), backend: str | None
     # Imported here because rounds are made of groups.
     from shared.comms.courier import connect
 
+    connect(Group.world())
+    return Group.world()
+
+
+def open_store(host: str, timeout: timedelta) -> Any:
+    """Opens a store in which ranks find one another, for a launcher that gives no address.
+
+    Args:
+        host: address of this process's host that the others reach.
+        timeout: how long ranks wait there.
+
+    Returns:
+        A torch.distributed store that listens on a free `port` as long as it is kept.
+    """
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+
+
+def join(rank: int, world_size: int, store: Any, *, backend: str, timeout: timedelta) -> Group:
+    """Becomes a rank of the world that meets in a store.
+
+    Args:
+        rank: of this process.
+        world_size: ranks in all.
+        store: what `open_store` gave, or (host, port) of another process's.
+        backend: "nccl" or "gloo".
+        timeout: how long one message may take.
+
+    Returns:
+        The group of all ranks.
+    """
+    if isinstance(store, tuple):
+        store = dist.TCPStore(*store, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    # Imported here because rounds are made of groups.
+    from shared.comms.courier import connect
+
+    # Now, while all are there; who dies later is found by the closed connections.
     connect(Group.world())
     return Group.world()

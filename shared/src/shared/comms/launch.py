@@ -170,6 +170,10 @@ class RankPool:
         """Process ids of the ranks, by rank."""
         return [process.pid for process in self._processes]
 
+    def exit_code(self, rank: int) -> int | None:
+        """How a rank's process ended, a signal as its negative number; None while it runs."""
+        return self._processes[rank].poll()
+
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: timedelta | None = None
     ) -> RunResult:

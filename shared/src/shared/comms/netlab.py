@@ -27,8 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shared.comms.maker import is_alive, mark
 from shared.comms.launch import RankPool
+from shared.comms.maker import is_alive, mark
 from shared.errors import ConfigError, TopologyError
 from shared.units import parse_rate
 

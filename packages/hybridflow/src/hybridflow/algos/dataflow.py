@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from hybridflow.actor import Actor, Generator
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.rl import advantages, kl
@@ -23,8 +24,12 @@ Score = Callable[[Batch], Any]
 class Algorithm(Protocol):
     """What loops run."""
 
-    def rollout(self, prompts: Batch, step: int) -> Future | Joined:
-        """Draws responses to prompts."""
+    actor: Actor
+
+    def rollout(
+        self, prompts: Batch, step: int, generator: Generator | None = None
+    ) -> Future | Joined:
+        """Draws responses to prompts, by the actor or who else has its weights; waits for nothing."""
 
     def learn(self, roll: Batch | Future | Joined) -> Mapping[str, float]:
         """One training step."""

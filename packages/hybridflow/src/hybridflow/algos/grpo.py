@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridflow.actor import Actor
+from hybridflow.actor import Actor, Generator
 from hybridflow.algos.dataflow import Score, fetched, told
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
@@ -45,9 +45,9 @@ class GRPO:
         if bool(self.kl_coefficient) != (self.reference is not None):
             raise ConfigError("kl_coefficient and reference go together: give both or neither")
 
-    def rollout(self, prompts: Batch, step: int) -> Future:
+    def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
         """Draws a group of responses to each prompt."""
-        return self.actor.generate(prompts, self.sampling, step)
+        return (generator or self.actor).generate(prompts, self.sampling, step)
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the actor."""

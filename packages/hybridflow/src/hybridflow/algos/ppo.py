@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from hybridflow.actor import Actor
+from hybridflow.actor import Actor, Generator
 from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
 from hybridflow.batch import Batch
 from hybridflow.critic import Critic
@@ -33,9 +33,9 @@ class PPO:
     num_updates: int = 1
     num_epochs: int = 1
 
-    def rollout(self, prompts: Batch, step: int) -> Future:
+    def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
         """Draws responses to prompts."""
-        return self.actor.generate(prompts, self.sampling, step)
+        return (generator or self.actor).generate(prompts, self.sampling, step)
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of critic and actor; all models are asked before any answer is waited for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from hybridflow.actor import Actor
+from hybridflow.actor import Actor, Generator
 from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
@@ -33,9 +33,9 @@ class _Reinforce:
     num_updates: int = 1
     num_epochs: int = 1
 
-    def rollout(self, prompts: Batch, step: int) -> Future:
+    def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
         """Draws responses to prompts."""
-        return self.actor.generate(prompts, self.sampling, step)
+        return (generator or self.actor).generate(prompts, self.sampling, step)
 
     def _rewarded(self, roll: Batch | Future | Joined) -> Batch:
         """The rollout with the rewards of its tokens."""

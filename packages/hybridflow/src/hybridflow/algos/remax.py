@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from hybridflow.actor import Actor
+from torch import Tensor
+
+from hybridflow.actor import Actor, Generator
 from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
@@ -30,25 +32,30 @@ class ReMax:
         if self.sampling.num_samples != 1:
             raise ConfigError("sampling.num_samples: ReMax draws 1 response a prompt")
 
-    def rollout(self, prompts: Batch, step: int) -> Joined:
+    def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Joined:
         """Draws a response to each prompt, and takes the likeliest one beside it."""
-        roll = self.actor.generate(prompts, self.sampling, step)
-        greedy = self.actor.generate(prompts, replace(self.sampling, temperature=0), step)
-        found = greedy.result()
-        scores = fetched(self.score, found)
-        worth = scores["rewards"].sum(1) if "rewards" in scores else scores["scores"]
-        return roll | Batch(greedy_scores=worth)
+        model = generator or self.actor
+        roll = model.generate(prompts, self.sampling, step)
+        return roll | model.greedy(prompts, self.sampling, step)
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the actor."""
         batch = roll if isinstance(roll, Batch) else roll.result()
-        if "greedy_scores" not in batch:
-            raise ConfigError("expected column greedy_scores; draw responses by ReMax.rollout")
+        greedy_scores = self._greedy_scores(batch)
         batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
         rewards, _ = token_rewards(batch)
-        baseline = batch["greedy_scores"].to(rewards.dtype)
+        baseline = greedy_scores.to(rewards.dtype)
         gains = advantages.remax(rewards, batch["mask"], baseline)
         columns = Batch(advantages=gains, old_log_probs=batch["old_log_probs"])
         loss = partial(losses.ppo, clip=self.clip)
         metrics = self.actor.update(roll | columns, loss=loss, num_updates=self.num_updates)
         return told(batch, metrics, greedy_reward=float(baseline.mean()))
+
+    def _greedy_scores(self, batch: Batch) -> Tensor:
+        """What the likeliest responses are worth, [rows]."""
+        made = ("tokens", "lengths", "mask")
+        if "greedy_tokens" not in batch:
+            raise ConfigError("expected column greedy_tokens; draw responses by ReMax.rollout")
+        likeliest = Batch({name: batch[f"greedy_{name}"] for name in made})
+        found = fetched(self.score, batch.drop(*made) | likeliest)
+        return found["rewards"].sum(1) if "rewards" in found else found["scores"]

@@ -140,21 +140,13 @@ class LocalEngine:
 
     def _death(self, rank: int) -> RankFailure:
         how = "it closed its connection"
-        with suppress(ChildProcessError, OSError, IndexError):
-            # Looked at and left, as the pool collects it.
+        with suppress(IndexError):  # the pool has stopped all by now
+            # A process lets go of its connections before its end can be seen.
             deadline = time.monotonic() + 0.2
-            found = None
-            while found is None and time.monotonic() < deadline:
-                flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-                found = os.waitid(os.P_PID, self.pids[rank], flags)
+            while (code := self._pool.exit_code(rank)) is None and time.monotonic() < deadline:
                 time.sleep(0.002)
-            if found is not None:
-                killed = found.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-                how = (
-                    f"killed by {signal.Signals(found.si_status).name}"
-                    if killed
-                    else f"it exited with {found.si_status}"
-                )
+            if code is not None:
+                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited: {code}"
         return RankFailure(
             f"rank {rank} of {self.num_ranks} died: {how}. Start again from the last checkpoint",
             rank=rank,

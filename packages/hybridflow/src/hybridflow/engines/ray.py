@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import ray
 import torch
-import torch.distributed as dist
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -24,8 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.engines.ray_places import find_places
 from hybridflow.engines.ray_store import RayStore, read, written
 from hybridflow.engines.seat import Reply, Seat, Task
-from shared.comms.courier import connect
-from shared.comms.group import Group
+from shared.comms.group import join, open_store
 from shared.comms.launch import KEEP_MEMORY
 from shared.errors import RankFailure
 
@@ -166,7 +164,7 @@ class _Rank:
     def __init__(self, rank: int, num_threads: int) -> None:
         self._rank = rank
         self._seat = Seat(RayStore(), rank)
-        self._store: dist.TCPStore | None = None
+        self._store: Any = None
         torch.set_num_threads(num_threads)
 
     def machine(self) -> str:
@@ -175,28 +173,18 @@ class _Rank:
 
     def open(self, timeout: timedelta) -> int:
         """Opens the store in which the ranks find one another, on a port that is free."""
-        self._store = dist.TCPStore(
-            self.machine(), 0, is_master=True, wait_for_workers=False, timeout=timeout
-        )
+        self._store = open_store(self.machine(), timeout)
         return self._store.port
 
     def join(self, world: _World) -> None:
         """Becomes a rank of the world."""
-        store = self._store or dist.TCPStore(world.host, world.port, timeout=world.timeout)
         if world.backend == "nccl":
             torch.cuda.set_device(0)  # Ray shows an actor only its own
         elif world.is_one_machine and sys.platform == "linux":
             # The host's name may resolve to an address that is not there.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            world.backend,
-            store=store,
-            rank=self._rank,
-            world_size=world.num_ranks,
-            timeout=world.timeout,
-        )
-        # Now, while all are there; who dies later is found by the closed connections.
-        connect(Group.world())
+        store = self._store or (world.host, world.port)
+        join(self._rank, world.num_ranks, store, backend=world.backend, timeout=world.timeout)
 
     def run(
         self, data: bytes, refs: Sequence[ray.ObjectRef] = ()

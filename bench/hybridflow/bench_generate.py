@@ -1,0 +1,87 @@
+"""Native generation beside transformers' generate, which is given every trick that it has.
+
+64 sequences of 128 prompt tokens and 32 new ones, eight to a prompt, on one thread. transformers
+generates with a dynamic and with a static cache; the better of the two is the baseline. Responses of
+one length, and long-tailed ones, whose ends a batch waits for and refilled places do not.
+"""
+
+import time
+from statistics import median, quantiles
+
+import pytest
+import torch
+
+from hybridflow.models import pieces
+from hybridflow.models.config import read_config
+from hybridflow.models.decoder import Decoder
+from hybridflow.rollout.native import generate
+from hybridflow.rollout.sampling import Sampling
+from shared.claims import Claim
+
+TURNS = 7
+
+
+def both(preset):
+    """The same weights, ours and transformers'."""
+    transformers = pytest.importorskip("transformers")
+    config = read_config(f"config:{preset}")
+    ours = Decoder(config)
+    pieces.initialize(ours, 0)
+    raw = {key: value for key, value in config.raw.items() if key != "model_type"}
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**raw, pad_token_id=0, bos_token_id=None, eos_token_id=None)
+    ).eval()
+    theirs.load_state_dict({piece.name: piece.view(ours) for piece in pieces.pieces(ours)})
+    return ours, theirs
+
+
+@pytest.mark.parametrize("preset", ["tiny-llama", "small-llama"])
+def bench_native_against_transformers(preset, benchmark, record_claim):
+    torch.set_num_threads(1)
+    ours, theirs = both(preset)
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(1, ours.config.vocab_size, (8, 128), generator=draw)
+    sampling = Sampling(max_new_tokens=32, num_samples=8, temperature=0)
+    rows = prompts.repeat_interleave(8, 0)
+    mask = torch.ones_like(rows)
+
+    def plain(**options):
+        return theirs.generate(
+            rows, attention_mask=mask, max_new_tokens=32, do_sample=False, **options
+        )
+
+    ways = {
+        "ours": lambda: generate(ours, list(prompts), sampling).tokens,
+        "dynamic cache": plain,
+        "static cache": lambda: plain(cache_implementation="static", disable_compile=True),
+    }
+    taken, found = {name: [] for name in ways}, {}
+
+    def turns():
+        for turn in range(TURNS + 1):
+            for name, way in ways.items():
+                begun = time.perf_counter()
+                found[name] = way()
+                if turn:
+                    taken[name].append(time.perf_counter() - begun)
+
+    benchmark.pedantic(turns, rounds=1)
+    middle = {name: median(seconds) for name, seconds in taken.items()}
+    best = min(("dynamic cache", "static cache"), key=middle.__getitem__)
+    low, _, high = quantiles(taken["ours"], n=4)
+    record_claim(
+        Claim(
+            name=f"64 sequences of 128 + 32 tokens, eight a prompt, {preset}",
+            unit="ms",
+            ours=1e3 * middle["ours"],
+            baseline=1e3 * middle[best],
+            baseline_name=f"transformers' generate, {best}",
+            higher_is_better=False,
+            correct=torch.equal(found["ours"], found[best]),
+            detail=f"{TURNS} turns, one thread, greedy, tokens equal; quartiles of ours "
+            f"{1e3 * low:.0f} and {1e3 * high:.0f} ms; "
+            + ", ".join(f"{name} {1e3 * value:.0f} ms" for name, value in middle.items()),
+            source="hatch run bench hybridflow -k generate",
+        ),
+        aim=2.5,
+    )

@@ -1,0 +1,242 @@
+"""Weights from training's layout to generation's, on real ranks and real networks.
+
+Inside one host: 1-4-2 to 1-2 on eight ranks, ours beside an all-gather over training's TP x PP group,
+as frameworks without generation groups do; both move the same model. Between two hosts, joined by an
+emulated link of 1 Gbit/s: the same pair, of which no byte may cross; and disjoint pools, one on each
+host, whose bytes all cross and are held against the link's rate.
+"""
+
+import time
+from datetime import timedelta
+from statistics import median
+
+import pytest
+import torch
+
+from hybridflow.layout import Layout, generation_groups
+from hybridflow.models import pieces
+from hybridflow.models.config import read_config
+from hybridflow.models.decoder import Decoder, Shard
+from hybridflow.reshard.planner import held_by, plan, wanted_by
+from hybridflow.reshard.transition import Transition
+from shared.claims import Claim
+from shared.comms import Group, NetLab, RankPool, reshard
+
+MODEL = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2816,
+    "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+TRAIN, GENERATE = "1-4-2", "1-2"
+ROUNDS = 4
+COMMAND = "hatch run bench hybridflow -k reshard"
+
+
+def setup(world):
+    """This rank's decoders, its micro-DP and TP groups, and the transition between them."""
+    config, layout = read_config(MODEL), Layout.parse(TRAIN)
+    groups = generation_groups(layout, GENERATE)
+    training = Decoder(config, Shard(config, 0, 1, layout.coordinates(world.rank)[1], layout.tp))
+    pieces.initialize(training, 0)
+    at = groups.coordinates(world.rank)
+    generation = Decoder(config, Shard(config, 0, 1, at.tp, groups.tp_size), device="meta")
+    mine = {}
+    for name, found in (("micro", groups.micro_dp), ("tp", layout.groups("tp"))):
+        for ranks in found:
+            group = Group.of(ranks)
+            if world.rank in ranks:
+                mine[name] = (group, ranks)
+    group, members = mine["micro"]
+    move = Transition(
+        training, generation,
+        [held_by(config, layout, rank) for rank in members],
+        [wanted_by(config, groups, rank) for rank in members],
+        group, bucket_bytes=8 << 20,
+    )  # fmt: skip
+    return move, training, generation, mine["tp"][0], members
+
+
+def gathered(model, group):
+    """Every weight of the model on every rank, an all-gather a parameter, each let go at once."""
+    for parameter in model.parameters():
+        out = torch.empty(group.world_size * parameter.numel())
+        torch.distributed.all_gather_into_tensor(
+            out, parameter.data.flatten(), group=group.checked()
+        )
+
+
+def moved(rounds):
+    """On each rank: seconds of both ways, bytes planned and counted, and memory."""
+    world = Group.world()
+    move, training, generation, tp, members = setup(world)
+    reference = Decoder(training.config, generation.shard)
+    pieces.initialize(reference, 0)
+    taken = {"ours": [], "all-gather": []}
+    counted, is_right = None, True
+    for turn in range(rounds + 1):
+        for way, seconds in taken.items():
+            before = world.ledger.snapshot()
+            torch.distributed.barrier()
+            begun = time.perf_counter()
+            if way == "ours":
+                move.to_generation()
+            else:
+                gathered(training, tp)
+            spent = time.perf_counter() - begun
+            if turn:
+                seconds.append(spent)
+            if way == "ours":
+                counted = world.ledger.snapshot().diff(before).received_bytes
+                for ours, right in zip(
+                    generation.parameters(), reference.parameters(), strict=True
+                ):
+                    is_right &= torch.equal(ours, right)
+                move.to_training()
+    held = sum(p.numel() * p.element_size() for p in reference.parameters())
+    planned = move.plan.received_bytes[members.index(world.rank)]
+    return taken, planned, counted, held, move.peak_bytes, is_right
+
+
+def bench_one_host(benchmark, record_claim):
+    with RankPool(8, timeout=timedelta(minutes=5)) as pool:
+        found = benchmark.pedantic(lambda: pool.run(moved, ROUNDS).results, rounds=1)
+    slowest = {
+        way: median(max(rank[0][way][k] for rank in found) for k in range(ROUNDS))
+        for way in ("ours", "all-gather")
+    }
+    _, planned, counted, held, peak, _ = found[0]
+    record_claim(
+        Claim(
+            name="weights of a 57 M model from 1-4-2 to 1-2, eight ranks on one host",
+            unit="ms",
+            ours=1e3 * slowest["ours"],
+            baseline=1e3 * slowest["all-gather"],
+            baseline_name="all-gather over training's TP group",
+            higher_is_better=False,
+            correct=all(rank[5] and rank[1] == rank[2] for rank in found),
+            detail=f"slowest rank, median of {ROUNDS} turns; every weight equals that of a model "
+            f"made in that layout; {planned:,} bytes planned and {counted:,} counted on a rank",
+            source=COMMAND,
+        ),
+        aim=2.0,
+    )
+    record_claim(
+        Claim(
+            name="the same, the most that weights and messages take at once",
+            unit="MB",
+            ours=peak / 1e6,
+            baseline=held / 1e6,
+            baseline_name="the generation shard alone",
+            higher_is_better=False,
+            correct=True,
+            detail="buckets of 8 MB; keeping training's shard as well would take 1.5 times the "
+            "generation shard, gathering all weights twice",
+            source=COMMAND,
+        )
+    )
+
+
+def crossed():
+    """On each rank: bytes that the plan moves within groups of ranks."""
+    world = Group.world()
+    move, *_ = setup(world)
+    torch.distributed.barrier()
+    return move.plan.received_bytes
+
+
+def switched():
+    """Moves there and back, once."""
+    move, *_ = setup(Group.world())
+    torch.distributed.barrier()
+    move.to_generation()
+    torch.distributed.barrier()
+    return move.plan.received_bytes[0]
+
+
+def sent_across(rounds):
+    """Ranks 0-3 hold a model as 1-4-1, ranks 4-7 want it so; seconds, and bytes received."""
+    world = Group.world()
+    config, layout = read_config(MODEL), Layout.parse("1-4-1")
+    found = plan("1-4-1", "1-4-1", MODEL, itemsize=4, is_disjoint=True)
+    model = Decoder(config, Shard(config, 0, 1, world.rank % 4, 4))
+    if world.rank < 4:
+        pieces.initialize(model, 0)
+    parts = {}
+    for piece in pieces.pieces(model):
+        parts.setdefault(piece.name, []).append((piece.box, piece.view(model)))
+    moves = [
+        reshard.Move(
+            transfers=transfers,
+            held=parts[name] if world.rank < 4 else (),
+            wanted=parts[name] if world.rank >= 4 else (),
+        )
+        for name, transfers in found.transfers.items()
+    ]
+    taken = []
+    for _ in range(rounds + 1):
+        torch.distributed.barrier()
+        begun = time.perf_counter()
+        reshard.run(world, moves)
+        torch.distributed.barrier()
+        taken.append(time.perf_counter() - begun)
+    right = Decoder(config, Shard(config, 0, 1, world.rank % 4, 4))
+    pieces.initialize(right, 0)
+    pairs = zip(model.parameters(), right.parameters(), strict=True)
+    is_right = all(torch.equal(a, b) for a, b in pairs)
+    assert layout.num_ranks == 4
+    return taken[1:], sum(found.received_bytes), is_right
+
+
+@pytest.mark.netns
+def bench_disjoint_pools_at_line_rate(benchmark, record_claim):
+    with (
+        NetLab(hosts=2, rate="1gbit", ranks_per_host=4) as lab,
+        lab.pool(timeout=timedelta(minutes=5)) as pool,
+    ):
+        found = benchmark.pedantic(lambda: pool.run(sent_across, ROUNDS).results, rounds=1)
+        limit_s = found[0][1] / lab.bytes_per_s
+    seconds = found[0][0]
+    record_claim(
+        Claim(
+            name="a 57 M model from four ranks on one host to four on another, 1 Gbit/s",
+            unit="s",
+            ours=median(seconds),
+            baseline=limit_s,
+            baseline_name="bytes over bandwidth",
+            higher_is_better=False,
+            correct=all(rank[2] for rank in found),
+            detail=f"{found[0][1]:,} bytes; spread {min(seconds):.2f}-{max(seconds):.2f} s; every "
+            f"weight equals that of a model made there",
+            source=COMMAND,
+        ),
+        aim=0.9,
+    )
+
+
+@pytest.mark.netns
+def bench_two_hosts_cross_nothing(benchmark, record_claim):
+    with (
+        NetLab(hosts=2, rate="1gbit", ranks_per_host=4) as lab,
+        lab.pool(timeout=timedelta(minutes=5)) as pool,
+    ):
+        pool.run(crossed)
+        before = [counter.tx_bytes for counter in lab.counters()]
+        pool.run(crossed)
+        idle = sum(c.tx_bytes for c in lab.counters()) - sum(before)
+        before = [counter.tx_bytes for counter in lab.counters()]
+        received = benchmark.pedantic(lambda: pool.run(switched).results[0], rounds=1)
+        sent = sum(c.tx_bytes for c in lab.counters()) - sum(before)
+    record_claim(
+        Claim(
+            name="1-4-2 to 1-2 over two hosts of four: bytes between the hosts",
+            unit="kB",
+            ours=max(0, sent - idle) / 1e3,
+            baseline=8 * received / 1e3,
+            baseline_name="bytes that the eight ranks receive in all",
+            higher_is_better=False,
+            correct=sent - idle < 0.01 * 8 * received,
+            detail="counted at the hosts' links, less what set-up and barriers take",
+            source=COMMAND,
+        )
+    )

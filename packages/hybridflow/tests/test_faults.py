@@ -1,0 +1,413 @@
+"""What goes wrong with ranks, and how soon and how clearly the controller says so."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridflow import Batch, Worker, WorkerGroup, Workers, remote
+from hybridflow.pool import ResourcePool
+from shared.comms.maker import mark
+from shared.errors import ConfigError, RankFailure
+
+
+class Frail(Worker):
+    def __init__(self, fails=False):
+        if fails:
+            raise ValueError("no weights here")
+
+    @remote("dp")
+    def add(self, batch, number=0):
+        return Batch(x=batch["x"] + number)
+
+    @remote("dp")
+    def grow(self, batch):
+        return Batch(y=torch.ones(len(batch), 50_000))
+
+    @remote("dp")
+    def lose(self, batch):
+        raise LookupError(f"rank {self.rank} lost its rows")
+
+    @remote()
+    def echo(self, value):
+        return value
+
+    @remote()
+    def pid(self):
+        return os.getpid()
+
+    @remote()
+    def hang_in_collective(self, told):
+        self.subgroup("all")  # made while both are there
+        if self.rank == 1:
+            raise ArithmeticError("rank 1 gives up")
+        Path(told).touch()
+        dist.barrier()
+
+    @remote()
+    def sleep_for_ever(self):
+        threading.Event().wait()
+
+    @remote()
+    def unpicklable(self):
+        return threading.Lock()
+
+    def not_remote(self):
+        return None
+
+
+def _rows(count):
+    return Batch(x=torch.arange(count))
+
+
+@pytest.fixture
+def inline():
+    with Workers.inline(2) as workers:
+        yield WorkerGroup(Frail, workers.pool(2))
+
+
+@pytest.fixture
+def local():
+    with Workers.local(2) as workers:
+        yield WorkerGroup(Frail, workers.pool(2))
+
+
+@pytest.fixture(scope="module")
+def ray_start(tmp_path_factory):
+    ray = pytest.importorskip("ray", reason="the ray engine needs Ray")
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray writes a token there.
+        home = tmp_path_factory.getbasetemp() / "home"  # one for all tests: Ray reads it once
+        home.mkdir(exist_ok=True)
+        patch.setenv("HOME", str(home))
+        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        yield ray
+        ray.shutdown()
+
+
+def _folders():
+    """What this process's local engines keep in shared memory."""
+    return list(Path("/dev/shm").glob(f"meshyard-hybridflow-{mark()}-*"))
+
+
+# What a rank raises.
+
+
+def test_a_failure_names_rank_method_and_cause_with_its_traceback(inline):
+    with pytest.raises(RankFailure) as caught:
+        inline.lose(_rows(2)).result()
+    assert caught.value.rank == 0
+    message = str(caught.value)
+    assert message.startswith("rank 0 of 2 raised in Frail.lose: LookupError: rank 0 lost its rows")
+    assert 'raise LookupError(f"rank {self.rank} lost its rows")' in message
+    assert "rank 1 too: LookupError: rank 1 lost its rows" in message
+
+
+def test_a_failure_passes_down_a_chain_of_calls_and_ends_there(inline):
+    lost = inline.lose(_rows(4))
+    end = inline.add(inline.add(lost, 1) | _rows(4), 1)
+    with pytest.raises(RankFailure, match=r"raised in Frail\.lose"):
+        end.result()
+    assert inline.add(_rows(2), 1).result()["x"].tolist() == [1, 2]
+
+
+def test_a_failure_reaches_calls_that_wait_for_it(local):
+    pools = [ResourcePool(local.pool.workers, (rank,)) for rank in (0, 1)]
+    left, right = (WorkerGroup(Frail, pool) for pool in pools)
+    waiting = right.add(right.add(left.lose(_rows(4)), 1), 1)
+    after = right.add(_rows(2), 5)
+    with pytest.raises(RankFailure, match="rank 0 lost its rows"):
+        waiting.result(60)
+    assert after.result(60)["x"].tolist() == [5, 6]
+
+
+def test_a_worker_that_can_not_be_made(inline):
+    with pytest.raises(RankFailure, match="ValueError: no weights here"):
+        WorkerGroup(Frail, inline.pool, fails=True)
+    assert inline.echo(1).result() == [1, 1]
+
+
+def test_a_result_that_can_not_travel(inline):
+    with pytest.raises(RankFailure, match=r"a lock can not be sent to another process"):
+        inline.unpicklable().result()
+
+
+# What the caller gets wrong.
+
+
+def test_arguments_that_can_not_travel(inline):
+    future = inline.echo(lambda: None)
+    with pytest.raises(ConfigError, match="top level"):
+        future.result()
+    with pytest.raises(ConfigError, match="can not be sent to another process"):
+        inline.echo(threading.Lock()).result()
+    assert inline.echo(1).result() == [1, 1]
+
+
+def test_workers_of_a_function_are_refused(inline):
+    class Local(Worker):
+        pass
+
+    with pytest.raises(ConfigError, match="top level"):
+        WorkerGroup(Local, inline.pool)
+
+
+@pytest.mark.parametrize("name", ["ad", "not_remote"])
+def test_methods_that_are_not_remote(inline, name):
+    with pytest.raises(AttributeError, match=rf"Frail has no remote method '{name}'; it has add,"):
+        getattr(inline, name)
+    with pytest.raises(ConfigError, match=r"Mark a method with @hybridflow\.remote"):
+        inline.call(name)
+
+
+def test_wrong_arguments_are_told_like_python_does(inline):
+    with pytest.raises(RankFailure, match="unexpected keyword argument 'numbr'"):
+        inline.add(_rows(2), numbr=1).result()
+
+
+def test_a_pool_larger_than_the_workers():
+    with Workers.inline(3) as workers:
+        workers.pool(2)
+        with pytest.raises(ConfigError, match=r"a pool of 2 wants .* there are 1 of 3; start more"):
+            workers.pool(2)
+        with pytest.raises(ConfigError, match="a pool of 0"):
+            workers.pool(0)
+        assert workers.pool(1).ranks == (2,)
+
+
+def test_a_layout_that_does_not_fill_its_pool(inline):
+    with pytest.raises(ConfigError, match="1-3-1 takes 3 ranks, and there are 2; the nearest"):
+        WorkerGroup(Frail, inline.pool, layout="1-3-1")
+
+
+def test_closed_workers_take_no_calls_and_have_no_more_results():
+    with Workers.local(2) as workers:
+        group = WorkerGroup(Frail, workers.pool(2))
+        read, unread = group.grow(_rows(2)), group.grow(_rows(2))
+        read.result()
+        group.echo(None).result()  # so that the one before is there too
+        assert unread.is_done
+    assert float(read.result()["y"].sum()) == 100_000
+    with pytest.raises(ConfigError, match="these workers were closed"):
+        unread.result()
+    with pytest.raises(ConfigError, match="these workers were closed, and what was not read"):
+        group.echo(1)
+    with pytest.raises(ConfigError, match="these workers were closed"):
+        WorkerGroup(Frail, group.pool)
+    workers.close()  # a second time does nothing
+
+
+def test_calls_under_way_end_when_workers_are_closed():
+    workers = Workers.local(1)
+    group = WorkerGroup(Frail, workers.pool(1))
+    future = group.sleep_for_ever()
+    waits = threading.Event()
+    errors = []
+
+    def wait():
+        waits.set()
+        try:
+            future.result()
+        except ConfigError as error:
+            errors.append(str(error))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    waits.wait()
+    workers.close()
+    waiter.join(30)
+    assert errors == ["the workers were closed before this call was answered"]
+
+
+def test_ray_that_is_not_installed_is_named_with_the_cure(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("hybridflow.engines.ray")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ray>=2\.50'"):
+        Workers.ray()
+
+
+def test_importing_hybridflow_does_not_import_ray():
+    script = "import sys, hybridflow.controller; sys.exit('ray' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", script], env=env, check=True)
+
+
+# Ranks that die or hang.
+
+
+def test_a_killed_rank_is_found_within_a_second(local):
+    workers = local.pool.workers
+    kept = local.grow(_rows(2))
+    kept.result()
+    pid = local.pid().result()[1]
+    future = local.sleep_for_ever()
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankFailure, match="rank 1 of 2 died: killed by SIGKILL") as caught:
+        future.result(30)
+    assert time.monotonic() - begin < 1
+    assert caught.value.rank == 1
+    with pytest.raises(RankFailure, match="rank 1 of 2 died"):
+        local.echo(1)
+    assert float(kept.result()["y"].sum()) == 100_000
+    workers.close()
+    assert _folders() == []
+
+
+def test_a_rank_killed_between_calls_is_found_by_the_next(local):
+    pid = local.pid().result()[0]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankFailure, match="rank 0 of 2 died"):
+        local.echo(1).result(30)
+
+
+def test_shared_memory_is_empty_after_closing():
+    with Workers.local(2) as workers:
+        group = WorkerGroup(Frail, workers.pool(2))
+        future = group.grow(_rows(4))
+        value = future.result()
+        assert len(_folders()) == 1
+        assert any(file.name.startswith("rank") for file in _folders()[0].iterdir())
+    assert _folders() == []
+    assert float(value["y"].sum()) == 200_000
+
+
+def test_a_rank_that_raises_frees_those_that_wait_for_it(local, tmp_path):
+    pids = local.pid().result()
+    future = local.hang_in_collective(str(tmp_path / "told"))
+    begin = time.monotonic()
+    with pytest.raises(RankFailure, match="ArithmeticError: rank 1 gives up") as caught:
+        future.result(60)
+    assert time.monotonic() - begin < 10
+    assert caught.value.rank == 1
+    assert (tmp_path / "told").exists()
+    with pytest.raises(RankFailure, match="rank 1 gives up"):
+        local.echo(1)
+    local.pool.workers.close()
+    _assert_gone(pids)
+
+
+def _assert_gone(pids):
+    deadline = time.monotonic() + 20
+    while any(map(_runs, pids)):
+        assert time.monotonic() < deadline, f"of {pids} some still run"
+        time.sleep(0.02)
+
+
+def _runs(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+# Ray.
+
+
+@pytest.mark.slow
+def test_what_ray_has_no_places_for_is_refused_at_once(ray_start):
+    begin = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        Workers.ray(num_ranks=4)
+    message = str(caught.value)
+    assert "4 ranks want 1 CPUs and 0 GPUs each, and Ray's machines have places for 3" in message
+    assert "3 CPUs and 0 GPUs in all, of which 3 CPUs and 0 GPUs are free" in message
+    with pytest.raises(ConfigError, match="1 ranks want 4 CPUs"):
+        Workers.ray(num_ranks=1, cpus_per_rank=4)
+    with pytest.raises(ConfigError, match="want 1 CPUs and 1 GPUs each"):
+        Workers.ray(num_ranks=1, gpus_per_rank=1)
+    with pytest.raises(ConfigError, match="got 1 ranks of 0 CPUs and 0 GPUs"):
+        Workers.ray(num_ranks=1, cpus_per_rank=0)
+    assert time.monotonic() - begin < 10
+
+
+@pytest.mark.slow
+def test_what_others_hold_of_ray_is_waited_for_and_refused(ray_start):
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    other = placement_group([{"CPU": 2}])
+    assert other.wait(60)
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match="of which 1 CPUs and 0 GPUs were for 8 s free"):
+        Workers.ray(num_ranks=2)
+    assert time.monotonic() - begin < 10
+    remove_placement_group(other)
+
+
+@pytest.mark.slow
+def test_rays_faults_are_told_like_the_others(ray_start, tmp_path):
+    with Workers.ray(num_ranks=2) as workers:
+        group = WorkerGroup(Frail, workers.pool(2))
+        with pytest.raises(RankFailure, match=r"rank 0 of 2 raised in Frail\.lose: LookupError"):
+            group.lose(_rows(2)).result(60)
+        unread = group.grow(_rows(2))
+        pids = group.pid().result(60)
+        future = group.sleep_for_ever()
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RankFailure, match="rank 1 of 2 died") as caught:
+            future.result(60)
+        assert caught.value.rank == 1
+        with pytest.raises(RankFailure, match="rank 1 of 2 died"):
+            unread.result()
+    _assert_gone(pids)
+    assert ray_start.is_initialized()  # it is not ours to end
+
+
+@pytest.mark.slow
+def test_a_rank_of_ray_that_raises_frees_those_that_wait_for_it(ray_start, tmp_path):
+    with Workers.ray(num_ranks=2) as workers:
+        group = WorkerGroup(Frail, workers.pool(2))
+        pids = group.pid().result(60)
+        with pytest.raises(RankFailure, match="ArithmeticError: rank 1 gives up"):
+            group.hang_in_collective(str(tmp_path / "told")).result(60)
+    _assert_gone(pids)
+
+
+_OWN_RAY = """
+import os, sys
+from hybridflow import Workers
+
+if __name__ == "__main__":
+    with Workers.ray(num_ranks=1) as workers:
+        print("ranks", workers.num_ranks, flush=True)
+    import ray
+    assert not ray.is_initialized()
+"""
+
+
+@pytest.mark.slow
+def test_ray_started_by_workers_ends_with_them(tmp_path):
+    pytest.importorskip("ray", reason="the ray engine needs Ray")
+    script = tmp_path / "script.py"
+    script.write_text(_OWN_RAY)
+    tag = f"hybridflow-test-{os.getpid()}"
+    path = os.pathsep.join(path for path in sys.path if path)
+    env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": path, "HYBRIDFLOW_TEST": tag}
+    ran = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "ranks 1" in ran.stdout
+    # All that the script started has inherited its environment.
+    left = [pid for pid in _pids() if tag.encode() in _environment(pid) and _runs(pid)]
+    _assert_gone(left)
+
+
+def _pids():
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+
+
+def _environment(pid):
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
