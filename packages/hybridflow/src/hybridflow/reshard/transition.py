@@ -136,20 +136,24 @@ class Transition:
     def _move(self, src: _Side, dst: _Side, plan: Plan) -> None:
         for bucket in self._buckets:
             dst.allocate(bucket)
-            moves = [
-                reshard.Move(
-                    transfers=plan.transfers[name], held=src.views(name), wanted=dst.views(name)
-                )
-                for name in sorted(bucket)
-            ]
-            if self._group is None:
-                for move in moves:
-                    _copy_locally(move)
-            else:
-                reshard.run(self._group, moves, phase="reshard")
-            live = src.live_bytes() + dst.live_bytes() + self._message_bytes(moves, plan.itemsize)
-            self.peak_bytes = max(self.peak_bytes, live)
+            self._move_bucket(bucket, src, dst, plan)
             src.release(bucket)
+
+    def _move_bucket(self, bucket: set[str], src: _Side, dst: _Side, plan: Plan) -> None:
+        # The views end with this call: one that lived on would keep what is released after it.
+        moves = [
+            reshard.Move(
+                transfers=plan.transfers[name], held=src.views(name), wanted=dst.views(name)
+            )
+            for name in sorted(bucket)
+        ]
+        if self._group is None:
+            for move in moves:
+                _copy_locally(move)
+        else:
+            reshard.run(self._group, moves, phase="reshard")
+        live = src.live_bytes() + dst.live_bytes() + self._message_bytes(moves, plan.itemsize)
+        self.peak_bytes = max(self.peak_bytes, live)
 
     def _message_bytes(self, moves: Sequence[reshard.Move], itemsize: int) -> int:
         if self._group is None:
