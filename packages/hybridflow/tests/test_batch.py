@@ -215,7 +215,7 @@ def test_union_names_the_column_and_the_first_row_that_differ(ours, theirs, row)
     ],
 )
 def test_union_refuses_columns_of_another_kind(ours, theirs):
-    with pytest.raises(DataError, match="column 'a' .* in kind, shape or length"):
+    with pytest.raises(DataError, match=r"column 'a' .* in kind, shape or length"):
         Batch(a=ours) | Batch(a=theirs)
 
 

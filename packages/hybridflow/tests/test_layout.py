@@ -1,4 +1,4 @@
-"""Ranks of layouts, and generation's groups inside training's: the paper's example, and all pairs."""
+"""Ranks of layouts, and generation's groups in training's: the paper's example, all pairs."""
 
 import itertools
 
@@ -55,7 +55,7 @@ def test_ranks_and_coordinates_are_a_bijection_and_groups_a_partition(order):
         assert [layout.rank(*at) for at in coordinates] == list(range(layout.num_ranks))
         for k, axis in enumerate(("pp", "tp", "dp")):
             groups = layout.groups(axis)
-            assert sorted(sum(groups, [])) == list(range(layout.num_ranks))
+            assert sorted(itertools.chain(*groups)) == list(range(layout.num_ranks))
             for group in groups:
                 # In order of the axis, and everything else is the same.
                 assert [coordinates[rank][k] for rank in group] == list(range((p, t, d)[k]))
@@ -96,7 +96,7 @@ def test_generation_groups_partition_the_ranks_and_make_whole_models(order):
         assert groups.num_replicas == d * d_g
         at = [groups.coordinates(rank) for rank in ranks]
         for found, size in ((groups.micro_dp, d_g), (groups.tp, t_g), (groups.pp, p_g)):
-            assert sorted(sum(found, [])) == ranks
+            assert sorted(itertools.chain(*found)) == ranks
             assert {len(group) for group in found} == {size}
         for group in groups.micro_dp:
             # Training shards of one micro-DP group are disjoint and make up a generation shard.

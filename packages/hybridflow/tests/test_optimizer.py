@@ -1,4 +1,4 @@
-"""A step on a decoder: against torch's AdamW, clipping and schedules, on one rank and on several."""
+"""A step on a decoder: against torch's AdamW, clipping and schedules; on several ranks too."""
 
 import copy
 import math

@@ -86,3 +86,27 @@ def test_users_own_prompts_and_reward(tmp_path):
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
     assert main(["train", str(recipe), "--set", f"reward={reward}:scor"]) == 1
     assert main(["train", str(recipe), "--set", "reward="]) == 1
+
+
+def rewards_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    told = map(json.loads, lines)
+    return {line["step"]: (line["reward"], line["loss"], line["grad_norm"]) for line in told}
+
+
+def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
+    arguments = ["train", "ppo-sort", "--set", "steps=5", "batch_size=32"]
+    assert main([*arguments, "--out", str(tmp_path / "whole")]) == 0
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--out", str(tmp_path / "parts")]
+    constant = ["optimizer.schedule=constant"]
+    whole = [*arguments, *constant, "--out", str(tmp_path / "constant")]
+    assert main(whole) == 0
+    short = [text.replace("steps=5", "steps=3") for text in arguments]
+    assert main([*short, *constant, *kept]) == 0
+    assert main([*arguments, *constant, *kept]) == 0
+    assert rewards_of(tmp_path / "parts") == rewards_of(tmp_path / "constant")
+    assert main([*arguments, "optimizer.lr=1", *kept]) == 1
+    out = ["--checkpoint", str(tmp_path / "kept"), "--out", str(tmp_path / "model")]
+    changes = [*arguments[2:], *constant]
+    assert main(["export", "ppo-sort", *changes, *out]) == 0
+    assert (tmp_path / "model" / "config.json").is_file()

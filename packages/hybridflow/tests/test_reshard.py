@@ -249,8 +249,9 @@ def test_plans_that_can_not_be_are_refused():
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 1500, 4000, 1 << 30])
-def test_buckets_are_whole_layers_of_about_the_bytes_asked_for(bucket_bytes):
-    found = plan("2-2-1", "1-1", tree())
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_buckets_are_whole_layers_of_about_the_bytes_asked_for(bucket_bytes, is_sharded):
+    found = plan("2-1-2", "1-1", tree(), is_sharded=is_sharded)
     cut = list(buckets(found, bucket_bytes))
     assert sorted(name for bucket in cut for name in bucket) == sorted(found.transfers)
 

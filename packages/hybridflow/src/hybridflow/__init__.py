@@ -16,9 +16,10 @@ if getattr(shared, "__project__", None) != "meshyard":
     )
 
 if TYPE_CHECKING:
-    from hybridflow import layout, mapping, reshard, rl, tasks
+    from hybridflow import algos, layout, loops, mapping, reshard, rl, tasks
     from hybridflow.actor import Actor
     from hybridflow.batch import Batch
+    from hybridflow.checkpoint import Checkpoint
     from hybridflow.controller import Workers
     from hybridflow.critic import Critic
     from hybridflow.future import Future
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from hybridflow.protocols import Mesh, Protocol, remote
     from hybridflow.ragged import Ragged
     from hybridflow.rewards import reward
+    from hybridflow.rollout.group import Rollout
     from hybridflow.rollout.sampling import Sampling
     from hybridflow.scoring import CostModel, Reference, RewardModel
     from hybridflow.worker import Worker
@@ -38,7 +40,9 @@ _HOME_OF = {
     "Actor": "actor",
     "AdamW": "models.optimizer",
     "Batch": "batch",
+    "Checkpoint": "checkpoint",
     "CostModel": "scoring",
+    "Rollout": "rollout.group",
     "PRESETS": "models.config",
     "Critic": "critic",
     "Future": "future",
@@ -54,13 +58,14 @@ _HOME_OF = {
     "remote": "protocols",
     "reward": "rewards",
 }
-_MODULES = ("layout", "mapping", "reshard", "rl", "tasks")
+_MODULES = ("algos", "layout", "loops", "mapping", "reshard", "rl", "tasks")
 
 __all__ = [
     "PRESETS",
     "Actor",
     "AdamW",
     "Batch",
+    "Checkpoint",
     "CostModel",
     "Critic",
     "Future",
@@ -69,12 +74,15 @@ __all__ = [
     "Ragged",
     "Reference",
     "RewardModel",
+    "Rollout",
     "Sampling",
     "Worker",
     "WorkerGroup",
     "Workers",
     "__version__",
+    "algos",
     "layout",
+    "loops",
     "mapping",
     "remote",
     "reshard",

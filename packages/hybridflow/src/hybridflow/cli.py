@@ -27,6 +27,8 @@ class Train:
 
     Example: hybridflow train ppo-sort --set steps=200 optimizer.lr=5e-4 --out run1
 
+    With --checkpoint DIR an interrupted run goes on, on the same ranks or others, to the same end.
+
     Built in: ppo-sort, grpo-sort, dr-grpo-sort, gspo-sort, cispo-sort, rloo-sort, remax-sort,
     reinforce-sort, safe-sort.
     """
@@ -37,12 +39,17 @@ class Train:
     """KEY=VALUE pairs that replace the recipe's, as optimizer.lr=1e-4."""
     out: Path | None = None
     """Folder for metrics.jsonl and TensorBoard's files."""
+    checkpoint: Path | None = None
+    """Folder to go on from, and to save to."""
+    every: int = 50
+    """Steps between saves."""
 
     def run(self) -> None:
         """Shows progress, and tells how it went."""
         from rich.console import Console
         from rich.progress import Progress
 
+        from hybridflow.checkpoint import Checkpoint
         from hybridflow.journal import Journal
         from hybridflow.recipe import read_recipe
         from hybridflow.training import Run, start_workers
@@ -53,11 +60,12 @@ class Train:
             run = Run.set_up(recipe, workers)
             journal = None if self.out is None else Journal(self.out)
             bar = progress.add_task(recipe.algorithm, total=recipe.steps)
-            for told in run.steps():
+            kept = None if self.checkpoint is None else Checkpoint(self.checkpoint)
+            for told in run.steps(kept, self.every):
                 if journal is not None:
                     journal.write(told)
                 about = f"{recipe.algorithm}: reward {told['reward']:.3f}"
-                progress.update(bar, advance=1, description=about)
+                progress.update(bar, completed=told["step"] + 1, description=about)
             if journal is not None:
                 journal.close()
             if run.task is not None:
@@ -192,6 +200,40 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """Write the actor of a checkpoint as a Hugging Face folder.
+
+    Example: hybridflow export grpo-sort --checkpoint run1 --out model
+    """
+
+    recipe: tyro.conf.Positional[str]
+    """The recipe that the checkpoint was made with."""
+    checkpoint: Path
+    """Its folder."""
+    out: Path
+    """Folder that is made."""
+    set: tuple[str, ...] = ()
+    """KEY=VALUE pairs that replaced the recipe's."""
+    group: str = "actor"
+    """Which of its models."""
+
+    def run(self) -> None:
+        """Loads, and writes."""
+        from hybridflow.checkpoint import Checkpoint
+        from hybridflow.export import export
+        from hybridflow.recipe import read_recipe
+        from hybridflow.training import Run, start_workers
+
+        recipe = read_recipe(self.recipe, _pairs(self.set))
+        with start_workers(recipe) as workers:
+            run = Run.set_up(recipe, workers)
+            if self.group not in run.groups:
+                raise ConfigError(f"group: expected one of {', '.join(run.groups)}: {self.group!r}")
+            Checkpoint(self.checkpoint).load(run.groups)
+            print(export(run.groups[self.group], self.out))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
     """Train PPO and GRPO on digits to sort, and time both generation and training.
 
@@ -215,6 +257,7 @@ Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Map, tyro.conf.subcommand("map")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
 )
 

@@ -6,14 +6,15 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybridflow import algos
+from hybridflow import algos, loops
 from hybridflow.actor import Actor
 from hybridflow.batch import Batch
+from hybridflow.checkpoint import Checkpoint
 from hybridflow.controller import Workers
 from hybridflow.critic import Critic
 from hybridflow.models.config import PRESETS
@@ -94,13 +95,54 @@ class Run:
         algorithm = _algorithm(recipe, models, score, sampling, tokenizer)
         return Run(recipe, algorithm, prompts, task, models.groups)
 
-    def steps(self, start: int = 0) -> Iterator[dict[str, float]]:
-        """Trains; yields what each step tells."""
-        for step in range(start, self.recipe.steps):
+    def steps(
+        self, checkpoint: Checkpoint | None = None, every: int = 50
+    ) -> Iterator[dict[str, float]]:
+        """Trains; yields what each step tells.
+
+        Args:
+            checkpoint: where to go on from, and where to save.
+            every: steps between saves; the last step is saved too.
+        """
+        start = 0
+        if checkpoint is not None and checkpoint.latest() is not None:
+            start = self._resume(checkpoint.load(self.groups))
+        total = self.recipe.steps
+        told = loops.run(self.algorithm, self.prompts, steps=total - start, start=start)
+        begun = time.perf_counter()
+        for step, metrics in enumerate(told, start):
+            yield {"step": step, **metrics, "seconds": time.perf_counter() - begun}
+            if checkpoint is not None and ((step + 1) % every == 0 or step + 1 == total):
+                checkpoint.save(step + 1, self.groups, self._remembered(step + 1))
             begun = time.perf_counter()
-            roll = self.algorithm.rollout(self.prompts(step), step)
-            told = self.algorithm.learn(roll)
-            yield {"step": step, **told, "seconds": time.perf_counter() - begun}
+
+    def _remembered(self, step: int) -> dict[str, Any]:
+        """What the next step needs beside the models; prompts and draws depend on its number."""
+        kept: dict[str, Any] = {"step": step, "recipe": asdict(self.recipe)}
+        for name in ("beta", "multiplier"):
+            value = getattr(self.algorithm, name, None)
+            if hasattr(value, "state_dict"):
+                kept[name] = value.state_dict()
+        return kept
+
+    def _resume(self, kept: dict[str, Any]) -> int:
+        ours, theirs = asdict(self.recipe), dict(kept["recipe"])
+        # Where models lie may change, and how long a run is.
+        changed = [
+            key
+            for key in ours
+            if key not in ("placement", "steps", "max_tokens") and ours[key] != theirs.get(key)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{changed[0]}: the checkpoint was made with {theirs.get(changed[0])!r}, and the "
+                f"recipe says {ours[changed[0]]!r}; give another folder to begin anew"
+            )
+        for name in ("beta", "multiplier"):
+            if name in kept:
+                value = getattr(self.algorithm, name)
+                setattr(self.algorithm, name, type(value).from_state_dict(kept[name]))
+        return int(kept["step"])
 
     def greedy(self, num: int = 256) -> float:
         """Share of a task's evaluation prompts whose likeliest response is wholly right.

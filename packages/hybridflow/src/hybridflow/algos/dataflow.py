@@ -14,7 +14,7 @@ from hybridflow.future import Future, Joined
 from hybridflow.rl import advantages, kl
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Algorithm", "Score", "fetched", "token_rewards", "told"]
+__all__ = ["Algorithm", "Score", "fetched", "learnt_columns", "token_rewards", "told"]
 
 Score = Callable[[Batch], Any]
 """From a rollout to a batch (or the future of one) with "scores" [rows] or "rewards" [rows, W]."""
@@ -84,6 +84,14 @@ def token_rewards(
         return (rewards if divergence is None else rewards - beta * divergence), divergence
     scores = batch[score].to(batch["old_log_probs"].dtype)
     return advantages.token_rewards(scores, batch["mask"], divergence, beta), divergence
+
+
+def learnt_columns(batch: Batch, gains: Tensor) -> Batch:
+    """What an actor's update wants beside the rollout; dropped rows have no weight in it."""
+    columns = Batch(advantages=gains, old_log_probs=batch["old_log_probs"])
+    if "is_dropped" in batch:
+        columns["is_dropped"] = batch["is_dropped"]
+    return columns
 
 
 def told(batch: Batch, metrics: Mapping[str, float], **more: float) -> dict[str, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, told
+from hybridflow.algos.dataflow import Score, fetched, learnt_columns, told
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.rl import advantages, losses
@@ -51,20 +51,21 @@ class GRPO:
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the actor."""
-        reference = None if self.reference is None else self.reference.log_probs(roll)
+        reference = (
+            None
+            if self.reference is None
+            else self.reference.log_probs(roll, self.sampling.temperature)
+        )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch |= fetched(self.score, batch)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
         scores = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
         gains = advantages.grpo(scores, batch["group"], normalize_std=self.normalize_std)
-        columns = Batch(
-            advantages=advantages.expand(gains, batch["mask"]),
-            old_log_probs=batch["rollout_log_probs"],
-        )
+        columns = learnt_columns(batch, advantages.expand(gains, batch["mask"]))
         rows = roll | columns if reference is None else roll | reference | columns
         metrics = self.actor.update(
             rows, loss=self.loss, mode=self.mode, norm=self.norm,
             kl_coefficient=self.kl_coefficient, num_updates=self.num_updates,
-            num_epochs=self.num_epochs,
+            num_epochs=self.num_epochs, temperature=self.sampling.temperature,
         )  # fmt: skip
         size = self.sampling.num_samples
         is_equal = (scores.view(-1, size) == scores.view(-1, size)[:, :1]).all(1)

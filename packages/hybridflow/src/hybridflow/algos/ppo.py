@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
+from hybridflow.algos.dataflow import Score, fetched, learnt_columns, token_rewards, told
 from hybridflow.batch import Batch
 from hybridflow.critic import Critic
 from hybridflow.future import Future, Joined
@@ -40,7 +40,11 @@ class PPO:
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of critic and actor; all models are asked before any answer is waited for."""
         values = self.critic.values(roll)
-        reference = None if self.reference is None else self.reference.log_probs(roll)
+        reference = (
+            None
+            if self.reference is None
+            else self.reference.log_probs(roll, self.sampling.temperature)
+        )
         batch = roll if isinstance(roll, Batch) else roll.result()
         batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
         batch |= values.result()
@@ -57,10 +61,9 @@ class PPO:
                 self.beta = self.beta.update(more["kl"], len(batch))
         learnt = {"num_updates": self.num_updates, "num_epochs": self.num_epochs}
         trained = self.critic.update(roll | values | Batch(returns=returns), **learnt)
-        columns = Batch(
-            advantages=advantages.whiten(gains, mask), old_log_probs=batch["old_log_probs"]
-        )
+        columns = learnt_columns(batch, advantages.whiten(gains, mask))
         metrics = self.actor.update(
-            roll | columns, loss=partial(losses.ppo, clip=self.clip), **learnt
-        )
+            roll | columns, loss=partial(losses.ppo, clip=self.clip),
+            temperature=self.sampling.temperature, **learnt,
+        )  # fmt: skip
         return told(batch, metrics, value_loss=trained["loss"], **more)

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+from torch import Tensor
+
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
+from hybridflow.algos.dataflow import Score, fetched, learnt_columns, token_rewards, told
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.rl import advantages, losses
@@ -39,18 +41,23 @@ class _Reinforce:
 
     def _rewarded(self, roll: Batch | Future | Joined) -> Batch:
         """The rollout with the rewards of its tokens."""
-        reference = None if self.reference is None else self.reference.log_probs(roll)
+        reference = (
+            None
+            if self.reference is None
+            else self.reference.log_probs(roll, self.sampling.temperature)
+        )
         batch = roll if isinstance(roll, Batch) else roll.result()
         batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
         if reference is not None:
             batch |= reference.result()
         return batch | Batch(penalized=token_rewards(batch, beta=self.beta)[0])
 
-    def _update(self, roll: Batch | Future | Joined, batch: Batch, gains: object) -> dict:
-        columns = Batch(advantages=gains, old_log_probs=batch["old_log_probs"])
+    def _update(self, roll: Batch | Future | Joined, batch: Batch, gains: Tensor) -> dict:
+        columns = learnt_columns(batch, gains)
         metrics = self.actor.update(
             roll | columns, loss=partial(losses.ppo, clip=self.clip),
             num_updates=self.num_updates, num_epochs=self.num_epochs,
+            temperature=self.sampling.temperature,
         )  # fmt: skip
         return told(batch, metrics)
 

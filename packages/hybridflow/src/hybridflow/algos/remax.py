@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
+from hybridflow.algos.dataflow import Score, fetched, learnt_columns, token_rewards, told
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.rl import advantages, losses
@@ -46,9 +46,12 @@ class ReMax:
         rewards, _ = token_rewards(batch)
         baseline = greedy_scores.to(rewards.dtype)
         gains = advantages.remax(rewards, batch["mask"], baseline)
-        columns = Batch(advantages=gains, old_log_probs=batch["old_log_probs"])
+        columns = learnt_columns(batch, gains)
         loss = partial(losses.ppo, clip=self.clip)
-        metrics = self.actor.update(roll | columns, loss=loss, num_updates=self.num_updates)
+        metrics = self.actor.update(
+            roll | columns, loss=loss, num_updates=self.num_updates,
+            temperature=self.sampling.temperature,
+        )  # fmt: skip
         return told(batch, metrics, greedy_reward=float(baseline.mean()))
 
     def _greedy_scores(self, batch: Batch) -> Tensor:

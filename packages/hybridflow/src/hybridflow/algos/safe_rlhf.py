@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, token_rewards, told
+from hybridflow.algos.dataflow import Score, fetched, learnt_columns, token_rewards, told
 from hybridflow.batch import Batch
 from hybridflow.critic import Critic
 from hybridflow.future import Future, Joined
@@ -46,7 +46,11 @@ class SafeRLHF:
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the multiplier, both critics and the actor."""
         asked = (self.critic.values(roll), self.cost_critic.values(roll))
-        reference = None if self.reference is None else self.reference.log_probs(roll)
+        reference = (
+            None
+            if self.reference is None
+            else self.reference.log_probs(roll, self.sampling.temperature)
+        )
         batch = roll if isinstance(roll, Batch) else roll.result()
         batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
         costs = self.cost(batch)
@@ -67,7 +71,10 @@ class SafeRLHF:
         mean_cost = float(batch["costs"].float().mean())
         self.multiplier = self.multiplier.update(mean_cost)
         combined = lagrange.combine(gains[0], gains[1], self.multiplier.value)
-        columns = Batch(advantages=combined, old_log_probs=batch["old_log_probs"])
+        columns = learnt_columns(batch, combined)
         loss = partial(losses.ppo, clip=self.clip)
-        metrics = self.actor.update(roll | columns, loss=loss, num_updates=self.num_updates)
+        metrics = self.actor.update(
+            roll | columns, loss=loss, num_updates=self.num_updates,
+            temperature=self.sampling.temperature,
+        )  # fmt: skip
         return told(batch, metrics, cost=mean_cost, multiplier=self.multiplier.value)

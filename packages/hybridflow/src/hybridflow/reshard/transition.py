@@ -9,7 +9,6 @@ more (after HybridFlow, arXiv 2409.19256, section 5).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -181,10 +180,13 @@ def buckets(plan: Plan, bucket_bytes: int) -> Iterator[set[str]]:
 
     All ranks cut alike, because messages of a bucket are packed together.
     """
+    # Of weights that replicas share out, a plan may have a layer's in several places.
+    layers: dict[str, set[str]] = {}
+    for name in plan.transfers:
+        layers.setdefault(_layer(name), set()).add(name)
     bucket: set[str] = set()
     filled = 0
-    for _, group in itertools.groupby(plan.transfers, _layer):
-        names = set(group)
+    for names in layers.values():
         size = plan.itemsize * max(
             sum(t.box.numel for name in names for t in plan.transfers[name] if t.dst == rank)
             for rank in range(plan.num_ranks)
