@@ -54,8 +54,8 @@ def test_values_and_gradients_are_those_of_torch_distributions(rows, vocabulary,
 def test_gradients_are_the_slopes_of_the_values(output, temperature):
     hidden, weight, tokens = drawn(4, 6, 3)
 
-    def function(*arguments):
-        found = token_log_probs(*arguments, tokens, temperature=temperature)
+    def function(states, head):
+        found = token_log_probs(states, head, tokens, temperature=temperature)
         return found if output is None else found[output]
 
     assert torch.autograd.gradcheck(function, (hidden, weight))
@@ -135,13 +135,13 @@ def test_half_precision_answers_in_float32_as_near_as_torch_does():
     assert [part.dtype for part in found] == [torch.float32] * 2
     plain = torch.distributions.Categorical(logits=(hidden @ weight.t()).float())
     plain = (plain.log_prob(tokens), plain.entropy())
-    wide = [part.detach().double().requires_grad_() for part in (hidden, weight)]
+    wide, heads = (part.detach().double().requires_grad_() for part in (hidden, weight))
     triples = [
         *zip(found, plain, exact, strict=True),
         *zip(
             gradients(found, hidden, weight),
             gradients(plain, hidden, weight),
-            gradients(expected(*wide, tokens), *wide),
+            gradients(expected(wide, heads, tokens), wide, heads),
             strict=True,
         ),
     ]

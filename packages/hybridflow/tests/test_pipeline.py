@@ -61,11 +61,11 @@ def on_a_stage(num_stages, count):
     live, most, seen = 0, 0, []
     plain_forward, plain_backward = pipeline._Stage.forward, pipeline._backward
 
-    def forward(stage, k, x, loss):
+    def forward(self, k, x, loss_of):
         nonlocal live, most
         live += 1
         most = max(most, live)
-        return plain_forward(stage, k, x, loss)
+        return plain_forward(self, k, x, loss_of)
 
     def backward(kept, grad):
         nonlocal live

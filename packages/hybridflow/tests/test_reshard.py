@@ -100,7 +100,7 @@ def inner(max_ranks):
     ]
 
 
-ALL = pytest.param(16, marks=pytest.mark.slow)
+ALL = pytest.param(8, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("max_ranks", [4, ALL])

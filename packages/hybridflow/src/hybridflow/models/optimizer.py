@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.adamw import adamw
 
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import local
@@ -96,14 +97,7 @@ class Optimizer:
         self._parameters = list(self._named.values())
         self._is_sharded = isinstance(model, FSDPModule)
         self._grads = torch.zeros(0) if self._is_sharded else _one_buffer(self._parameters)
-        self._adam = torch.optim.AdamW(
-            self._parameters,
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self._state: dict[str, dict[str, Tensor]] = {}
         self.num_steps = self.num_skipped = self._in_a_row = 0
         self._kv_twins, self._tied = self._twins(), self._tied_stages()
 
@@ -128,7 +122,8 @@ class Optimizer:
     def zero_grad(self) -> None:
         """Forgets gradients."""
         if self._is_sharded:
-            self._adam.zero_grad()
+            for parameter in self._parameters:
+                parameter.grad = None
         self._grads.zero_()
 
     def _local_grad(self, name: str) -> tuple[Tensor, int]:
@@ -175,9 +170,7 @@ class Optimizer:
             if limit is not None and norm > limit:
                 for grad in [self._grads] if not self._is_sharded else self._all_local():
                     grad.mul_(limit / (norm + 1e-6))
-            for group in self._adam.param_groups:
-                group["lr"] = rate
-            self._adam.step()
+            self._adam(rate)
             self._in_a_row = 0
         else:
             self.num_skipped += 1
@@ -189,6 +182,20 @@ class Optimizer:
                     f"learning rate of {rate:g}"
                 )
         return {"grad_norm": norm, "lr": rate, "is_skipped": float(not is_finite)}
+
+    @torch.no_grad()
+    def _adam(self, rate: float) -> None:
+        states = [self.state_of(name) for name in self._named]
+        beta1, beta2 = self.settings.betas
+        # The function behind torch's class, which would compile nothing but load what compiles:
+        # four seconds of every rank's start.
+        adamw(
+            [local(parameter.data) for parameter in self._parameters], self._all_local(),
+            [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states],
+            [], [state["step"] for state in states], fused=True, amsgrad=False, maximize=False,
+            beta1=beta1, beta2=beta2, lr=rate, weight_decay=self.settings.weight_decay,
+            eps=self.settings.eps,
+        )  # fmt: skip
 
     def _norm(self) -> Tensor:
         """Of the whole model's gradients; what several shards hold counts once."""
@@ -218,13 +225,14 @@ class Optimizer:
 
     def state_of(self, name: str) -> dict[str, Tensor]:
         """AdamW's state of a parameter by torch's names, where it lies; made if there is none."""
-        parameter = self._named[name]
-        state = self._adam.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return state
+        if name not in self._state:
+            held = local(self._named[name].data)
+            self._state[name] = {
+                "step": torch.zeros((), dtype=torch.float32, device=held.device),
+                "exp_avg": torch.zeros_like(held),
+                "exp_avg_sq": torch.zeros_like(held),
+            }
+        return self._state[name]
 
     @property
     def counters(self) -> dict[str, int]:
