@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shared.comms.collectives import (
         all_gather,
+        all_gather_into,
         all_gather_v,
         all_reduce,
         all_to_all_v,
@@ -39,6 +40,7 @@ __all__ = [
     "Traffic",
     "Tree",
     "all_gather",
+    "all_gather_into",
     "all_gather_v",
     "all_reduce",
     "all_to_all_v",

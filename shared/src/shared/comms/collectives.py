@@ -24,6 +24,7 @@ __all__ = [
     "PendingRounds",
     "Round",
     "all_gather",
+    "all_gather_into",
     "all_gather_v",
     "all_reduce",
     "all_to_all_v",
@@ -102,6 +103,29 @@ def all_gather(group: Group, tensor: Tensor) -> list[Tensor]:
         dist.all_gather(gathered, tensor.contiguous(), process_group)
     _record_ring(group, "all_gather", (group.world_size - 1) * _num_bytes(tensor))
     return gathered
+
+
+def all_gather_into(group: Group, out: Tensor, tensor: Tensor) -> None:
+    """Collect every rank's tensor in one, without a copy beside it.
+
+    Args:
+        group: who takes part.
+        out: contiguous; rank k's part comes to [k * len(tensor), (k + 1) * len(tensor)).
+        tensor: contiguous, same shape and type on every rank.
+
+    Raises:
+        ConfigError: if the sizes do not fit.
+        CommError: if a peer died or the timeout passed.
+    """
+    process_group = group.checked()
+    if out.numel() != group.world_size * tensor.numel() or out.dtype != tensor.dtype:
+        raise ConfigError(
+            f"all_gather_into: {group.world_size} parts {list(tensor.shape)} of {tensor.dtype} do "
+            f"not make {list(out.shape)} of {out.dtype}"
+        )
+    with _failures_named(group, "all_gather"):
+        dist.all_gather_into_tensor(out, tensor, process_group)
+    _record_ring(group, "all_gather", (group.world_size - 1) * _num_bytes(tensor))
 
 
 def all_gather_v(group: Group, tensor: Tensor) -> list[Tensor]:

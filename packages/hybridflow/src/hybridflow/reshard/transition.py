@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import Piece, local, pieces
 from hybridflow.reshard.planner import Boxes, Plan, plan_boxes
 from shared.comms import reshard
+from shared.comms.collectives import all_gather_into
 from shared.comms.group import Group
-from shared.topology.boxes import intersect
+from shared.topology.boxes import Box, intersect
 
 __all__ = ["Transition", "buckets"]
 
@@ -44,6 +46,11 @@ class _Side:
     def views(self, name: str) -> list:
         """Boxes of a weight and where their values lie."""
         return [(piece.box, piece.view(self.model)) for piece in self.pieces.get(name, ())]
+
+    def rows(self, name: str) -> Tensor:
+        """The rows of a parameter that hold the one piece of a weight, one after another."""
+        (piece,) = self.pieces[name]
+        return self.model.get_parameter(piece.parameter).data[piece.rows]
 
     def allocate(self, names: set[str]) -> None:
         self._set({name: self._shapes[name] for name in self.parameters_of(names)})
@@ -111,6 +118,16 @@ class Transition:
         self._training = _Side(training, first.device, share, self._is_kept)
         self._generation = _Side(generation, first.device, (0, 1))
         self._buckets = list(buckets(self.plan, bucket_bytes))
+        self._gathered = {
+            name
+            for name in self.plan.transfers
+            if group is not None
+            and not self._is_kept
+            and _tile(
+                [boxes.get(name, ()) for boxes in sources],
+                [boxes.get(name, ()) for boxes in wanted],
+            )
+        }
         for bucket in self._buckets:
             self._generation.release(bucket)
         self.peak_bytes = 0
@@ -139,12 +156,17 @@ class Transition:
             src.release(bucket)
 
     def _move_bucket(self, bucket: set[str], src: _Side, dst: _Side, plan: Plan) -> None:
+        gathered: set[str] = self._gathered & bucket if dst is self._generation else set()
+        for name in sorted(gathered):
+            assert self._group is not None, "parts lie on several ranks"
+            with self._group.ledger.phase("reshard"):
+                all_gather_into(self._group, dst.rows(name), src.rows(name))
         # The views end with this call: one that lived on would keep what is released after it.
         moves = [
             reshard.Move(
                 transfers=plan.transfers[name], held=src.views(name), wanted=dst.views(name)
             )
-            for name in sorted(bucket)
+            for name in sorted(bucket - gathered)
         ]
         if self._group is None:
             for move in moves:
@@ -165,6 +187,28 @@ class Transition:
             if src != dst and rank in (src, dst)
         )
         return count * itemsize
+
+
+def _tile(sources: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]]) -> bool:
+    """Whether all ranks want one box, which their own, of one size and in their order, make up.
+
+    An all-gather then moves what the plan moves, straight to its place.
+    """
+    if any(len(boxes) != 1 for boxes in (*sources, *wanted)):
+        return False
+    (whole,), parts = wanted[0], [boxes[0] for boxes in sources]
+    if any(boxes[0] != whole for boxes in wanted):
+        return False
+    cut = [d for d, (a, b) in enumerate(zip(parts[0].sizes, whole.sizes, strict=True)) if a != b]
+    if len(cut) != 1:
+        return False
+    (dim,) = cut
+    size = parts[0].sizes[dim]
+    offsets = [list(whole.offsets) for _ in parts]
+    for k, offset in enumerate(offsets):
+        offset[dim] += k * size
+    expected = [Box(tuple(offset), parts[0].sizes) for offset in offsets]
+    return parts == expected and len(parts) * size == whole.sizes[dim]
 
 
 def _copy_locally(move: reshard.Move) -> None:
