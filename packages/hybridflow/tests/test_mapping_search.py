@@ -238,6 +238,7 @@ def test_more_hosts_or_bandwidth_are_never_slower(size, algorithm, hosts, rate):
     assert max(more.step_s, faster.step_s) <= before.step_s * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=2, deadline=None)
 @given(SIZES, SIZES, st.integers(1, 4), st.randoms(use_true_random=False))
 def test_a_plan_holds_what_it_says(size, other, hosts, random):
@@ -357,6 +358,7 @@ def test_a_cluster_that_is_too_small_is_told_what_would_do():
     assert search(llamas("34B"), a100s(24), Workload()).sets
 
 
+@pytest.mark.slow
 def test_models_that_fit_nowhere_are_told_so():
     device = replace(A100_80, memory_bytes=100 * MB)
     with pytest.raises(TopologyError, match="even 520 such GPUs"):
