@@ -390,7 +390,7 @@ print(time.perf_counter() - started)
 @pytest.mark.parametrize(
     ("algorithm", "num_gpus", "limit_s"),
     [
-        ("ppo", 128, 5),
+        pytest.param("ppo", 128, 5, marks=pytest.mark.slow),
         pytest.param("ppo", 1024, 60, marks=pytest.mark.slow),
         pytest.param("safe_rlhf", 128, 60, marks=pytest.mark.slow),
     ],

