@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import time
 from datetime import timedelta
 
 import numpy as np
@@ -341,8 +342,13 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
     itemsize = dtype.itemsize
     held = itemsize * sum(p.box.numel for p in pieces(model, share))
     others = storage_bytes() - held
+    bucket = itemsize * max(
+        sum(piece.box.numel for name in names for piece in moved._training.pieces.get(name, ()))
+        for names in moved._buckets
+    )
+    limit = others + itemsize * sum(p.numel() for p in wanted.parameters()) + bucket
     for side in (moved._training, moved._generation):
-        side.allocate = watched(side.allocate, seen)
+        side.allocate = watched(side.allocate, seen, limit)
     adams = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, twin)]
     told = []
     for round_ in range(2):
@@ -388,20 +394,22 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
         "wanted": itemsize * sum(p.numel() for p in wanted.parameters()),
         "kept": held if is_sharded else 0,
         "bucket": largest_bucket(moved, me, itemsize),
-        "training_bucket": itemsize * max(
-            sum(piece.box.numel for name in names for piece in moved._training.pieces.get(name, ()))
-            for names in moved._buckets
-        ),
+        "training_bucket": bucket,
     }  # fmt: skip
 
 
-def watched(allocate, seen):
+def watched(allocate, seen, limit):
     """The same, but what lives afterwards is written down."""
 
     def measured(names):
         allocate(names)
-        # The thread that sent a message may let go of it a moment after it has arrived.
-        seen.append(min(storage_bytes() + 0 * gc.collect() for _ in range(20)))
+        found = storage_bytes()
+        for _ in range(30):
+            # The thread that sent a message may let go of it a moment after it has arrived.
+            if found > limit:
+                time.sleep(0.001)
+                found = storage_bytes()
+        seen.append(found)
 
     return measured
 
