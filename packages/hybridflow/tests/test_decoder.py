@@ -184,6 +184,10 @@ def test_weights_of_another_shape_or_of_no_file_are_refused(tmp_path):
         DataError, match=r"embed_tokens.weight: expected \[25, 16\], got \[24, 16\]"
     ):
         load(wrong, folder_reader(tmp_path))
+    # Of a smaller model each box is there; only the whole shape tells.
+    small = read_config({**SIZES, "model_type": "llama", "vocab_size": 20})
+    with pytest.raises(DataError, match=r"is \[24, 16\], and config.json makes it \[20, 16\]"):
+        load(Decoder(small), folder_reader(tmp_path, weight_shapes(small)))
     with pytest.raises(DataError, match=r"no \.safetensors file there"):
         folder_reader(tmp_path / "empty")
 

@@ -87,7 +87,8 @@ class ModelWorker(Worker):
 
     def _fill(self, model: Any, head: str, seed: int) -> None:
         if isinstance(model, str | Path) and not str(model).startswith("config:"):
-            missing = pieces.load(self.model, pieces.folder_reader(model))
+            shapes = pieces.weight_shapes(self.config, head)
+            missing = pieces.load(self.model, pieces.folder_reader(model, shapes))
         elif hasattr(model, "state_dict"):
             state = model.state_dict()
             missing = pieces.load(self.model, lambda name, box: _cut(state, name, box))

@@ -8,7 +8,7 @@ export) works on pieces and knows nothing of fused or sharded parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,8 +216,14 @@ def load(
     return missing
 
 
-def folder_reader(folder: str | Path) -> Callable[[str, Box], Tensor | None]:
+def folder_reader(
+    folder: str | Path, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Callable[[str, Box], Tensor | None]:
     """Reads boxes of the safetensors files that `save_pretrained` wrote, and nothing beside them.
+
+    Args:
+        folder: of the files.
+        shapes: of whole weights, as config.json has them; the reader then refuses others.
 
     Raises:
         DataError: if the folder has none.
@@ -231,12 +237,18 @@ def folder_reader(folder: str | Path) -> Callable[[str, Box], Tensor | None]:
     holding = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 - no mapping
 
     def read(name: str, box: Box) -> Tensor | None:
+        expected = None if shapes is None else shapes[name]
         if name not in holding:
             # A bare decoder, as of a sequence classifier's base, has no prefix.
             name = name.removeprefix("model.")
         if name not in holding:
             return None
         part = holding[name].get_slice(name)
+        if expected is not None and tuple(part.get_shape()) != expected:
+            raise DataError(
+                f"{folder}: {name} is {list(part.get_shape())}, and config.json makes it "
+                f"{list(expected)}; the files belong to another model"
+            )
         return part[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
 
     return read
