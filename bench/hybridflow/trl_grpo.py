@@ -14,10 +14,10 @@ import time
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
-from datasets import Dataset
+from datasets import Dataset  # pyrefly: ignore
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore
 
 K, WORDS = 2, ["<pad>", "<end>", *"0123456789>"]
 
