@@ -4,6 +4,7 @@ Reads one JSON object a line, {"folder": of a model, "steps": n, "lr": r}, train
 that folder, and answers with the seconds of each and the mean rewards.
 """
 
+import itertools
 import json
 import os
 import random
@@ -68,7 +69,7 @@ def train(folder, steps, lr):
     # Two optimizer steps, the first of which generates for both, are one of ours.
     ends = clock.ends[1::2]
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)], rewards
+    return [b - a for a, b in itertools.pairwise(ends)], rewards
 
 
 def main():
