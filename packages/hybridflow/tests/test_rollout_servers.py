@@ -2,7 +2,7 @@
 
 The stand-in speaks the JSON that their sources show and generates with our own engine on a tiny
 model. It shows that our side is right about itself; that real servers answer so is not proven here.
-The file is long because the stand-in speaks two servers' languages.
+It has so many lines because the stand-in speaks two servers' languages.
 """
 
 import json
