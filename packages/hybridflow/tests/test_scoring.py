@@ -52,9 +52,10 @@ def fitted(pool, steps):
 def test_scores_are_those_of_the_hugging_face_classifier(tmp_path):
     config = LlamaConfig(
         vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=32, pad_token_id=0, num_labels=1,
+        num_attention_heads=4, max_position_embeddings=32, pad_token_id=0,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
+    config.num_labels = 1
     torch.manual_seed(0)
     theirs = LlamaForSequenceClassification(config).eval()
     theirs.save_pretrained(tmp_path)
