@@ -1,0 +1,67 @@
+"""A GRPO step of 256 responses with two updates, beside TRL's trainer on the same model.
+
+Both begin each turn from the same weights, in turns, on one thread; TRL generates once for its two
+optimizer steps, as we do. Both must learn.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median, quantiles
+
+import torch
+
+from hybridflow.controller import Workers
+from hybridflow.export import export
+from hybridflow.recipe import read_recipe
+from hybridflow.training import Run
+from shared.claims import Claim
+
+TURNS, STEPS, WARM_UP, LR = 3, 40, 5, 1e-3
+
+
+def ours(recipe):
+    with Workers.inline() as workers:
+        told = list(Run.set_up(recipe, workers).steps())
+    return [step["seconds"] for step in told][WARM_UP:], [step["reward"] for step in told]
+
+
+def bench_grpo_against_trl(peer, benchmark, record_claim, tmp_path):
+    torch.set_num_threads(1)
+    recipe = read_recipe("grpo-sort", {"optimizer.schedule": "linear", "optimizer.lr": str(LR)})
+    recipe = replace(recipe, steps=STEPS, optimizer=replace(recipe.optimizer, warmup_share=0.0))
+    with Workers.inline() as workers:
+        export(Run.set_up(recipe, workers).algorithm.actor, tmp_path / "model")
+    asked = {"folder": str(tmp_path / "model"), "steps": STEPS, "lr": LR}
+    taken, rewards = {"ours": [], "trl": []}, {"ours": [], "trl": []}
+
+    def turns(it):
+        for _ in range(TURNS):
+            seconds, told = ours(recipe)
+            taken["ours"] += seconds
+            rewards["ours"] = told
+            answer = it.ask(asked)
+            taken["trl"] += answer["seconds"][WARM_UP:]
+            rewards["trl"] = answer["rewards"]
+
+    with peer("trl", Path(__file__).with_name("trl_grpo.py")) as it:
+        it.ask({**asked, "steps": 3})
+        benchmark.pedantic(turns, args=(it,), rounds=1)
+    low, _, high = quantiles(taken["ours"], n=4)
+    gains = {name: mean(told[-5:]) - mean(told[:2]) for name, told in rewards.items()}
+    record_claim(
+        Claim(
+            name="samples a second in GRPO, 2 x 64 Llama, 256 responses and two updates a step",
+            unit="1/s",
+            ours=256 / median(taken["ours"]),
+            baseline=256 / median(taken["trl"]),
+            baseline_name="TRL 1.16",
+            higher_is_better=True,
+            correct=min(gains.values()) > 0.05,
+            detail=f"{TURNS} turns of {STEPS} steps, one thread; quartiles of ours "
+            f"{1e3 * low:.0f} and {1e3 * high:.0f} ms a step, TRL's median "
+            f"{1e3 * median(taken['trl']):.0f} ms; rewards rose by {gains['ours']:.2f} and "
+            f"{gains['trl']:.2f}",
+            source="hatch run bench hybridflow -k grpo",
+        ),
+        aim=2.0,
+    )
