@@ -160,7 +160,7 @@ def _draw(curves: dict[str, list[float]], path: Path, digits: str) -> None:
     for name, rewards in curves.items():
         axes.plot(rewards, color=_COLOURS[name], label=name, linewidth=1.6)
     axes.axhline(0.1, color="#999999", linewidth=0.8, linestyle=":")
-    axes.annotate("a digit drawn evenly", (0, 0.1), (2, 0.12), fontsize=8, color="#666666")
+    axes.text(40, 0.04, "a digit drawn evenly", fontsize=8, color="#666666")
     axes.set_xlabel("training step, 256 responses each")
     axes.set_ylabel("digits at the right place")
     axes.set_ylim(0, 1.02)
