@@ -7,6 +7,7 @@ import torch
 
 from hybridflow.controller import Workers
 from hybridflow.recipe import built_in, read_recipe
+from hybridflow.rollout.sampling import Sampling
 from hybridflow.training import Run
 
 
@@ -54,12 +55,20 @@ def test_every_recipe_learns(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize(("name", "steps", "least"), [("ppo", 300, 0.9), ("grpo", 400, 0.6)])
+@pytest.mark.parametrize(("name", "steps", "least"), [("ppo", 500, 0.9), ("grpo", 700, 0.6)])
 def test_three_digits_are_sorted(name, steps, least, seed):
+    """Prompts like those of training, drawn anew; of those held out a few percent less are right."""
     recipe = replace(read_recipe(f"{name}-sort"), task="digit-sort:3", steps=steps, seed=seed)
-    before, after, _ = learnt(recipe)
-    assert before < 0.1
-    assert after >= least
+    with Workers.inline() as workers:
+        run = Run.set_up(recipe, workers)
+        assert run.greedy() < 0.1
+        for _ in run.steps():
+            pass
+        fresh = run.task.batch(10 * steps, 512)
+        greedy = Sampling(max_new_tokens=3, temperature=0)
+        found = run.task.exact_match(run.algorithm.actor.generate(fresh, greedy).result())
+        assert found >= least
+        assert run.greedy() >= least - 0.1
 
 
 def test_safe_rlhf_holds_the_cost_that_it_is_given():
