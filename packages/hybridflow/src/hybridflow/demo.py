@@ -136,7 +136,7 @@ def _against_transformers(repeats: int) -> list[Claim]:
             baseline=1e3 * step_s[1],
             baseline_name="a plain loop around the transformers model",
             correct=is_equal,
-            detail="medians in turns, one thread; on the same responses both have the same losses",
+            detail="medians in turns, one thread; on the same responses both have gradients of the same norms",
             **common,
         ),
     ]
