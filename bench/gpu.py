@@ -18,119 +18,21 @@ import json
 import os
 import platform
 import re
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from gpu_clock import Row, line, measure
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES: tuple[Literal["recent", "uniform"], ...] = ("recent", "uniform")
 ROUNDINGS: tuple[Literal["stochastic", "nearest"], ...] = ("stochastic", "nearest")
 TESTS = "shared/tests/kernels/test_on_gpu.py"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One measured kernel.
-
-    `bytes_moved` is what the operation must read and write once; `baseline_s` the time of
-    `baseline` on the same input, None where there is none.
-    """
-
-    kernel: str
-    shape: str
-    median_s: float
-    low_s: float
-    high_s: float
-    bytes_moved: int
-    copy_bytes_per_s: float
-    correct: bool
-    baseline: str = ""
-    baseline_s: float | None = None
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bandwidth, of the bytes that must move."""
-        return self.bytes_moved / self.median_s
-
-
-def timed(functions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each function [turns], run in turns; by CUDA events where there is a device."""
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(turns + 2):
-        for name, function in functions.items():
-            if on_gpu:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                # Behind this the launch is queued before the device gets to it: without, a short
-                # kernel is timed together with Python.
-                torch.cuda._sleep(1_000_000)
-                start.record()
-                function()
-                end.record()
-                torch.cuda.synchronize()
-                took = start.elapsed_time(end) / 1e3
-            else:
-                began = time.perf_counter()
-                function()
-                took = time.perf_counter() - began
-            if turn >= 2:  # the first turns compile and warm up
-                seconds[name].append(took)
-    return seconds
-
-
-def measure(
-    kernel: str,
-    shape: str,
-    ours: Callable[[], object],
-    *,
-    bytes_moved: int,
-    copy: tuple[Callable[[], object], int],
-    correct: bool,
-    turns: int,
-    baseline: tuple[str, Callable[[], object]] | None = None,
-) -> Row:
-    """Times `ours` in turns with a device copy and a baseline."""
-    functions = {"ours": ours, "copy": copy[0]}
-    if baseline:
-        functions["baseline"] = baseline[1]
-    times = timed(functions, turns)
-    low, _, high = statistics.quantiles(times["ours"], n=4)
-    row = Row(
-        kernel=kernel,
-        shape=shape,
-        median_s=statistics.median(times["ours"]),
-        low_s=low,
-        high_s=high,
-        bytes_moved=bytes_moved,
-        copy_bytes_per_s=copy[1] / statistics.median(times["copy"]),
-        correct=correct,
-        baseline=baseline[0] if baseline else "",
-        baseline_s=statistics.median(times["baseline"]) if baseline else None,
-    )
-    print(line(row), flush=True)
-    return row
-
-
-def line(row: Row) -> str:
-    """A row of the table."""
-    cells = [
-        row.kernel,
-        row.shape,
-        f"{row.median_s * 1e3:.3f} ({row.low_s * 1e3:.3f} to {row.high_s * 1e3:.3f})",
-        f"{row.bytes_per_s / 1e9:.0f}",
-        f"{row.bytes_per_s / row.copy_bytes_per_s:.0%}",
-        "" if row.baseline_s is None else f"{row.baseline_s / row.median_s:.2f}x {row.baseline}",
-        "yes" if row.correct else "NO",
-    ]
-    return f"| {' | '.join(cells)} |"
 
 
 def quantise_rows(device: str, num_rows: int, turns: int) -> list[Row]:
@@ -384,6 +286,78 @@ def attention_rows(device: str, num_roots: int, turns: int) -> list[Row]:
     return found
 
 
+def log_probs_rows(device: str, num_rows: int, vocabulary: int, turns: int) -> list[Row]:
+    """Log-probabilities and entropies of tokens against all logits in torch, at two widths.
+
+    Heads of 0.5 and 1.5 billion parameters: few products a logit, so that torch is bound by memory.
+    """
+    import torch
+
+    from shared.kernels.token_log_probs import answer, gradients, partial_sums
+
+    found = []
+    for dim in (896, 1536) if device == "cuda" else (20, 40):
+        hidden = torch.randn(num_rows, dim, device=device).bfloat16().requires_grad_()
+        weight = (torch.randn(vocabulary, dim, device=device) / dim**0.5).bfloat16()
+        weight.requires_grad_()
+        tokens = torch.randint(0, vocabulary, (num_rows,), device=device)
+        grads = torch.randn(2, num_rows, device=device)
+
+        def fused(
+            backward: bool, hidden=hidden, weight=weight, tokens=tokens, grads=grads
+        ) -> list[torch.Tensor]:
+            said = answer(partial_sums(hidden, weight, tokens))
+            given = gradients(hidden, weight, tokens, 1.0, said, *grads) if backward else ()
+            return [said.log_probs, said.entropy, *given]
+
+        def plain(
+            backward: bool, hidden=hidden, weight=weight, tokens=tokens, grads=grads
+        ) -> list[torch.Tensor]:
+            with torch.set_grad_enabled(backward):
+                log_p = (hidden @ weight.t()).float().log_softmax(1)
+                said = log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+            given = torch.autograd.grad(said, [hidden, weight], list(grads)) if backward else ()
+            return [*(part.detach() for part in said), *given]
+
+        out = torch.empty_like(weight)
+        for name, backward in (("log-probs", False), ("log-probs, with gradients", True)):
+            # Torch rounds logits to half types, by up to 2^-6 where they are 4 to 8, with
+            # log-probabilities of -10 and less.
+            correct = all(
+                bool((ours - theirs).abs().max() <= 2**-7 * max(1.0, float(theirs.abs().max())))
+                for ours, theirs in zip(fused(backward), plain(backward), strict=True)
+            )
+            shape = f"{num_rows} rows, vocabulary {vocabulary}, D = {dim}, bfloat16"
+            if device == "cuda":
+                ours, theirs = (peak_bytes(partial(way, backward)) for way in (fused, plain))
+                # Beside the gradients, a block of slopes and what torch makes of it.
+                correct &= ours <= 2 * (hidden.nbytes + weight.nbytes) * backward + 2**29
+                shape += f"; {ours / 1e6:.0f} MB at most, torch {theirs / 1e6:.0f}"
+            found.append(
+                measure(
+                    name,
+                    shape,
+                    partial(fused, backward),
+                    bytes_moved=(1 + backward) * (hidden.nbytes + weight.nbytes),
+                    copy=((lambda out=out, weight=weight: out.copy_(weight)), 2 * weight.nbytes),
+                    correct=correct,
+                    turns=turns,
+                    baseline=("all logits in torch", partial(plain, backward)),
+                )
+            )
+    return found
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """Most memory of the device in use at once, above what was before."""
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    function()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def run_tests() -> tuple[bool, str]:
     """The GPU tests in a child process; whether they passed, and pytest's last line."""
     env = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MESHYARD_KERNELS")}
@@ -426,7 +400,8 @@ def report(rows: list[Row], tests: str, started: float) -> tuple[str, dict]:
         "",
         "Times are medians and quartiles over interleaved turns, by CUDA events. Bandwidth counts",
         "what the operation must read and write once; the share is of a device copy in the same",
-        "turns. SpMM and attention count each edge's row, of which caches serve some.",
+        "turns. SpMM and attention count each edge's row, of which caches serve some. What bounds",
+        "log-probabilities is products: they are to be read by their speed against torch.",
         "",
         "| kernel | input | ms | GB/s | share of copy | speed against | correct |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -462,6 +437,7 @@ def main() -> int:
             *gather_rows("cpu", 20, 2),
             *temporal_rows("cpu", 200, 2),
             *attention_rows("cpu", 20, 2),
+            *log_probs_rows("cpu", 20, 300, 2),
         ]
         return 0 if all(row.correct for row in rows) else 1
     if not torch.cuda.is_available():
@@ -475,6 +451,7 @@ def main() -> int:
         *gather_rows("cuda", 2_000_000, 20),
         *temporal_rows("cuda", 20_000_000, 20),
         *attention_rows("cuda", 200_000, 20),
+        *log_probs_rows("cuda", 4_096, 151_936, 20),
     ]
     text, data = report(rows, tests, started)
     name = re.sub(r"[^a-z0-9]+", "-", data["device"].lower()).strip("-")

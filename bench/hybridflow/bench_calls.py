@@ -3,6 +3,7 @@
 The ways take turns: some calls of ours, as many of the peer's. Answers are checked in each call.
 """
 
+import multiprocessing
 import time
 from pathlib import Path
 from statistics import median, quantiles
@@ -31,13 +32,30 @@ class Calls(Worker):
         return Batch(y=torch.cat([data["x"], data["x"]], 1))
 
 
-def timed(call, rounds):
-    taken = []
+def timed(call, looks_right, rounds):
+    """Seconds of each call, and whether all answers, looked at when the clock has stopped, are right."""
+    taken, is_right = [], True
     for _ in range(rounds):
         begun = time.perf_counter()
-        call()
+        found = call()
         taken.append(time.perf_counter() - begun)
-    return taken
+        is_right &= looks_right(found)
+    return taken, is_right
+
+
+def in_turns(ways, benchmark):
+    """Seconds of 50 calls each way in turns, after one untimed turn, and whether all were right."""
+    taken, right = {name: [] for name in ways}, []
+
+    def turns():
+        for turn in range(TURNS + 1):
+            for name, way in ways.items():
+                seconds, is_right = timed(way, is_nothing, 50)
+                right.append(is_right)
+                taken[name] += seconds if turn else []
+
+    benchmark.pedantic(turns, rounds=1)
+    return taken, all(right)
 
 
 def spread(seconds):
@@ -45,15 +63,19 @@ def spread(seconds):
     return f"quartiles {1e3 * low:.3g} and {1e3 * high:.3g} ms"
 
 
+def is_nothing(found):
+    return found == [None, None]
+
+
+def noop(group):
+    return lambda: group.noop().result(), is_nothing
+
+
 def bulk(group):
     x = torch.randn(1024, 4096)
     batch = Batch(x=x)
 
-    def call():
-        found = group.double(batch).result()
-        assert torch.equal(found["y"][:, :4096], x)
-
-    return call
+    return lambda: group.double(batch).result(), lambda found: torch.equal(found["y"][:, :4096], x)
 
 
 @pytest.mark.parametrize(("what", "rounds", "aim"), [("noop", 50, 10.0), ("bulk", 3, 15.0)])
@@ -61,14 +83,16 @@ def bench_local_calls_against_verl(what, rounds, aim, peer, benchmark, record_cl
     ours, theirs = [], []
     with Workers.local(2) as workers, peer("verl", Path(__file__).with_name("verl_calls.py")) as it:
         group = WorkerGroup(Calls, workers.pool(2))
-        call = bulk(group) if what == "bulk" else lambda: group.noop().result()
+        call, looks_right = bulk(group) if what == "bulk" else noop(group)
         is_right = it.ask({"what": what, "rounds": 5})["is_right"]
-        timed(call, 5)
+        is_right &= timed(call, looks_right, 5)[1]
 
         def turns():
             right = True
             for _ in range(TURNS):
-                ours.extend(timed(call, rounds))
+                seconds, is_ours_right = timed(call, looks_right, rounds)
+                ours.extend(seconds)
+                right &= is_ours_right
                 answer = it.ask({"what": what, "rounds": rounds})
                 theirs.extend(answer["seconds"])
                 right &= answer["is_right"]
@@ -105,19 +129,10 @@ def bench_ray_calls_against_raw_ray(benchmark, record_claim, tmp_path, monkeypat
         group = WorkerGroup(Calls, workers.pool(2))
         actors = [ray.remote(Raw).options(num_cpus=0).remote() for _ in range(2)]
         ways = {
-            "ours": lambda: group.noop().result(),
+            "ours": noop(group)[0],
             "raw": lambda: ray.get([actor.noop.remote() for actor in actors]),
         }
-        taken = {name: [] for name in ways}
-
-        def turns():
-            for turn in range(TURNS + 1):
-                for name, way in ways.items():
-                    seconds = timed(way, 50)
-                    taken[name] += seconds if turn else []
-
-        benchmark.pedantic(turns, rounds=1)
-        is_right = ways["ours"]() == [None, None] == ways["raw"]()
+        taken, is_right = in_turns(ways, benchmark)
     record_claim(
         Claim(
             name="a call that does nothing, Ray engine, two workers",
@@ -132,4 +147,47 @@ def bench_ray_calls_against_raw_ray(benchmark, record_claim, tmp_path, monkeypat
             source=COMMAND,
         ),
         aim=1 / 1.1,
+    )
+
+
+def echo(link):
+    """Answers with what it was asked, until that is nothing."""
+    while data := link.recv_bytes():
+        link.send_bytes(data)
+
+
+def bench_local_calls_against_bare_pipes(benchmark, record_claim):
+    """The limit: a message of as many bytes to each of two processes, and back."""
+    start = multiprocessing.get_context("spawn")
+    links, others = zip(*(start.Pipe() for _ in range(2)), strict=True)
+    processes = [start.Process(target=echo, args=(other,)) for other in others]
+    for process in processes:
+        process.start()
+    data = bytes(200)
+
+    def bare():
+        for link in links:
+            link.send_bytes(data)
+        return [None if link.recv_bytes() == data else data for link in links]
+
+    with Workers.local(2) as workers:
+        ways = {"ours": noop(WorkerGroup(Calls, workers.pool(2)))[0], "bare": bare}
+        taken, is_right = in_turns(ways, benchmark)
+    for link in links:
+        link.send_bytes(b"")
+    for process in processes:
+        process.join()
+    record_claim(
+        Claim(
+            name="a call that does nothing, local engine, against its limit",
+            unit="ms",
+            ours=1e3 * median(taken["ours"]),
+            baseline=1e3 * median(taken["bare"]),
+            baseline_name="200 bytes by pipes to two processes and back",
+            higher_is_better=False,
+            correct=is_right,
+            detail=f"{len(taken['ours'])} calls each in {TURNS} turns; ours "
+            f"{spread(taken['ours'])}, bare {spread(taken['bare'])}",
+            source=COMMAND,
+        ),
     )

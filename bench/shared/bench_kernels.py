@@ -1,4 +1,5 @@
-"""The CPU kernels on one core: quantise and unpack against torch operations, SpMM against DGL.
+"""The CPU kernels on one core: quantise, unpack and log-probabilities against torch operations, SpMM
+against DGL.
 
 Every comparison runs ours and the baseline in turns on the same input, takes medians and checks
 the results in the same function. The memory bandwidth beside them is torch's copy, read plus
@@ -18,6 +19,7 @@ from shared.claims import Claim
 from shared.kernels.philox import stream_key
 from shared.kernels.quantize import dequantize, packed_width, quantize
 from shared.kernels.segment import CSR, spmm
+from shared.kernels.token_log_probs import answer, gradients, partial_sums
 
 NUM_ROWS, DIM = 100_000, 128
 NUM_NODES, NUM_EDGES = 100_000, 3_000_000
@@ -177,6 +179,47 @@ def bench_spmm(benchmark, record_claim, kind, dim, weighted):
             correct=error < 1e-4,
             detail=f"100k nodes, 3 M edges, one thread; ours {spread(times['ours'])}, DGL "
             f"{spread(times['dgl'])}; largest difference {error:.1e}",
+            source="bench/shared/bench_kernels.py",
+        ),
+        aim=1.0,
+    )
+
+
+def bench_token_log_probs(benchmark, record_claim):
+    """Log-probabilities and entropies of 1,024 tokens of 32,000, with gradients, D = 64."""
+    g = torch.Generator().manual_seed(0)
+    num_rows, vocabulary, dim = 1024, 32_000, 64
+    hidden = torch.randn(num_rows, dim, generator=g, requires_grad=True)
+    weight = (torch.randn(vocabulary, dim, generator=g) / dim**0.5).requires_grad_()
+    tokens = torch.randint(0, vocabulary, (num_rows,), generator=g)
+    grads = torch.randn(2, num_rows, generator=g)
+
+    def in_blocks() -> list[torch.Tensor]:
+        said = answer(partial_sums(hidden, weight, tokens))
+        given = gradients(hidden, weight, tokens, 1.0, said, *grads)
+        return [said.log_probs, said.entropy, *given]
+
+    def by_torch() -> list[torch.Tensor]:
+        log_p = (hidden @ weight.t()).log_softmax(1)
+        said = log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+        given = torch.autograd.grad(said, [hidden, weight], list(grads))
+        return [*(part.detach() for part in said), *given]
+
+    times = in_turns(benchmark, {"ours": in_blocks, "torch": by_torch}, turns=5)
+    errors = [float((a - b).abs().max()) for a, b in zip(in_blocks(), by_torch(), strict=True)]
+    ours, baseline = (float(np.median(times[name])) for name in ("ours", "torch"))
+    record_claim(
+        Claim(
+            name="log-probabilities of tokens, few products a logit",
+            unit="ms",
+            ours=ours * 1e3,
+            baseline=baseline * 1e3,
+            baseline_name="all logits in torch",
+            higher_is_better=False,
+            correct=max(errors) < 1e-3,
+            detail=f"{num_rows} rows, vocabulary {vocabulary}, D={dim}, with gradients, one thread; ours "
+            f"{spread(times['ours'])}, torch {spread(times['torch'])}; largest difference "
+            f"{max(errors):.1e}; logits are made twice, so that wide states cost time for memory",
             source="bench/shared/bench_kernels.py",
         ),
         aim=1.0,

@@ -13,6 +13,7 @@ LAYOUTS = [
     ("1-2-1", "1-1", False),
     ("2-1-1", "1-1", False),
     ("1-1-2", "1-2", True),
+    ("2-1-1", "2-1", False),
     pytest.param("1-1-2", "1-2", False, marks=pytest.mark.slow),
     pytest.param("1-2-2", "1-2", True, marks=pytest.mark.slow),
     pytest.param("2-1-2", "1-1", True, marks=pytest.mark.slow),
@@ -21,6 +22,11 @@ LAYOUTS = [
     pytest.param("2-2-2", "1-2", False, marks=pytest.mark.slow),
     pytest.param("1-2-2", "1-4", False, marks=pytest.mark.slow),
     pytest.param("1-4-1", "1-2", False, marks=pytest.mark.slow),
+    pytest.param("2-2-1", "2-1", False, marks=pytest.mark.slow),
+    pytest.param("2-2-1", "2-2", False, marks=pytest.mark.slow),
+    pytest.param("4-1-1", "2-1", False, marks=pytest.mark.slow),
+    pytest.param("4-1-1", "4-1", False, marks=pytest.mark.slow),
+    pytest.param("1-1-2", "2-1", True, marks=pytest.mark.slow),
 ]
 
 

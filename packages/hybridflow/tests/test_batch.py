@@ -283,3 +283,12 @@ def test_ragged_columns_are_cut_in_consecutive_rows_only():
         column[::2]
     with pytest.raises(DataError, match="at least one row"):
         Ragged.of([])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+def test_large_columns_are_joined_as_small_ones_are(dtype):
+    parts = [torch.arange(k, k + (3 << 18)).view(-1, 4).to(dtype) for k in range(1, 4)]
+    found = Batch.concat([Batch(x=part) for part in parts])["x"]
+    assert torch.equal(found, torch.cat(parts))
+    found[0] = 0  # and may be written to
+    assert not found[0].any()

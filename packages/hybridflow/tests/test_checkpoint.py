@@ -106,12 +106,6 @@ def saved(tmp_path_factory):
         return checkpoint, train(groups, range(2, 4))
 
 
-@pytest.fixture(scope="module")
-def pair():
-    with hy.Workers.local(2, timeout=timedelta(seconds=60)) as workers:
-        yield workers.pool(2)
-
-
 def test_a_resumed_run_is_the_same_bit_for_bit(saved):
     checkpoint, wanted = saved
     with hy.Workers.inline() as workers:

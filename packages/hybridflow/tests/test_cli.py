@@ -22,7 +22,7 @@ def test_help_is_quick_and_imports_no_torch():
     assert "hybridflow train grpo-sort" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "map", "plan", "demo"])
+@pytest.mark.parametrize("command", ["train", "map", "plan", "bench", "demo"])
 def test_each_subcommand_has_an_example(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])

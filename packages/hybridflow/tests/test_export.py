@@ -37,12 +37,6 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def pair():
-    with hy.Workers.local(2, timeout=timedelta(seconds=60)) as workers:
-        yield workers.pool(2)
-
-
-@pytest.fixture(scope="module")
 def source(tmp_path_factory):
     """A folder as transformers writes it, with a tokenizer's files."""
     path = tmp_path_factory.mktemp("source")

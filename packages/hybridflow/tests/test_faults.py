@@ -6,14 +6,18 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import hybridflow as hy
 from hybridflow import Batch, Worker, WorkerGroup, Workers, remote
-from hybridflow.pool import ResourcePool
+from hybridflow.checkpoint import Checkpoint
+from hybridflow.recipe import read_recipe
+from hybridflow.training import Run
 from shared.comms.maker import mark
 from shared.errors import ConfigError, RankFailure
 
@@ -79,22 +83,15 @@ def local():
         yield WorkerGroup(Frail, workers.pool(2))
 
 
-@pytest.fixture(scope="module")
-def ray_start(tmp_path_factory):
-    ray = pytest.importorskip("ray", reason="the ray engine needs Ray")
-    with pytest.MonkeyPatch.context() as patch:
-        # Ray writes a token there.
-        home = tmp_path_factory.getbasetemp() / "home"  # one for all tests: Ray reads it once
-        home.mkdir(exist_ok=True)
-        patch.setenv("HOME", str(home))
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        yield ray
-        ray.shutdown()
+@pytest.fixture
+def folders():
+    """Tells what local engines that were started since keep in shared memory."""
 
+    def found():
+        return set(Path("/dev/shm").glob(f"meshyard-hybridflow-{mark()}-*"))
 
-def _folders():
-    """What this process's local engines keep in shared memory."""
-    return list(Path("/dev/shm").glob(f"meshyard-hybridflow-{mark()}-*"))
+    before = found()
+    return lambda: sorted(found() - before)
 
 
 # What a rank raises.
@@ -118,8 +115,7 @@ def test_a_failure_passes_down_a_chain_of_calls_and_ends_there(inline):
     assert inline.add(_rows(2), 1).result()["x"].tolist() == [1, 2]
 
 
-def test_a_failure_reaches_calls_that_wait_for_it(local):
-    pools = [ResourcePool(local.pool.workers, (rank,)) for rank in (0, 1)]
+def test_a_failure_reaches_calls_that_wait_for_it(pools):
     left, right = (WorkerGroup(Frail, pool) for pool in pools)
     waiting = right.add(right.add(left.lose(_rows(4)), 1), 1)
     after = right.add(_rows(2), 5)
@@ -187,6 +183,25 @@ def test_a_layout_that_does_not_fill_its_pool(inline):
         WorkerGroup(Frail, inline.pool, layout="1-3-1")
 
 
+@pytest.mark.parametrize(
+    ("make", "layout", "told"),
+    [
+        (hy.Actor, "1-8-1", r"8 tensor shards do not divide 4 query heads.*; 1, 2, 4 do"),
+        (hy.Critic, "8-1-1", "8 pipeline stages want a layer each, and there are 2"),
+        (hy.RewardModel, "1-8-1", "8 tensor shards do not divide"),
+        (hy.Reference, "8-1-1", "8 pipeline stages want a layer each"),
+    ],
+)
+def test_a_layout_that_does_not_divide_its_model_is_refused_before_any_rank_is_asked(
+    make, layout, told, monkeypatch
+):
+    with Workers.inline(8) as workers:
+        pool = workers.pool(8)
+        monkeypatch.setattr(workers, "call", None)
+        with pytest.raises(ConfigError, match=told):
+            make("config:tiny-llama", pool, train=layout)
+
+
 def test_closed_workers_take_no_calls_and_have_no_more_results():
     with Workers.local(2) as workers:
         group = WorkerGroup(Frail, workers.pool(2))
@@ -243,7 +258,7 @@ def test_importing_hybridflow_does_not_import_ray():
 # Ranks that die or hang.
 
 
-def test_a_killed_rank_is_found_within_a_second(local):
+def test_a_killed_rank_is_found_within_a_second(folders, local):
     workers = local.pool.workers
     kept = local.grow(_rows(2))
     kept.result()
@@ -259,9 +274,10 @@ def test_a_killed_rank_is_found_within_a_second(local):
         local.echo(1)
     assert float(kept.result()["y"].sum()) == 100_000
     workers.close()
-    assert _folders() == []
+    assert folders() == []
 
 
+@pytest.mark.slow
 def test_a_rank_killed_between_calls_is_found_by_the_next(local):
     pid = local.pid().result()[0]
     os.kill(pid, signal.SIGKILL)
@@ -269,14 +285,14 @@ def test_a_rank_killed_between_calls_is_found_by_the_next(local):
         local.echo(1).result(30)
 
 
-def test_shared_memory_is_empty_after_closing():
+def test_shared_memory_is_empty_after_closing(folders):
     with Workers.local(2) as workers:
         group = WorkerGroup(Frail, workers.pool(2))
         future = group.grow(_rows(4))
         value = future.result()
-        assert len(_folders()) == 1
-        assert any(file.name.startswith("rank") for file in _folders()[0].iterdir())
-    assert _folders() == []
+        assert len(folders()) == 1
+        assert any(file.name.startswith("rank") for file in folders()[0].iterdir())
+    assert folders() == []
     assert float(value["y"].sum()) == 200_000
 
 
@@ -293,6 +309,29 @@ def test_a_rank_that_raises_frees_those_that_wait_for_it(local, tmp_path):
         local.echo(1)
     local.pool.workers.close()
     _assert_gone(pids)
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_was_killed_goes_on_to_the_same_end(tmp_path):
+    recipe = read_recipe("ppo-sort", {"steps": "4", "batch_size": "32"})
+    recipe = replace(recipe, placement=replace(recipe.placement, engine="local", num_ranks=2))
+
+    def steps(folder, told, killed_after=None):
+        with Workers.local(2) as workers:
+            for step in Run.set_up(recipe, workers).steps(Checkpoint(folder), every=1):
+                kept = ("step", "reward", "loss", "value_loss", "grad_norm", "entropy")
+                told.append({name: step[name] for name in kept})
+                if len(told) == killed_after:
+                    os.kill(workers.engine.pids[1], signal.SIGKILL)
+        return told
+
+    whole, before = steps(tmp_path / "whole", []), []
+    with pytest.raises(RankFailure, match="rank 1 of 2 died: killed by SIGKILL"):
+        steps(tmp_path / "parts", before, killed_after=3)
+    after = steps(tmp_path / "parts", [])
+    # The step after which it was killed had not been saved.
+    assert before == whole[:3]
+    assert after == whole[2:]
 
 
 def _assert_gone(pids):

@@ -198,6 +198,8 @@ def test_generation_stands_in_groups_where_it_can_and_else_beside_them():
     assert beside.other == Layout(1, 8, 1)
     assert beside.micro_dp == beside.tp == [list(range(8))]
     assert beside.num_replicas == 1
+    with pytest.raises(ConfigError, match="1-8-1 has no groups inside training 1-4-2"):
+        _ = beside.micro_dp_size
     beside = generation_layout(Layout(1, 2, 3), "1-3")
     assert beside.tp == [[0, 1, 2], [3, 4, 5]]
     assert [beside.coordinates(rank).replica for rank in range(6)] == [0, 0, 0, 1, 1, 1]

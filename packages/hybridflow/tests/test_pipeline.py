@@ -1,7 +1,5 @@
 """Micro-batches through stages: the whole model's gradients, in order, with little kept."""
 
-from datetime import timedelta
-
 import pytest
 import torch
 
@@ -9,8 +7,7 @@ from hybridflow.models import pipeline
 from hybridflow.models.config import DecoderConfig
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.pieces import initialize, pieces
-from hybridflow.models.pipeline import bubble_share, run_forward, train
-from shared.comms import RankPool
+from hybridflow.models.pipeline import run_forward, train
 from shared.comms.group import Group
 
 TREE = {
@@ -86,21 +83,15 @@ def on_a_stage(num_stages, count):
     return gradients(model), most, live, seen, states
 
 
-@pytest.fixture(scope="module")
-def three_ranks():
-    with RankPool(3, timeout=timedelta(seconds=60)) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_stages_have_the_whole_models_gradients_and_keep_few(num_stages, count, three_ranks):
+def test_stages_have_the_whole_models_gradients_and_keep_few(num_stages, count, ranks):
     model, batches = made(), drawn(count)
     states = []
     run_forward(model, None, batches, lambda k, hidden: states.append((k, hidden)))
     train(model, None, batches, loss_of)
     wanted = gradients(model)
-    found = three_ranks.run(on_a_stage, num_stages, count).results
+    found = ranks.run(on_a_stage, num_stages, count).results
     assert found[num_stages:] == [None] * (3 - num_stages)
     names = []
     for stage, (grads, most, live, seen, told) in enumerate(found[:num_stages]):
@@ -128,9 +119,3 @@ def test_a_whole_model_adds_up_the_gradients_of_its_micro_batches():
         if mine.grad is not None:
             torch.testing.assert_close(mine.grad, other.grad)
     train(made(), None, [], loss_of)
-
-
-def test_the_bubble_is_what_warm_up_and_the_end_take():
-    assert bubble_share(1, 5) == 0
-    assert bubble_share(4, 1) == 0.75
-    assert bubble_share(4, 9) == 0.25

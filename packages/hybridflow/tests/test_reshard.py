@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from hybridflow.layout import Layout, generation_groups, generation_layout
-from hybridflow.model_worker import shard_over
 from hybridflow.models.config import DecoderConfig
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.pieces import initialize, num_bytes, pieces, weight_shapes
+from hybridflow.models.sharding import shard_over
 from hybridflow.reshard import plan
 from hybridflow.reshard.planner import held_by, plan_boxes, wanted_by
 from hybridflow.reshard.transition import Transition, buckets

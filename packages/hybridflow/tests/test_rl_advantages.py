@@ -175,6 +175,37 @@ def test_bad_groups_and_scores_are_refused(of):
     assert of(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
 
 
+@pytest.mark.parametrize("of", [advantages.grpo, advantages.dr_grpo, advantages.rloo])
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 3), st.floats(-100, 100), st.booleans()), min_size=1, max_size=16
+    )
+)
+def test_dropped_rows_are_as_if_they_were_not_there(of, rows):
+    rows += [(group, score + 1, not dropped) for group, score, dropped in rows]
+    group = torch.tensor([g for g, _, _ in rows])
+    scores = torch.tensor([s for _, s, _ in rows], dtype=torch.float64)
+    is_dropped = torch.tensor([d for _, _, d in rows])
+    # What a row is worth that has no score is not looked at.
+    found = of(torch.where(is_dropped, math.nan, scores), group, is_dropped=is_dropped)
+    assert (found[is_dropped] == 0).all()
+    left = [[k for k in range(len(rows)) if rows[k][0] == g and not rows[k][2]] for g in range(4)]
+    assert all(found[k] == 0 for members in left if len(members) == 1 for k in members)
+    kept = [k for members in left if len(members) > 1 for k in members]
+    torch.testing.assert_close(found[kept], of(scores[kept], group[kept]))
+
+
+@pytest.mark.parametrize("of", [advantages.grpo, advantages.dr_grpo, advantages.rloo])
+def test_a_group_of_which_one_or_none_is_left_has_nothing_to_say(of):
+    scores, group = torch.tensor([1.0, 5.0, 2.0, 4.0, 3.0, 9.0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    dropped = torch.tensor([True, False, True, True, False, False])
+    found = of(scores, group, is_dropped=dropped)
+    assert found[:4].tolist() == [0, 0, 0, 0]
+    assert found[4] < 0 < found[5]
+    with pytest.raises(ConfigError, match=r"group 2: .* got one"):
+        of(scores[:5], group[:5], is_dropped=dropped[:5])
+
+
 def test_remax_is_what_is_still_to_come_less_the_greedy_score():
     rewards, _, mask = some(6)
     greedy = torch.tensor([0.5, -1.0, 0.0, 2.0, 1.0], dtype=torch.float64)

@@ -7,10 +7,11 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hybridflow.models import pieces
 from hybridflow.models.config import read_config
-from hybridflow.models.decoder import Decoder
+from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.sequences import asked, generated_mask, log_probs
 from hybridflow.rollout.native import generate
 from hybridflow.rollout.sampling import Sampling, draw, uniforms
+from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
 
 VOCABULARY = 61
@@ -95,6 +96,21 @@ def test_greedy_tokens_are_those_of_hugging_face(kind):
     found = generate(ours, prompts, sampling, num_places=4)
     assert responses(found) == expected
     assert len(responses(found)[1]) <= 5
+
+
+def test_float32_too_has_the_tokens_of_hugging_face():
+    """Where a kernel of its own attends, in another order than torch sums."""
+    theirs, ours = pair()
+    theirs, ours = theirs.float(), ours.float()
+    (prompt,) = prompts_of([9])
+    expected = theirs.generate(
+        prompt[None], attention_mask=torch.ones(1, 9), max_new_tokens=40, do_sample=False
+    )
+    found = generate(ours, [prompt], Sampling(max_new_tokens=40, num_samples=2, temperature=0))
+    assert torch.equal(found.tokens, expected.expand(2, -1))
+    told = torch.log_softmax(theirs(expected[:, :-1]).logits[0, 8:], -1)
+    made = told.gather(1, expected[0, 9:, None])[:, 0]
+    torch.testing.assert_close(found.log_probs[:, 9:], made.expand(2, -1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
@@ -220,6 +236,60 @@ def test_number_of_steps_is_that_of_the_schedule(model, num_places):
     assert done[-1] == 4 * len(LENGTHS)
 
 
+STAGED = {
+    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "initializer_range": 0.3,
+}  # fmt: skip
+STAGED_RUNS = [
+    # Sampling, and places: fewer than stages, not a multiple of them, more than samples.
+    (Sampling(max_new_tokens=9, temperature=0.0), 6),
+    (Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, end_token=48, seed=2), 1),
+    (Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, end_token=48, seed=2), 5),
+    (Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, end_token=48, seed=2), 300),
+    (Sampling(max_new_tokens=1, num_samples=2, seed=3), 4),
+]
+
+
+def staged(num_stages=1, stages=None):
+    """What each run gives on this stage; a model of five layers, which nothing divides."""
+    config = read_config(STAGED)
+    shard = Shard(config, 0 if stages is None else stages.rank, num_stages)
+    model = Decoder(config, shard, dtype=torch.float64)
+    pieces.initialize(model, 4)
+    model.requires_grad_(False)
+    return [
+        generate(model, prompts_of(LENGTHS), sampling, step=3, num_places=count, stages=stages)
+        for sampling, count in STAGED_RUNS
+    ]
+
+
+def on_a_stage(num_stages):
+    world = Group.world()
+    if world.rank >= num_stages:
+        return None
+    return staged(num_stages, Group.of(range(num_stages), members_only=True))
+
+
+def test_stages_give_what_the_whole_model_gives(ranks):
+    whole = staged()
+    made = whole[2].lengths - whole[2].prompt_lengths
+    assert len(set(made.tolist())) > 5, "few samples ended early: little is refilled"
+    for num_stages in (2, 3):
+        for found in ranks.run(on_a_stage, num_stages).results[:num_stages]:
+            for ours, wanted in zip(found, whole, strict=True):
+                assert torch.equal(ours.tokens, wanted.tokens)
+                assert torch.equal(ours.lengths, wanted.lengths)
+                torch.testing.assert_close(ours.log_probs, wanted.log_probs, rtol=0, atol=1e-12)
+
+
+def test_a_stage_without_its_pipeline_is_refused():
+    config = read_config(STAGED)
+    model = Decoder(config, Shard(config, 0, 2), dtype=torch.float64)
+    with pytest.raises(ConfigError, match="one of 2 stages, and `stages` has 1"):
+        generate(model, prompts_of([3]), Sampling(max_new_tokens=2))
+
+
 def test_one_token_needs_no_step(model):
     found = generate(model, prompts_of([3, 2]), Sampling(max_new_tokens=1, num_samples=2))
     assert found.num_steps == 0
@@ -245,6 +315,9 @@ def test_bad_prompts_are_refused(model):
         generate(model, [torch.tensor([1]), torch.tensor([], dtype=torch.int64)], sampling)
     with pytest.raises(DataError, match="got none"):
         generate(model, [], sampling)
+    sampled = Sampling(max_new_tokens=4, num_samples=2)
+    with pytest.raises(DataError, match="expected 4 sample_ids, 2 for each prompt, got 3"):
+        generate(model, prompts_of([3, 2]), sampled, sample_ids=torch.arange(3))
     with pytest.raises(ConfigError, match="65 positions, and the model has 64"):
         generate(model, prompts_of([61, 2]), sampling)
     assert generate(model, prompts_of([60]), sampling).lengths.tolist() == [64]

@@ -73,11 +73,10 @@ def test_scores_are_those_of_the_hugging_face_classifier(tmp_path):
     torch.testing.assert_close(costs, expected)
 
 
-def test_pairs_teach_an_order_on_one_rank_and_the_same_on_two():
+def test_pairs_teach_an_order_on_one_rank_and_the_same_on_two(pair):
     with hy.Workers.inline() as workers:
         _, one = fitted(workers.pool(1), 3)
-    with hy.Workers.local(2) as workers:
-        _, two = fitted(workers.pool(2), 3)
+    _, two = fitted(pair, 3)
     assert one == pytest.approx(two, abs=1e-9)
 
 

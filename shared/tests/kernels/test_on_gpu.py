@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shared.kernels import decode
 from shared.kernels.attention import attend
 from shared.kernels.gather import gather, scatter_add
 from shared.kernels.quantize import dequantize, quantize
 from shared.kernels.segment import CSR, spmm
 from shared.kernels.temporal import Adjacency, count_before, sample
+from shared.kernels.token_log_probs import answer, gradients, partial_sums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,3 +143,50 @@ def test_attention_equals_numba():
         # Sums of up to 200,000 gradients are compared by their size, not by their smallest entry.
         atol = 2e-5 * max(1.0, float(theirs.abs().max()))
         assert float((ours - theirs).abs().max()) <= atol, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_log_probs_of_tokens_equal_those_of_all_logits(dtype):
+    g = torch.Generator().manual_seed(5)
+    rows, vocabulary, dim = 1_000, 50_257, 400
+    hidden = torch.randn(rows, dim, generator=g).to(dtype)
+    weight = (torch.randn(vocabulary, dim, generator=g) / 10).to(dtype)
+    tokens = torch.randint(0, vocabulary, (rows,), generator=g)
+    grads = torch.randn(2, rows, generator=g)
+    found = []
+    for device, wide in (("cuda", dtype), ("cpu", torch.float32)):
+        inputs = hidden.to(device, wide), weight.to(device, wide), tokens.to(device)
+        said = answer(partial_sums(*inputs, 0.7))
+        given = gradients(*inputs, 0.7, said, *grads.to(device))
+        found.append([said.log_probs, said.entropy, *given])
+    names = ("log_probs", "entropy", "grad_hidden", "grad_weight")
+    for name, ours, theirs in zip(names, *found, strict=True):
+        # Answers are float32 whatever the type; a gradient is rounded twice, as a slope and in all.
+        eps = 2e-6 if name in names[:2] else max(2e-6, 2 * torch.finfo(dtype).eps)
+        atol = 10 * eps * max(1.0, float(theirs.abs().max()))
+        assert float((ours.cpu().float() - theirs).abs().max()) <= atol, name
+
+
+def test_decoding_equals_numba():
+    g = torch.Generator().manual_seed(6)
+    num_places, kv_heads, dim = 256, 4, 128
+    angle = torch.randn(num_places, dim // 2, generator=g)
+    inputs = (
+        torch.randn(num_places, 6 * kv_heads, dim, generator=g),
+        angle.cos(),
+        angle.sin(),
+        torch.randn(2, 32, kv_heads, dim, 512, generator=g),
+        torch.randn(2, num_places, kv_heads, dim, 300, generator=g),
+    )
+    places = decode.Places(
+        torch.randperm(num_places, generator=g),
+        torch.randint(32, (num_places,), generator=g),
+        torch.randint(1, 513, (num_places,), generator=g),
+        torch.randint(300, (num_places,), generator=g),
+    )
+    qkv, cos, sin, prompt, own = (tensor.cuda() for tensor in inputs)
+    on_gpu = decode.Places(*(index.cuda() for index in places))
+    ours = decode.attend(qkv, cos, sin, prompt, own, on_gpu)
+    theirs = decode.attend(*inputs, places)
+    torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own.cpu(), inputs[4], rtol=1e-5, atol=1e-5)

@@ -1,7 +1,7 @@
 """The actor: the model that generates, is asked for log-probabilities, and is trained.
 
-Generation may have fewer tensor shards than training: the weights then change places between the
-two, in place (see `hybridflow.reshard`), when the first of the other's calls comes.
+Generation may be laid out otherwise than training: the weights then change places between the two,
+in place (see `hybridflow.reshard`), when the first of the other's calls comes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hybridflow.batch import PADDING, Batch
+from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.group import WorkerGroup
 from hybridflow.metrics import Metrics, steps
+from hybridflow.model_group import ModelGroup
 from hybridflow.model_worker import ModelWorker
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.optimizer import AdamW
-from hybridflow.models.sequences import asked, generated_mask, log_probs, micro_batches
+from hybridflow.models.sequences import asked, log_probs, micro_batches
 from hybridflow.pool import ResourcePool
 from hybridflow.protocols import remote
 from hybridflow.reshard.planner import held_by, wanted_by
@@ -29,6 +30,7 @@ from hybridflow.reshard.transition import Transition
 from hybridflow.rl import kl, losses
 from hybridflow.rl.aggregate import aggregate, denominator
 from hybridflow.rollout import native
+from hybridflow.rollout.rows import greedy_of, prompt_rows, roll_of, sample_ids
 from hybridflow.rollout.sampling import Sampling
 from shared.errors import ConfigError, DataError
 
@@ -77,6 +79,7 @@ class ActorWorker(ModelWorker):
         self._exchanges: dict[Route, Exchange] = {}
         mesh = self.context.mesh
         groups, at = mesh.generate, self.generation
+        self.stages = self.group_of(next(ranks for ranks in groups.pp if self.rank in ranks))
         is_sharded = self.share[1] > 1
         if is_sharded or (groups.pp_size, groups.tp_size) != (mesh.train.pp, mesh.train.tp):
             tp_ranks = next(ranks for ranks in groups.tp if self.rank in ranks)
@@ -105,36 +108,23 @@ class ActorWorker(ModelWorker):
         if self.transition is not None:
             self.transition.to_generation()
         # Rows that fill up are generated too: all shards of a replica have the same rows.
-        prompts, n = batch["prompts"], sampling.num_samples
-        lengths = batch["prompt_lengths"]
-        rows = [row[:length] for row, length in zip(prompts, lengths.tolist(), strict=True)]
-        samples = batch["sample_ids"].repeat_interleave(n) * n + torch.arange(n).repeat(len(rows))
-        found = native.generate(self.generator, rows, sampling, sample_ids=samples, step=step)
-        # A width that does not depend on what was drawn, so that ranks' rows go together.
-        width = prompts.shape[1] + sampling.max_new_tokens
-        missing = width - found.tokens.shape[1]
-
-        def widened(values: Tensor) -> Tensor:
-            return torch.nn.functional.pad(values, (0, missing)).cpu()
-
-        mask = generated_mask(found.prompt_lengths, found.lengths, width).cpu()
-        made = Batch(
-            tokens=widened(found.tokens),
-            lengths=found.lengths.cpu(),
-            mask=mask,
-            rollout_log_probs=widened(found.log_probs),
-            versions=torch.where(mask, self.version, -1).to(torch.int32),
-            group=batch["sample_ids"].repeat_interleave(n),
+        ids = sample_ids(batch, sampling.num_samples)
+        found = native.generate(
+            self.generator,
+            prompt_rows(batch),
+            sampling,
+            sample_ids=ids,
+            step=step,
+            stages=self.stages,
         )
-        return batch.repeat(n) | made
+        return roll_of(batch, found, sampling, self.version)
 
     @remote(protocol="3d-all-micro-dp")
     def greedy(self, batch: Batch, sampling: Sampling, step: int = 0) -> Batch:
         """The likeliest responses; see `Generator.greedy`."""
-        found = self.generate(batch, replace(sampling, temperature=0, num_samples=1), step)
-        kept = [PADDING] if PADDING in found else []
-        made = {f"greedy_{name}": found[name] for name in ("tokens", "lengths", "mask")}
-        return found.select(*kept) | Batch(made)
+        return greedy_of(
+            self.generate(batch, replace(sampling, temperature=0, num_samples=1), step)
+        )
 
     @remote(protocol="3d")
     def log_probs(self, batch: Batch, temperature: float = 1.0) -> Batch | None:
@@ -187,6 +177,13 @@ class ActorWorker(ModelWorker):
                 self.model, hidden, tokens[at], mask[at], settings.temperature
             )
             of_tokens = settings.loss(found, old[at], advantages[at], mask[at])
+            if not isinstance(of_tokens, Tensor) or of_tokens.shape != found.shape:
+                shape = getattr(of_tokens, "shape", None)
+                came = type(of_tokens).__name__ if shape is None else f"shape {list(shape)}"
+                raise ConfigError(
+                    f"loss: expected one number for each token, shape {list(found.shape)}, got "
+                    f"{came}; return what is summed, and let `mode` say how"
+                )
             if weights is not None:
                 of_tokens = of_tokens * weights[at]
             told = losses.diagnostics(found.detach(), old[at], advantages[at], mask[at])
@@ -227,8 +224,12 @@ class ActorWorker(ModelWorker):
     @remote(protocol="one-to-all")
     def send_weights(self, route: Route) -> tuple[int, dict[tuple[int, int, int], int]]:
         """This rank's side of `hybridflow.reshard.sync_weights`: the version, and checksums."""
+        _, sums = self.exchange(route).run(self.pieces, self._trained, is_source=True)
+        return self.version, sums
+
+    def _trained(self) -> Decoder:
         self._train_layout()
-        return self.version, self.exchange(route).run(self.pieces, self.model, is_source=True)
+        return self.model
 
     def exchange(self, route: Route) -> Exchange:
         """A route's plan, made when it is first gone."""
@@ -273,7 +274,7 @@ class Generator(WorkerGroup):
         return self.call("greedy", batch, sampling, step)
 
 
-class Actor(Generator):
+class Actor(Generator, ModelGroup):
     """The model that is trained to answer.
 
     Example:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from shared.errors import ConfigError, MeshyardError
+
+if TYPE_CHECKING:
+    from hybridflow.mapping import ModelSpec, Workload
+    from shared.topology import Cluster
 
 __all__ = ["main"]
 
@@ -133,13 +137,24 @@ class Map:
     """Search for the placement and the layouts of an algorithm's models on a cluster (simulated).
 
     Example: hybridflow map --actor 13B --critic 70B --gpus 128
+
+    With --recipe the models and the step are a recipe's, and --out writes the recipe placed:
+    hybridflow map --recipe ppo-sort --gpus 8 --out placed.yaml
     """
 
+    recipe: str = ""
+    """A recipe, instead of the models and numbers below."""
+    set: tuple[str, ...] = ()
+    """KEY=VALUE pairs that replace the recipe's."""
+    out: Path | None = None
+    """File for the recipe with its models placed."""
+    engine: Literal["local", "ray", "torchrun"] = "local"
+    """What starts the ranks of the recipe placed."""
     actor: Literal["7B", "13B", "34B", "70B"] = "7B"
     """Llama of actor and reference."""
     critic: Literal["7B", "13B", "34B", "70B"] = "7B"
     """Llama of critic and reward model."""
-    algorithm: Literal["ppo", "grpo", "remax", "safe_rlhf"] = "ppo"
+    algorithm: Literal["ppo", "grpo", "remax", "reinforce", "safe_rlhf"] = "ppo"
     """Whose models and stages."""
     gpus: int = 16
     """GPUs, in hosts of `per_host`."""
@@ -162,41 +177,90 @@ class Map:
 
     def run(self) -> None:
         """Prints the mapping and why it was chosen."""
-        from hybridflow.mapping import ModelSpec, Workload, search
+        from hybridflow.mapped import models_of, placed, workload_of
+        from hybridflow.mapping import search
+        from hybridflow.recipe import read_recipe, write_recipe
+
+        if self.out is not None and not self.recipe:
+            raise ConfigError("out: expected --recipe too, which is what is written")
+        recipe = read_recipe(self.recipe, _pairs(self.set)) if self.recipe else None
+        models = self._models() if recipe is None else models_of(recipe)
+        workload = self._workload() if recipe is None else workload_of(recipe)
+        found = search(models, self._cluster(), workload)
+        print(found.to_json() if self.json else found)
+        if recipe is not None and self.out is not None:
+            write_recipe(placed(recipe, found, self.engine), self.out)
+
+    def _cluster(self) -> Cluster:
         from shared.topology import Cluster, Link
         from shared.topology.device import PRESETS
         from shared.units import GB, Gbps
 
         if self.cluster is not None:
-            cluster = Cluster.from_yaml(self.cluster)
-        else:
-            if self.device not in PRESETS:
-                raise ConfigError(f"device: expected one of {', '.join(PRESETS)}: {self.device!r}")
-            if self.gpus < 1 or self.gpus % min(self.gpus, self.per_host):
-                raise ConfigError(f"gpus: {self.gpus} are no whole hosts of {self.per_host}")
-            cluster = Cluster.uniform(
-                -(-self.gpus // self.per_host), min(self.gpus, self.per_host),
-                PRESETS[self.device], local=Link.from_rate(300 * GB, alpha_s=1e-5),
-                network=Link.from_rate(200 * Gbps, alpha_s=2e-5),
-            )  # fmt: skip
+            return Cluster.from_yaml(self.cluster)
+        if self.device not in PRESETS:
+            raise ConfigError(f"device: expected one of {', '.join(PRESETS)}: {self.device!r}")
+        if self.gpus < 1 or self.gpus % min(self.gpus, self.per_host):
+            raise ConfigError(f"gpus: {self.gpus} are no whole hosts of {self.per_host}")
+        return Cluster.uniform(
+            -(-self.gpus // self.per_host), min(self.gpus, self.per_host),
+            PRESETS[self.device], local=Link.from_rate(300 * GB, alpha_s=1e-5),
+            network=Link.from_rate(200 * Gbps, alpha_s=2e-5),
+        )  # fmt: skip
+
+    def _models(self) -> list[ModelSpec]:
+        from hybridflow.mapping import ModelSpec
+
         roles = {
             "ppo": ("actor", "reference", "critic", "reward"),
-            "grpo": ("actor", "reference", "reward"),
-            "remax": ("actor", "reference", "reward"),
             "safe_rlhf": ("actor", "reference", "critic", "reward", "cost"),
-        }[self.algorithm]
+        }.get(self.algorithm, ("actor", "reference", "reward"))
         models = [
             ModelSpec.llama(self.actor if role in ("actor", "reference") else self.critic, role)
             for role in roles
         ]
         if self.algorithm == "safe_rlhf":
             models.append(ModelSpec.llama(self.critic, "critic", "cost critic"))
-        workload = Workload(
+        return models
+
+    def _workload(self) -> Workload:
+        from hybridflow.mapping import Workload
+
+        return Workload(
             algorithm=self.algorithm, global_batch_size=self.batch, prompt_tokens=self.prompt,
             response_tokens=self.response, group_size=self.group if self.algorithm == "grpo" else 1,
         )  # fmt: skip
-        found = search(models, cluster, workload)
-        print(found.to_json() if self.json else found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Measure a recipe's step here, on the ranks it asks for: all of it, and each model's part.
+
+    Example: hybridflow bench grpo-sort --set placement.engine=local placement.num_ranks=2
+    """
+
+    recipe: tyro.conf.Positional[str]
+    """File or name."""
+    set: tuple[str, ...] = ()
+    """KEY=VALUE pairs that replace the recipe's."""
+    steps: int = 10
+    """Steps that are measured; two more come before."""
+    out: Path | None = None
+    """Folder for bench.json, and timeline.svg of which rank did what in the last steps."""
+
+    def run(self) -> None:
+        """Prints a table."""
+        from rich import print as show
+
+        from hybridflow.measuring import measure
+        from hybridflow.recipe import read_recipe
+
+        if self.steps < 1:
+            raise ConfigError(f"steps: expected 1 or more, got {self.steps}")
+        recipe = read_recipe(self.recipe, _pairs(self.set))
+        place = recipe.placement
+        title = f"{self.recipe}, engine {place.engine}, {place.num_ranks_in_all} ranks"
+        show(measure(recipe, self.steps, self.out, title).table(f"{title}: {self.steps} steps"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +321,7 @@ Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Map, tyro.conf.subcommand("map")]
     | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]
 )

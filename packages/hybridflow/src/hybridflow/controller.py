@@ -23,17 +23,19 @@ from hybridflow.future import Future, Joined
 from hybridflow.pool import ResourcePool
 from hybridflow.protocols import Protocol as TransferProtocol
 from hybridflow.protocols import Share
+from hybridflow.timeline import Span
 from shared.errors import ConfigError, RankFailure
 
 __all__ = ["Engine", "Workers"]
 
+_NUM_SPANS = 10_000
 _CANCEL_S = 2.0
 """How long other ranks may take to answer once one has raised; they may wait for it for ever."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """What runs ranks; `hybridflow.engines` has three."""
+    """What runs ranks; `hybridflow.engines` has four."""
 
     name: str
     num_ranks: int
@@ -55,6 +57,10 @@ class Engine(Protocol):
 class Workers:
     """All ranks there are, and the calls under way on them.
 
+    Attributes:
+        engine: that runs the ranks.
+        groups: on these ranks, in the order in which they were made.
+
     Example:
         >>> with Workers.inline() as workers:
         ...     pool = workers.pool(1)
@@ -68,7 +74,9 @@ class Workers:
         self._free = list(range(engine.num_ranks))
         self._numbers = itertools.count()
         self._names: set[str] = set()
+        self.groups: list[Any] = []
         self._calls: dict[int, Call] = {}
+        self._spans: deque[Span] = deque(maxlen=_NUM_SPANS)
         self._waiting: deque[Call] = deque()
         self._failure: BaseException | None = None
         self._is_open = True
@@ -105,6 +113,48 @@ class Workers:
         return Workers(
             LocalEngine(num_ranks, timeout=timeout, threads_per_rank=threads_per_rank, env=env)
         )
+
+    @staticmethod
+    def torchrun(
+        *, timeout: timedelta = timedelta(minutes=5), threads_per_rank: int = 1
+    ) -> Workers:
+        """The processes of a job that torchrun started, on one machine or many.
+
+        Each process is one rank. In that of rank 0 this returns, and the script goes on there as
+        the controller; rank 0 itself is a child of it. In the others this serves until the
+        controller has closed, and then raises SystemExit(0), so that what stands below runs once,
+        and what stands above in every process. A script calls it once.
+
+        Ranks of one machine read tensors from its shared memory, those of different machines send
+        them to one another by TCP. Torchrun ends all processes once one has died, and starts them
+        anew with `--max-restarts`, to go on from the last checkpoint.
+
+        Example:
+            >>> # train.py, started by: torchrun --nproc-per-node 2 train.py
+            >>> def main():
+            ...     with Workers.torchrun() as workers:
+            ...         actor = Actor("config:tiny-llama", workers.pool(2))
+            ...         ...  # straight-line code: runs once
+            >>> if __name__ == "__main__":  # as ranks read functions and classes of this file
+            ...     main()
+
+        Args:
+            timeout: for the start, and for each message between ranks.
+            threads_per_rank: torch's threads in each.
+
+        Raises:
+            ConfigError: if torchrun's variables are not set, or the job has a controller already.
+            RankFailure: if a rank does not come up.
+            SystemExit: in the processes of all ranks but 0, with 0, when the controller has closed.
+        """
+        from hybridflow.engines.torchrun import TorchrunEngine
+        from hybridflow.engines.torchrun_rank import Member, serve
+
+        member = Member.from_environment()
+        if member.rank:
+            serve(member, timeout, threads_per_rank)
+            raise SystemExit(0)
+        return Workers(TorchrunEngine(member, timeout=timeout, threads_per_rank=threads_per_rank))
 
     @staticmethod
     def ray(
@@ -182,6 +232,19 @@ class Workers:
         ranks, self._free = self._free[:num_ranks], self._free[num_ranks:]
         return ResourcePool(self, tuple(ranks))
 
+    def clear(self) -> None:
+        """Takes all groups off their ranks, which are free again, after what they were asked for.
+
+        So a notebook goes on with other models, or another placement, on processes that run.
+
+        Raises:
+            RankFailure: if a worker's `close` raises, or a rank has died.
+        """
+        for group in list(self.groups):
+            group.remove()
+        self._names.clear()
+        self._free = list(range(self.num_ranks))
+
     def name(self, wanted: str) -> str:
         """A name that no group has yet."""
         names = itertools.chain([wanted], (f"{wanted}-{k}" for k in itertools.count(2)))
@@ -215,6 +278,13 @@ class Workers:
                 self._forwarder = threading.Thread(target=self._keep_forwarding, daemon=True)
                 self._forwarder.start()
         return future
+
+    def take_spans(self) -> list[Span]:
+        """What ranks have done since the last time this was asked, at most the last 10,000."""
+        with self._state:
+            found = list(self._spans)
+            self._spans.clear()
+        return found
 
     def wait_any(self, futures: Sequence[Future | Joined]) -> None:
         """Waits until one of some answers is there, or has failed."""
@@ -328,6 +398,8 @@ class Workers:
         if call is None:
             return
         call.replies[reply.rank] = reply
+        now = time.perf_counter()
+        self._spans.append(Span(reply.call, call.future.name, reply.rank, now - reply.seconds, now))
         if reply.failure is not None and not call.failed_at:
             call.failed_at = time.monotonic()
         if len(call.replies) == len(call.places):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
-from hybridflow.group import WorkerGroup
 from hybridflow.metrics import Metrics, steps
+from hybridflow.model_group import ModelGroup
 from hybridflow.model_worker import ModelWorker
 from hybridflow.models.optimizer import AdamW
 from hybridflow.models.sequences import asked, micro_batches, values
@@ -74,7 +74,7 @@ class CriticWorker(ModelWorker):
         return {"loss": float(self.summed(total)), **step}
 
 
-class Critic(WorkerGroup):
+class Critic(ModelGroup):
     """The model that values states; for PPO."""
 
     def __init__(

@@ -56,11 +56,12 @@ class WorkerGroup:
         train = Layout(dp=pool.num_ranks) if layout is None else Layout.parse(layout)
         train.check(pool.num_ranks)
         self.mesh = Mesh.of(train, generate)
-        self.kind, self.pool = kind, pool
+        self.kind, self.pool, self.is_removed = kind, pool, False
         self._methods: dict[str, tuple[Remote, list[Share], list[int]]] = {}
         self.name = pool.workers.name(name or kind.__name__)
         context = Context(name=self.name, ranks=pool.ranks, mesh=self.mesh)
         self._ask_seat("create", self.name, kind, context, args, kwargs).result()
+        pool.workers.groups.append(self)
 
     def _ask_seat(self, method: str, *args: Any) -> Future:
         everyone = list(range(self.mesh.num_ranks))
@@ -82,8 +83,11 @@ class WorkerGroup:
             A future, or the answer if the method is marked as blocking.
 
         Raises:
-            ConfigError: if there is no such method, or the protocol does not fit the group.
+            ConfigError: if there is no such method, the protocol does not fit the group, or the
+                group was removed.
         """
+        if self.is_removed:
+            raise ConfigError(f"{self.name} was taken off its ranks; make another group")
         mark, shares, collectors = self._method(method)
         future = self.pool.workers.call(
             self.name, method, self.pool.ranks, mark.protocol, shares, collectors, args, kwargs
@@ -120,6 +124,8 @@ class WorkerGroup:
     def remove(self) -> None:
         """Closes the workers and takes them off their ranks."""
         self._ask_seat("remove", self.name).result()
+        self.is_removed = True
+        self.pool.workers.groups.remove(self)
 
     def __repr__(self) -> str:
         return f"{self.name}({self.mesh.train} on ranks {list(self.pool.ranks)})"

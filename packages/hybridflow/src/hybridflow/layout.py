@@ -177,7 +177,17 @@ class GenerationGroups:
 
     @property
     def micro_dp_size(self) -> int:
-        """d_g: generating replicas in a training replica."""
+        """d_g: generating replicas in a training replica.
+
+        Raises:
+            ConfigError: if generation has no groups inside training's, so that its replicas lie in
+                none of them.
+        """
+        if self.other is not None:
+            raise ConfigError(
+                f"generation {self.other} has no groups inside training {self.train}, so there is "
+                f"no number of its replicas in one of training's; `num_replicas` are there in all"
+            )
         return self.train.pp * self.train.tp // (self.pp_size * self.tp_size)
 
     @property

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hybridflow.batch import PADDING, Batch
 from hybridflow.export import Held, write_folder
@@ -17,12 +16,14 @@ from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.optimizer import AdamW, Optimizer
 from hybridflow.models.pipeline import run_forward, train
+from hybridflow.models.sharding import shard_over
 from hybridflow.protocols import remote
-from hybridflow.sharded_state import ReaderOf, ShardedState, WriterOf
 from hybridflow.worker import Worker
 from shared.comms.collectives import all_reduce
-from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from hybridflow.sharded_state import ReaderOf, ShardedState, WriterOf
 
 __all__ = ["ModelWorker"]
 
@@ -130,9 +131,9 @@ class ModelWorker(Worker):
         """
         found: list[Tensor] = []
         run_forward(self.model, self._pp, inputs, lambda k, hidden: found.append(use(k, hidden)))
-        if isinstance(self.model, FSDPModule):
+        if self.share[1] > 1:
             # What was gathered for this may be changed before it is gathered again.
-            self.model.reshard()
+            self.model.reshard()  # type: ignore[operator]
         if not found:
             return None
         return torch.cat(found)[torch.argsort(torch.cat(list(rows)))].cpu()
@@ -193,6 +194,9 @@ class ModelWorker(Worker):
         self.version = self._state(name).load(path, reader_of, self.subgroup("all"))
 
     def _state(self, name: str) -> ShardedState:
+        # torch's checkpoints take as long to import as torch itself.
+        from hybridflow.sharded_state import ShardedState
+
         self._train_layout()
         return ShardedState(name, self.model, self.pieces, self.optimizer, self.version)
 
@@ -211,14 +215,6 @@ class ModelWorker(Worker):
             boxes.append(pieces.shard_boxes(self.config, shard, kind, share))
         held = Held(self.model, self.pieces, boxes, self.subgroup("all"))
         write_folder(held, Path(folder), max_file_bytes, self.source)
-
-
-def shard_over(model: Decoder, group: Group) -> None:
-    """Has a group's replicas share a decoder's parameters out, layer by layer (FSDP2)."""
-    mesh = group.device_mesh()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
 
 
 def _cut(state: Mapping[str, Tensor], name: str, box: pieces.Box) -> Tensor | None:

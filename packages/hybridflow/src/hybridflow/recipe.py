@@ -10,17 +10,25 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
+from hybridflow.placement import Loop, Placement, Server
 from shared.errors import ConfigError
 
-__all__ = ["ALGORITHMS", "Optimizer", "Placement", "Recipe", "built_in", "read_recipe"]
+__all__ = [
+    "ALGORITHMS",
+    "GROUPED",
+    "Optimizer",
+    "Recipe",
+    "built_in",
+    "read_recipe",
+    "write_recipe",
+]
 
 ALGORITHMS = (
     "ppo", "grpo", "dr-grpo", "gspo", "cispo", "rloo", "remax", "reinforce++", "safe-rlhf",
 )  # fmt: skip
 GROUPED = ("grpo", "dr-grpo", "gspo", "cispo", "rloo")
-_ENGINES = ("inline", "local", "ray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,31 +48,6 @@ class Optimizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Where models run.
-
-    Attributes:
-        engine: "inline" (this process), "local" (processes of this machine) or "ray".
-        num_ranks: of the pool that all models share.
-        train: "p-t-d" of every model; replicas when empty.
-        generate: "p-t" of the actor's generation; as training when empty.
-        is_sharded: the actor's replicas share its parameters out (FSDP2).
-    """
-
-    engine: str = "inline"
-    num_ranks: int = 1
-    train: str = ""
-    generate: str = ""
-    is_sharded: bool = False
-
-    def __post_init__(self) -> None:
-        if self.engine not in _ENGINES:
-            raise ConfigError(
-                f"placement.engine: expected one of {', '.join(_ENGINES)}, got {self.engine!r}"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A run.
 
@@ -72,8 +55,8 @@ class Recipe:
         algorithm: one of `ALGORITHMS`.
         model: "config:NAME" for a model made from nothing, or a local Hugging Face folder.
         task: "digit-sort:K", "arithmetic:MAX", or a .jsonl or .parquet file of prompts.
-        reward: for a file of prompts, "file.py:function" or "module:function" of a
-            `hybridflow.reward`; empty for a task that has its own.
+        reward: "file.py:function" or "module:function" of a `hybridflow.reward`, or a reward model:
+            a Hugging Face folder, or "config:NAME"; empty for a task that has its own.
         cost: the same for the cost of Safe-RLHF.
         per_token: of a task: whether each right token is rewarded, or the whole answer.
         steps: training steps.
@@ -88,6 +71,8 @@ class Recipe:
         seed: of everything random.
         optimizer: of actor and critic.
         placement: of the models.
+        loop: how drawing and learning take turns.
+        server: that draws in place of the actor.
         max_tokens: of a micro-batch.
     """
 
@@ -110,6 +95,8 @@ class Recipe:
     seed: int = 0
     optimizer: Optimizer = field(default_factory=Optimizer)
     placement: Placement = field(default_factory=Placement)
+    loop: Loop = field(default_factory=Loop)
+    server: Server = field(default_factory=Server)
     max_tokens: int = 16384
 
     def __post_init__(self) -> None:
@@ -135,7 +122,27 @@ class Recipe:
                 f"{self.num_samples} each"
             )
         if self.algorithm == "safe-rlhf" and not self.cost:
-            raise ConfigError("cost: safe-rlhf needs a cost, 'file.py:function'")
+            raise ConfigError("cost: safe-rlhf needs a cost, 'file.py:function' or a cost model")
+        self._check_rollout()
+
+    def _check_rollout(self) -> None:
+        """Refuses a loop whose two sides would wait for each other, or have nobody to draw."""
+        place, is_apart = self.placement, self.loop.kind != "sync"
+        if "rollout" not in place.models:
+            if is_apart or self.server.kind:
+                who = "a server" if self.server.kind else f"loop {self.loop.kind!r}"
+                raise ConfigError(
+                    f"placement.models.rollout: {who} needs a place for what draws; name a pool of "
+                    f"its own in placement.pools, and here as rollout: {{pool: NAME}}"
+                )
+            return
+        if place.of("rollout").pool == place.of("actor").pool:
+            raise ConfigError(
+                "placement.models.rollout.pool: expected another pool than the actor's, which "
+                "draws by itself on its own"
+            )
+        if self.server.kind and place.sizes[place.of("rollout").pool] != 1:
+            raise ConfigError("placement.models.rollout.pool: one rank speaks with a server")
 
     @property
     def num_prompts(self) -> int:
@@ -182,6 +189,33 @@ def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) ->
     return _made(Recipe, tree, "")
 
 
+def write_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Writes a recipe as YAML, without what is as it is by default."""
+    import yaml
+
+    Path(path).write_text(yaml.safe_dump(_changed(recipe), sort_keys=False))
+
+
+def _changed(record: Any) -> dict[str, Any]:
+    """Fields of a dataclass that are not at their defaults."""
+    tree: dict[str, Any] = {}
+    for item in fields(record):
+        value = getattr(record, item.name)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if value == default:
+            continue
+        if is_dataclass(value):
+            tree[item.name] = _changed(value)
+        elif isinstance(value, dict):
+            tree[item.name] = {
+                key: _changed(inner) if is_dataclass(inner) else inner
+                for key, inner in value.items()
+            }
+        else:
+            tree[item.name] = value
+    return tree
+
+
 def _made(kind: type, tree: Mapping[str, Any], where: str) -> Any:
     """A dataclass from a tree of YAML."""
     known = {item.name: item for item in fields(kind)}
@@ -204,10 +238,13 @@ def _made(kind: type, tree: Mapping[str, Any], where: str) -> Any:
 
 
 def _value(kind: Any, value: Any, where: str) -> Any:
-    if is_dataclass(kind):
+    if is_dataclass(kind) or get_origin(kind) is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{where}: expected keys and values, got {value!r}")
-        return _made(kind, value, f"{where}.")
+        if is_dataclass(kind):
+            return _made(kind, value, f"{where}.")
+        inner = get_args(kind)[1]
+        return {str(key): _value(inner, item, f"{where}.{key}") for key, item in value.items()}
     # YAML reads 1e-3 as text: it wants a point.
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:

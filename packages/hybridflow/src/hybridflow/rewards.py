@@ -4,8 +4,7 @@ A function may be wrong about one sample of a thousand: it raises, hangs, or ret
 policy says what then: fail, naming the sample; give it 0; or mark its row to be dropped. In worker
 processes a function that hangs or crashes harms nothing else. In this process a time limit is an
 alarm, which only the main thread on Unix can have, and which code that never returns to the
-interpreter does not hear; `in_process=False` has neither restriction. Both ways stand in this file,
-long as it is, because they judge what a function gives by the same rules.
+interpreter does not hear; `in_process=False` has neither restriction.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import contextlib
 import functools
 import logging
 import math
-import multiprocessing
 import numbers
 import operator
 import pickle
@@ -22,17 +20,14 @@ import reprlib
 import signal
 import sys
 import threading
-import time
-import traceback
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from multiprocessing import connection
 from typing import Any
 
 import torch
 
 from hybridflow.batch import Batch
+from hybridflow.reward_calls import Call, CallWorkers, Failure, OutOfTime, out_of_time, time_limit
 from hybridflow.tokenizers import as_tokenizer
 from shared.errors import ConfigError, DataError
 
@@ -94,7 +89,7 @@ class Reward:
         self.__module__ = getattr(function, "__module__", type(function).__module__)
         self.__qualname__ = getattr(function, "__qualname__", repr(function))
         self.__doc__ = function.__doc__
-        self._workers: _Workers | None = None
+        self._workers: CallWorkers | None = None
 
     def __repr__(self) -> str:
         return f"Reward({self.__qualname__}, {self.options})"
@@ -131,9 +126,9 @@ class Reward:
             for call, values in outcomes:
                 for row, outcome in zip(call.rows, values, strict=True):
                     found[row] = outcome
-                    if isinstance(outcome, _Failure) and self.options.on_error == "fail":
+                    if isinstance(outcome, Failure) and self.options.on_error == "fail":
                         raise DataError(self._tell(roll, row, outcome)) from outcome.cause
-        failed = [row for row, outcome in enumerate(found) if isinstance(outcome, _Failure)]
+        failed = [row for row, outcome in enumerate(found) if isinstance(outcome, Failure)]
         if failed:
             self._warn(roll, failed, found[failed[0]])
         for row in failed:
@@ -161,7 +156,7 @@ class Reward:
             self._workers.close()
             self._workers = None
 
-    def _calls(self, roll: Batch, tokenizer: Any) -> list[_Call]:
+    def _calls(self, roll: Batch, tokenizer: Any) -> list[Call]:
         tokenizer, tokens, mask = as_tokenizer(tokenizer), roll["tokens"].cpu(), roll["mask"].cpu()
         if mask.shape != tokens.shape or mask.dtype != torch.bool:
             raise DataError(
@@ -178,32 +173,53 @@ class Reward:
             samples.append({**sample, "response_tokens": ids})
             texts.append(tokenizer.decode(ids))
         if self.options.batched:
-            return [_Call(range(len(roll)), samples, texts)] if samples else []
+            return [Call(range(len(roll)), samples, texts)] if samples else []
         pairs = enumerate(zip(samples, texts, strict=True))
-        return [_Call(range(row, row + 1), sample, text) for row, (sample, text) in pairs]
+        return [Call(range(row, row + 1), sample, text) for row, (sample, text) in pairs]
 
-    def _outcomes(self, calls: list[_Call]) -> Generator[tuple[_Call, list[Any]], None, None]:
+    def _outcomes(self, calls: list[Call]) -> Generator[tuple[Call, list[Any]], None, None]:
         if self.options.in_process:
             if self.options.time_limit_s is not None:
                 self._check_alarm()
             for call in calls:
-                yield call, _evaluate(self, call, self.options.time_limit_s)
+                yield call, self._answers(call, self.options.time_limit_s)
             return
         if self._workers is None:
             try:
-                pickled = pickle.dumps(self)
+                pickled = pickle.dumps(self._answers)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ConfigError(
                     f"reward {self.__qualname__}: in_process=False needs a function that another "
                     f"process can import, and {error}; define it at the top of a module, or use "
                     "in_process=True"
                 ) from error
-            self._workers = _Workers(pickled, self.options)
+            options = self.options
+            self._workers = CallWorkers(pickled, options.workers, options.time_limit_s)
         try:
             yield from self._workers.run(calls)
         except ConfigError:  # none that can not start is kept
             self.close()
             raise
+
+    def _answers(self, call: Call, limit_s: float | None = None) -> list[Any]:
+        """What each row of a call gets: its numbers, or a failure."""
+        options = self.options
+        try:
+            with time_limit(limit_s):
+                given = self.function(call.sample, call.text)
+                values = list(given) if options.batched or options.per_token else [given]
+            if options.per_token:
+                expected, each = len(call.sample["response_tokens"]), "token of the response"
+            else:
+                expected, each = len(call.rows), "sample"
+            if len(values) != expected:
+                reason = f"expected {expected} numbers, one for each {each}, got {len(values)}"
+                return [Failure(reason)] * len(call.rows)
+            return [_checked(values)] if options.per_token else [_checked([one]) for one in values]
+        except OutOfTime:
+            return [out_of_time(limit_s)] * len(call.rows)
+        except Exception as error:  # noqa: BLE001 - what the policy makes of it is decided by the caller
+            return [Failure(f"it raised {type(error).__name__}: {error}", error)] * len(call.rows)
 
     def _check_alarm(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
@@ -214,13 +230,13 @@ class Reward:
                 "in_process=False"
             )
 
-    def _tell(self, roll: Batch, row: int, failure: _Failure) -> str:
+    def _tell(self, roll: Batch, row: int, failure: Failure) -> str:
         return (
             f"reward {self.__qualname__}, sample {int(roll['sample_ids'][row])} (row {row}): "
             f"{failure.reason}; mend it, or set on_error to 'zero' or 'drop'"
         )
 
-    def _warn(self, roll: Batch, failed: list[int], first: _Failure) -> None:
+    def _warn(self, roll: Batch, failed: list[int], first: Failure) -> None:
         told = self._tell(roll, failed[0], first)
         log.warning("%d of %d rows failed, the first: %s", len(failed), len(roll), told)
 
@@ -247,210 +263,12 @@ def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
     return Reward(function, chosen) if function else functools.partial(Reward, options=chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """One call of the function: a sample and a text, or if batched lists of them, for some rows."""
-
-    rows: range
-    sample: Any
-    text: Any
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    reason: str
-    cause: Exception | None = None
-
-
-class _OutOfTime(BaseException):
-    """Not an Exception, lest the function's own handlers take it."""
-
-
-def _evaluate(reward: Reward, call: _Call, limit_s: float | None = None) -> list[Any]:
-    """What each row of a call gets: its numbers, or a failure."""
-    options = reward.options
-    try:
-        with contextlib.nullcontext() if limit_s is None else _alarm(limit_s):
-            given = reward.function(call.sample, call.text)
-            values = list(given) if options.batched or options.per_token else [given]
-        if options.per_token:
-            expected, each = len(call.sample["response_tokens"]), "token of the response"
-        else:
-            expected, each = len(call.rows), "sample"
-        if len(values) != expected:
-            reason = f"expected {expected} numbers, one for each {each}, got {len(values)}"
-            return [_Failure(reason)] * len(call.rows)
-        return [_checked(values)] if options.per_token else [_checked([one]) for one in values]
-    except _OutOfTime:
-        return [_out_of_time(limit_s)] * len(call.rows)
-    except Exception as error:  # noqa: BLE001 - what the policy makes of it is decided by the caller
-        return [_Failure(f"it raised {type(error).__name__}: {error}", error)] * len(call.rows)
-
-
-def _checked(values: Iterable[Any]) -> list[float] | _Failure:
+def _checked(values: Iterable[Any]) -> list[float] | Failure:
     found = []
     for value in values:
         number = value.item() if hasattr(value, "item") else value
         # NaN compares as false.
         if not (isinstance(number, numbers.Real) and abs(float(number)) <= _LARGEST):
-            return _Failure(f"expected a finite number of float32, got {reprlib.repr(value)}")
+            return Failure(f"expected a finite number of float32, got {reprlib.repr(value)}")
         found.append(float(number))
     return found
-
-
-def _out_of_time(limit_s: float | None) -> _Failure:
-    return _Failure(f"it took longer than time_limit_s={limit_s}")
-
-
-@contextlib.contextmanager
-def _alarm(limit_s: float) -> Iterator[None]:
-    """Raises _OutOfTime here after a while; whatever alarm was set before goes on afterwards."""
-
-    def ring(*_: Any) -> None:
-        raise _OutOfTime
-
-    handler, start = signal.signal(signal.SIGALRM, ring), time.monotonic()
-    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s)
-    try:
-        yield
-    finally:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:  # the alarm may ring just as it is stopped
-            signal.signal(signal.SIGALRM, handler)
-            if left_s:
-                left_s = max(1e-6, left_s - (time.monotonic() - start))
-                signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
-
-
-class _Workers:
-    """Processes that are kept between calls, each with one call of the function at a time."""
-
-    def __init__(self, pickled: bytes, options: RewardOptions) -> None:
-        self._pickled, self._limit_s = pickled, options.time_limit_s
-        # Two threads that shared a worker would get each other's answers.
-        self._lock = threading.Lock()
-        self._workers = [_Worker(pickled) for _ in range(options.workers)]
-
-    def run(self, calls: list[_Call]) -> Iterator[tuple[_Call, list[Any]]]:
-        """Calls and what became of each row, in the order in which they end."""
-        waiting, num_missing = deque(calls), len(calls)
-        with self._lock:
-            try:
-                while num_missing:
-                    for k in range(len(self._workers)):
-                        self._give(k, waiting)
-                    for k in self._wait():
-                        if (ended := self._take(k)) is not None:
-                            num_missing -= 1
-                            yield ended
-            except BaseException:
-                # Answers still under way would be taken for those of the next calls.
-                for k, worker in enumerate(self._workers):
-                    if worker.call is not None:
-                        self._replace(k)
-                raise
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.stop()
-
-    def _give(self, k: int, waiting: deque[_Call]) -> None:
-        if self._workers[k].is_ready and waiting:
-            if not self._workers[k].process.is_alive():  # it died since the last call
-                self._replace(k)
-                return
-            try:
-                self._workers[k].give(waiting[0], self._limit_s)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise DataError(
-                    f"reward: row {waiting[0].rows[0]}: its object columns can not be sent to a "
-                    f"worker process: {error}; drop them, or set in_process=True"
-                ) from error
-            waiting.popleft()
-
-    def _wait(self) -> list[int]:
-        """Workers that have answered, died or run out of time."""
-        busy = {worker.link: k for k, worker in enumerate(self._workers) if not worker.is_ready}
-        deadline = min(self._workers[k].deadline for k in busy.values())
-        wait_s = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        ended, now = connection.wait(list(busy), wait_s), time.monotonic()
-        return [k for link, k in busy.items() if link in ended or self._workers[k].deadline <= now]
-
-    def _take(self, k: int) -> tuple[_Call, list[Any]] | None:
-        worker = self._workers[k]
-        call = worker.call
-        try:
-            if worker.link.poll():
-                message = worker.link.recv()
-                worker.become_ready()
-            else:
-                message = _out_of_time(self._limit_s)
-        except (EOFError, OSError):
-            worker.process.join(5)
-            message = _Failure(f"its worker process died, exit code {worker.process.exitcode}")
-        if call is None:  # it was starting
-            if message is not None:
-                told = message.reason if isinstance(message, _Failure) else message
-                raise ConfigError(
-                    f"reward: a worker process could not load the function: {told}; it must be "
-                    "importable there, and a script's own code must stand under "
-                    "`if __name__ == '__main__':`"
-                )
-            return None
-        if isinstance(message, _Failure):
-            self._replace(k)
-            message = [message] * len(call.rows)
-        return call, message
-
-    def _replace(self, k: int) -> None:
-        self._workers[k].stop()
-        self._workers[k] = _Worker(self._pickled)
-
-
-class _Worker:
-    """One process: starting, ready, or with a call."""
-
-    def __init__(self, pickled: bytes) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.link, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, pickled), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.is_ready, self.deadline = False, math.inf
-        self.call: _Call | None = None
-
-    def give(self, call: _Call, limit_s: float | None) -> None:
-        self.link.send(call)
-        self.is_ready, self.call = False, call
-        self.deadline = math.inf if limit_s is None else time.monotonic() + limit_s
-
-    def become_ready(self) -> None:
-        self.is_ready, self.call, self.deadline = True, None, math.inf
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.link.close()
-
-
-def _serve(link: connection.Connection, pickled: bytes) -> None:
-    """A worker process: says None once it has the reward, then answers calls."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
-    try:
-        reward = pickle.loads(pickled)
-    except Exception:  # noqa: BLE001 - told to the parent, which raises it
-        link.send(traceback.format_exc())
-        return
-    link.send(None)
-    with contextlib.suppress(EOFError):  # the parent is gone
-        while True:
-            link.send([_portable(outcome) for outcome in _evaluate(reward, link.recv())])
-
-
-def _portable(outcome: Any) -> Any:
-    """A failure whose cause any process can read: its traceback as text."""
-    if isinstance(outcome, _Failure) and outcome.cause is not None:
-        told = "".join(traceback.format_exception(outcome.cause))
-        return _Failure(outcome.reason, RuntimeError(f"in the worker process:\n{told}"))
-    return outcome

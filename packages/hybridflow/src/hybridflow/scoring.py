@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from hybridflow.actor import ActorWorker
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
-from hybridflow.group import WorkerGroup
+from hybridflow.model_group import ModelGroup
 from hybridflow.model_worker import ModelWorker
 from hybridflow.models.optimizer import AdamW
 from hybridflow.models.sequences import micro_batches, scores
@@ -64,7 +64,7 @@ class ScoreWorker(ModelWorker):
         return {"loss": loss, "accuracy": accuracy, **step}
 
 
-class _Scorer(WorkerGroup):
+class _Scorer(ModelGroup):
     column: str
 
     def __init__(
@@ -113,7 +113,7 @@ class CostModel(_Scorer):
     column = "costs"
 
 
-class Reference(WorkerGroup):
+class Reference(ModelGroup):
     """The policy that the actor is kept near: column "ref_log_probs"."""
 
     def __init__(

@@ -2,45 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hybridflow import algos, loops
-from hybridflow.actor import Actor
 from hybridflow.batch import Batch
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.controller import Workers
-from hybridflow.critic import Critic
-from hybridflow.models.config import PRESETS
-from hybridflow.models.optimizer import AdamW
+from hybridflow.group import WorkerGroup
+from hybridflow.placing import Models, start_workers
 from hybridflow.prompts import Prompts
 from hybridflow.recipe import Recipe
 from hybridflow.rl import lagrange, losses
 from hybridflow.rollout.sampling import Sampling
-from hybridflow.scoring import Reference
-from hybridflow.tasks import Arithmetic, DigitSort, Task
-from hybridflow.tokenizers import as_tokenizer
+from hybridflow.sources import function_of, is_model, task_of, tokenizer_of
+from hybridflow.tasks import DigitSort, Task
+from hybridflow.timeline import Span, seconds_by_method
 from shared.errors import ConfigError
 
 __all__ = ["Run", "start_workers"]
 
-Model = str | dict[str, Any]
-
-
-def start_workers(recipe: Recipe) -> Workers:
-    """The ranks that a recipe asks for."""
-    place = recipe.placement
-    if place.engine == "inline":
-        return Workers.inline(place.num_ranks)
-    if place.engine == "local":
-        return Workers.local(place.num_ranks)
-    return Workers.ray(num_ranks=place.num_ranks)
+_MAY_CHANGE = ("placement", "server", "steps", "max_tokens")
+"""Where models lie may change when a run goes on, and how long it is."""
 
 
 @dataclass
@@ -52,14 +38,22 @@ class Run:
         algorithm: with its models placed.
         prompts: from a step to its prompts.
         task: None where prompts come from a file.
-        groups: the worker groups by name, as checkpoints take them.
+        groups: the worker groups by role, as checkpoints take them.
+        workers: on which they are.
+        loop: that takes turns; None for the synchronous one.
+        rollout: who draws in the synchronous loop, if not the actor.
+        spans: of the last step, what each rank did.
     """
 
     recipe: Recipe
     algorithm: Any
     prompts: Callable[[int], Batch]
     task: Task | None
-    groups: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, WorkerGroup]
+    workers: Workers
+    loop: loops.OneStep | loops.Asynchronous | None = None
+    rollout: Any = None
+    spans: list[Span] = field(default_factory=list)
 
     @staticmethod
     def set_up(recipe: Recipe, workers: Workers) -> Run:
@@ -68,37 +62,57 @@ class Run:
         Raises:
             ConfigError: if something in the recipe can not be.
         """
-        task = _task(recipe)
+        task = task_of(recipe)
         if task is not None:
             tokenizer: Any = task.tokenizer
             prompts: Callable[[int], Batch] = partial(task.batch, batch_size=recipe.num_prompts)
-            score = task.token_rewards if recipe.per_token else task.score
         else:
-            tokenizer = _tokenizer(recipe.model)
+            tokenizer = tokenizer_of(recipe.model)
             prompts = Prompts(
                 recipe.task, tokenizer, batch_size=recipe.num_prompts, seed=recipe.seed,
                 max_prompt_tokens=recipe.max_prompt_tokens,
             ).batch  # fmt: skip
-            if not recipe.reward:
-                raise ConfigError("reward: prompts of a file need one, 'file.py:function'")
-            score = _loaded(recipe.reward, "reward")
-        score = partial(score, tokenizer=tokenizer)
-        is_fixed = isinstance(task, DigitSort)
         new_tokens = recipe.max_new_tokens or (task.num_new_tokens if task else 0)
         if not new_tokens:
             raise ConfigError("max_new_tokens: prompts of a file need a longest response")
+        end = None if isinstance(task, DigitSort) else tokenizer.end_token
         sampling = Sampling(
             max_new_tokens=new_tokens, num_samples=recipe.num_samples, seed=recipe.seed,
-            temperature=recipe.temperature, end_token=None if is_fixed else tokenizer.end_token,
+            temperature=recipe.temperature, end_token=end,
         )  # fmt: skip
-        models = _Models(recipe, workers, tokenizer.vocab_size)
+        models = Models(recipe, workers, tokenizer.vocab_size)
+        score = _score(recipe, models, task, tokenizer)
         algorithm = _algorithm(recipe, models, score, sampling, tokenizer)
-        return Run(recipe, algorithm, prompts, task, models.groups)
+        run = Run(recipe, algorithm, prompts, task, models.groups, workers)
+        run._take_turns(models.rollouts())
+        return run
+
+    def _take_turns(self, rollouts: list[Any]) -> None:
+        settings = self.recipe.loop
+        correct = None
+        if settings.correct:
+            correct = loops.Correction(
+                actor=self.algorithm.actor, temperature=self.recipe.temperature,
+                level=settings.correct, cap=settings.cap,
+            )  # fmt: skip
+        common: dict[str, Any] = {
+            "algorithm": self.algorithm, "prompts": self.prompts, "correct": correct,
+        }  # fmt: skip
+        if settings.kind == "one-step":
+            self.loop = loops.OneStep(rollout=rollouts[0], **common)
+        elif settings.kind == "async":
+            self.loop = loops.Asynchronous(rollouts=rollouts, eta=settings.eta, **common)
+        else:
+            self.rollout = rollouts[0] if rollouts else None
 
     def steps(
         self, checkpoint: Checkpoint | None = None, every: int = 50
     ) -> Iterator[dict[str, float]]:
         """Trains; yields what each step tells.
+
+        Beside what the algorithm tells there are "seconds" of the step, and of each method of a
+        group the seconds that its slowest rank spent in it, as "actor.generate_s". Groups on
+        different pools work at once, so these may add up to more than the step.
 
         Args:
             checkpoint: where to go on from, and where to save.
@@ -108,13 +122,22 @@ class Run:
         if checkpoint is not None and checkpoint.latest() is not None:
             start = self._resume(checkpoint.load(self.groups))
         total = self.recipe.steps
-        told = loops.run(self.algorithm, self.prompts, steps=total - start, start=start)
+        self.workers.take_spans()
         begun = time.perf_counter()
-        for step, metrics in enumerate(told, start):
-            yield {"step": step, **metrics, "seconds": time.perf_counter() - begun}
+        for step, metrics in enumerate(self._told(start, total - start), start):
+            self.spans = self.workers.take_spans()
+            spent = {f"{name}_s": taken for name, taken in seconds_by_method(self.spans).items()}
+            yield {"step": step, **metrics, "seconds": time.perf_counter() - begun, **spent}
             if checkpoint is not None and ((step + 1) % every == 0 or step + 1 == total):
                 checkpoint.save(step + 1, self.groups, self._remembered(step + 1))
             begun = time.perf_counter()
+
+    def _told(self, start: int, count: int) -> Iterator[dict[str, float]]:
+        if self.loop is not None:
+            return self.loop.run(count)
+        return loops.run(
+            self.algorithm, self.prompts, steps=count, start=start, rollout=self.rollout
+        )
 
     def _remembered(self, step: int) -> dict[str, Any]:
         """What the next step needs beside the models; prompts and draws depend on its number."""
@@ -123,16 +146,13 @@ class Run:
             value = getattr(self.algorithm, name, None)
             if hasattr(value, "state_dict"):
                 kept[name] = value.state_dict()
+        if self.loop is not None:
+            kept["loop"] = self.loop.state()
         return kept
 
     def _resume(self, kept: dict[str, Any]) -> int:
         ours, theirs = asdict(self.recipe), dict(kept["recipe"])
-        # Where models lie may change, and how long a run is.
-        changed = [
-            key
-            for key in ours
-            if key not in ("placement", "steps", "max_tokens") and ours[key] != theirs.get(key)
-        ]
+        changed = [key for key in ours if key not in _MAY_CHANGE and ours[key] != theirs.get(key)]
         if changed:
             raise ConfigError(
                 f"{changed[0]}: the checkpoint was made with {theirs.get(changed[0])!r}, and the "
@@ -142,6 +162,8 @@ class Run:
             if name in kept:
                 value = getattr(self.algorithm, name)
                 setattr(self.algorithm, name, type(value).from_state_dict(kept[name]))
+        if self.loop is not None:
+            self.loop.load_state(kept["loop"])
         return int(kept["step"])
 
     def greedy(self, num: int = 256) -> float:
@@ -152,55 +174,39 @@ class Run:
         """
         if self.task is None:
             raise ConfigError("prompts of a file have no right answers to compare with")
-        drawn = self.algorithm.sampling
-        sampling = Sampling(
-            max_new_tokens=drawn.max_new_tokens, temperature=0, end_token=drawn.end_token
-        )
+        sampling = replace(self.algorithm.sampling, temperature=0, num_samples=1)
         roll = self.algorithm.actor.generate(self.task.evaluation(num), sampling)
         return self.task.exact_match(roll.result())
 
 
-class _Models:
-    """The models of a recipe, each placed when it is first asked for; all share one pool."""
+def _score(recipe: Recipe, models: Models, task: Task | None, tokenizer: Any) -> Any:
+    """What responses are worth: a task's own reward, a function, or a model."""
+    if not recipe.reward:
+        if task is None:
+            raise ConfigError(
+                "reward: prompts of a file need one, 'file.py:function' or a reward model"
+            )
+        found = task.token_rewards if recipe.per_token else task.score
+        return partial(found, tokenizer=tokenizer)
+    if is_model(recipe.reward):
+        return models.reward().scores
+    return partial(function_of(recipe.reward, "reward"), tokenizer=tokenizer)
 
-    def __init__(self, recipe: Recipe, workers: Workers, vocab_size: int) -> None:
-        self._recipe, self._pool = recipe, workers.pool(recipe.placement.num_ranks)
-        self._model = _model(recipe.model, vocab_size)
-        self.groups: dict[str, Any] = {}
-        total = recipe.steps * recipe.num_updates
-        settings = recipe.optimizer
-        self._optimizer = AdamW(
-            lr=settings.lr, weight_decay=settings.weight_decay, schedule=settings.schedule,
-            max_grad_norm=settings.max_grad_norm, num_steps=total,
-            num_warmup_steps=round(settings.warmup_share * total),
-        )  # fmt: skip
 
-    def _placed(self, name: str, kind: type, **settings: Any) -> Any:
-        recipe = self._recipe
-        self.groups[name] = kind(
-            self._model, self._pool, name=name, train=recipe.placement.train or None,
-            max_tokens=recipe.max_tokens, **settings,
-        )  # fmt: skip
-        return self.groups[name]
+def _cost(recipe: Recipe, models: Models, tokenizer: Any) -> Any:
+    if is_model(recipe.cost):
+        return models.cost().scores
+    cost = partial(function_of(recipe.cost, "cost"), tokenizer=tokenizer)
+    return lambda roll: _renamed(cost(roll))
 
-    def actor(self) -> Actor:
-        place = self._recipe.placement
-        return self._placed(
-            "actor", Actor, optimizer=self._optimizer, seed=self._recipe.seed,
-            generate=place.generate or None, is_sharded=place.is_sharded,
-        )  # fmt: skip
 
-    def critic(self, name: str, seed: int) -> Critic:
-        return self._placed(name, Critic, optimizer=self._optimizer, seed=self._recipe.seed + seed)
-
-    def reference(self) -> Reference | None:
-        if not self._recipe.beta:
-            return None
-        return self._placed("reference", Reference, seed=self._recipe.seed)
+def _renamed(costs: Batch) -> Batch:
+    """Scores as costs; rows that have none stay marked."""
+    return costs.drop("scores") | Batch(costs=costs["scores"])
 
 
 def _algorithm(
-    recipe: Recipe, models: _Models, score: Any, sampling: Sampling, tokenizer: Any
+    recipe: Recipe, models: Models, score: Any, sampling: Sampling, tokenizer: Any
 ) -> Any:
     clip = (recipe.clip_low, recipe.clip_high)
     common: dict[str, Any] = {
@@ -212,10 +218,9 @@ def _algorithm(
     if name == "ppo":
         return algos.PPO(critic=models.critic("critic", 1), **penalized, **common)
     if name == "safe-rlhf":
-        cost = partial(_loaded(recipe.cost, "cost"), tokenizer=tokenizer)
         return algos.SafeRLHF(
             critic=models.critic("critic", 1), cost_critic=models.critic("cost-critic", 2),
-            cost=lambda roll: _renamed(cost(roll)), multiplier=lagrange.Multiplier(),
+            cost=_cost(recipe, models, tokenizer), multiplier=lagrange.Multiplier(),
             **penalized, **common,
         )  # fmt: skip
     if name == "rloo":
@@ -236,66 +241,3 @@ def _algorithm(
     return algos.GRPO(
         loss=partial(losses.cispo if name == "cispo" else losses.ppo, clip=clip), **common
     )
-
-
-def _renamed(costs: Batch) -> Batch:
-    return Batch(costs=costs["scores"])
-
-
-def _task(recipe: Recipe) -> Task | None:
-    name, _, size = recipe.task.partition(":")
-    if name in ("digit-sort", "arithmetic"):
-        if not size.isdecimal():
-            raise ConfigError(f"task: expected {name}:NUMBER, got {recipe.task!r}")
-        if name == "digit-sort":
-            return DigitSort(k=int(size), seed=recipe.seed)
-        return Arithmetic(max_number=int(size), seed=recipe.seed)
-    if not Path(recipe.task).is_file():
-        raise ConfigError(
-            f"task: expected digit-sort:K, arithmetic:MAX, or a file of prompts, got {recipe.task!r}"
-        )
-    return None
-
-
-def _model(model: str, vocab_size: int) -> Model:
-    """A preset takes the tokenizer's vocabulary, filled up so that shards divide it."""
-    name = model.removeprefix("config:")
-    if model == name or name not in PRESETS:
-        return model
-    return {**PRESETS[name], "vocab_size": -(-vocab_size // 16) * 16}
-
-
-def _tokenizer(model: str) -> Any:
-    if model.startswith("config:"):
-        from hybridflow.tokenizers import ByteTokenizer
-
-        return ByteTokenizer()
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ConfigError(
-            "model: the tokenizer of a Hugging Face folder is read by transformers; "
-            "pip install 'meshyard-hybridflow[transformers]'"
-        ) from error
-    return as_tokenizer(AutoTokenizer.from_pretrained(model))
-
-
-def _loaded(target: str, key: str) -> Any:
-    """A function named as "file.py:function" or "module:function"."""
-    place, _, name = target.rpartition(":")
-    if not place:
-        raise ConfigError(f"{key}: expected 'file.py:function', got {target!r}")
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        if spec is None or spec.loader is None or not Path(place).is_file():
-            raise ConfigError(f"{key}: there is no file {place}")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ImportError as error:
-            raise ConfigError(f"{key}: {place} can not be imported: {error}") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{key}: {place} has no {name!r}")
-    return getattr(module, name)

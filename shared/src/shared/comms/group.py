@@ -22,7 +22,7 @@ from shared.errors import CommError, ConfigError
 if TYPE_CHECKING:
     from shared.comms.tree import Tree
 
-__all__ = ["Group", "init_from_env", "join", "open_store"]
+__all__ = ["Group", "init_from_env", "join", "leave", "open_store", "open_torchrun_store"]
 
 _TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -256,13 +256,30 @@ def open_store(host: str, timeout: timedelta) -> Any:
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
+def open_torchrun_store(name: str, timeout: timedelta) -> Any:
+    """Opens the store that torchrun's environment names, where a job's processes find one another.
+
+    Torchrun's agent keeps it, or if no agent does, the process whose RANK is 0.
+
+    Args:
+        name: what is left under another name, or in another attempt of the job, is not seen.
+        timeout: how long ranks wait there.
+
+    Returns:
+        A torch.distributed store.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"{name}/{attempt}", store)
+
+
 def join(rank: int, world_size: int, store: Any, *, backend: str, timeout: timedelta) -> Group:
     """Becomes a rank of the world that meets in a store.
 
     Args:
         rank: of this process.
         world_size: ranks in all.
-        store: what `open_store` gave, or (host, port) of another process's.
+        store: what `open_store` or `open_torchrun_store` gave, or (host, port) of another process's.
         backend: "nccl" or "gloo".
         timeout: how long one message may take.
 
@@ -278,3 +295,8 @@ def join(rank: int, world_size: int, store: Any, *, backend: str, timeout: timed
     # Now, while all are there; who dies later is found by the closed connections.
     connect(Group.world())
     return Group.world()
+
+
+def leave() -> None:
+    """Is no rank any more; all ranks of the world call this, when nothing is under way."""
+    dist.destroy_process_group()

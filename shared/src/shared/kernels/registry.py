@@ -46,7 +46,16 @@ def _in_folder(name: str) -> Kernel:
 
 
 KERNELS = {
-    name: _in_folder(name) for name in ("attention", "gather", "quantize", "segment", "temporal")
+    name: _in_folder(name)
+    for name in (
+        "attention",
+        "decode",
+        "gather",
+        "quantize",
+        "segment",
+        "temporal",
+        "token_log_probs",
+    )
 }
 _chosen: dict[tuple[Kernel, str, str], ModuleType] = {}
 

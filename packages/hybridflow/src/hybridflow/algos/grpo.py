@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, learnt_columns, told
+from hybridflow.algos.dataflow import (
+    Score,
+    counted,
+    is_kept,
+    learnt_columns,
+    scored,
+    told,
+    unmoved_groups,
+)
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.rl import advantages, losses
@@ -57,16 +65,20 @@ class GRPO:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
+        batch = scored(batch, self.score)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         scores = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
-        gains = advantages.grpo(scores, batch["group"], normalize_std=self.normalize_std)
-        columns = learnt_columns(batch, advantages.expand(gains, batch["mask"]))
+        gains = advantages.grpo(
+            scores, batch["group"], is_dropped=~is_kept(batch), normalize_std=self.normalize_std
+        )
+        columns = learnt_columns(
+            batch, advantages=advantages.expand(gains, counted(batch)),
+            old_log_probs=batch["old_log_probs"],
+        )  # fmt: skip
         rows = roll | columns if reference is None else roll | reference | columns
         metrics = self.actor.update(
             rows, loss=self.loss, mode=self.mode, norm=self.norm,
             kl_coefficient=self.kl_coefficient, num_updates=self.num_updates,
             num_epochs=self.num_epochs, temperature=self.sampling.temperature,
         )  # fmt: skip
-        size = self.sampling.num_samples
-        is_equal = (scores.view(-1, size) == scores.view(-1, size)[:, :1]).all(1)
-        return told(batch, metrics, equal_groups=float(is_equal.float().mean()))
+        return told(batch, metrics, equal_groups=unmoved_groups(gains, batch["group"]))

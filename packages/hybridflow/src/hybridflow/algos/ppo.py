@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, learnt_columns, token_rewards, told
+from hybridflow.algos.dataflow import (
+    Score,
+    counted,
+    is_kept,
+    learnt_columns,
+    scored,
+    token_rewards,
+    told,
+)
 from hybridflow.batch import Batch
 from hybridflow.critic import Critic
 from hybridflow.future import Future, Joined
@@ -46,22 +54,27 @@ class PPO:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
+        batch = scored(batch, self.score)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         batch |= values.result()
         if reference is not None:
             batch |= reference.result()
         beta = self.beta.beta if isinstance(self.beta, kl.AdaptiveKL) else self.beta
         rewards, divergence = token_rewards(batch, beta=beta)
-        mask = batch["mask"]
+        mask = counted(batch)
         gains, returns = advantages.gae(rewards, batch["values"], mask, self.gamma, self.lam)
         more = {}
         if divergence is not None:
             more["kl"] = float(kl.sequence_mean(divergence, mask))
             if isinstance(self.beta, kl.AdaptiveKL):
-                self.beta = self.beta.update(more["kl"], len(batch))
+                self.beta = self.beta.update(more["kl"], int(is_kept(batch).sum()))
         learnt = {"num_updates": self.num_updates, "num_epochs": self.num_epochs}
-        trained = self.critic.update(roll | values | Batch(returns=returns), **learnt)
-        columns = learnt_columns(batch, advantages.whiten(gains, mask))
+        trained = self.critic.update(
+            roll | values | learnt_columns(batch, returns=returns), **learnt
+        )
+        columns = learnt_columns(
+            batch, advantages=advantages.whiten(gains, mask), old_log_probs=batch["old_log_probs"]
+        )
         metrics = self.actor.update(
             roll | columns, loss=partial(losses.ppo, clip=self.clip),
             temperature=self.sampling.temperature, **learnt,

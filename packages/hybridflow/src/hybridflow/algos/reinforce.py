@@ -11,7 +11,16 @@ from functools import partial
 from torch import Tensor
 
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, learnt_columns, token_rewards, told
+from hybridflow.algos.dataflow import (
+    Score,
+    counted,
+    is_kept,
+    learnt_columns,
+    scored,
+    token_rewards,
+    told,
+    unmoved_groups,
+)
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.rl import advantages, losses
@@ -47,21 +56,25 @@ class _Reinforce:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
+        batch = scored(batch, self.score)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         if reference is not None:
             batch |= reference.result()
         return batch | Batch(penalized=token_rewards(batch, beta=self.beta)[0])
 
-    def _update(self, roll: Batch | Future | Joined, batch: Batch, gains: Tensor) -> dict:
-        columns = learnt_columns(batch, gains)
+    def _update(
+        self, roll: Batch | Future | Joined, batch: Batch, gains: Tensor, **more: float
+    ) -> dict:
+        columns = learnt_columns(batch, advantages=gains, old_log_probs=batch["old_log_probs"])
         metrics = self.actor.update(
             roll | columns, loss=partial(losses.ppo, clip=self.clip),
             num_updates=self.num_updates, num_epochs=self.num_epochs,
             temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(batch, metrics)
+        return told(batch, metrics, **more)
 
 
+@dataclass(kw_only=True)
 class RLOO(_Reinforce):
     """A response is worth its score less the mean of the group's others."""
 
@@ -72,8 +85,10 @@ class RLOO(_Reinforce):
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the actor."""
         batch = self._rewarded(roll)
-        gains = advantages.rloo(batch["penalized"].sum(1), batch["group"])
-        return self._update(roll, batch, advantages.expand(gains, batch["mask"]))
+        scores, group = batch["penalized"].sum(1), batch["group"]
+        gains = advantages.rloo(scores, group, is_dropped=~is_kept(batch))
+        of_tokens = advantages.expand(gains, counted(batch))
+        return self._update(roll, batch, of_tokens, equal_groups=unmoved_groups(gains, group))
 
 
 class ReinforcePlusPlus(_Reinforce):
@@ -82,5 +97,5 @@ class ReinforcePlusPlus(_Reinforce):
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the actor."""
         batch = self._rewarded(roll)
-        gains = advantages.reinforce_plus_plus(batch["penalized"], batch["mask"], 1.0)
+        gains = advantages.reinforce_plus_plus(batch["penalized"], counted(batch), 1.0)
         return self._update(roll, batch, gains)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
-
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, learnt_columns, token_rewards, told
+from hybridflow.algos.dataflow import (
+    Score,
+    counted,
+    learnt_columns,
+    mean_of,
+    scored,
+    token_rewards,
+    told,
+)
 from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.rl import advantages, losses
@@ -41,24 +47,28 @@ class ReMax:
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the actor."""
         batch = roll if isinstance(roll, Batch) else roll.result()
-        greedy_scores = self._greedy_scores(batch)
-        batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
+        batch |= self._baseline(batch)
+        batch = scored(batch, self.score)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         rewards, _ = token_rewards(batch)
-        baseline = greedy_scores.to(rewards.dtype)
-        gains = advantages.remax(rewards, batch["mask"], baseline)
-        columns = learnt_columns(batch, gains)
+        baseline = batch["baseline"].to(rewards.dtype)
+        columns = learnt_columns(
+            batch, advantages=advantages.remax(rewards, counted(batch), baseline),
+            old_log_probs=batch["old_log_probs"],
+        )  # fmt: skip
         loss = partial(losses.ppo, clip=self.clip)
         metrics = self.actor.update(
             roll | columns, loss=loss, num_updates=self.num_updates,
             temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(batch, metrics, greedy_reward=float(baseline.mean()))
+        return told(batch, metrics, greedy_reward=mean_of(baseline, batch))
 
-    def _greedy_scores(self, batch: Batch) -> Tensor:
-        """What the likeliest responses are worth, [rows]."""
+    def _baseline(self, batch: Batch) -> Batch:
+        """What the likeliest responses are worth; where one has no reward, the row is dropped."""
         made = ("tokens", "lengths", "mask")
         if "greedy_tokens" not in batch:
             raise ConfigError("expected column greedy_tokens; draw responses by ReMax.rollout")
         likeliest = Batch({name: batch[f"greedy_{name}"] for name in made})
-        found = fetched(self.score, batch.drop(*made) | likeliest)
-        return found["rewards"].sum(1) if "rewards" in found else found["scores"]
+        found = scored(batch.drop(*made) | likeliest, self.score)
+        worth = found["rewards"].sum(1) if "rewards" in found else found["scores"]
+        return learnt_columns(found, baseline=worth)

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybridflow.actor import Actor, Generator
-from hybridflow.algos.dataflow import Score, fetched, learnt_columns, token_rewards, told
+from hybridflow.algos.dataflow import (
+    Score,
+    counted,
+    learnt_columns,
+    mean_of,
+    scored,
+    token_rewards,
+    told,
+)
 from hybridflow.batch import Batch
 from hybridflow.critic import Critic
 from hybridflow.future import Future, Joined
@@ -52,12 +60,12 @@ class SafeRLHF:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch |= Batch(old_log_probs=batch["rollout_log_probs"]) | fetched(self.score, batch)
-        costs = self.cost(batch)
-        batch |= costs if isinstance(costs, Batch) else costs.result()
+        batch = scored(batch, self.score)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"])
+        batch = scored(batch, self.cost, ["costs"])
         if reference is not None:
             batch |= reference.result()
-        mask, gains = batch["mask"], []
+        mask, gains = counted(batch), []
         for critic, values, column, sign in (
             (self.critic, asked[0], "scores", 1),
             (self.cost_critic, asked[1], "costs", -1),
@@ -67,11 +75,13 @@ class SafeRLHF:
                 rewards, values.result()["values"], mask, self.gamma, self.lam
             )
             gains.append(advantages.whiten(gain, mask, shift_mean=column == "scores"))
-            critic.update(roll | values | Batch(returns=returns), num_updates=self.num_updates)
-        mean_cost = float(batch["costs"].float().mean())
-        self.multiplier = self.multiplier.update(mean_cost)
+            rows = roll | values | learnt_columns(batch, returns=returns)
+            critic.update(rows, num_updates=self.num_updates)
+        mean_cost = mean_of(batch["costs"], batch)
+        if mask.any():
+            self.multiplier = self.multiplier.update(mean_cost)
         combined = lagrange.combine(gains[0], gains[1], self.multiplier.value)
-        columns = learnt_columns(batch, combined)
+        columns = learnt_columns(batch, advantages=combined, old_log_probs=batch["old_log_probs"])
         loss = partial(losses.ppo, clip=self.clip)
         metrics = self.actor.update(
             roll | columns, loss=loss, num_updates=self.num_updates,

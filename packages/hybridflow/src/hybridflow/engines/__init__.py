@@ -1,1 +1,1 @@
-"""Where workers run: in this process, in processes of this machine, or as Ray's actors."""
+"""Where workers run: here, in processes of this machine, in torchrun's, or as Ray's actors."""

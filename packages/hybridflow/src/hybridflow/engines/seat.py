@@ -6,9 +6,11 @@ share the device, which is what colocation means here.
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -89,13 +91,14 @@ class Failure:
 
 
 class Reply(NamedTuple):
-    """How a call went on one rank: a handle of what it returned, or a failure."""
+    """How a call went on one rank: a handle of what it returned, or a failure; how long it took."""
 
     call: int
     rank: int
     handle: Any = None
     num_rows: int | None = None
     failure: Failure | None = None
+    seconds: float = 0.0
 
 
 class Seat:
@@ -107,6 +110,7 @@ class Seat:
 
     def run(self, task: Task) -> Reply:
         """Runs one call; what it raises is the reply."""
+        begun = time.perf_counter()
         try:
             args, kwargs = self._arguments(task)
             if task.target:
@@ -117,7 +121,8 @@ class Seat:
                 ]
             value = _without_padding(method(*args, **kwargs), task)
             rows = len(value) if isinstance(value, Batch) else None
-            return Reply(task.call, self._rank, self._store.pack(value), rows)
+            handle = self._store.pack(value)
+            return Reply(task.call, self._rank, handle, rows, seconds=time.perf_counter() - begun)
         except Exception as error:  # noqa: BLE001 - told to the controller, which raises it
             trace = error.__traceback__
             trace = trace.tb_next if trace is not None else None  # this frame tells nothing
@@ -176,11 +181,14 @@ class Seat:
         return whole
 
     def _part(self, segment: Segment, columns: Sequence[str] | None) -> Batch:
-        def wanted(batch: Batch) -> Batch:
-            batch = batch if columns is None else batch.select(*columns)
-            return batch if segment.stop is None else batch.rows(segment.start, segment.stop)
-
+        # Not a closure, as it may be applied where the batch lies, on another machine.
+        wanted = partial(_part, columns=columns, start=segment.start, stop=segment.stop)
         return self._store.load(segment.handle, wanted)
+
+
+def _part(batch: Batch, columns: Sequence[str] | None, start: int, stop: int | None) -> Batch:
+    batch = batch if columns is None else batch.select(*columns)
+    return batch if stop is None else batch.rows(start, stop)
 
 
 def _without_padding(value: Any, task: Task) -> Any:

@@ -1,18 +1,21 @@
 """Values in files of shared memory, which every process of this machine maps without a copy.
 
-What is large goes into a file of its own, written once; a reader maps it privately, so that what it
-changes stays its own. The controller removes a file when the last of its handles there is gone, and
-the kernel keeps the contents for those that have mapped it.
+What is large goes into a file of its own; a reader maps it privately, so that what it changes stays
+its own. When the last of a file's handles in the controller is gone, its writer may write another
+value into it: the first touch of a fresh page takes several times as long as to fill it. Readers hold
+a lock on what they have mapped, for as long as a tensor of it lives, so that no value changes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import mmap
 import os
 import shutil
 import tempfile
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +30,9 @@ __all__ = ["Packed", "SharedMemory", "make_folder"]
 _PREFIX = "meshyard-hybridflow-"
 _ALIGNMENT = 64
 _MAX_PIECES = 1024  # of one writev
+_NUM_REMEMBERED = 256  # files that a process looks through for one to write to again
+_FREE_BYTES = 256 << 20  # of files that wait to be written to again, of all processes
+_FREE = ".free"
 
 
 @dataclass(eq=False)
@@ -66,6 +72,9 @@ class SharedMemory:
         """
         self._folder, self._owner, self._is_keeper = str(folder), owner, is_keeper
         self._numbers = itertools.count()
+        self._written: deque[tuple[str, int]] = deque(maxlen=_NUM_REMEMBERED)
+        self._free: deque[tuple[str, int]] = deque()
+        self._free_bytes = 0
 
     def pack(self, value: Any) -> Packed:
         """Writes a value; unless this process removes it again, another has to `adopt` it."""
@@ -85,9 +94,10 @@ class SharedMemory:
             pieces += [raw, bytes(gap)] if gap else [raw]
             end += raw.nbytes + gap
         # Written, not mapped: the kernel then fills fresh pages without zeroing them first.
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = self._emptied(path, end)
         try:
             _write_all(fd, pieces)
+            self._written.append((path, os.fstat(fd).st_size))
         except OSError as error:
             os.unlink(path)
             raise MemoryError(
@@ -99,11 +109,43 @@ class SharedMemory:
         packed = Packed(None if is_large else data, path, tuple(spans))
         return self.adopt(packed) if self._is_keeper else packed
 
+    def _emptied(self, path: str, num_bytes: int) -> int:
+        """A file of this process's whose value nobody wants any more, renamed, or a fresh one."""
+        for entry in list(self._written):
+            old, size = entry
+            if not num_bytes <= size <= 2 * num_bytes:
+                continue
+            with suppress(OSError):
+                os.rename(old + _FREE, path)  # not there unless all its handles are gone
+                self._written.remove(entry)
+                fd = os.open(path, os.O_WRONLY)
+                with suppress(BlockingIOError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return fd
+                # A tensor of it lives; the kernel keeps what is mapped.
+                os.close(fd)
+                os.unlink(path)
+                break
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
     def adopt(self, packed: Packed) -> Packed:
-        """Makes this process the one that removes the file, when `packed` is collected."""
+        """Makes this process the one that gives the file free, when `packed` is collected."""
         if packed.file is not None:
-            weakref.finalize(packed, _remove, packed.file)
+            size = packed.spans[-1][0] + packed.spans[-1][1]
+            weakref.finalize(packed, self._give_free, packed.file, size)
         return packed
+
+    def _give_free(self, path: str, size: int) -> None:
+        with suppress(OSError):  # the folder is removed when the engine ends
+            os.rename(path, path + _FREE)
+        self._free.append((path, size))
+        self._free_bytes += size
+        # Some of these have been written to again, under another name; that counts as free too.
+        while self._free and self._free_bytes > _FREE_BYTES:
+            old, freed = self._free.popleft()
+            self._free_bytes -= freed
+            with suppress(OSError):
+                os.unlink(old + _FREE)
 
     def load(self, packed: Packed, wanted: Callable[[Any], Any] | None = None) -> Any:
         """Reads a value, or what is wanted of it; its tensors are private mappings of the file."""
@@ -116,6 +158,8 @@ class SharedMemory:
             return []
         fd = os.open(packed.file, os.O_RDONLY)
         try:
+            # The mapping has a duplicate of the descriptor, and with it the lock.
+            fcntl.flock(fd, fcntl.LOCK_SH)
             size = packed.spans[-1][0] + packed.spans[-1][1]
             view = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
         finally:
@@ -131,8 +175,3 @@ def _write_all(fd: int, pieces: list[Any]) -> None:
             written -= views.pop(0).nbytes
         if written:
             views[0] = views[0][written:]
-
-
-def _remove(path: str) -> None:
-    with suppress(OSError):
-        os.unlink(path)

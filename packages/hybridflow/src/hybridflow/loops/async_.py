@@ -19,8 +19,8 @@ from hybridflow.future import Future, Joined
 from hybridflow.loops.buffer import Buffer
 from hybridflow.loops.off_policy import Correction
 from hybridflow.loops.sync import OnStep
-from hybridflow.reshard.sync import sync_weights
 from hybridflow.rollout.group import Rollout
+from hybridflow.rollout.served import ServedRollout
 from shared.errors import CommError, ConfigError, RankFailure
 
 __all__ = ["Asynchronous"]
@@ -38,7 +38,7 @@ class _Replica:
         roll: their responses, None while it has nothing to do.
     """
 
-    rollout: Rollout
+    rollout: Rollout | ServedRollout
     version: int | None = None
     positions: Sequence[int] = ()
     roll: Future | Joined | None = None
@@ -67,7 +67,7 @@ class Asynchronous:
     """
 
     algorithm: Algorithm
-    rollouts: Sequence[Rollout]
+    rollouts: Sequence[Rollout | ServedRollout]
     prompts: Callable[[int], Batch]
     eta: int = 1
     max_running: int | None = None
@@ -151,7 +151,7 @@ class Asynchronous:
     def _launch(self, replica: _Replica) -> None:
         if replica.version != self.step:
             try:
-                sync_weights(self.algorithm.actor, replica.rollout)
+                replica.rollout.take_weights(self.algorithm.actor)
             except (RankFailure, CommError) as error:
                 self._let_go(replica, error)
                 return

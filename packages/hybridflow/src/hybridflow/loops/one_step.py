@@ -15,8 +15,8 @@ from hybridflow.batch import Batch
 from hybridflow.future import Future, Joined
 from hybridflow.loops.off_policy import Correction
 from hybridflow.loops.sync import OnStep
-from hybridflow.reshard.sync import sync_weights
 from hybridflow.rollout.group import Rollout
+from hybridflow.rollout.served import ServedRollout
 
 __all__ = ["OneStep"]
 
@@ -34,7 +34,7 @@ class OneStep:
     """
 
     algorithm: Algorithm
-    rollout: Rollout
+    rollout: Rollout | ServedRollout
     prompts: Callable[[int], Batch]
     correct: Correction | None = None
     step: int = 0
@@ -68,7 +68,7 @@ class OneStep:
             yield metrics
 
     def _draw(self, step: int) -> Future | Joined:
-        sync_weights(self.algorithm.actor, self.rollout)
+        self.rollout.take_weights(self.algorithm.actor)
         return self.algorithm.rollout(self.prompts(step), step, self.rollout)
 
     def state(self) -> dict[str, Any]:

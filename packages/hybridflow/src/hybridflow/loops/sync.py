@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 from hybridflow.algos.dataflow import Algorithm
 from hybridflow.batch import Batch
-from hybridflow.reshard.sync import sync_weights
 from hybridflow.rollout.group import Rollout
+from hybridflow.rollout.served import ServedRollout
 
 __all__ = ["OnStep", "run"]
 
@@ -24,7 +24,7 @@ def run(
     *,
     steps: int,
     start: int = 0,
-    rollout: Rollout | None = None,
+    rollout: Rollout | ServedRollout | None = None,
     on_step: OnStep | None = None,
 ) -> Iterator[dict[str, float]]:
     """Trains, a step each time that it is asked for the next.
@@ -45,7 +45,7 @@ def run(
     """
     for step in range(start, start + steps):
         if rollout is not None:
-            sync_weights(algorithm.actor, rollout)
+            rollout.take_weights(algorithm.actor)
         metrics = dict(algorithm.learn(algorithm.rollout(prompts(step), step, rollout)))
         if on_step is not None:
             on_step(step, metrics)

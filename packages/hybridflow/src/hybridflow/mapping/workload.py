@@ -19,7 +19,7 @@ __all__ = ["ALGORITHMS", "STAGES", "Workload"]
 STAGES = ("generate", "prepare", "train")
 """The stages of a step, in order."""
 
-_NUM_CRITICS = {"ppo": 1, "grpo": 0, "remax": 0, "safe_rlhf": 2}
+_NUM_CRITICS = {"ppo": 1, "grpo": 0, "remax": 0, "reinforce": 0, "safe_rlhf": 2}
 ALGORITHMS = tuple(_NUM_CRITICS)
 """The algorithms whose steps are known."""
 

@@ -25,10 +25,11 @@ from hybridflow.models.rotary import rotate
 from shared.comms.group import Group
 from shared.errors import ConfigError
 
-__all__ = ["Attend", "Decoder", "Shard", "attend_causally"]
+__all__ = ["Attend", "Decoder", "Layer", "Shard", "attend_causally", "see_causally"]
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""From a layer's index and its queries [B, T, H, E], keys and values [B, T, K, E]: [B, T, H, E]."""
+Attend = Callable[["Layer", Tensor, Tensor, Tensor], Tensor]
+"""From a layer, its heads of queries, keys and values [B, T, H + 2 K, E], not turned yet, and cosine
+and sine of the tokens' angles [B or 1, T, 1, E / 2]: what queries see, [B, T, H, E]."""
 
 
 class Shard:
@@ -134,7 +135,7 @@ class Layer(nn.Module):
             q = F.rms_norm(q, self.q_norm.shape, self.q_norm, self.eps)
             key = F.rms_norm(key, self.k_norm.shape, self.k_norm, self.eps)
             qkv = torch.cat([q, key, value], -2)
-        seen = attend(self.index, *rotate(qkv, cos, sin, h, k))
+        seen = attend(self, qkv, cos, sin)
         x = x + sum_from(seen.flatten(-2) @ self.output, self.group)
         normed = copy_to(F.rms_norm(x, x.shape[-1:], self.post_norm, self.eps), self.group)
         gate, up = F.linear(normed, self.gate_up).chunk(2, -1)
@@ -235,8 +236,13 @@ class Decoder(nn.Module):
         )
 
 
-def attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each token sees itself and those before it; shapes as `Attend`."""
+def attend_causally(layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each token sees itself and those before it; as `Attend`."""
+    return see_causally(*rotate(qkv, cos, sin, layer.num_heads, layer.num_kv_heads))
+
+
+def see_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What queries [B, T, H, E] see of their own and earlier keys and values [B, T, K, E]."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     seen = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]

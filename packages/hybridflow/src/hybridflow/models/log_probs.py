@@ -1,8 +1,7 @@
 """Log-probabilities and entropies of chosen tokens, without keeping the logits.
 
-Logits are the largest tensor of training with a large vocabulary. They are made for a bounded number
-of rows at a time, and made again going back, so that memory grows with the hidden size and not with
-the vocabulary; with a sharded vocabulary only maxima and sums cross ranks, never logits.
+Logits are made in blocks, and made again going back, so that memory grows with the hidden size and
+not with the vocabulary; with a sharded vocabulary four sums a row cross ranks, never logits.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from hybridflow.models.parallel import max_over
-from shared.comms.collectives import all_reduce
+from shared.comms.collectives import all_gather, all_reduce
 from shared.comms.group import Group
+from shared.kernels.token_log_probs import Answer, answer, gradients, merge, partial_sums
 
 __all__ = ["token_log_probs"]
-
-_LOGITS = 1 << 24
-"""Logits made at once: 64 MB in float32."""
 
 
 def token_log_probs(
@@ -38,10 +35,13 @@ def token_log_probs(
         weight: the head, or this rank's rows of it.
         tokens: of the whole vocabulary.
         temperature: logits are divided by it.
-        group: ranks that hold the vocabulary's other rows, in order.
+        group: ranks that hold the vocabulary's other rows, in order and as many each.
 
     Returns:
         Both in float32, or float64 if the states are; differentiable in both arguments.
+
+    Raises:
+        DataError: `hidden` and `weight` are of different types or widths.
     """
     return _TokenLogProbs.apply(hidden, weight, tokens, temperature, group)
 
@@ -56,61 +56,23 @@ class _TokenLogProbs(torch.autograd.Function):
         temperature: float,
         group: Group | None,
     ) -> tuple[Tensor, Tensor]:
-        local = tokens - (0 if group is None else group.rank * len(weight))
-        is_ours = (local >= 0) & (local < len(weight))
-        local = local.clamp(0, len(weight) - 1)
-        found = []
-        for rows in _chunks(len(hidden), len(weight)):
-            logits = _logits(hidden[rows], weight, temperature)
-            top = max_over(logits.amax(-1), group)
-            shifted = logits - top[:, None]
-            exp = shifted.exp()
-            chosen = shifted.gather(1, local[rows, None])[:, 0] * is_ours[rows]
-            sums = torch.stack([exp.sum(-1), (exp * shifted).sum(-1), chosen])
-            if group is not None:
-                all_reduce(group, sums)
-            log_total = sums[0].log()
-            found.append(
-                torch.stack([sums[2] - log_total, log_total - sums[1] / sums[0], top + log_total])
-            )
-        log_probs, entropy, normalizer = (
-            torch.cat(found, 1) if found else _empty(hidden, weight)
-        ).unbind(0)
-        ctx.save_for_backward(hidden, weight, local, is_ours, entropy, normalizer)
+        if group is not None:
+            tokens = tokens - group.rank * len(weight)
+        sums = partial_sums(hidden, weight, tokens, temperature)
+        if group is not None:
+            sums = merge(torch.stack(all_gather(group, sums), 1))
+        found = answer(sums)
+        ctx.save_for_backward(hidden, weight, tokens, *found)
         ctx.temperature, ctx.group = temperature, group
-        return log_probs, entropy
+        return found.log_probs, found.entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        hidden, weight, local, is_ours, entropy, normalizer = ctx.saved_tensors
-        grad_log_probs, grad_entropy = grads
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        for rows in _chunks(len(hidden), len(weight)):
-            log_p = _logits(hidden[rows], weight, ctx.temperature) - normalizer[rows, None]
-            p = log_p.exp()
-            slope = -p * grad_log_probs[rows, None]
-            slope -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
-            slope.scatter_add_(
-                1, local[rows, None], (grad_log_probs[rows] * is_ours[rows])[:, None]
-            )
-            slope = (slope / ctx.temperature).to(weight.dtype)
-            grad_hidden[rows] = slope @ weight
-            grad_weight.addmm_(slope.t(), hidden[rows])
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+        hidden, weight, tokens, *found = ctx.saved_tensors
+        grad_hidden, grad_weight = gradients(
+            hidden, weight, tokens, ctx.temperature, Answer(*found), *grads
+        )
         if ctx.group is not None:
             all_reduce(ctx.group, grad_hidden)
         return grad_hidden, grad_weight, None, None, None
-
-
-def _chunks(num_rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, _LOGITS // max(1, vocabulary))
-    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = hidden @ weight.t()
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def _empty(hidden: Tensor, weight: Tensor) -> Tensor:
-    return _logits(hidden, weight, 1.0).new_empty(3, 0)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.adamw import adamw
 
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import local
+from hybridflow.models.sharding import is_sharded
 from shared.comms.collectives import all_reduce
 from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
@@ -95,7 +95,7 @@ class Optimizer:
         self.model, self.settings, self._dp, self._pp = model, settings, dp, pp
         self._named = dict(model.named_parameters())
         self._parameters = list(self._named.values())
-        self._is_sharded = isinstance(model, FSDPModule)
+        self._is_sharded = is_sharded(model)
         self._grads = torch.zeros(0) if self._is_sharded else _one_buffer(self._parameters)
         self._state: dict[str, dict[str, Tensor]] = {}
         self.num_steps = self.num_skipped = self._in_a_row = 0
@@ -202,7 +202,8 @@ class Optimizer:
         shard, config = self.model.shard, self.model.config
         dp = self._dp if self._is_sharded else None
         if shard.group is None and self._pp is None and dp is None:
-            return self._grads.norm()
+            wide = torch.promote_types(self._grads.dtype, torch.float32)
+            return torch.linalg.vector_norm(self._grads, dtype=wide)
         copies = max(1, shard.num_shards // config.num_kv_heads)
         total = torch.zeros((), dtype=torch.float64, device=self._parameters[0].device)
         for name in self._named:

@@ -14,7 +14,7 @@ from torch import Tensor
 from shared.comms.collectives import all_reduce
 from shared.comms.group import Group
 
-__all__ = ["copy_to", "max_over", "stage_layers", "sum_from"]
+__all__ = ["copy_to", "stage_layers", "sum_from"]
 
 
 class _CopyTo(torch.autograd.Function):
@@ -52,13 +52,6 @@ def copy_to(values: Tensor, group: Group | None) -> Tensor:
 def sum_from(values: Tensor, group: Group | None) -> Tensor:
     """The sum over the group, whose gradient goes to all; the end of a split block."""
     return values if group is None else _SumFrom.apply(values, group)
-
-
-def max_over(values: Tensor, group: Group | None) -> Tensor:
-    """The largest over the group; without a gradient."""
-    if group is not None:
-        values = all_reduce(group, values.clone(), "max")
-    return values
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:

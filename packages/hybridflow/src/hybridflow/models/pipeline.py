@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.models.decoder import Decoder
+from hybridflow.models.decoder import Attend, Decoder, attend_causally
 from shared.comms.courier import Round, post_rounds
 from shared.comms.group import Group
 
-__all__ = ["bubble_share", "run_forward", "train"]
+__all__ = ["run_forward", "train"]
 
 
 class _Kept(NamedTuple):
@@ -73,24 +73,23 @@ def run_forward(
     group: Group | None,
     micro_batches: Sequence[Tensor],
     use: Callable[[int, Tensor], None],
+    attend: Callable[[int], Attend] = lambda k: attend_causally,
 ) -> None:
-    """Forward of micro-batches only; `use` gets the hidden states on the last stage."""
+    """Forward of micro-batches only; `use` gets the hidden states on the last stage.
+
+    `attend` gives what attention does in a micro-batch, from its position.
+    """
     if group is None:
         for k, tokens in enumerate(micro_batches):
-            use(k, model(tokens))
+            use(k, model(tokens, attend(k)))
         return
     stage = _Stage(model, group, micro_batches)
     for k in range(len(micro_batches)):
-        out = model(stage.receive_input(k))
+        out = model(stage.receive_input(k), attend(k))
         if model.shard.is_last:
             use(k, out)
         else:
             stage.send_output(out)
-
-
-def bubble_share(num_stages: int, num_micro_batches: int) -> float:
-    """Share of the time that a stage waits, if all micro-batches take the same."""
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 class _Stage:

@@ -7,11 +7,16 @@ when all ranks have all of it: so a sync that fails leaves the old version servi
 ever mixes two. Receiving in place, bucket by bucket, would save that copy, but leave a replica with
 parts of two versions when it is interrupted. As a rank runs one call after another, it does not
 generate meanwhile; the second copy is given back when the sync ends.
+
+Before each bucket all ranks of both sides agree that none has raised, as one that did so alone
+would leave the others waiting for its messages until these time out. So all end at the same bucket,
+and can begin anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +30,7 @@ from hybridflow.models.pieces import Piece
 from hybridflow.reshard.planner import Plan, held_by, plan_boxes
 from hybridflow.reshard.transition import buckets
 from shared.comms import reshard
+from shared.comms.collectives import all_reduce
 from shared.comms.group import Group
 from shared.errors import CommError, ConfigError, RankFailure
 from shared.topology.boxes import Box, intersect
@@ -34,6 +40,8 @@ if TYPE_CHECKING:
     from hybridflow.rollout.group import Rollout
 
 __all__ = ["Exchange", "Holding", "Route", "checksum", "plan_sync", "sync_weights"]
+
+_GIVEN_UP = "the exchange of weights was given up"
 
 _CHUNK = 1 << 22
 """Elements whose checksum is taken at once: it takes 16 bytes for each."""
@@ -102,22 +110,23 @@ class Exchange:
         self._buckets = [sorted(names) for names in buckets(self._plan, route.bucket_bytes)]
 
     def run(
-        self, held: Sequence[Piece], model: Decoder, *, is_source: bool
-    ) -> dict[tuple[int, int, int], int]:
+        self, held: Sequence[Piece], prepare: Callable[[], Decoder], *, is_source: bool
+    ) -> tuple[Decoder, dict[tuple[int, int, int], int]]:
         """Sends or receives all weights; the ranks of both sides call this together.
 
         Args:
             held: the pieces of this rank's shard.
-            model: where their values lie, or are to lie.
+            prepare: gives the model in which their values lie, or are to lie. What it raises is
+                raised here, once the other ranks know.
             is_source: whether they are sent.
 
         Returns:
-            By bucket, sender and receiver (positions among the route's ranks) the checksum of what
-            this rank sent or received.
+            The model; and by bucket, sender and receiver (positions among the route's ranks) the
+            checksum of what this rank sent or received.
 
         Raises:
             ConfigError: if the engine has no process groups.
-            CommError: if a peer died, or did not come.
+            CommError: if another rank raised, died, or did not come.
         """
         if not Group.exists():
             raise ConfigError(
@@ -125,9 +134,11 @@ class Exchange:
                 "offer; use Workers.local, or let the actor generate"
             )
         group = Group.of(self._ranks, members_only=True)
-        views: dict[str, list[tuple[Box, Tensor]]] = {}
-        for piece in held:
-            views.setdefault(piece.name, []).append((piece.box, piece.view(model)))
+        with _together(group, self._ranks):
+            model = prepare()
+            views: dict[str, list[tuple[Box, Tensor]]] = {}
+            for piece in held:
+                views.setdefault(piece.name, []).append((piece.box, piece.view(model)))
         sums: dict[tuple[int, int, int], int] = {}
         for number, names in enumerate(self._buckets):
             moves = [
@@ -139,14 +150,31 @@ class Exchange:
                 for name in names
             ]
             reshard.run(group, moves, phase="weights")
-            for move in moves:
-                for src, dst, box in move.transfers:
-                    if group.rank in (src, dst):
-                        found = checksum(_at(move.held or move.wanted, box))
-                        key = (number, src, dst)
-                        # Both ends go through the transfers in the same order.
-                        sums[key] = (3 * sums.get(key, 0) + found) % 2**64
-        return sums
+            with _together(group, self._ranks):
+                for move in moves:
+                    for src, dst, box in move.transfers:
+                        if group.rank in (src, dst):
+                            found = checksum(_at(move.held or move.wanted, box))
+                            key = (number, src, dst)
+                            # Both ends go through the transfers in the same order.
+                            sums[key] = (3 * sums.get(key, 0) + found) % 2**64
+        return model, sums
+
+
+@contextmanager
+def _together(group: Group, ranks: Sequence[int]) -> Iterator[None]:
+    """Ends when all ranks have come through; where one has raised, the others raise too."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised as soon as the others know
+        failure = error
+    number = 0 if failure is None else group.rank + 1
+    told = int(all_reduce(group, torch.tensor([number], device=group.device), "max"))
+    if failure is not None:
+        raise failure
+    if told:
+        raise CommError(f"{_GIVEN_UP} when rank {ranks[told - 1]} raised; its own error tells why")
 
 
 def checksum(values: Tensor) -> int:
@@ -192,8 +220,8 @@ def sync_weights(actor: Actor, rollout: Rollout, *, bucket_bytes: int = 64 << 20
 
     Raises:
         ConfigError: if they share ranks, or differ in model or type of weights.
-        RankFailure: if a rank raised. The rollout's old version goes on serving; if an exchange was
-            broken off, its ranks need a new start before they can be given weights again.
+        RankFailure: if a rank raised. The rollout's old version goes on serving, and weights can be
+            synced again; but if a message was broken off, these ranks need a new start before that.
         CommError: if a checksum differs. The rollout's old version goes on serving.
     """
     route = _route(actor, rollout, bucket_bytes)
@@ -206,6 +234,8 @@ def sync_weights(actor: Actor, rollout: Rollout, *, bucket_bytes: int = 64 << 20
             errors.append(error)
     serving = f"{rollout.name} goes on with version {rollout.version}"
     if errors:
+        # Who had to give up tells of the consequence, not of the cause.
+        errors.sort(key=lambda error: _GIVEN_UP in str(error))
         told = "\n".join(map(str, errors))
         raise RankFailure(f"weights were not synced; {serving}: {told}", rank=errors[0].rank)
     sent = {key: found for _, sums in answers[0] for key, found in sums.items()}

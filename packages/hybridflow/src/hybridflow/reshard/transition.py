@@ -4,7 +4,8 @@ A bucket of weights is allocated in generation's layout, filled from this rank's
 from the others of its group, and the training shard is let go; on the way back the training shard is
 cut out of what generation held. So the most there is at once is the generation shard and one bucket,
 where keeping the training shards beside (as gathering into fresh memory does) would take M / (t p)
-more (after HybridFlow, arXiv 2409.19256, section 5).
+more (after HybridFlow, arXiv 2409.19256, section 5). There is no copy, then, to go back to when a
+move is broken off: weights that are half here and half there are refused from then on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hybridflow.reshard.planner import Boxes, Plan, plan_boxes
 from shared.comms import reshard
 from shared.comms.collectives import all_gather_into
 from shared.comms.group import Group
+from shared.errors import RankFailure
 from shared.topology.boxes import Box, intersect
 
 __all__ = ["Transition", "buckets"]
@@ -132,15 +134,26 @@ class Transition:
             self._generation.release(bucket)
         self.peak_bytes = 0
         self.is_generating = False
+        self._is_under_way = False
 
     def to_generation(self) -> None:
-        """Fills generation's weights and lets training's go; nothing if that is so already."""
+        """Fills generation's weights and lets training's go; nothing if that is so already.
+
+        Raises:
+            RankFailure: if an earlier move was broken off, either way.
+        """
+        self._refuse_if_broken_off()
         if not self.is_generating:
             self._move(self._training, self._generation, self.plan)
         self.is_generating = True
 
     def to_training(self) -> None:
-        """Restores training's weights and lets generation's go; nothing if that is so already."""
+        """Restores training's weights and lets generation's go; nothing if that is so already.
+
+        Raises:
+            RankFailure: if an earlier move was broken off, either way.
+        """
+        self._refuse_if_broken_off()
         if self.is_generating and self._is_kept:
             for bucket in self._buckets:
                 self._generation.release(bucket)
@@ -148,12 +161,21 @@ class Transition:
             self._move(self._generation, self._training, self._back)
         self.is_generating = False
 
+    def _refuse_if_broken_off(self) -> None:
+        if self._is_under_way:
+            raise RankFailure(
+                "the weights lie between training's layout and generation's, as moving them was "
+                "broken off by an error that was told before; start again from the last checkpoint"
+            )
+
     @torch.no_grad()
     def _move(self, src: _Side, dst: _Side, plan: Plan) -> None:
+        self._is_under_way = True
         for bucket in self._buckets:
             dst.allocate(bucket)
             self._move_bucket(bucket, src, dst, plan)
             src.release(bucket)
+        self._is_under_way = False
 
     def _move_bucket(self, bucket: set[str], src: _Side, dst: _Side, plan: Plan) -> None:
         gathered: set[str] = self._gathered & bucket if dst is self._generation else set()

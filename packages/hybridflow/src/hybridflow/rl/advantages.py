@@ -10,7 +10,7 @@ constant to the gradient.
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from hybridflow.rl.aggregate import Mask, masked
@@ -65,40 +65,54 @@ def gae(
 
 
 def grpo(
-    scores: Float[Tensor, " batch"], group: Int[Tensor, " batch"], *, normalize_std: bool = True
+    scores: Float[Tensor, " batch"],
+    group: Int[Tensor, " batch"],
+    *,
+    is_dropped: Bool[Tensor, " batch"] | None = None,
+    normalize_std: bool = True,
 ) -> Float[Tensor, " batch"]:
     """(s - mean) / (std + 1e-6) within each group, std unbiased; a group of equals has exactly 0.
 
     Args:
         scores: of responses.
         group: ids of the prompts they answer: any numbers, in any order.
+        is_dropped: responses that have no score. Their advantage is 0, and the others' what it is
+            without them; so is that of a single one that is left.
         normalize_std: whether the standard deviation divides.
 
     Raises:
-        ConfigError: a group has one response only.
+        ConfigError: a group has one response only, dropped ones included.
         DataError: a score is not finite.
     """
-    centered, index, counts = _centered(scores, group)
+    centered, index, counts = _centered(scores, group, is_dropped)
     if not normalize_std:
         return centered
     squares = torch.zeros_like(counts).index_add_(0, index, centered.square())
-    return centered / ((squares / (counts - 1)).sqrt()[index] + 1e-6)
+    return centered / ((squares / (counts - 1).clamp(min=1)).sqrt()[index] + 1e-6)
 
 
 def dr_grpo(
-    scores: Float[Tensor, " batch"], group: Int[Tensor, " batch"]
+    scores: Float[Tensor, " batch"],
+    group: Int[Tensor, " batch"],
+    *,
+    is_dropped: Bool[Tensor, " batch"] | None = None,
 ) -> Float[Tensor, " batch"]:
     """(s - mean) within each group; arguments and errors as of `grpo`."""
-    return grpo(scores, group, normalize_std=False)
+    return grpo(scores, group, is_dropped=is_dropped, normalize_std=False)
 
 
-def rloo(scores: Float[Tensor, " batch"], group: Int[Tensor, " batch"]) -> Float[Tensor, " batch"]:
+def rloo(
+    scores: Float[Tensor, " batch"],
+    group: Int[Tensor, " batch"],
+    *,
+    is_dropped: Bool[Tensor, " batch"] | None = None,
+) -> Float[Tensor, " batch"]:
     """n / (n - 1) * (s - mean) within each group, which is s less the mean of the others.
 
     Arguments and errors as of `grpo`.
     """
-    centered, index, counts = _centered(scores, group)
-    return centered * (counts / (counts - 1))[index]
+    centered, index, counts = _centered(scores, group, is_dropped)
+    return centered * (counts / (counts - 1).clamp(min=1))[index]
 
 
 @torch.no_grad()
@@ -228,8 +242,15 @@ def _decay(mask: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def _centered(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores less their groups' means, each one's group, and the sizes of groups."""
+def _centered(
+    scores: Tensor, group: Tensor, is_dropped: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores less their groups' means, each one's group, and how many are left of groups.
+
+    Those that are dropped have 0, and count nowhere.
+    """
+    is_kept = torch.ones_like(group, dtype=torch.bool) if is_dropped is None else ~is_dropped
+    scores = torch.where(is_kept, scores, 0)
     _check_scores(scores)
     ids, index, sizes = group.unique(return_inverse=True, return_counts=True)
     if (sizes == 1).any():
@@ -237,12 +258,13 @@ def _centered(scores: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             f"group {int(ids[sizes == 1][0])}: expected two responses or more to compare, got one; "
             "sample n >= 2 responses per prompt, or use gae, remax or reinforce_plus_plus"
         )
-    counts = sizes.to(scores.dtype)
+    zeros = scores.new_zeros(len(ids))
+    counts = zeros.index_add(0, index, is_kept.to(scores.dtype))
     # The mean of n equal numbers need not be that number; that of n zeros is zero.
-    least = scores.new_zeros(len(ids)).scatter_reduce_(0, index, scores, "amin", include_self=False)
-    raised = scores - least[index]
-    mean = torch.zeros_like(counts).index_add_(0, index, raised) / counts
-    return raised - mean[index], index, counts
+    least = zeros.scatter_reduce(0, index[is_kept], scores[is_kept], "amin", include_self=False)
+    raised = torch.where(is_kept, scores - least[index], 0)
+    mean = zeros.index_add(0, index, raised) / counts.clamp(min=1)
+    return torch.where(is_kept, raised - mean[index], 0), index, counts
 
 
 def _check_scores(scores: Tensor) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridflow.actor import ActorWorker, Generator
+from hybridflow.actor import Actor, ActorWorker, Generator
 from hybridflow.layout import Layout
+from hybridflow.model_group import ModelGroup
 from hybridflow.models.decoder import Decoder
 from hybridflow.pool import ResourcePool
 from hybridflow.protocols import remote
-from hybridflow.reshard.sync import Route
+from hybridflow.reshard.sync import Route, sync_weights
 from shared.errors import ConfigError
 
 __all__ = ["Rollout", "RolloutWorker"]
@@ -28,12 +29,14 @@ class RolloutWorker(ActorWorker):
     def stage_weights(self, route: Route) -> dict[tuple[int, int, int], int]:
         """Receives weights beside those that serve; checksums of what has come."""
         self.staged = None
+        self.staged, found = self.exchange(route).run(self.pieces, self._second, is_source=False)
+        return found
+
+    def _second(self) -> Decoder:
+        """Room for weights beside those that serve."""
         dtype = next(self.model.parameters()).dtype
         fresh = Decoder(self.config, self.model.shard, device=self.device, dtype=dtype)
-        fresh.requires_grad_(False)
-        found = self.exchange(route).run(self.pieces, fresh, is_source=False)
-        self.staged = fresh
-        return found
+        return fresh.requires_grad_(False)
 
     @remote(protocol="one-to-all")
     def use_weights(self, version: int) -> None:
@@ -49,7 +52,7 @@ class RolloutWorker(ActorWorker):
         self.staged = None
 
 
-class Rollout(Generator):
+class Rollout(Generator, ModelGroup):
     """A model that only answers.
 
     Attributes:
@@ -71,22 +74,24 @@ class Rollout(Generator):
         Args:
             model: as the actor's.
             pool: not the actor's.
-            generate: "1-t"; there are as many replicas as the pool has room for.
+            generate: "p-t"; there are as many replicas as the pool has room for.
             dtype: as the actor's.
             seed: of weights that are drawn; those of the actor come by `sync_weights`.
             name: of the group.
 
         Raises:
-            ConfigError: if the layout does not fill the pool, has pipeline stages, or the model does
-                not fit.
+            ConfigError: if the layout does not fill the pool, or the model does not fit.
         """
         layout = Layout(dp=pool.num_ranks).other(generate)
-        if layout.pp > 1:
-            raise ConfigError(
-                f"generate: expected one pipeline stage, got {generate}; generation offers shards "
-                f"only, as 1-{layout.pp * layout.tp}"
-            )
         super().__init__(
             RolloutWorker, pool, model, dtype=dtype, seed=seed, layout=layout, name=name
         )
         self.version = 0
+
+    def take_weights(self, actor: Actor) -> int:
+        """Takes an actor's weights; see `hybridflow.reshard.sync_weights`.
+
+        Returns:
+            Their version, the actor's optimizer steps.
+        """
+        return sync_weights(actor, self)

@@ -1,31 +1,39 @@
 """Generation with the trainer's own weights, in the trainer's own process.
 
-Each prompt is read once for all of its samples, and its keys and values are copied to the places of
-its samples; a place whose sample ends is given to the next sample at once, so that long responses do
-not leave the others waiting. Log-probabilities are those of the distribution that was drawn from,
-and every token says which version of the weights made it.
-
-Shapes: N prompts, S places, L positions of a place, K key heads of this shard, E a head's size.
+Each prompt is read once for all of its samples, which share its keys and values; a place whose sample
+ends is given to the next sample at once, so that long responses do not leave the others waiting.
+Log-probabilities are those of the distribution that was drawn from, and every token says which
+version of the weights made it. Where a model has pipeline stages, places are cut in as many groups,
+and each stage works on another group; see `hybridflow.rollout.ring`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from hybridflow.models.decoder import Decoder, attend_causally
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.pipeline import run_forward
+from hybridflow.rollout.cache import Cache
+from hybridflow.rollout.places import Places, Samples
+from hybridflow.rollout.ring import Message, Ring
 from hybridflow.rollout.sampling import Sampling, draw, uniforms
-from shared.comms.collectives import all_gather
+from shared.comms.collectives import all_gather, broadcast
+from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
 
 __all__ = ["Responses", "generate"]
 
-_NO_TOKEN = 0
+# A prefill's products and logits are of at most so many tokens at once.
+_MAX_TOKENS = 16384
+# The more parts prompts are read in, the shorter the stages wait at the beginning and the end.
+_READS_A_STAGE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,40 +54,6 @@ class Responses:
     num_steps: int
 
 
-class _Places:
-    """Keys and values of the samples under way, [layers, 2, S, K, L, E]."""
-
-    def __init__(self, model: Decoder, num_places: int, num_positions: int) -> None:
-        shard, weight = model.shard, model.get_parameter("layers.0.qkv")
-        shape = (len(shard.layers), 2, num_places, shard.num_kv_heads, num_positions)
-        self.values = weight.new_zeros(*shape, model.config.head_dim)
-        self.rows = torch.arange(num_places, device=weight.device)
-        self._places = torch.arange(num_positions, device=weight.device)
-        self._first = shard.layers.start
-        self.used = 0
-        self.at = self.rows
-        self.bias: Tensor | None = None
-
-    def begin(self, positions: Tensor) -> None:
-        """Takes the positions at which the places' next tokens stand, [S]."""
-        self.at = positions
-        self.used = int(positions.max()) + 1
-        hidden = self._places[: self.used] > positions[:, None]
-        zero = torch.zeros((), dtype=self.values.dtype, device=self.values.device)
-        self.bias = torch.where(hidden, float("-inf"), zero)[:, None, None]
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Writes one token's key and value a place, and looks at what is there."""
-        keys, values = self.values[layer - self._first]
-        keys[self.rows, :, self.at], values[self.rows, :, self.at] = k[:, 0], v[:, 0]
-        # Query heads of one key head look at it together: no key is copied.
-        together = q[:, 0].unflatten(1, (k.shape[2], -1))
-        seen = F.scaled_dot_product_attention(
-            together, keys[:, :, : self.used], values[:, :, : self.used], self.bias
-        )
-        return seen.flatten(1, 2).unsqueeze(1)
-
-
 @torch.no_grad()
 def generate(
     model: Decoder,
@@ -89,25 +63,28 @@ def generate(
     sample_ids: Int64[Tensor, " samples"] | None = None,
     step: int = 0,
     num_places: int = 256,
+    stages: Group | None = None,
     on_token: Callable[[int], None] | None = None,
 ) -> Responses:
     """Generates responses to prompts.
 
     Args:
-        model: a whole model, or this rank's shard of one; all shards call it alike.
+        model: a whole model, or this rank's stage or shard of one; all of them call it alike.
         prompts: tokens of each; none may be empty.
         sampling: what is drawn.
         sample_ids: names of the samples, prompt by prompt; 0, 1, ... when not given.
         step: of training; draws differ between steps.
         num_places: samples under way at once.
+        stages: the ranks of the model's stages, in order; None where there is one stage.
         on_token: called after each step with the number of samples that are done.
 
     Returns:
         The responses, the same whatever `num_places`, up to rounding of the products.
 
     Raises:
-        DataError: if there is no prompt, or one is empty.
-        ConfigError: if prompt and response do not fit into the model's positions.
+        DataError: if there is no prompt, one is empty, or there is not one id a sample.
+        ConfigError: if prompt and response do not fit into the model's positions, or `stages` is
+            not the group of the model's stages.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     if not len(prompts) or int(lengths.min()) < 1:
@@ -116,10 +93,17 @@ def generate(
             f"expected prompts of at least one token, got "
             f"{f'an empty one at {empty[0]}' if empty else 'none'}; begin them with a start token"
         )
-    if not (model.shard.is_first and model.shard.is_last):
+    num_samples = len(prompts) * sampling.num_samples
+    if sample_ids is not None and len(sample_ids) != num_samples:
+        raise DataError(
+            f"expected {num_samples} sample_ids, {sampling.num_samples} for each prompt, got "
+            f"{len(sample_ids)}"
+        )
+    num_stages = 1 if stages is None else stages.world_size
+    if num_stages != model.shard.num_stages:
         raise ConfigError(
-            "generation with pipeline stages is not offered: choose a generation layout of one "
-            "stage, generate='1-t'"
+            f"the model is one of {model.shard.num_stages} stages, and `stages` has {num_stages} "
+            f"ranks; give the group of its pipeline"
         )
     longest = int(lengths.max()) + sampling.max_new_tokens
     if longest > model.config.max_positions:
@@ -127,15 +111,16 @@ def generate(
             f"prompts of up to {int(lengths.max())} tokens and {sampling.max_new_tokens} new ones "
             f"take {longest} positions, and the model has {model.config.max_positions}"
         )
-    run = _Run(model, prompts, lengths, sampling, sample_ids, step, num_places)
-    while run.is_unfinished:
-        run.step()
+    run = _Run(model, prompts, lengths, sampling, sample_ids, step, num_places, stages)
+    for _ in run.steps():
         if on_token is not None:
-            on_token(run.num_done)
+            on_token(run.samples.num_done)
     return run.responses()
 
 
 class _Run:
+    """One call of `generate` on one rank."""
+
     def __init__(
         self,
         model: Decoder,
@@ -145,17 +130,13 @@ class _Run:
         sample_ids: Tensor | None,
         step: int,
         num_places: int,
+        stages: Group | None,
     ) -> None:
-        n = sampling.num_samples
-        self.model, self.sampling = model, sampling
+        self.model, self.sampling, self.stages = model, sampling, stages
         device = model.cos.device
-        padded = torch.nn.utils.rnn.pad_sequence(list(prompts), batch_first=True).to(device)
-        total = len(prompts) * n
-        self.prompt_lengths = lengths.repeat_interleave(n).to(device)
-        longest = padded.shape[1] + sampling.max_new_tokens
-        self.tokens = padded.new_full((total, longest), _NO_TOKEN)
-        self.tokens[:, : padded.shape[1]] = padded.repeat_interleave(n, 0)
-        self.lengths = self.prompt_lengths.clone()
+        padded = pad_sequence(list(prompts), batch_first=True).to(device)
+        self.samples = Samples(padded, lengths, sampling)
+        total, longest = self.samples.tokens.shape
         self.log_probs = torch.zeros(total, longest, dtype=_float(model), device=device)
         ids = torch.arange(total) if sample_ids is None else sample_ids
         self.numbers = (
@@ -163,31 +144,46 @@ class _Run:
             if sampling.is_greedy
             else uniforms(sampling.seed, step, ids.to(device), sampling.max_new_tokens)
         )
-        self.num_steps, self.num_done, self.next = 0, 0, 0
         num_places = min(num_places, total)
-        self.places = _Places(model, num_places, longest)
-        self.sample = torch.full((num_places,), -1, device=device)
-        self.newest = torch.zeros(num_places, dtype=torch.int64, device=device)
-        self._read: list[tuple[Tensor, Tensor]] = []
+        # The last token that is drawn is never read.
+        num_own = max(1, sampling.max_new_tokens - 1)
+        num_prompts, width = padded.shape
+        self.cache = Cache(model, num_prompts, width, num_places, num_own)
         self._prefill(padded)
-        self._fill(torch.arange(num_places, device=device))
-
-    @property
-    def is_unfinished(self) -> bool:
-        return self.num_done < len(self.tokens)
+        num_groups = model.shard.num_stages
+        bounds = [
+            min(num_places, self.samples.num_waiting) * k // num_groups
+            for k in range(num_groups + 1)
+        ]
+        self.places = [Places(self.samples, range(*bound)) for bound in pairwise(bounds)]
+        self.ring = Ring(stages, model, self.places)
+        self.num_steps = 0
 
     def _prefill(self, padded: Tensor) -> None:
-        """Reads each prompt once; keeps its keys, values, and the state that draws a first token."""
-        keys: list[Tensor] = []
+        """Reads each prompt once, and draws all of its samples' first tokens."""
+        n, shard = self.sampling.num_samples, self.model.shard
+        share = _READS_A_STAGE * shard.num_stages if shard.num_stages > 1 else 1
+        num_rows = max(1, min(_MAX_TOKENS // padded.shape[1], -(-len(padded) // share)))
+        last = self.samples.prompt_lengths[::n] - 1
+        first = torch.zeros_like(self.samples.prompt_lengths)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys.append(torch.stack([k, v]).transpose(2, 3))
-            return attend_causally(layer, q, k, v)
+        def draw_first(k: int, hidden: Tensor) -> None:
+            rows = slice(k * num_rows, k * num_rows + len(hidden))
+            ends = hidden[torch.arange(len(hidden), device=hidden.device), last[rows]]
+            logits = self._logits(ends).repeat_interleave(n, 0)
+            samples = torch.arange(rows.start * n, rows.stop * n, device=hidden.device)
+            first[samples] = self._draw(logits, samples, torch.zeros_like(samples))
 
-        hidden = self.model(padded, attend)
-        self.prompt_keys = torch.stack(keys)
-        last = self.prompt_lengths[:: self.sampling.num_samples] - 1
-        self.prompt_logits = self._logits(hidden[torch.arange(len(hidden)), last])
+        run_forward(
+            self.model,
+            self.stages,
+            padded.split(num_rows),
+            draw_first,
+            lambda k: self.cache.reading(slice(k * num_rows, (k + 1) * num_rows)),
+        )
+        if self.stages is not None:
+            broadcast(self.stages, first, self.stages.world_size - 1)
+        self.samples.begin(first)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = hidden @ self.model.head_weight.t()
@@ -198,63 +194,50 @@ class _Run:
         temperature = self.sampling.temperature
         return logits if temperature in (0, 1) else logits / temperature
 
-    def _fill(self, free: Tensor) -> None:
-        """Gives free places to samples that wait, and draws their first tokens."""
-        while len(free):
-            count = min(len(free), len(self.tokens) - self.next)
-            self.sample[free[count:]] = -1
-            if not count:
-                return
-            places = free[:count]
-            samples = torch.arange(self.next, self.next + count, device=free.device)
-            self.next += count
-            self.sample[places] = samples
-            prompts = samples // self.sampling.num_samples
-            width = self.prompt_keys.shape[4]
-            self.places.values[:, :, places, :, :width] = self.prompt_keys[:, :, prompts]
-            free = self._draw(self.prompt_logits[prompts], places)
-
-    def _draw(self, logits: Tensor, places: Tensor) -> Tensor:
-        """Draws a token for each place; returns the places whose samples have ended."""
-        samples = self.sample[places]
-        at = self.lengths[samples]
-        made = at - self.prompt_lengths[samples]
-        numbers = None if self.numbers is None else self.numbers[samples, made]
+    def _draw(self, logits: Tensor, samples: Tensor, num_made: Tensor) -> Tensor:
+        """Draws samples' next tokens, after so many, and keeps their log-probabilities."""
+        numbers = None if self.numbers is None else self.numbers[samples, num_made]
         tokens, log_probs = draw(logits, numbers)
-        self.tokens[samples, at], self.log_probs[samples, at] = tokens, log_probs
-        self.lengths[samples] = at + 1
-        self.newest[places] = tokens
-        is_over = made + 1 >= self.sampling.max_new_tokens
-        if self.sampling.end_token is not None:
-            is_over |= tokens == self.sampling.end_token
-        ended = places[is_over]
-        self.num_done += len(ended)
-        return ended
+        self.log_probs[samples, self.samples.prompt_lengths[samples] + num_made] = log_probs
+        return tokens
 
-    def step(self) -> None:
-        """One more token for every place in use."""
-        used = torch.nonzero(self.sample >= 0)[:, 0]
-        if len(used) < len(self.sample):
-            self._shrink(used)
-        at = self.lengths[self.sample] - 1
-        self.places.begin(at)
-        hidden = self.model(self.newest[:, None], self.places.attend, at[:, None])
+    def steps(self) -> Iterator[None]:
+        """One more token for a group's places in use, each time."""
+        for number in count():
+            # What the other stages are to know of the pass before, and what this pass begins with.
+            self.ring.turn(number - 1)
+            at = number % len(self.places)
+            places, message = self.places[at], self.ring.messages[at]
+            if number >= len(self.places) and len(places):
+                places.advance(message.tokens[: len(places)].clone())
+                yield
+            if self.samples.num_done == len(self.samples.tokens):
+                self.ring.turn(number)
+                return
+            if len(places):
+                self._pass(places, message)
+
+    def _pass(self, places: Places, message: Message) -> None:
+        """The newest tokens through this stage."""
+        shard, used = self.model.shard, len(places)
         self.num_steps += 1
-        everyone = self.places.rows
-        self._fill(self._draw(self._logits(hidden[:, 0]), everyone))
-
-    def _shrink(self, used: Tensor) -> None:
-        """Drops places for which no sample is left."""
-        self.sample, self.newest = self.sample[used], self.newest[used]
-        self.places.values = self.places.values[:, :, used]
-        self.places.rows = torch.arange(len(used), device=used.device)
+        x = places.newest if shard.is_first else message.hidden[:used]
+        attend = self.cache.decoding(places.read)
+        hidden = self.model(x[:, None], attend, places.positions[:, None])[:, 0]
+        if shard.is_last:
+            drawn = self._draw(self._logits(hidden), places.sample, places.num_made)
+            message.tokens[:used] = drawn
+        else:
+            message.hidden[:used] = hidden
 
     def responses(self) -> Responses:
-        width = int(self.lengths.max())
+        if self.stages is not None:
+            broadcast(self.stages, self.log_probs, self.stages.world_size - 1)
+        width = int(self.samples.lengths.max())
         return Responses(
-            tokens=self.tokens[:, :width],
-            prompt_lengths=self.prompt_lengths,
-            lengths=self.lengths,
+            tokens=self.samples.tokens[:, :width],
+            prompt_lengths=self.samples.prompt_lengths,
+            lengths=self.samples.lengths,
             log_probs=self.log_probs[:, :width],
             num_steps=self.num_steps,
         )

@@ -12,12 +12,23 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from torch.nn import functional as F
 
+from hybridflow.batch import PADDING, Batch
+from hybridflow.models.sequences import generated_mask
 from hybridflow.rollout.native import Responses
 from hybridflow.rollout.sampling import Sampling
 from shared.errors import DataError
 
-__all__ = ["ServedResponses", "responses", "samples"]
+__all__ = [
+    "ServedResponses",
+    "greedy_of",
+    "prompt_rows",
+    "responses",
+    "roll_of",
+    "sample_ids",
+    "samples",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +105,50 @@ def responses(
     if versions is None:
         return Responses(**columns)
     return ServedResponses(**columns, versions=torch.tensor(versions))
+
+
+def prompt_rows(batch: Batch) -> list[Tensor]:
+    """The tokens of each prompt of a batch."""
+    lengths = batch["prompt_lengths"].tolist()
+    return [row[:length] for row, length in zip(batch["prompts"], lengths, strict=True)]
+
+
+def sample_ids(batch: Batch, num_samples: int) -> Int64[Tensor, " samples"]:
+    """The name of each response to a batch's prompts, the same wherever it is drawn."""
+    ids = batch["sample_ids"].repeat_interleave(num_samples) * num_samples
+    return ids + torch.arange(num_samples).repeat(len(batch))
+
+
+def roll_of(batch: Batch, found: Responses, sampling: Sampling, version: int) -> Batch:
+    """A batch of prompts with its responses, as `Actor.generate` describes it.
+
+    Args:
+        batch: the prompts.
+        found: `num_samples` responses to each, one after another.
+        sampling: what was drawn.
+        version: of the weights that drew.
+    """
+    # A width that does not depend on what was drawn, so that ranks' rows go together.
+    width = batch["prompts"].shape[1] + sampling.max_new_tokens
+    missing = width - found.tokens.shape[1]
+
+    def widened(values: Tensor) -> Tensor:
+        return F.pad(values, (0, missing)).cpu()
+
+    mask = generated_mask(found.prompt_lengths, found.lengths, width).cpu()
+    made = Batch(
+        tokens=widened(found.tokens),
+        lengths=found.lengths.cpu(),
+        mask=mask,
+        rollout_log_probs=widened(found.log_probs),
+        versions=torch.where(mask, version, -1).to(torch.int32),
+        group=batch["sample_ids"].repeat_interleave(sampling.num_samples),
+    )
+    return batch.repeat(sampling.num_samples) | made
+
+
+def greedy_of(roll: Batch) -> Batch:
+    """The columns of a greedy response, named so that they can be joined with a drawn one's."""
+    kept = [PADDING] if PADDING in roll else []
+    made = {f"greedy_{name}": roll[name] for name in ("tokens", "lengths", "mask")}
+    return roll.select(*kept) | Batch(made)

@@ -1,0 +1,105 @@
+"""Times of kernels on one device, in turns with a device copy and a baseline."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One measured kernel.
+
+    `bytes_moved` is what the operation must read and write once; `baseline_s` the time of
+    `baseline` on the same input, None where there is none.
+    """
+
+    kernel: str
+    shape: str
+    median_s: float
+    low_s: float
+    high_s: float
+    bytes_moved: int
+    copy_bytes_per_s: float
+    correct: bool
+    baseline: str = ""
+    baseline_s: float | None = None
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bandwidth, of the bytes that must move."""
+        return self.bytes_moved / self.median_s
+
+
+def timed(functions: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """Seconds of each function [turns], run in turns; by CUDA events where there is a device."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(turns + 2):
+        for name, function in functions.items():
+            if on_gpu:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                # Behind this the launch is queued before the device gets to it: without, a short
+                # kernel is timed together with Python.
+                torch.cuda._sleep(1_000_000)
+                start.record()
+                function()
+                end.record()
+                torch.cuda.synchronize()
+                took = start.elapsed_time(end) / 1e3
+            else:
+                began = time.perf_counter()
+                function()
+                took = time.perf_counter() - began
+            if turn >= 2:  # the first turns compile and warm up
+                seconds[name].append(took)
+    return seconds
+
+
+def measure(
+    kernel: str,
+    shape: str,
+    ours: Callable[[], object],
+    *,
+    bytes_moved: int,
+    copy: tuple[Callable[[], object], int],
+    correct: bool,
+    turns: int,
+    baseline: tuple[str, Callable[[], object]] | None = None,
+) -> Row:
+    """Times `ours` in turns with a device copy and a baseline."""
+    functions = {"ours": ours, "copy": copy[0]}
+    if baseline:
+        functions["baseline"] = baseline[1]
+    times = timed(functions, turns)
+    low, _, high = statistics.quantiles(times["ours"], n=4)
+    row = Row(
+        kernel=kernel,
+        shape=shape,
+        median_s=statistics.median(times["ours"]),
+        low_s=low,
+        high_s=high,
+        bytes_moved=bytes_moved,
+        copy_bytes_per_s=copy[1] / statistics.median(times["copy"]),
+        correct=correct,
+        baseline=baseline[0] if baseline else "",
+        baseline_s=statistics.median(times["baseline"]) if baseline else None,
+    )
+    print(line(row), flush=True)
+    return row
+
+
+def line(row: Row) -> str:
+    """A row of the table."""
+    cells = [
+        row.kernel,
+        row.shape,
+        f"{row.median_s * 1e3:.3f} ({row.low_s * 1e3:.3f} to {row.high_s * 1e3:.3f})",
+        f"{row.bytes_per_s / 1e9:.0f}",
+        f"{row.bytes_per_s / row.copy_bytes_per_s:.0%}",
+        "" if row.baseline_s is None else f"{row.baseline_s / row.median_s:.2f}x {row.baseline}",
+        "yes" if row.correct else "NO",
+    ]
+    return f"| {' | '.join(cells)} |"

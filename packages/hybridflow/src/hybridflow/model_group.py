@@ -1,0 +1,47 @@
+"""Groups of workers that hold a model: a layout that does not fit it is refused here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.group import WorkerGroup
+from hybridflow.layout import Layout
+from hybridflow.model_worker import ModelWorker
+from hybridflow.models.config import read_config
+from hybridflow.models.decoder import Shard
+from hybridflow.pool import ResourcePool
+
+__all__ = ["ModelGroup"]
+
+
+class ModelGroup(WorkerGroup):
+    """One model on the ranks of a pool."""
+
+    def __init__(
+        self,
+        kind: type[ModelWorker],
+        pool: ResourcePool,
+        model: Any,
+        *,
+        layout: str | Layout | None = None,
+        **settings: Any,
+    ) -> None:
+        """Makes a worker on each rank.
+
+        Args:
+            kind: of worker.
+            pool: the ranks.
+            model: what `read_config` takes.
+            layout: "p-t-d" of training; all ranks are replicas when not given.
+            **settings: of the worker and of `WorkerGroup`.
+
+        Raises:
+            ConfigError: if the layout does not fill the pool, or its stages and shards do not
+                divide the model; before any rank is asked.
+            RankFailure: if a worker's `__init__` raises.
+        """
+        train = Layout(dp=pool.num_ranks) if layout is None else Layout.parse(layout)
+        train.check(pool.num_ranks)
+        # Shards are alike in what they ask of a model.
+        Shard(read_config(model), 0, train.pp, 0, train.tp)
+        super().__init__(kind, pool, model, layout=train, **settings)

@@ -1,0 +1,145 @@
+"""Where a recipe's models run, and how drawing and learning take turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.errors import ConfigError
+
+__all__ = ["ROLES", "Loop", "Place", "Placement", "Server"]
+
+ROLES = ("actor", "critic", "cost-critic", "reference", "reward", "cost", "rollout")
+"""What a recipe calls its models."""
+
+_ENGINES = ("inline", "local", "ray", "torchrun")
+_LOOPS = ("sync", "one-step", "async")
+_CORRECTIONS = ("", "token", "sequence")
+_SERVERS = ("", "vllm", "sglang")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one model runs.
+
+    Attributes:
+        pool: name of its pool; models of one pool take turns on its ranks.
+        train: "p-t-d"; replicas when empty.
+        generate: "p-t" of an actor's or rollout's generation; as training when empty.
+        is_sharded: an actor's replicas share its parameters out (FSDP2).
+    """
+
+    pool: str
+    train: str = ""
+    generate: str = ""
+    is_sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where all models run.
+
+    Attributes:
+        engine: "inline" (this process), "local" (processes of this machine), "ray", or "torchrun".
+        address: of a Ray cluster that runs; one is started when empty.
+        num_ranks: of the one pool, where there are no `pools`.
+        train, generate, is_sharded: as of `Place`, for models without a place of their own, which
+            run on the first pool.
+        pools: numbers of ranks by name, in the order of the ranks.
+        models: places by role, see `ROLES`.
+    """
+
+    engine: str = "inline"
+    address: str = ""
+    num_ranks: int = 1
+    train: str = ""
+    generate: str = ""
+    is_sharded: bool = False
+    pools: dict[str, int] = field(default_factory=dict)
+    models: dict[str, Place] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _one_of("placement.engine", self.engine, _ENGINES)
+        if self.address and self.engine != "ray":
+            raise ConfigError(f"placement.address: engine {self.engine!r} has none; only ray has")
+        if self.pools and self.num_ranks != 1:
+            raise ConfigError("placement: expected num_ranks or pools, got both")
+        for name, size in self.sizes.items():
+            if size < 1:
+                raise ConfigError(f"placement.pools.{name}: expected 1 rank or more, got {size}")
+        for role, place in self.models.items():
+            _one_of("placement.models", role, ROLES)
+            _one_of(f"placement.models.{role}.pool", place.pool, tuple(self.sizes))
+        if self.engine == "inline" and self.num_ranks_in_all > 1:
+            raise ConfigError(
+                f"placement: the inline engine has one rank for models, got "
+                f"{self.num_ranks_in_all}; take engine local, ray or torchrun"
+            )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks of each pool."""
+        return self.pools or {"all": self.num_ranks}
+
+    @property
+    def num_ranks_in_all(self) -> int:
+        """Ranks of all pools."""
+        return sum(self.sizes.values())
+
+    def of(self, role: str) -> Place:
+        """The place of a model."""
+        return self.models.get(role) or Place(
+            pool=next(iter(self.sizes)), train=self.train, generate=self.generate,
+            is_sharded=self.is_sharded,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """How drawing and learning take turns; see `hybridflow.loops`.
+
+    Attributes:
+        kind: "sync", "one-step" or "async". The last two want a "rollout" on a pool of its own.
+        eta: of "async": most steps between the weights that draw and those that learn.
+        correct: weigh what other weights have drawn by "token" or by "sequence"; empty: do not.
+        cap: the most that such a weight can be.
+    """
+
+    kind: str = "sync"
+    eta: int = 1
+    correct: str = ""
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _one_of("loop.kind", self.kind, _LOOPS)
+        _one_of("loop.correct", self.correct, _CORRECTIONS)
+        if self.eta < 0:
+            raise ConfigError(f"loop.eta: expected 0 or more, got {self.eta}")
+        if self.correct and self.kind == "sync":
+            raise ConfigError("loop.correct: in loop 'sync' the weights that learn have drawn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """A server that runs, and draws in place of the actor.
+
+    Attributes:
+        kind: "vllm" or "sglang"; empty: there is none.
+        url: http://HOST:PORT.
+        folder: through which weights go to it; the actor's first rank and the server see it under
+            one path.
+    """
+
+    kind: str = ""
+    url: str = ""
+    folder: str = ""
+
+    def __post_init__(self) -> None:
+        _one_of("server.kind", self.kind, _SERVERS)
+        if bool(self.kind) != bool(self.url) or bool(self.kind) != bool(self.folder):
+            raise ConfigError("server: kind, url and folder go together; give all or none")
+
+
+def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        told = ", ".join(name or "'' (none)" for name in known)
+        raise ConfigError(f"{key}: expected one of {told}, got {value!r}")

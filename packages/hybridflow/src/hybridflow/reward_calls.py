@@ -1,0 +1,216 @@
+"""Calls of a function that may hang or crash: under an alarm here, or in worker processes.
+
+An alarm reaches only the main thread on Unix, and no code that never returns to the interpreter; a
+worker process is killed and replaced, and so are those whose answers nobody waits for any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+from shared.errors import ConfigError, DataError
+
+__all__ = ["Call", "CallWorkers", "Failure", "OutOfTime", "out_of_time", "time_limit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the function: a sample and a text, or if batched lists of them, for some rows."""
+
+    rows: range
+    sample: Any
+    text: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a row has no reward, and what the function raised if it did."""
+
+    reason: str
+    cause: Exception | None = None
+
+
+class OutOfTime(BaseException):
+    """Not an Exception, lest the function's own handlers take it."""
+
+
+def out_of_time(limit_s: float | None) -> Failure:
+    """What a row gets whose call took too long."""
+    return Failure(f"it took longer than time_limit_s={limit_s}")
+
+
+@contextlib.contextmanager
+def time_limit(limit_s: float | None) -> Iterator[None]:
+    """Raises OutOfTime here after a while; whatever alarm was set before goes on afterwards."""
+    if limit_s is None:
+        yield
+        return
+
+    def ring(*_: Any) -> None:
+        raise OutOfTime
+
+    handler, start = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    left_s, interval_s = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        finally:  # the alarm may ring just as it is stopped
+            signal.signal(signal.SIGALRM, handler)
+            if left_s:
+                left_s = max(1e-6, left_s - (time.monotonic() - start))
+                signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
+
+
+class CallWorkers:
+    """Processes that are kept between calls, each with one call of the function at a time."""
+
+    def __init__(self, pickled: bytes, num_workers: int, limit_s: float | None) -> None:
+        """Starts them.
+
+        Args:
+            pickled: from a `Call` to what each of its rows gets, a `Failure` or anything else.
+            num_workers: how many.
+            limit_s: of one call; None: no limit.
+        """
+        self._pickled, self._limit_s = pickled, limit_s
+        # Two threads that shared a worker would get each other's answers.
+        self._lock = threading.Lock()
+        self._workers = [_Worker(pickled) for _ in range(num_workers)]
+
+    def run(self, calls: list[Call]) -> Iterator[tuple[Call, list[Any]]]:
+        """Calls and what became of each row, in the order in which they end."""
+        waiting, num_missing = deque(calls), len(calls)
+        with self._lock:
+            try:
+                while num_missing:
+                    for k in range(len(self._workers)):
+                        self._give(k, waiting)
+                    for k in self._wait():
+                        if (ended := self._take(k)) is not None:
+                            num_missing -= 1
+                            yield ended
+            except BaseException:
+                # Answers still under way would be taken for those of the next calls.
+                for k, worker in enumerate(self._workers):
+                    if worker.call is not None:
+                        self._replace(k)
+                raise
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for worker in self._workers:
+            worker.stop()
+
+    def _give(self, k: int, waiting: deque[Call]) -> None:
+        if self._workers[k].is_ready and waiting:
+            if not self._workers[k].process.is_alive():  # it died since the last call
+                self._replace(k)
+                return
+            try:
+                self._workers[k].give(waiting[0], self._limit_s)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise DataError(
+                    f"reward: row {waiting[0].rows[0]}: its object columns can not be sent to a "
+                    f"worker process: {error}; drop them, or set in_process=True"
+                ) from error
+            waiting.popleft()
+
+    def _wait(self) -> list[int]:
+        """Workers that have answered, died or run out of time."""
+        busy = {worker.link: k for k, worker in enumerate(self._workers) if not worker.is_ready}
+        deadline = min(self._workers[k].deadline for k in busy.values())
+        wait_s = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        ended, now = connection.wait(list(busy), wait_s), time.monotonic()
+        return [k for link, k in busy.items() if link in ended or self._workers[k].deadline <= now]
+
+    def _take(self, k: int) -> tuple[Call, list[Any]] | None:
+        worker = self._workers[k]
+        call = worker.call
+        try:
+            if worker.link.poll():
+                message = worker.link.recv()
+                worker.become_ready()
+            else:
+                message = out_of_time(self._limit_s)
+        except (EOFError, OSError):
+            worker.process.join(5)
+            message = Failure(f"its worker process died, exit code {worker.process.exitcode}")
+        if call is None:  # it was starting
+            if message is not None:
+                told = message.reason if isinstance(message, Failure) else message
+                raise ConfigError(
+                    f"reward: a worker process could not load the function: {told}; it must be "
+                    "importable there, and a script's own code must stand under "
+                    "`if __name__ == '__main__':`"
+                )
+            return None
+        if isinstance(message, Failure):
+            self._replace(k)
+            message = [message] * len(call.rows)
+        return call, message
+
+    def _replace(self, k: int) -> None:
+        self._workers[k].stop()
+        self._workers[k] = _Worker(self._pickled)
+
+
+class _Worker:
+    """One process: starting, ready, or with a call."""
+
+    def __init__(self, pickled: bytes) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.link, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, pickled), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.is_ready, self.deadline = False, math.inf
+        self.call: Call | None = None
+
+    def give(self, call: Call, limit_s: float | None) -> None:
+        self.link.send(call)
+        self.is_ready, self.call = False, call
+        self.deadline = math.inf if limit_s is None else time.monotonic() + limit_s
+
+    def become_ready(self) -> None:
+        self.is_ready, self.call, self.deadline = True, None, math.inf
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.link.close()
+
+
+def _serve(link: connection.Connection, pickled: bytes) -> None:
+    """A worker process: says None once it has the function, then answers calls."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
+    try:
+        answers = pickle.loads(pickled)
+    except Exception:  # noqa: BLE001 - told to the parent, which raises it
+        link.send(traceback.format_exc())
+        return
+    link.send(None)
+    with contextlib.suppress(EOFError):  # the parent is gone
+        while True:
+            link.send([_portable(outcome) for outcome in answers(link.recv())])
+
+
+def _portable(outcome: Any) -> Any:
+    """A failure whose cause any process can read: its traceback as text."""
+    if isinstance(outcome, Failure) and outcome.cause is not None:
+        told = "".join(traceback.format_exception(outcome.cause))
+        return Failure(outcome.reason, RuntimeError(f"in the worker process:\n{told}"))
+    return outcome

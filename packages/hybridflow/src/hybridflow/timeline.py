@@ -1,0 +1,81 @@
+"""Which rank did what, and when: what is told of a step's seconds, and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Span", "draw", "seconds_by_method"]
+
+# Okabe and Ito's palette, told apart by colour-blind readers too.
+_COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999",
+)  # fmt: skip
+
+
+class Span(NamedTuple):
+    """One call on one rank.
+
+    Attributes:
+        call: its number, the same on all ranks.
+        name: "group.method".
+        rank: in the world.
+        start_s, stop_s: by the controller's clock, which the answer reached at `stop_s`.
+    """
+
+    call: int
+    name: str
+    rank: int
+    start_s: float
+    stop_s: float
+
+
+def seconds_by_method(spans: Sequence[Span]) -> dict[str, float]:
+    """By "group.method", the seconds of all calls, of each those of its slowest rank."""
+    calls: dict[int, tuple[str, float]] = {}
+    for span in spans:
+        taken = span.stop_s - span.start_s
+        calls[span.call] = (span.name, max(taken, calls.get(span.call, ("", 0.0))[1]))
+    found: dict[str, float] = {}
+    for name, taken in calls.values():
+        found[name] = found.get(name, 0.0) + taken
+    return found
+
+
+def draw(spans: Sequence[Span], path: Path, title: str, least_share: float = 0.005) -> None:
+    """A picture with a lane for each rank.
+
+    Args:
+        spans: of some steps, at least one.
+        path: an image file; its ending says of what kind.
+        title: of the picture.
+        least_share: of the whole time; methods that take less are left out.
+    """
+    from matplotlib.figure import Figure
+
+    begun = min(span.start_s for span in spans)
+    length = max(span.stop_s for span in spans) - begun
+    seconds = seconds_by_method(spans)
+    names = [n for n in dict.fromkeys(s.name for s in spans) if seconds[n] >= least_share * length]
+    ranks = sorted({span.rank for span in spans})
+    figure = Figure(figsize=(8, 1.6 + 0.4 * len(ranks)), layout="constrained")
+    axes = figure.subplots()
+    for name, colour in zip(names, _COLOURS * len(names), strict=False):
+        for lane, rank in enumerate(ranks):
+            bars = [
+                (1e3 * (span.start_s - begun), 1e3 * (span.stop_s - span.start_s))
+                for span in spans
+                if (span.name, span.rank) == (name, rank)
+            ]
+            axes.broken_barh(
+                bars, (lane - 0.4, 0.8), facecolors=colour, edgecolor="white", linewidth=0.4,
+                label=name if lane == 0 else None,
+            )  # fmt: skip
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title, fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
