@@ -1,6 +1,6 @@
 """Calls on a group of two workers beside verl's worker group and raw Ray: empty ones, and 16 MiB.
 
-The ways take turns: some calls of ours, as many of the peer's. Answers are checked in each call.
+The ways take turns: some calls of ours, as many of the peer's. All answers are compared.
 """
 
 import multiprocessing

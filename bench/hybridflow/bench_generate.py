@@ -1,8 +1,7 @@
-"""Native generation beside transformers' generate, which is given every trick that it has.
+"""Native generation beside transformers' generate, uncompiled.
 
 64 sequences of 128 prompt tokens and 32 new ones, eight to a prompt, on one thread. transformers
-generates with a dynamic and with a static cache; the better of the two is the baseline. Responses of
-one length, and long-tailed ones, whose ends a batch waits for and refilled places do not.
+generates with a dynamic and with a static cache; the better of the two is the baseline.
 """
 
 import time

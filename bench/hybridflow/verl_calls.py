@@ -46,7 +46,9 @@ def main():
             begun = time.perf_counter()
             found = group.noop() if asked["what"] == "noop" else group.double(data)
             taken.append(time.perf_counter() - begun)
-            if asked["what"] == "bulk":
+            if asked["what"] == "noop":
+                is_right &= found == [None, None]
+            else:
                 is_right &= torch.equal(found.batch["y"][:, :4096], x)
         print(json.dumps({"seconds": taken, "is_right": is_right}), file=answers, flush=True)
     ray.shutdown()

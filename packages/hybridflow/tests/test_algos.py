@@ -156,8 +156,10 @@ def test_columns_that_are_learnt_from_are_asked_for_by_name():
 
 
 def test_a_batch_of_dropped_rows_moves_nothing():
-    for name in ("RLOO", "SafeRLHF"):
+    for name in ("RLOO", "GRPO", "PPO", "SafeRLHF"):
         told, _ = learnt(name, bad=torch.arange(18))
+        assert told.get("grad_norm") is None
+        assert told.get("value_loss", 0.0) == 0.0
         assert told["is_skipped"] == 1
         assert told["reward"] == told["loss"] == 0
         assert told["num_dropped"] == 18
@@ -242,4 +244,20 @@ def test_costs_of_another_shape_are_refused():
         algorithm = an_algorithm("SafeRLHF", workers.pool(1), score_of)
         algorithm.cost = lambda roll: hy.Batch(costs=torch.zeros(18, 6))
         with pytest.raises(DataError, match=r"costs: expected a tensor \[18\]"):
+            algorithm.learn(algorithm.rollout(TASK.batch(0, 6), 0))
+
+
+class Failed(dict):
+    """Metrics of an update that failed, which say so when they are looked at."""
+
+    def __getitem__(self, name):
+        raise RankFailure("this critic has no optimizer")
+
+
+@pytest.mark.parametrize("critic", ["critic", "cost_critic"])
+def test_critics_that_can_not_be_trained_are_told_of(critic, monkeypatch):
+    with Workers.inline() as workers:
+        algorithm = an_algorithm("SafeRLHF", workers.pool(1), score_of)
+        monkeypatch.setattr(getattr(algorithm, critic), "update", lambda *_, **__: Failed())
+        with pytest.raises(RankFailure, match="this critic has no optimizer"):
             algorithm.learn(algorithm.rollout(TASK.batch(0, 6), 0))

@@ -462,6 +462,12 @@ def test_a_future_is_handed_on_before_it_is_there(workers, tmp_path):
     assert made._value == []  # nobody has read it here
 
 
+def test_any_number_of_calls_is_made_before_an_answer_is_read(toy):
+    text = "x" * 10_000
+    futures = [toy.peek(text) for _ in range(300)]
+    assert [future.result(60) for future in futures] == [[text, text]] * 300
+
+
 def test_waiting_ends_when_the_time_is_up(workers, toy, tmp_path):
     _needs_processes(workers)
     future = toy.wait_for(str(tmp_path / "go"))

@@ -9,6 +9,7 @@ import torch
 from hybridflow.cli import main
 from hybridflow.controller import Workers
 from hybridflow.recipe import read_recipe, write_recipe
+from hybridflow.timeline import Span, _apart
 from hybridflow.training import Run
 from shared.errors import ConfigError
 
@@ -39,6 +40,16 @@ APART = {
         ({"loop.correct": "token"}, r"loop.correct: in loop 'sync'"),
         ({"loop.eta": "-1"}, r"loop.eta: expected 0 or more"),
         ({"loop.kind": "async", "placement.models": "{rollout: {pool: all}}"}, r"another pool"),
+        (
+            {
+                "loop.kind": "async",
+                "placement.engine": "local",
+                "placement.pools": "{a: 1, b: 1}",
+                "placement.models": "{rollout: {pool: b}, reward: {pool: b}}",
+            },
+            r"placement.models.reward.pool: 'b' is the rollout's",
+        ),
+        ({"placement.num_ranks": "0"}, r"placement.num_ranks: expected 1 rank or more, got 0"),
         ({"server.kind": "vllm"}, r"server: kind, url and folder go together"),
         (
             {"server": "{kind: vllm, url: 'http://h:1', folder: f}"},
@@ -67,10 +78,7 @@ def run_of(recipe, workers, checkpoint=None):
 def same(ours, theirs):
     """What is told of a step but for how long it took, equal to the bit."""
     kept = [
-        [
-            {k: v for k, v in told.items() if not k.endswith(("_s", "seconds", "staleness"))}
-            for told in run
-        ]
+        [{k: v for k, v in told.items() if not k.endswith(("_s", "seconds"))} for told in run]
         for run in (ours, theirs)
     ]
     return kept[0] == kept[1]
@@ -87,11 +95,13 @@ def test_models_on_several_pools_learn_as_on_one(two):
         {"steps": "2", "batch_size": "32", "beta": "0.05"}
         | {f"placement.{key}": value for key, value in changes.items()},
     )
-    found = run_of(apart, two)
+    run = Run.set_up(apart, two)
+    found = list(run.steps())
     assert same(found, expected)
-    assert found[0]["critic.values_s"] > 0
-    assert found[0]["rollout.generate_s"] > 0
     assert "actor.generate_s" not in found[0]
+    ranks = {span.name: span.rank for span in run.spans}
+    assert (ranks["actor.update"], ranks["critic.values"], ranks["rollout.generate"]) == (0, 1, 1)
+    assert ranks["reference.reference"] == 1
 
 
 @pytest.mark.parametrize("kind", ["one-step", "async"])
@@ -165,9 +175,10 @@ def test_a_reward_model_scores_on_a_pool_of_its_own(two):
     }  # fmt: skip
     run = Run.set_up(read_recipe("grpo-sort", changes), two)
     (told,) = run.steps()
-    roll = run.algorithm.rollout(run.prompts(0), 0)
     assert set(run.groups) == {"actor"}
     assert told["reward.scores_s"] > 0
+    assert {span.rank for span in run.spans if span.name == "reward.scores"} == {1}
+    roll = run.algorithm.rollout(run.prompts(0), 0)
     scores = run.algorithm.score(roll.result()).result()["scores"]
     assert len(scores) == 32
     assert scores.std() > 0
@@ -216,3 +227,31 @@ def test_bench_tells_of_a_step_and_draws_it(tmp_path, capsys):
     assert all(part < whole for part, whole in zip(parts, found["step_s"], strict=True))
     assert "actor.update" in (tmp_path / "timeline.svg").read_text()
     assert main(["bench", "grpo-sort", "--steps", "0"]) == 1
+
+
+def test_what_can_not_be_mapped_is_told_before_the_search(tmp_path, capsys):
+    apart = ["placement.pools={a: 1, b: 1}", "placement.models={rollout: {pool: b}}"]
+    changes = ["--set", "loop.kind=async", "placement.engine=local", *apart]
+    assert main(["map", "--recipe", "ppo-sort", *changes, "--out", str(tmp_path / "x")]) == 1
+    assert "set loop.kind=sync" in capsys.readouterr().err
+
+
+def test_exports_want_no_rollout():
+    places = {"pools": "{a: 1, b: 1}", "models": "{rollout: {pool: b}}", "engine": "local"}
+    changes = {f"placement.{key}": value for key, value in places.items()}
+    server = {"server": "{kind: vllm, url: 'http://nowhere:1', folder: x}"}
+    recipe = read_recipe("grpo-sort", changes | server).without_rollout()
+    assert not recipe.server.kind
+    assert recipe.placement.of("rollout").pool == "a"
+    assert recipe.placement.pools == {"a": 1, "b": 1}
+
+
+def test_calls_whose_answers_waited_are_drawn_one_after_another():
+    read_late = [
+        Span(1, "a.x", 0, 0.0, 1.0),
+        Span(2, "b.y", 0, 0.5, 1.5),
+        Span(1, "a.x", 1, 0.2, 1.0),
+    ]
+    assert sorted(_apart(read_late)) == [
+        Span(1, "a.x", 0, 0.0, 0.5), Span(1, "a.x", 1, 0.2, 1.0), Span(2, "b.y", 0, 0.5, 1.5),
+    ]  # fmt: skip

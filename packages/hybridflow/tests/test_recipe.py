@@ -27,6 +27,9 @@ def test_built_in_recipes_are_valid(name):
         ({"batch_size": "9"}, "no whole number of prompts"),
         ({"placement.engine": "threads"}, "placement.engine: expected one of inline, local, ray"),
         ({"steps": "0"}, "steps: expected 1 or more"),
+        ({"algorithm.x": "1"}, "algorithm.x: algorithm is 'grpo', which has no keys in it"),
+        ({"placement.pools": "{a: 1"}, "placement.pools: no YAML"),
+        ({"algorithm": "remax", "num_samples": "1", "beta": "0.1"}, "beta: remax has no penalty"),
     ],
 )
 def test_mistakes_are_told(changes, told):
@@ -68,13 +71,15 @@ def test_train_writes_metrics_and_says_how_it_went(tmp_path, capsys):
     assert all(0 <= line["reward"] <= 1 and line["seconds"] > 0 for line in lines)
 
 
-def test_users_own_prompts_and_reward(tmp_path):
+def test_users_own_prompts_and_reward(tmp_path, capsys):
     rows = [{"prompt": f"say {k}", "answer": str(k)} for k in range(8)]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(map(json.dumps, rows)))
     reward = tmp_path / "mine.py"
     reward.write_text(
-        "import hybridflow as hy\n\n\n@hy.reward\ndef score(sample, text):\n"
+        "from __future__ import annotations\nimport dataclasses\nimport hybridflow as hy\n\n\n"
+        "@dataclasses.dataclass\nclass Kept:\n    x: int = 0\n\n\n"
+        "def plain(sample, text):\n    return 0.0\n\n\n@hy.reward\ndef score(sample, text):\n"
         "    return float(sample['answer'] in text)\n"
     )
     recipe = tmp_path / "recipe.yaml"
@@ -85,6 +90,10 @@ def test_users_own_prompts_and_reward(tmp_path):
     assert main(["train", str(recipe), "--out", str(tmp_path / "out")]) == 0
     assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
     assert main(["train", str(recipe), "--set", f"reward={reward}:scor"]) == 1
+    assert "marked with @hybridflow.reward, got none" in capsys.readouterr().err
+    assert main(["train", str(recipe), "--set", f"reward={reward}:plain"]) == 1
+    assert "marked with @hybridflow.reward, got a function" in capsys.readouterr().err
+    assert main(["train", str(recipe), "--every", "0"]) == 1
     assert main(["train", str(recipe), "--set", "reward="]) == 1
 
 

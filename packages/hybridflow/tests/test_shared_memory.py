@@ -90,3 +90,20 @@ def test_free_files_are_bounded(folder, memory, monkeypatch):
     gc.collect()
     assert len(names(folder)) == 10
     assert sum(path.stat().st_size for path in folder.iterdir()) <= 10 * 4 * LENGTH
+
+
+def test_free_files_make_room_when_there_is_none(folder, memory, monkeypatch):
+    memory.pack(torch.zeros(LENGTH))
+    assert names(folder) == ["one-0.free"]
+    plain, tries = shared_memory._write_all, []
+
+    def full_once(fd, pieces):
+        tries.append(names(folder))
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        plain(fd, pieces)
+
+    monkeypatch.setattr(shared_memory, "_write_all", full_once)
+    large = torch.arange(4.0 * LENGTH)
+    assert torch.equal(memory.load(memory.pack(large)), large)
+    assert tries == [["one-0.free", "one-1"], ["one-1"]]

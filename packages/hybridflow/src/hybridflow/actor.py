@@ -166,7 +166,8 @@ class ActorWorker(ModelWorker):
         if not torch.isfinite(signal):
             rows = torch.nonzero(~torch.isfinite(advantages).all(1)).flatten().tolist()
             raise DataError(f"advantages are not finite in rows {rows[:5]} of this rank's part")
-        if not signal and not settings.kl_coefficient and not settings.entropy_coefficient:
+        others = settings.kl_coefficient or settings.entropy_coefficient
+        if not divisor or not (signal or others):
             return {"loss": 0.0, "is_skipped": 1.0}
         rows = list(micro_batches(lengths, self.max_tokens))
         sums: dict[str, Tensor] = {}

@@ -58,6 +58,8 @@ class Train:
         from hybridflow.recipe import read_recipe
         from hybridflow.training import Run, start_workers
 
+        if self.every < 1:
+            raise ConfigError(f"every: expected 1 or more, got {self.every}")
         recipe = read_recipe(self.recipe, _pairs(self.set))
         console = Console(stderr=True)
         with start_workers(recipe) as workers, Progress(console=console) as progress:
@@ -177,18 +179,22 @@ class Map:
 
     def run(self) -> None:
         """Prints the mapping and why it was chosen."""
-        from hybridflow.mapped import models_of, placed, workload_of
         from hybridflow.mapping import search
-        from hybridflow.recipe import read_recipe, write_recipe
 
         if self.out is not None and not self.recipe:
             raise ConfigError("out: expected --recipe too, which is what is written")
-        recipe = read_recipe(self.recipe, _pairs(self.set)) if self.recipe else None
-        models = self._models() if recipe is None else models_of(recipe)
-        workload = self._workload() if recipe is None else workload_of(recipe)
-        found = search(models, self._cluster(), workload)
+        if not self.recipe:
+            found = search(self._models(), self._cluster(), self._workload())
+            print(found.to_json() if self.json else found)
+            return
+        # These import torch, which takes longer than most searches.
+        from hybridflow.mapped import models_of, placed, workload_of
+        from hybridflow.recipe import read_recipe, write_recipe
+
+        recipe = read_recipe(self.recipe, _pairs(self.set))
+        found = search(models_of(recipe), self._cluster(), workload_of(recipe))
         print(found.to_json() if self.json else found)
-        if recipe is not None and self.out is not None:
+        if self.out is not None:
             write_recipe(placed(recipe, found, self.engine), self.out)
 
     def _cluster(self) -> Cluster:
@@ -200,7 +206,7 @@ class Map:
             return Cluster.from_yaml(self.cluster)
         if self.device not in PRESETS:
             raise ConfigError(f"device: expected one of {', '.join(PRESETS)}: {self.device!r}")
-        if self.gpus < 1 or self.gpus % min(self.gpus, self.per_host):
+        if min(self.gpus, self.per_host) < 1 or self.gpus % min(self.gpus, self.per_host):
             raise ConfigError(f"gpus: {self.gpus} are no whole hosts of {self.per_host}")
         return Cluster.uniform(
             -(-self.gpus // self.per_host), min(self.gpus, self.per_host),
@@ -288,7 +294,7 @@ class Export:
         from hybridflow.recipe import read_recipe
         from hybridflow.training import Run, start_workers
 
-        recipe = read_recipe(self.recipe, _pairs(self.set))
+        recipe = read_recipe(self.recipe, _pairs(self.set)).without_rollout()
         with start_workers(recipe) as workers:
             run = Run.set_up(recipe, workers)
             if self.group not in run.groups:

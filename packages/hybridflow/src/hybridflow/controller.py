@@ -29,6 +29,9 @@ from shared.errors import ConfigError, RankFailure
 __all__ = ["Engine", "Workers"]
 
 _NUM_SPANS = 10_000
+_MOST_UNANSWERED = 4
+"""Calls that a rank is sent before it has answered: their answers fit into what a pipe holds. A rank
+that can not answer reads nothing, and who sends to it would wait for it, and it for who sends."""
 _CANCEL_S = 2.0
 """How long other ranks may take to answer once one has raised; they may wait for it for ever."""
 
@@ -76,6 +79,7 @@ class Workers:
         self._names: set[str] = set()
         self.groups: list[Any] = []
         self._calls: dict[int, Call] = {}
+        self._unanswered = [0] * engine.num_ranks
         self._spans: deque[Span] = deque(maxlen=_NUM_SPANS)
         self._waiting: deque[Call] = deque()
         self._failure: BaseException | None = None
@@ -100,7 +104,9 @@ class Workers:
         threads_per_rank: int = 1,
         env: Mapping[str, str] | None = None,
     ) -> Workers:
-        """Processes of this machine.
+        """Processes of this machine, which exchange messages by gloo, and so work on its CPUs.
+
+        Ranks with a GPU each: `Workers.torchrun`, or `Workers.ray`.
 
         Args:
             num_ranks: how many.
@@ -365,14 +371,16 @@ class Workers:
         return max(0.0, min(limits) - time.monotonic()) if limits else None
 
     def _forward(self) -> None:
-        """Sends what has all its inputs, as far as no earlier call waits for the same ranks."""
+        """Sends what has all its inputs, where ranks have room and no earlier call waits for them."""
         if not self._waiting:
             return
         blocked: set[int] = set()
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
             inputs = call.inputs()
-            if not all(source.is_done for source in inputs) or blocked & call.asked:
+            is_full = any(self._unanswered[rank] >= _MOST_UNANSWERED for rank in call.asked)
+            is_ready = all(source.is_done for source in inputs) and not is_full
+            if not is_ready or blocked & call.asked:
                 blocked |= call.asked
                 self._waiting.append(call)
                 continue
@@ -391,9 +399,11 @@ class Workers:
         tasks = call.tasks(self.engine.store)
         self._calls[call.number] = call
         for rank, task in tasks:
+            self._unanswered[rank] += 1
             self.engine.submit(rank, task)
 
     def _take(self, reply: Reply) -> None:
+        self._unanswered[reply.rank] -= 1
         call = self._calls.get(reply.call)
         if call is None:
             return

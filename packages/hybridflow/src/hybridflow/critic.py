@@ -59,6 +59,8 @@ class CriticWorker(ModelWorker):
             raise ConfigError(f"{self.context.name} has no optimizer, so it can not be updated")
         tokens, mask, (lengths, old, returns) = self.read(batch, "lengths", "values", "returns")
         divisor = self.summed(denominator(mask, settings.mode))
+        if not divisor:
+            return {"loss": 0.0, "is_skipped": 1.0}
         rows = list(micro_batches(lengths, self.max_tokens))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from hybridflow.future import Future
@@ -9,7 +10,7 @@ from hybridflow.layout import Layout
 from hybridflow.pool import ResourcePool
 from hybridflow.protocols import BUILT_IN, Mesh, Protocol, Remote, Share
 from hybridflow.worker import Context, Worker
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RankFailure
 
 __all__ = ["WorkerGroup"]
 
@@ -60,7 +61,13 @@ class WorkerGroup:
         self._methods: dict[str, tuple[Remote, list[Share], list[int]]] = {}
         self.name = pool.workers.name(name or kind.__name__)
         context = Context(name=self.name, ranks=pool.ranks, mesh=self.mesh)
-        self._ask_seat("create", self.name, kind, context, args, kwargs).result()
+        try:
+            self._ask_seat("create", self.name, kind, context, args, kwargs).result()
+        except RankFailure:
+            # Ranks that could make theirs would keep it.
+            with suppress(RankFailure):
+                self._ask_seat("remove", self.name).result()
+            raise
         pool.workers.groups.append(self)
 
     def _ask_seat(self, method: str, *args: Any) -> Future:

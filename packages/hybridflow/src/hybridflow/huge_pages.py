@@ -29,6 +29,6 @@ def concatenated(parts: Sequence[Tensor]) -> Tensor:
     if num_bytes < _LEAST_BYTES or not is_plain:
         return torch.cat(list(parts))
     memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError, AttributeError):  # a system without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.cat(list(parts), out=torch.frombuffer(memory, dtype=first.dtype).view(shape))

@@ -10,6 +10,7 @@ from hybridflow.models.config import read_config
 from hybridflow.placement import Place, Placement
 from hybridflow.recipe import Recipe
 from hybridflow.sources import is_model, task_of
+from shared.errors import ConfigError
 
 __all__ = ["models_of", "placed", "workload_of"]
 
@@ -22,8 +23,12 @@ def models_of(recipe: Recipe) -> list[ModelSpec]:
     """The models that a recipe's step runs, named by their roles.
 
     Raises:
-        ConfigError: if one can not be read.
+        ConfigError: if one can not be read, or others than the actor draw.
     """
+    if recipe.loop.kind != "sync" or recipe.server.kind:
+        raise ConfigError(
+            "loop: the search knows steps in which the actor draws; set loop.kind=sync and no server"
+        )
     critics = {"ppo": ["critic"], "safe-rlhf": ["critic", "cost-critic"]}
     found = [_spec(recipe.model, "actor", "actor")]
     found += [_spec(recipe.model, "critic", name) for name in critics.get(recipe.algorithm, [])]
@@ -43,7 +48,9 @@ def _spec(model: str, role: str, name: str) -> ModelSpec:
 
 
 def workload_of(recipe: Recipe) -> Workload:
-    """What a recipe's step asks of its models; prompts and responses count as long as they may be.
+    """What a recipe's step asks of its models; each prompt and response counts as the longest.
+
+    Of a task, the longest of some prompts; of a file, what the recipe allows.
 
     Raises:
         ConfigError: if the recipe's task is not there.

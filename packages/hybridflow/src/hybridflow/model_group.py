@@ -10,6 +10,7 @@ from hybridflow.model_worker import ModelWorker
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Shard
 from hybridflow.pool import ResourcePool
+from hybridflow.protocols import Mesh
 
 __all__ = ["ModelGroup"]
 
@@ -42,6 +43,8 @@ class ModelGroup(WorkerGroup):
         """
         train = Layout(dp=pool.num_ranks) if layout is None else Layout.parse(layout)
         train.check(pool.num_ranks)
+        config, at = read_config(model), Mesh.of(train, settings.get("generate")).generate
         # Shards are alike in what they ask of a model.
-        Shard(read_config(model), 0, train.pp, 0, train.tp)
+        for num_stages, num_shards in ((train.pp, train.tp), (at.pp_size, at.tp_size)):
+            Shard(config, 0, num_stages, 0, num_shards)
         super().__init__(kind, pool, model, layout=train, **settings)

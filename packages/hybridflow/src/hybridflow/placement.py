@@ -65,7 +65,8 @@ class Placement:
             raise ConfigError("placement: expected num_ranks or pools, got both")
         for name, size in self.sizes.items():
             if size < 1:
-                raise ConfigError(f"placement.pools.{name}: expected 1 rank or more, got {size}")
+                key = f"pools.{name}" if self.pools else "num_ranks"
+                raise ConfigError(f"placement.{key}: expected 1 rank or more, got {size}")
         for role, place in self.models.items():
             _one_of("placement.models", role, ROLES)
             _one_of(f"placement.models.{role}.pool", place.pool, tuple(self.sizes))
@@ -127,11 +128,13 @@ class Server:
         url: http://HOST:PORT.
         folder: through which weights go to it; the actor's first rank and the server see it under
             one path.
+        log_probs_mode: of vLLM, what it was started with as --logprobs-mode.
     """
 
     kind: str = ""
     url: str = ""
     folder: str = ""
+    log_probs_mode: str = "raw_logprobs"
 
     def __post_init__(self) -> None:
         _one_of("server.kind", self.kind, _SERVERS)

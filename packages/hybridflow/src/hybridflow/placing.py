@@ -111,10 +111,10 @@ class Models:
         return self._kept(role, Critic, optimizer=self._optimizer, seed=self._recipe.seed + seed)
 
     def reference(self) -> Reference | None:
-        """The actor as it was, where there is a penalty for leaving it."""
+        """The actor as it was, where there is a penalty for leaving it; in no checkpoint."""
         if not self._recipe.beta:
             return None
-        return self._kept("reference", Reference, seed=self._recipe.seed)
+        return self._placed("reference", Reference, seed=self._recipe.seed)
 
     def reward(self) -> RewardModel:
         """The reward model that the recipe names; it does not change, so it is in no checkpoint."""
@@ -132,7 +132,15 @@ class Models:
         place = recipe.placement.of("rollout")
         pools, server = self._pools[place.pool], recipe.server
         if server.kind:
-            return [ServedRollout(pools[0], url=server.url, kind=server.kind, folder=server.folder)]
+            return [
+                ServedRollout(
+                    pools[0],
+                    url=server.url,
+                    kind=server.kind,
+                    folder=server.folder,
+                    log_probs_mode=server.log_probs_mode,
+                )
+            ]
         model = _named(recipe.model, self._vocab_size)
         return [Rollout(model, pool, generate=place.generate or "1-1") for pool in pools]
 

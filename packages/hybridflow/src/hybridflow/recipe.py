@@ -1,14 +1,14 @@
 """A recipe: everything a run is made from, as a YAML file and as frozen dataclasses.
 
-Unknown keys are refused, with the nearest that there are; what can be checked is checked before
-anything is started.
+Unknown keys are refused, with the nearest that there are; what one key says is checked against the
+others before anything is started.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -28,6 +28,7 @@ __all__ = [
 ALGORITHMS = (
     "ppo", "grpo", "dr-grpo", "gspo", "cispo", "rloo", "remax", "reinforce++", "safe-rlhf",
 )  # fmt: skip
+_CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost-critic")}
 GROUPED = ("grpo", "dr-grpo", "gspo", "cispo", "rloo")
 
 
@@ -123,6 +124,8 @@ class Recipe:
             )
         if self.algorithm == "safe-rlhf" and not self.cost:
             raise ConfigError("cost: safe-rlhf needs a cost, 'file.py:function' or a cost model")
+        if self.algorithm == "remax" and self.beta:
+            raise ConfigError("beta: remax has no penalty for leaving the reference; set it to 0")
         self._check_rollout()
 
     def _check_rollout(self) -> None:
@@ -141,8 +144,23 @@ class Recipe:
                 "placement.models.rollout.pool: expected another pool than the actor's, which "
                 "draws by itself on its own"
             )
+        used = {*place.models, *_CRITICS.get(self.algorithm, ())} - {"rollout"}
+        beside = [role for role in used if place.of(role).pool == place.of("rollout").pool]
+        if is_apart and beside:
+            raise ConfigError(
+                f"placement.models.{min(beside)}.pool: {place.of('rollout').pool!r} is the "
+                f"rollout's; in loop {self.loop.kind!r} it would wait for all that is drawn there, "
+                f"so give it another pool"
+            )
         if self.server.kind and place.sizes[place.of("rollout").pool] != 1:
             raise ConfigError("placement.models.rollout.pool: one rank speaks with a server")
+
+    def without_rollout(self) -> Recipe:
+        """The same for a program that draws nothing, or lets the actor do it."""
+        models = {role: at for role, at in self.placement.models.items() if role != "rollout"}
+        return replace(
+            self, loop=Loop(), server=Server(), placement=replace(self.placement, models=models)
+        )
 
     @property
     def num_prompts(self) -> int:
@@ -166,18 +184,13 @@ def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) ->
     Raises:
         ConfigError: if there is no such recipe, or a key or value in it is wrong.
     """
-    import yaml
-
     path = built_in().get(str(source), Path(source))
     if not path.is_file():
         raise ConfigError(
             f"recipe: there is no file {path}, nor a built-in recipe of that name; built in are "
             f"{', '.join(built_in())}"
         )
-    try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: no YAML: {error}") from error
+    tree = _yaml(path.read_text(), str(path)) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected keys and values, got a {type(tree).__name__}")
     for key, value in (changes or {}).items():
@@ -185,8 +198,19 @@ def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) ->
         at = tree
         for name in outer:
             at = at.setdefault(name, {})
-        at[leaf] = yaml.safe_load(value)
+            if not isinstance(at, dict):
+                raise ConfigError(f"{key}: {name} is {at!r}, which has no keys in it")
+        at[leaf] = _yaml(value, key)
     return _made(Recipe, tree, "")
+
+
+def _yaml(text: str, where: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: no YAML: {error}") from error
 
 
 def write_recipe(recipe: Recipe, path: str | Path) -> None:

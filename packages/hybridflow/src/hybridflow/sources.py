@@ -1,18 +1,20 @@
-"""What a recipe names that is not a model: tasks, tokenizers, and functions in a user's files."""
+"""What a recipe names that is not a model: tasks, tokenizers, and rewards in a user's files."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 from hybridflow.recipe import Recipe
+from hybridflow.rewards import Reward
 from hybridflow.tasks import Arithmetic, DigitSort, Task
 from hybridflow.tokenizers import as_tokenizer
 from shared.errors import ConfigError
 
-__all__ = ["function_of", "is_model", "task_of", "tokenizer_of"]
+__all__ = ["is_model", "reward_of", "task_of", "tokenizer_of"]
 
 
 def task_of(recipe: Recipe) -> Task | None:
@@ -60,15 +62,15 @@ def is_model(target: str) -> bool:
     return target.startswith("config:") or Path(target).is_dir()
 
 
-def function_of(target: str, key: str) -> Any:
-    """A function named as "file.py:function" or "module:function".
+def reward_of(target: str, key: str) -> Reward:
+    """A reward named as "file.py:function" or "module:function".
 
     Args:
         target: the name.
         key: the recipe's, for messages.
 
     Raises:
-        ConfigError: if there is no such file, module or function.
+        ConfigError: if there is no such file, module or reward.
     """
     place, _, name = target.rpartition(":")
     if not place:
@@ -78,12 +80,19 @@ def function_of(target: str, key: str) -> Any:
         if spec is None or spec.loader is None or not Path(place).is_file():
             raise ConfigError(f"{key}: there is no file {place}")
         module = importlib.util.module_from_spec(spec)
+        # So that the file finds itself and its neighbours, here and in processes that rewards run in.
+        sys.modules[spec.name] = module
+        sys.path.append(str(Path(place).parent.absolute()))
         spec.loader.exec_module(module)
     else:
         try:
             module = importlib.import_module(place)
         except ImportError as error:
             raise ConfigError(f"{key}: {place} can not be imported: {error}") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{key}: {place} has no {name!r}")
-    return getattr(module, name)
+    found = getattr(module, name, None)
+    if not isinstance(found, Reward):
+        raise ConfigError(
+            f"{key}: expected {place} to have a {name!r} marked with @hybridflow.reward, got "
+            f"{'none' if found is None else f'a {type(found).__name__}'}"
+        )
+    return found

@@ -21,7 +21,8 @@ class Span(NamedTuple):
         call: its number, the same on all ranks.
         name: "group.method".
         rank: in the world.
-        start_s, stop_s: by the controller's clock, which the answer reached at `stop_s`.
+        start_s, stop_s: by the controller's clock; it read the answer at `stop_s`, maybe some time
+            after it was there.
     """
 
     call: int
@@ -43,6 +44,17 @@ def seconds_by_method(spans: Sequence[Span]) -> dict[str, float]:
     return found
 
 
+def _apart(spans: Sequence[Span]) -> list[Span]:
+    """The same, ended where a rank's next one starts: an answer may have waited to be read."""
+    found, next_s = [], dict[int, float]()
+    for span in sorted(spans, key=lambda span: span.stop_s, reverse=True):
+        stop_s = min(span.stop_s, next_s.get(span.rank, span.stop_s))
+        start_s = min(span.start_s, stop_s)
+        found.append(span._replace(start_s=start_s, stop_s=stop_s))
+        next_s[span.rank] = start_s
+    return found[::-1]
+
+
 def draw(spans: Sequence[Span], path: Path, title: str, least_share: float = 0.005) -> None:
     """A picture with a lane for each rank.
 
@@ -54,6 +66,7 @@ def draw(spans: Sequence[Span], path: Path, title: str, least_share: float = 0.0
     """
     from matplotlib.figure import Figure
 
+    spans = _apart(spans)
     begun = min(span.start_s for span in spans)
     length = max(span.stop_s for span in spans) - begun
     seconds = seconds_by_method(spans)

@@ -18,7 +18,7 @@ from hybridflow.prompts import Prompts
 from hybridflow.recipe import Recipe
 from hybridflow.rl import lagrange, losses
 from hybridflow.rollout.sampling import Sampling
-from hybridflow.sources import function_of, is_model, task_of, tokenizer_of
+from hybridflow.sources import is_model, reward_of, task_of, tokenizer_of
 from hybridflow.tasks import DigitSort, Task
 from hybridflow.timeline import Span, seconds_by_method
 from shared.errors import ConfigError
@@ -120,7 +120,9 @@ class Run:
         """
         start = 0
         if checkpoint is not None and checkpoint.latest() is not None:
-            start = self._resume(checkpoint.load(self.groups))
+            # The recipe is compared before anything is loaded.
+            start = self._resume(checkpoint.load({}))
+            checkpoint.load(self.groups)
         total = self.recipe.steps
         self.workers.take_spans()
         begun = time.perf_counter()
@@ -130,6 +132,7 @@ class Run:
             yield {"step": step, **metrics, "seconds": time.perf_counter() - begun, **spent}
             if checkpoint is not None and ((step + 1) % every == 0 or step + 1 == total):
                 checkpoint.save(step + 1, self.groups, self._remembered(step + 1))
+                self.workers.take_spans()
             begun = time.perf_counter()
 
     def _told(self, start: int, count: int) -> Iterator[dict[str, float]]:
@@ -190,13 +193,13 @@ def _score(recipe: Recipe, models: Models, task: Task | None, tokenizer: Any) ->
         return partial(found, tokenizer=tokenizer)
     if is_model(recipe.reward):
         return models.reward().scores
-    return partial(function_of(recipe.reward, "reward"), tokenizer=tokenizer)
+    return partial(reward_of(recipe.reward, "reward"), tokenizer=tokenizer)
 
 
 def _cost(recipe: Recipe, models: Models, tokenizer: Any) -> Any:
     if is_model(recipe.cost):
         return models.cost().scores
-    cost = partial(function_of(recipe.cost, "cost"), tokenizer=tokenizer)
+    cost = partial(reward_of(recipe.cost, "cost"), tokenizer=tokenizer)
     return lambda roll: _renamed(cost(roll))
 
 

@@ -67,7 +67,12 @@ class Worker:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU, or the CPU where there is none."""
+        """What this rank exchanges messages from: its GPU, or the CPU.
+
+        Ranks without process groups take the GPU that is there.
+        """
+        if Group.exists() and Group.world().world_size > 1:
+            return Group.world().device
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())

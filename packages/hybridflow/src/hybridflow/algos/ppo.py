@@ -46,7 +46,7 @@ class PPO:
         return (generator or self.actor).generate(prompts, self.sampling, step)
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
-        """One step of critic and actor; all models are asked before any answer is waited for."""
+        """One step of critic and actor, which are asked, as the reference is, before any answers."""
         values = self.critic.values(roll)
         reference = (
             None

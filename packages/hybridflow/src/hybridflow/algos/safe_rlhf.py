@@ -65,7 +65,7 @@ class SafeRLHF:
         batch = scored(batch, self.cost, ["costs"])
         if reference is not None:
             batch |= reference.result()
-        mask, gains = counted(batch), []
+        mask, gains, trained = counted(batch), [], []
         for critic, values, column, sign in (
             (self.critic, asked[0], "scores", 1),
             (self.cost_critic, asked[1], "costs", -1),
@@ -76,7 +76,7 @@ class SafeRLHF:
             )
             gains.append(advantages.whiten(gain, mask, shift_mean=column == "scores"))
             rows = roll | values | learnt_columns(batch, returns=returns)
-            critic.update(rows, num_updates=self.num_updates)
+            trained.append(critic.update(rows, num_updates=self.num_updates))
         mean_cost = mean_of(batch["costs"], batch)
         if mask.any():
             self.multiplier = self.multiplier.update(mean_cost)
@@ -87,4 +87,7 @@ class SafeRLHF:
             roll | columns, loss=loss, num_updates=self.num_updates,
             temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(batch, metrics, cost=mean_cost, multiplier=self.multiplier.value)
+        return told(
+            batch, metrics, cost=mean_cost, multiplier=self.multiplier.value,
+            value_loss=trained[0]["loss"], cost_value_loss=trained[1]["loss"],
+        )  # fmt: skip

@@ -1,8 +1,9 @@
 """Connections between the processes of one job, over TCP.
 
 Messages are pickles, and reading one runs what it says. So each side first proves that it knows the
-job's key, which itself never travels here, and of one that does not nothing is read. Large buffers
-go beside the messages as they are. Nothing is encrypted, as between process groups.
+job's key, which itself never travels here, and of one that does not nothing is read. The key lies in
+torchrun's store: whoever reaches MASTER_PORT is let in. Large buffers go beside the messages as they
+are. Nothing is encrypted, as between process groups.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -101,6 +103,7 @@ class Listener:
         else:
             self._socket = socket.create_server(("", 0), backlog=1024)
         self.port: int = self._socket.getsockname()[1]
+        self._is_open = True
         threading.Thread(target=self._listen, name="hybridflow-listener", daemon=True).start()
 
     def _listen(self) -> None:
@@ -108,7 +111,10 @@ class Listener:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return  # closed
+                if not self._is_open:
+                    return
+                time.sleep(0.1)  # there is no descriptor free, or the caller is gone again
+                continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
@@ -121,6 +127,7 @@ class Listener:
 
     def close(self) -> None:
         """Takes no more connections; those that are there go on."""
+        self._is_open = False
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

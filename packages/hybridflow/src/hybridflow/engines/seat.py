@@ -127,9 +127,9 @@ class Seat:
             trace = error.__traceback__
             trace = trace.tb_next if trace is not None else None  # this frame tells nothing
             text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-            return Reply(
-                task.call, self._rank, failure=Failure(type(error).__name__, str(error), text)
-            )
+            failure = Failure(type(error).__name__, str(error), text)
+            taken = time.perf_counter() - begun
+            return Reply(task.call, self._rank, failure=failure, seconds=taken)
 
     def _create(
         self, name: str, kind: type[Worker], context: Context, args: tuple, kwargs: dict

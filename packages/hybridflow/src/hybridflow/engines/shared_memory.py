@@ -31,7 +31,7 @@ _PREFIX = "meshyard-hybridflow-"
 _ALIGNMENT = 64
 _MAX_PIECES = 1024  # of one writev
 _NUM_REMEMBERED = 256  # files that a process looks through for one to write to again
-_FREE_BYTES = 256 << 20  # of files that wait to be written to again, of all processes
+_FREE_BYTES = 256 << 20  # of values in files that wait to be written to again
 _FREE = ".free"
 
 
@@ -96,7 +96,7 @@ class SharedMemory:
         # Written, not mapped: the kernel then fills fresh pages without zeroing them first.
         fd = self._emptied(path, end)
         try:
-            _write_all(fd, pieces)
+            self._filled(fd, pieces)
             self._written.append((path, os.fstat(fd).st_size))
         except OSError as error:
             os.unlink(path)
@@ -108,6 +108,16 @@ class SharedMemory:
             os.close(fd)
         packed = Packed(None if is_large else data, path, tuple(spans))
         return self.adopt(packed) if self._is_keeper else packed
+
+    def _filled(self, fd: int, pieces: list[Any]) -> None:
+        try:
+            _write_all(fd, pieces)
+        except OSError:
+            # What waits to be written to again is all that can make room.
+            for file in Path(self._folder).glob(f"*{_FREE}"):
+                file.unlink(missing_ok=True)
+            os.lseek(fd, 0, os.SEEK_SET)
+            _write_all(fd, pieces)
 
     def _emptied(self, path: str, num_bytes: int) -> int:
         """A file of this process's whose value nobody wants any more, renamed, or a fresh one."""

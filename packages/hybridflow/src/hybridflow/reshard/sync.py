@@ -44,7 +44,7 @@ __all__ = ["Exchange", "Holding", "Route", "checksum", "plan_sync", "sync_weight
 _GIVEN_UP = "the exchange of weights was given up"
 
 _CHUNK = 1 << 22
-"""Elements whose checksum is taken at once: it takes 16 bytes for each."""
+"""Elements whose checksum is taken at once: it takes 24 bytes for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,9 @@ from shared.errors import ConfigError, DataError
 
 __all__ = ["Responses", "generate"]
 
-# A prefill's products and logits are of at most so many tokens at once.
+# A prefill's products are of at most so many tokens at once, its logits of about so many samples.
 _MAX_TOKENS = 16384
+_MAX_DRAWN = 256
 # The more parts prompts are read in, the shorter the stages wait at the beginning and the end.
 _READS_A_STAGE = 4
 
@@ -163,7 +164,8 @@ class _Run:
         """Reads each prompt once, and draws all of its samples' first tokens."""
         n, shard = self.sampling.num_samples, self.model.shard
         share = _READS_A_STAGE * shard.num_stages if shard.num_stages > 1 else 1
-        num_rows = max(1, min(_MAX_TOKENS // padded.shape[1], -(-len(padded) // share)))
+        most = min(_MAX_TOKENS // padded.shape[1], max(1, _MAX_DRAWN // n))
+        num_rows = max(1, min(most, -(-len(padded) // share)))
         last = self.samples.prompt_lengths[::n] - 1
         first = torch.zeros_like(self.samples.prompt_lengths)
 

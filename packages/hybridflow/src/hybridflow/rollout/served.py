@@ -72,7 +72,7 @@ class ServedRollout(Generator):
             url: http://HOST:PORT.
             kind: "vllm" or "sglang".
             folder: that the actor's first rank, this program and the server see under one path;
-                weights go through it, and the last two stay there.
+                weights go through it, and the last two of a run stay there.
             name: of the group.
             **settings: further ones of `hybridflow.rollout.server.ServerRollout`.
 
@@ -104,11 +104,11 @@ class ServedRollout(Generator):
         # What an interrupted run has left is not what this actor has.
         shutil.rmtree(path, ignore_errors=True)
         export(actor, path)
+        self._kept = [*(kept for kept in self._kept if kept != path), path]
         self.call("take", str(path), version).result()
         self.version = version
-        self._kept = [kept for kept in self._kept if kept != path]
         # A server that fails to load goes back to the folder before.
-        for old in self._kept[:-1]:
+        for old in self._kept[:-2]:
             shutil.rmtree(old, ignore_errors=True)
-        self._kept = [*self._kept[-1:], path]
+        self._kept = self._kept[-2:]
         return version

@@ -92,8 +92,9 @@ def gradients(
 ) -> tuple[Float[Tensor, "rows dim"], Float[Tensor, "vocabulary dim"]]:
     """Gradients of `hidden` and `weight`, given those of log-probabilities and entropies.
 
-    Both are summed in float32 and rounded once to the type of what they are gradients of. On a GPU
-    the slopes of logits are of the type of `weight`, for tensor cores.
+    Both are summed over blocks of the vocabulary in float32, and then rounded to the type of what
+    they are gradients of. On a GPU the slopes of logits, and what each block adds, are of the type
+    of `weight`, for tensor cores.
 
     Args:
         hidden, weight, tokens, temperature: as `partial_sums` was given them.
