@@ -140,19 +140,6 @@ class Toy(Worker):
         _LOG.append(f"closed {self.rank}")
 
 
-@pytest.fixture(scope="module")
-def ray_start(tmp_path_factory):
-    ray = pytest.importorskip("ray", reason="the ray engine needs Ray")
-    with pytest.MonkeyPatch.context() as patch:
-        # Ray writes a token there.
-        home = tmp_path_factory.getbasetemp() / "home"  # one for all tests: Ray reads it once
-        home.mkdir(exist_ok=True)
-        patch.setenv("HOME", str(home))
-        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        yield
-        ray.shutdown()
-
-
 @pytest.fixture(
     scope="module",
     params=[

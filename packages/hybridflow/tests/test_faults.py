@@ -21,6 +21,8 @@ from hybridflow.training import Run
 from shared.comms.maker import mark
 from shared.errors import ConfigError, RankFailure
 
+from .processes import assert_gone, runs, with_variable
+
 
 class Frail(Worker):
     def __init__(self, fails=False):
@@ -308,7 +310,7 @@ def test_a_rank_that_raises_frees_those_that_wait_for_it(local, tmp_path):
     with pytest.raises(RankFailure, match="rank 1 gives up"):
         local.echo(1)
     local.pool.workers.close()
-    _assert_gone(pids)
+    assert_gone(pids)
 
 
 @pytest.mark.slow
@@ -332,21 +334,6 @@ def test_a_run_whose_rank_was_killed_goes_on_to_the_same_end(tmp_path):
     # The step after which it was killed had not been saved.
     assert before == whole[:3]
     assert after == whole[2:]
-
-
-def _assert_gone(pids):
-    deadline = time.monotonic() + 20
-    while any(map(_runs, pids)):
-        assert time.monotonic() < deadline, f"of {pids} some still run"
-        time.sleep(0.02)
-
-
-def _runs(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 # Ray.
@@ -397,7 +384,7 @@ def test_rays_faults_are_told_like_the_others(ray_start, tmp_path):
         assert caught.value.rank == 1
         with pytest.raises(RankFailure, match="rank 1 of 2 died"):
             unread.result()
-    _assert_gone(pids)
+    assert_gone(pids)
     assert ray_start.is_initialized()  # it is not ours to end
 
 
@@ -408,7 +395,7 @@ def test_a_rank_of_ray_that_raises_frees_those_that_wait_for_it(ray_start, tmp_p
         pids = group.pid().result(60)
         with pytest.raises(RankFailure, match="ArithmeticError: rank 1 gives up"):
             group.hang_in_collective(str(tmp_path / "told")).result(60)
-    _assert_gone(pids)
+    assert_gone(pids)
 
 
 _OWN_RAY = """
@@ -437,16 +424,5 @@ def test_ray_started_by_workers_ends_with_them(tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert "ranks 1" in ran.stdout
     # All that the script started has inherited its environment.
-    left = [pid for pid in _pids() if tag.encode() in _environment(pid) and _runs(pid)]
-    _assert_gone(left)
-
-
-def _pids():
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-
-
-def _environment(pid):
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
+    left = [pid for pid in with_variable(tag.encode()) if runs(pid)]
+    assert_gone(left)

@@ -19,6 +19,8 @@ from hybridflow.engines import torchrun
 from hybridflow.engines.torchrun_rank import Member, meeting_place
 from shared.errors import ConfigError, RankFailure
 
+from .processes import assert_gone, environment_of, with_variable
+
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -149,7 +151,7 @@ def test_a_rank_that_raises_and_one_that_is_killed(torchrun_job):
         with pytest.raises(RankFailure, match="rank 1 of 2 died"):
             group.pid()
         assert float(kept.result()["y"].sum()) == 100_000
-    _assert_gone([first])
+    assert_gone([first])
     assert not any(map(os.path.exists, folders))
 
 
@@ -178,27 +180,12 @@ def test_a_rank_that_raises_frees_those_that_wait_for_it(torchrun_job):
             future.result(60)
         assert time.monotonic() - begin < 10
         assert caught.value.rank == 1
-    _assert_gone(pids)
+    assert_gone(pids)
     assert others[0].returncode == 0
 
 
 def _folders(workers):
     return [place.folder for place in workers.engine.store.places.values()]
-
-
-def _assert_gone(pids):
-    deadline = time.monotonic() + 20
-    while any(map(_runs, pids)):
-        assert time.monotonic() < deadline, f"of {pids} some still run"
-        time.sleep(0.02)
-
-
-def _runs(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"
 
 
 # Whole jobs.
@@ -266,19 +253,8 @@ def _assert_nothing_left(tmp_path, output):
     assert len(folders) == 3
     tag = f"HYBRIDFLOW_TEST={tmp_path}".encode()
     # All that torchrun started has inherited its environment.
-    _assert_gone([pid for pid in _pids() if tag in _environment(pid)])
+    assert_gone(with_variable(tag))
     assert not any(map(os.path.exists, folders))
-
-
-def _pids():
-    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-
-
-def _environment(pid):
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return b""
 
 
 def _run(tmp_path, *options, **how):
@@ -359,8 +335,8 @@ def test_a_controller_that_ends_ends_the_job(tmp_path, number):
         tag = f"HYBRIDFLOW_TEST={tmp_path}".encode()
         controller = next(
             pid
-            for pid in _pids()
-            if tag in (found := _environment(pid))
+            for pid in with_variable(tag)
+            if (found := environment_of(pid))
             and b"\0RANK=0\0" in found
             and b"torchrun_rank" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
