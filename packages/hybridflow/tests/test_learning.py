@@ -59,6 +59,7 @@ def test_every_recipe_learns(name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # types are checked in tests, which takes longer than the training
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("name", "steps", "least"), [("ppo", 500, 0.9), ("grpo", 700, 0.6)])
 def test_three_digits_are_sorted(name, steps, least, seed):
