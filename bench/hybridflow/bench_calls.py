@@ -63,6 +63,22 @@ def spread(seconds):
     return f"quartiles {1e3 * low:.3g} and {1e3 * high:.3g} ms"
 
 
+def claim_of(name, taken, other, baseline_name, is_right):
+    """What `in_turns` has taken, ours beside the other way."""
+    return Claim(
+        name=name,
+        unit="ms",
+        ours=1e3 * median(taken["ours"]),
+        baseline=1e3 * median(taken[other]),
+        baseline_name=baseline_name,
+        higher_is_better=False,
+        correct=is_right,
+        detail=f"{len(taken['ours'])} calls each in {TURNS} turns; ours {spread(taken['ours'])}, "
+        f"{other} {spread(taken[other])}",
+        source=COMMAND,
+    )
+
+
 def is_nothing(found):
     return found == [None, None]
 
@@ -133,21 +149,8 @@ def bench_ray_calls_against_raw_ray(benchmark, record_claim, tmp_path, monkeypat
             "raw": lambda: ray.get([actor.noop.remote() for actor in actors]),
         }
         taken, is_right = in_turns(ways, benchmark)
-    record_claim(
-        Claim(
-            name="a call that does nothing, Ray engine, two workers",
-            unit="ms",
-            ours=1e3 * median(taken["ours"]),
-            baseline=1e3 * median(taken["raw"]),
-            baseline_name="raw Ray, two actors",
-            higher_is_better=False,
-            correct=is_right,
-            detail=f"{len(taken['ours'])} calls each in {TURNS} turns; ours "
-            f"{spread(taken['ours'])}, raw {spread(taken['raw'])}",
-            source=COMMAND,
-        ),
-        aim=1 / 1.1,
-    )
+    what = "a call that does nothing, Ray engine, two workers"
+    record_claim(claim_of(what, taken, "raw", "raw Ray, two actors", is_right), aim=1 / 1.1)
 
 
 def echo(link):
@@ -177,17 +180,6 @@ def bench_local_calls_against_bare_pipes(benchmark, record_claim):
         link.send_bytes(b"")
     for process in processes:
         process.join()
-    record_claim(
-        Claim(
-            name="a call that does nothing, local engine, against its limit",
-            unit="ms",
-            ours=1e3 * median(taken["ours"]),
-            baseline=1e3 * median(taken["bare"]),
-            baseline_name="200 bytes by pipes to two processes and back",
-            higher_is_better=False,
-            correct=is_right,
-            detail=f"{len(taken['ours'])} calls each in {TURNS} turns; ours "
-            f"{spread(taken['ours'])}, bare {spread(taken['bare'])}",
-            source=COMMAND,
-        ),
-    )
+    what = "a call that does nothing, local engine, against its limit"
+    told = "200 bytes by pipes to two processes and back"
+    record_claim(claim_of(what, taken, "bare", told, is_right))
