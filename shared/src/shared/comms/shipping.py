@@ -10,6 +10,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -77,8 +78,9 @@ def _module(name: str, file: str | None) -> ModuleType:
     if spec is not None and (file is None or spec.origin == file):
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, file) if file else None
-    if spec is None or spec.loader is None:
+    if file is None or spec is None or spec.loader is None:
         raise ImportError(f"cannot load module {name!r} from {file!r}")
+    _load_parent(name, file)
     module = importlib.util.module_from_spec(spec)
     # Under the parent's name, so that pickled instances of the file's classes find them.
     sys.modules[name] = module
@@ -87,6 +89,22 @@ def _module(name: str, file: str | None) -> ModuleType:
         sys.modules["__main__"] = module
     spec.loader.exec_module(module)
     return module
+
+
+def _load_parent(name: str, file: str) -> None:
+    """Makes the package that a module's relative imports look in, by the folder it lies in."""
+    parent = name.rpartition(".")[0]
+    path = Path(file)
+    folder = path.parent.parent if path.stem == "__init__" else path.parent
+    if not parent or parent in sys.modules or folder.name != parent.rpartition(".")[2]:
+        return
+    init = folder / "__init__.py"
+    if init.exists():
+        _module(parent, str(init))
+        return
+    _load_parent(parent, str(init))
+    sys.modules[parent] = ModuleType(parent)
+    sys.modules[parent].__path__ = [str(folder)]
 
 
 _replaced: list[ModuleType] = []  # this process's own main module runs on under no name
