@@ -1,4 +1,4 @@
-"""Entry point of one rank of a RankPool: `python -m shared.comms._rank`.
+"""Entry point of one rank of a RankPool: `python -m shared.comms._rank`, or a template's fork.
 
 The first thing it does, before torch is imported, is to tie its life to the parent's: the kernel
 kills it when the parent's thread ends, and a thread ends it when the control socket is closed.
@@ -22,12 +22,18 @@ from typing import Any
 
 from shared.comms.shipping import found
 
-__all__: list[str] = []
+__all__ = ["die_with_parent", "main"]
 
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent(parent_pid: int, is_main_thread: bool) -> None:
+def die_with_parent(parent_pid: int, is_main_thread: bool) -> None:
+    """Has the kernel kill this process when its parent ends, or the parent's main thread.
+
+    Args:
+        parent_pid: of the parent that is meant; if that is gone already, this process exits.
+        is_main_thread: whether it is the main thread that has started this process.
+    """
     # The signal comes when the parent's *thread* ends, which only the main thread may not outlive.
     if sys.platform == "linux" and is_main_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -79,10 +85,15 @@ def _serve(control: Connection, commands: queue.SimpleQueue) -> None:
         control.send(("done", seconds, payload))
 
 
-def _main() -> None:
-    fd, rank, num_ranks, threads, parent_pid, is_main_thread = (int(arg) for arg in sys.argv[1:7])
-    timeout_s, folder = float(sys.argv[7]), sys.argv[8]
-    _die_with_parent(parent_pid, bool(is_main_thread))
+def main(args: list[str]) -> None:
+    """Runs a rank to its end.
+
+    Args:
+        args: descriptor of the control socket, rank, number of ranks, threads, seconds that a
+            message may take, folder of the pool.
+    """
+    fd, rank, num_ranks, threads = (int(arg) for arg in args[:4])
+    timeout_s, folder = float(args[4]), args[5]
     os.set_inheritable(fd, False)
     control = Connection(fd)
     commands: queue.SimpleQueue = queue.SimpleQueue()
@@ -127,4 +138,6 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _parent_pid, _is_main_thread, *_args = sys.argv[1:]
+    die_with_parent(int(_parent_pid), bool(int(_is_main_thread)))
+    main(_args)

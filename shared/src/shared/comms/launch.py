@@ -3,7 +3,8 @@
 Functions travel as (module, file, qualified name), so that they may live in a test, in a benchmark
 or in an installed module. A rank that raises, dies or hangs ends the pool: the others get a short
 while to report what they saw, then they are stopped, and the parent raises one RankFailure that
-tells it all. A rank never outlives its parent (see `_rank`).
+tells it all. A rank never outlives its parent (see `_rank`). Where it can be, a rank is forked from a
+process that has imported torch already (see `forking`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shared.comms.forking import Forked, fork
 from shared.comms.maker import is_alive, mark
 from shared.comms.shipping import shipped
 from shared.errors import ConfigError, RankFailure
@@ -108,7 +110,8 @@ class RankPool:
             timeout: for the start, for each run without a timeout of its own, and for each
                 message between ranks.
             threads_per_rank: threads that torch and numba use in each rank.
-            env: variables set in every rank over the parent's.
+            env: variables set in every rank over the parent's; the ranks are fresh processes then,
+                as libraries read variables when they are loaded.
             prefix: for each rank the words before its command, as ["ip", "netns", "exec", "a"];
                 they must end in replacing themselves by the command.
             ranks_per_host: what LOCAL_WORLD_SIZE says; all ranks by default.
@@ -130,10 +133,12 @@ class RankPool:
         self._ranks_per_host = ranks_per_host
         self._env = dict(env or {})
         self._prefix = [list(words) for words in prefix] if prefix else [[]] * num_ranks
+        # A template for an environment of one's own would serve no other pool.
+        self._may_fork = not prefix and not env
         if sys.platform == "linux" and not prefix:
             # The host's name may resolve to an address that is not there.
             self._env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._controls: list[Connection] = []
         self._folder: Path | None = None
         self._is_open = False
@@ -224,14 +229,9 @@ class RankPool:
 
     def _start(self, rank: int, folder: Path) -> None:
         ours, theirs = socket.socketpair()
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        numbers = (
-            theirs.fileno(),
-            rank,
-            self.num_ranks,
-            self._threads,
-            os.getpid(),
-            int(is_main_thread),
+        args = (
+            *(theirs.fileno(), rank, self.num_ranks, self._threads),
+            *(self.timeout.total_seconds(), folder),
         )
         env = {
             **KEEP_MEMORY,
@@ -248,22 +248,27 @@ class RankPool:
             **self._env,
         }
         with theirs:
-            self._processes.append(
-                subprocess.Popen(
-                    [
-                        *self._prefix[rank],
-                        *(sys.executable, "-P", "-m", "shared.comms._rank"),
-                        *(str(number) for number in numbers),
-                        *(str(self.timeout.total_seconds()), str(folder)),
-                    ],
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,  # a parent's standard output belongs to its own results
-                    pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # so that a rank's own children can be stopped too
-                )
-            )
+            forked = None
+            if self._may_fork:
+                forked = fork(theirs.fileno(), args, env, self.timeout.total_seconds())
+            self._processes.append(forked or self._fresh(rank, args, env))
         self._controls.append(Connection(ours.detach()))
+
+    def _fresh(self, rank: int, args: tuple, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        numbers = (os.getpid(), int(is_main_thread), *args)
+        return subprocess.Popen(
+            [
+                *self._prefix[rank],
+                *(sys.executable, "-P", "-m", "shared.comms._rank"),
+                *(str(number) for number in numbers),
+            ],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # a parent's standard output belongs to its own results
+            pass_fds=[args[0]],
+            start_new_session=True,  # so that a rank's own children can be stopped too
+        )
 
     def _collect(self, doing: str, timeout: timedelta) -> list[tuple]:
         """One message from each rank, or the RankFailure that stands for the run."""
