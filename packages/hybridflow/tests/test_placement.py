@@ -39,6 +39,11 @@ APART = {
         ({"loop.kind": "one-step"}, r"placement.models.rollout: loop 'one-step' needs a place"),
         ({"loop.correct": "token"}, r"loop.correct: in loop 'sync'"),
         ({"loop.eta": "-1"}, r"loop.eta: expected 0 or more"),
+        ({"loop.eta": "3"}, r"loop.eta: loop 'sync' has none; only async has"),
+        ({"loop.kind": "async", "loop.cap": "3"}, r"loop.cap: it bounds the weights of loop.corr"),
+        ({"server.log_probs_mode": "processed_logprobs"}, r"server.log_probs_mode: .* vllm's"),
+        ({"placement.models": "{critic: {pool: all}}"}, r"models.critic: this run has no such mod"),
+        ({"placement.models": "{reference: {pool: all}}"}, r"grpo with .* has actor, rollout$"),
         ({"loop.kind": "async", "placement.models": "{rollout: {pool: all}}"}, r"another pool"),
         (
             {
@@ -46,6 +51,7 @@ APART = {
                 "placement.engine": "local",
                 "placement.pools": "{a: 1, b: 1}",
                 "placement.models": "{rollout: {pool: b}, reward: {pool: b}}",
+                "reward": "config:tiny-llama",
             },
             r"placement.models.reward.pool: 'b' is the rollout's",
         ),

@@ -30,6 +30,13 @@ def test_built_in_recipes_are_valid(name):
         ({"algorithm.x": "1"}, "algorithm.x: algorithm is 'grpo', which has no keys in it"),
         ({"placement.pools": "{a: 1"}, "placement.pools: no YAML"),
         ({"algorithm": "remax", "num_samples": "1", "beta": "0.1"}, "beta: remax has no penalty"),
+        ({"cost": "a.py:b"}, "cost: grpo has none, only safe-rlhf has"),
+        (
+            {"per_token": "true", "reward": "a.py:b"},
+            "own reward to give to tokens, got a reward of",
+        ),
+        ({"per_token": "true", "task": "a.jsonl"}, "to tokens, got prompts of 'a.jsonl'"),
+        ({"max_prompt_tokens": "5"}, "max_prompt_tokens: digit-sort:2 has no longer prompts"),
     ],
 )
 def test_mistakes_are_told(changes, told):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from shared.errors import ConfigError
 
-__all__ = ["ROLES", "Loop", "Place", "Placement", "Server"]
+__all__ = ["ROLES", "Loop", "Place", "Placement", "Server", "is_set"]
 
 ROLES = ("actor", "critic", "cost-critic", "reference", "reward", "cost", "rollout")
 """What a recipe calls its models."""
@@ -117,6 +118,10 @@ class Loop:
             raise ConfigError(f"loop.eta: expected 0 or more, got {self.eta}")
         if self.correct and self.kind == "sync":
             raise ConfigError("loop.correct: in loop 'sync' the weights that learn have drawn")
+        if is_set(self, "eta") and self.kind != "async":
+            raise ConfigError(f"loop.eta: loop {self.kind!r} has none; only async has")
+        if is_set(self, "cap") and not self.correct:
+            raise ConfigError("loop.cap: it bounds the weights of loop.correct, which is not set")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +145,14 @@ class Server:
         _one_of("server.kind", self.kind, _SERVERS)
         if bool(self.kind) != bool(self.url) or bool(self.kind) != bool(self.folder):
             raise ConfigError("server: kind, url and folder go together; give all or none")
+        if is_set(self, "log_probs_mode") and self.kind != "vllm":
+            raise ConfigError("server.log_probs_mode: it is a setting of vllm's, which is not kind")
+
+
+def is_set(record: Any, name: str) -> bool:
+    """Whether a field of a dataclass has another value than its default."""
+    default = next(item.default for item in fields(record) if item.name == name)
+    return getattr(record, name) != default
 
 
 def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hybridflow.placement import Loop, Placement, Server
+from hybridflow.placement import Loop, Placement, Server, is_set
 from shared.errors import ConfigError
 
 __all__ = [
@@ -126,7 +126,30 @@ class Recipe:
             raise ConfigError("cost: safe-rlhf needs a cost, 'file.py:function' or a cost model")
         if self.algorithm == "remax" and self.beta:
             raise ConfigError("beta: remax has no penalty for leaving the reference; set it to 0")
+        self._check_all_is_used()
         self._check_rollout()
+
+    def _check_all_is_used(self) -> None:
+        """Refuses what is set in vain: who sets it believes that it does something."""
+        if self.cost and self.algorithm != "safe-rlhf":
+            raise ConfigError(f"cost: {self.algorithm} has none, only safe-rlhf has")
+        is_task = self.task.startswith(("digit-sort:", "arithmetic:"))
+        if self.per_token and (self.reward or not is_task):
+            raise ConfigError(
+                "per_token: expected a task's own reward to give to tokens, got "
+                + ("a reward of yours" if self.reward else f"prompts of {self.task!r}")
+            )
+        if is_task and is_set(self, "max_prompt_tokens"):
+            raise ConfigError(f"max_prompt_tokens: {self.task} has no longer prompts to leave out")
+        used = {"actor", "rollout", *_CRITICS.get(self.algorithm, ())}
+        used |= {"reference"} if self.beta else set()
+        used |= {role for role in ("reward", "cost") if getattr(self, role)}
+        unused = sorted(self.placement.models.keys() - used)
+        if unused:
+            raise ConfigError(
+                f"placement.models.{unused[0]}: this run has no such model; {self.algorithm} with "
+                f"this beta, reward and cost has {', '.join(sorted(used))}"
+            )
 
     def _check_rollout(self) -> None:
         """Refuses a loop whose two sides would wait for each other, or have nobody to draw."""
