@@ -5,6 +5,7 @@ import torch.distributed as dist
 from shared.comms import (
     Group,
     all_gather,
+    all_gather_into,
     all_gather_v,
     all_reduce,
     all_to_all_v,
@@ -46,6 +47,28 @@ def gathers() -> None:
     share = scatter_v(group, shares, root=1)
     assert share.tolist() == list(range(rank))
     assert share.dtype == torch.uint8
+
+
+def gathers_into_place() -> dict:
+    group = Group.world()
+    kinds = [
+        ((3, 2), torch.float32),
+        ((5,), torch.bfloat16),
+        ((0, 4), torch.int8),
+        ((), torch.int64),
+    ]
+    parts = [torch.full(shape, group.rank, dtype=dtype) for shape, dtype in kinds]
+    flat = [torch.full((4 * part.numel() + 2,), 9, dtype=part.dtype) for part in parts]
+    before = group.ledger.snapshot()
+    all_gather_into(group, [(out[1:-1], part) for out, part in zip(flat, parts, strict=True)])
+    for out, part in zip(flat, parts, strict=True):
+        right = torch.arange(4).repeat_interleave(part.numel())
+        assert out.tolist() == [9, *right.tolist(), 9]
+    all_gather_into(group, [])
+    alone = [Group.of([rank]) for rank in range(4)][group.rank]
+    all_gather_into(alone, [(flat[0][1:7], torch.ones(2, 3))])
+    assert flat[0][:8].tolist() == [9] + [1] * 7
+    return group.ledger.snapshot().diff(before).by_peer()
 
 
 def sizes(sender: int, receiver: int) -> int:
@@ -109,6 +132,10 @@ def refusals() -> None:
         gather_v(group, torch.ones(2, 2))
     with pytest.raises(ConfigError, match=r"different ranks of 0\.\.1, got"):
         Group.of([0, 0])
+    with pytest.raises(ConfigError, match=r"2 parts \[3\] of torch.float32 do not make \[5\]"):
+        all_gather_into(group, [(torch.ones(5), torch.ones(3))])
+    with pytest.raises(ConfigError, match="a message must be contiguous"):
+        all_gather_into(group, [(torch.ones(4, 6)[:, :2], torch.ones(2, 2))])
     if group.rank == 0:
         with pytest.raises(ConfigError, match="each of 2 ranks, got None"):
             scatter_v(group, None)
@@ -134,6 +161,15 @@ def test_all_to_all_of_unequal_sizes(pool_of_four):
     check_conserved(by_peer)
     assert by_peer[1][3].sent_bytes == 4 * sizes(1, 3)
     assert by_peer[2][0].sent_bytes == 0
+
+
+def test_gathering_into_place_takes_the_ring(pool_of_four):
+    by_peer = pool_of_four.run(gathers_into_place).results
+    check_conserved(by_peer)
+    part = 6 * 4 + 5 * 2 + 8
+    for rank, peers in enumerate(by_peer):
+        assert peers[(rank - 1) % 4].sent_bytes == 3 * part == peers[(rank + 1) % 4].received_bytes
+        assert sum(traffic.sent_bytes for traffic in peers.values()) == 3 * part
 
 
 def test_broadcast_sends_each_rank_one_copy(pool_of_four):

@@ -105,27 +105,48 @@ def all_gather(group: Group, tensor: Tensor) -> list[Tensor]:
     return gathered
 
 
-def all_gather_into(group: Group, out: Tensor, tensor: Tensor) -> None:
-    """Collect every rank's tensor in one, without a copy beside it.
+def all_gather_into(group: Group, gathers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Collect every rank's tensors, each straight into its place, without a copy beside it.
 
     Args:
         group: who takes part.
-        out: contiguous; rank k's part comes to [k * len(tensor), (k + 1) * len(tensor)).
-        tensor: contiguous, same shape and type on every rank.
+        gathers: pairs of a contiguous tensor to fill and this rank's contiguous part of it, of the
+            same shape and type on every rank: rank k's comes to the k-th of as many equal parts as
+            there are ranks.
 
     Raises:
         ConfigError: if the sizes do not fit.
         CommError: if a peer died or the timeout passed.
     """
     process_group = group.checked()
-    if out.numel() != group.world_size * tensor.numel() or out.dtype != tensor.dtype:
-        raise ConfigError(
-            f"all_gather_into: {group.world_size} parts {list(tensor.shape)} of {tensor.dtype} do "
-            f"not make {list(out.shape)} of {out.dtype}"
-        )
-    with _failures_named(group, "all_gather"):
-        dist.all_gather_into_tensor(out, tensor, process_group)
-    _record_ring(group, "all_gather", (group.world_size - 1) * _num_bytes(tensor))
+    rank, size = group.rank, group.world_size
+    for out, tensor in gathers:
+        if out.numel() != size * tensor.numel() or out.dtype != tensor.dtype:
+            raise ConfigError(
+                f"all_gather_into: {size} parts {list(tensor.shape)} of {tensor.dtype} do not make "
+                f"{list(out.shape)} of {out.dtype}"
+            )
+    if group.backend == "nccl":
+        for out, tensor in gathers:
+            dist.all_gather_into_tensor(out, tensor, process_group)
+            _record_ring(group, "all_gather", (size - 1) * _num_bytes(tensor))
+        return
+    # gloo's own gathers into memory that it allocates for all parts, and copies from there; the
+    # same ring in rounds needs neither.
+    rounds = []
+    for out, tensor in gathers:
+        parts = out.view(size, *tensor.shape)
+        parts[rank].copy_(tensor)
+        rounds += [
+            Round(
+                send_to=(rank - 1) % size,
+                send=parts[(rank + step) % size],
+                recv_from=(rank + 1) % size,
+                recv=parts[(rank + step + 1) % size],
+            )
+            for step in range(size - 1)
+        ]
+    run_rounds(group, rounds, None, "all_gather")
 
 
 def all_gather_v(group: Group, tensor: Tensor) -> list[Tensor]:

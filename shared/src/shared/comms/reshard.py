@@ -167,6 +167,9 @@ def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
     outgoing, incoming = _by_peer(moves, rank)
     for move, box in outgoing.get(rank, ()):
         _place(move.wanted, box).copy_(_place(move.held, box))
+    # All ranks see this alike, so that nobody waits for one who left.
+    if all(src == dst for move in moves for src, dst, _ in move.transfers):
+        return
     # What is to be sent and where it is to go is looked up before anyone waits for it.
     sending = {
         peer: [_place(move.held, box) for move, box in boxes] for peer, boxes in outgoing.items()

@@ -30,16 +30,27 @@ _BUCKET_BYTES = 64 << 20
 
 
 class _Side:
-    """One of the two decoders: its pieces, and allocating and releasing its parameters."""
+    """One of the two decoders: its pieces, and allocating and releasing its parameters.
+
+    Attributes:
+        live_bytes: that its weights take now.
+    """
 
     def __init__(
         self, model: Decoder, device: torch.device, share: tuple[int, int], is_kept: bool = False
     ) -> None:
         self.model, self._device, self._is_kept = model, device, is_kept
         self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        # Walking a parameter's path for each weight of each move would show in its time.
+        self._owners = {
+            name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
+            for name in self._shapes
+        }
         self.pieces: dict[str, list[Piece]] = {}
         for piece in pieces(model, share):
             self.pieces.setdefault(piece.name, []).append(piece)
+        weights = (p.data for p in model.parameters() if p.device.type != "meta")
+        self.live_bytes = sum(w.numel() * w.element_size() for w in map(local, weights))
 
     def parameters_of(self, names: set[str]) -> set[str]:
         """Parameters that hold some weights."""
@@ -52,7 +63,7 @@ class _Side:
     def rows(self, name: str) -> Tensor:
         """The rows of a parameter that hold the one piece of a weight, one after another."""
         (piece,) = self.pieces[name]
-        return self.model.get_parameter(piece.parameter).data[piece.rows]
+        return getattr(*self._owners[piece.parameter]).data[piece.rows]
 
     def allocate(self, names: set[str]) -> None:
         self._set({name: self._shapes[name] for name in self.parameters_of(names)})
@@ -64,19 +75,14 @@ class _Side:
         if self._is_kept:
             return
         for name, shape in shapes.items():
-            parameter = self.model.get_parameter(name)
+            parameter = getattr(*self._owners[name])
             fresh = torch.empty(shape, dtype=parameter.dtype, device=self._device)
+            self.live_bytes += fresh.numel() * fresh.element_size()
             if parameter.device == fresh.device:
+                self.live_bytes -= parameter.numel() * parameter.element_size()
                 parameter.data = fresh
             else:  # from "meta", which a parameter can only leave as a whole
-                module, _, leaf = name.rpartition(".")
-                owner = self.model.get_submodule(module)
-                setattr(owner, leaf, torch.nn.Parameter(fresh, requires_grad=False))
-
-    def live_bytes(self) -> int:
-        """Bytes that its weights take now."""
-        weights = (p.data for p in self.model.parameters() if p.device.type != "meta")
-        return sum(w.numel() * w.element_size() for w in map(local, weights))
+                setattr(*self._owners[name], torch.nn.Parameter(fresh, requires_grad=False))
 
 
 class Transition:
@@ -179,10 +185,11 @@ class Transition:
 
     def _move_bucket(self, bucket: set[str], src: _Side, dst: _Side, plan: Plan) -> None:
         gathered: set[str] = self._gathered & bucket if dst is self._generation else set()
-        for name in sorted(gathered):
+        if gathered:
             assert self._group is not None, "parts lie on several ranks"
             with self._group.ledger.phase("reshard"):
-                all_gather_into(self._group, dst.rows(name), src.rows(name))
+                parts = [(dst.rows(name), src.rows(name)) for name in sorted(gathered)]
+                all_gather_into(self._group, parts)
         # The views end with this call: one that lived on would keep what is released after it.
         moves = [
             reshard.Move(
@@ -195,7 +202,7 @@ class Transition:
                 _copy_locally(move)
         else:
             reshard.run(self._group, moves, phase="reshard")
-        live = src.live_bytes() + dst.live_bytes() + self._message_bytes(moves, plan.itemsize)
+        live = src.live_bytes + dst.live_bytes + self._message_bytes(moves, plan.itemsize)
         self.peak_bytes = max(self.peak_bytes, live)
 
     def _message_bytes(self, moves: Sequence[reshard.Move], itemsize: int) -> int:
