@@ -268,6 +268,9 @@ def test_lists_and_single_answers(toy):
     toy.log().result()
     # The answer of several ranks is handed on as the list it is.
     assert toy.peek(toy.mine([5, 6])).result() == [[(0, 5), (1, 6)]] * 2
+    assert toy.peek(toy.note("x")).result() == [[None, None]] * 2
+    assert toy.peek(value=None).result() == [None, None]
+    toy.log().result()
     with pytest.raises(DataError, match="one entry for each of 2 ranks, got a list of length 3"):
         toy.mine([5, 6, 7]).result()
 

@@ -9,15 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from hybridflow.batch import Batch
-from hybridflow.engines.seat import Gather, Reply, Segment, Slot, Store, Task
+from hybridflow.engines.seat import Gather, Reply, Segment, Slot, Store, Task, value_of
 from hybridflow.future import Future, Joined, Part
 from hybridflow.protocols import Protocol, Share
 from shared.errors import DataError, RankFailure
 
-__all__ = ["Call"]
+__all__ = ["Call", "Route"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Where calls of one method go, and who answers; made once, as there are many calls.
+
+    Attributes:
+        target, method: names of the group ("" asks the seats themselves) and of its method.
+        ranks: the group's ranks in the world, by rank in the group.
+        protocol: how arguments and results travel.
+        shares: by rank in the group, which share of a batch's rows it gets.
+        collectors: ranks in the group whose results make up the answer.
+    """
+
+    target: str
+    method: str
+    ranks: Sequence[int]
+    protocol: Protocol
+    shares: Sequence[Share]
+    collectors: Sequence[int]
+
+    @cached_property
+    def name(self) -> str:
+        """Of group and method, for messages."""
+        return f"{self.target or 'workers'}.{self.method}"
+
+    @cached_property
+    def places(self) -> Sequence[int]:
+        """Ranks in the group that run the method."""
+        is_partial = self.protocol.runs_on == "collectors"
+        return self.collectors if is_partial else range(len(self.ranks))
+
+    @cached_property
+    def asked(self) -> tuple[int, ...]:
+        """Ranks in the world that run the method, in the order of `places`."""
+        return tuple(self.ranks[k] for k in self.places)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -26,11 +63,7 @@ class Call:
 
     Attributes:
         number: unique among a controller's calls.
-        target, method: names of the group and of its method.
-        ranks: the group's ranks in the world, by rank in the group.
-        protocol: how arguments and results travel.
-        shares: by rank in the group, which share of a batch's rows it gets.
-        collectors: ranks in the group whose results make up the answer.
+        route: where it goes.
         args, kwargs: what was passed; let go once all ranks have answered.
         future: the answer.
         replies: so far, by rank in the world.
@@ -39,29 +72,13 @@ class Call:
     """
 
     number: int
-    target: str
-    method: str
-    ranks: Sequence[int]
-    protocol: Protocol
-    shares: Sequence[Share]
-    collectors: Sequence[int]
+    route: Route
     args: tuple
     kwargs: dict[str, Any]
     future: Future
     replies: dict[int, Reply] = field(default_factory=dict)
     failed_at: float | None = None
     sent: list[Any] = field(default_factory=list)
-
-    @property
-    def places(self) -> Sequence[int]:
-        """Ranks in the group that run the method."""
-        is_partial = self.protocol.runs_on == "collectors"
-        return self.collectors if is_partial else range(len(self.ranks))
-
-    @property
-    def asked(self) -> set[int]:
-        """Ranks in the world that run the method."""
-        return {self.ranks[k] for k in self.places}
 
     def inputs(self) -> list[Future]:
         """Futures among the arguments."""
@@ -75,7 +92,11 @@ class Call:
         Raises:
             DataError: if arguments do not fit the protocol.
         """
-        own: list[tuple[Any, ...]] = [()] * len(self.places)
+        route = self.route
+        if not self.args and not self.kwargs:
+            task = Task(self.number, route.target, route.method)
+            return [(rank, task) for rank in route.asked]
+        own: list[tuple[Any, ...]] = [()] * len(route.places)
 
         def slot(value: Any) -> Any:
             nonlocal own
@@ -90,28 +111,29 @@ class Call:
         common = store.pack((args, kwargs))
         self.sent.append(common)
         return [
-            (self.ranks[k], Task(self.number, self.target, self.method, common, mine))
-            for k, mine in zip(self.places, own, strict=True)
+            (rank, Task(self.number, route.target, route.method, common, mine))
+            for rank, mine in zip(route.asked, own, strict=True)
         ]
 
     def _by_place(self, value: Any, store: Store) -> list[Any] | None:
         """What stands for an argument on each rank that runs; None if it goes to all as it is."""
-        if self.protocol.own_arguments:
-            if not isinstance(value, Sequence) or len(value) != len(self.ranks):
+        route = self.route
+        if route.protocol.own_arguments:
+            if not isinstance(value, Sequence) or len(value) != len(route.ranks):
                 length = f" of length {len(value)}" if isinstance(value, Sequence) else ""
                 raise DataError(
-                    f"{self.future.name}: protocol {self.protocol.name!r} takes sequences with one "
-                    f"entry for each of {len(self.ranks)} ranks, got a {type(value).__name__}{length}"
+                    f"{route.name}: protocol {route.protocol.name!r} takes sequences with one "
+                    f"entry for each of {len(route.ranks)} ranks, got a {type(value).__name__}{length}"
                 )
-            handles = [store.pack(value[k]) for k in self.places]
+            handles = [store.pack(value[k]) for k in route.places]
             self.sent += handles
             return [Segment(handle) for handle in handles]
         if isinstance(value, Batch | Joined) or (isinstance(value, Future) and value.has_rows):
             gathers = self._gathers(value, store)
-            return [gathers[k] for k in self.places]
+            return [gathers[k] for k in route.places]
         if isinstance(value, Future):
             segments = [Segment(part.handle) for part in value.parts]
-            return [segments if value.is_list else segments[0]] * len(self.places)
+            return [segments if value.is_list else segments[0]] * len(route.places)
         return None
 
     def _gathers(self, value: Batch | Joined | Future, store: Store) -> list[Gather]:
@@ -122,13 +144,13 @@ class Call:
         total = totals[0]
         if not total or len(set(totals)) > 1:
             raise DataError(
-                f"{self.future.name}: expected a batch with a row or more, and operands of one "
+                f"{self.route.name}: expected a batch with a row or more, and operands of one "
                 f"length where several are joined, got {' and '.join(map(str, totals))} rows"
             )
         window = value.window(total) if isinstance(value, Joined) else range(total)
         if not len(window):
-            raise DataError(f"{self.future.name}: {total} rows do not make that many parts")
-        count = next((share[1] for share in self.shares if share is not None), 1)
+            raise DataError(f"{self.route.name}: {total} rows do not make that many parts")
+        count = next((share[1] for share in self.route.shares if share is not None), 1)
         size = -(-len(window) // count)
 
         def rows_of(rows: range) -> Gather:
@@ -147,7 +169,7 @@ class Call:
 
         whole = rows_of(range(len(window)))
         parts = [rows_of(range(k * size, (k + 1) * size)) for k in range(count)]
-        return [whole if share is None else parts[share[0]] for share in self.shares]
+        return [whole if share is None else parts[share[0]] for share in self.route.shares]
 
     def _parts(self, source: Batch | Future, store: Store) -> list[Part]:
         if isinstance(source, Batch):
@@ -155,36 +177,38 @@ class Call:
             self.sent.append(handle)
             return [Part(handle, len(source))]
         if not source.has_rows:
-            raise DataError(f"{self.future.name}: {source.name} does not answer with a batch")
+            raise DataError(f"{self.route.name}: {source.name} does not answer with a batch")
         self.sent += [part.handle for part in source.parts]
         return source.parts
 
     def finish(self, store: Store) -> None:
         """Makes the answer, or the error, of the ranks' replies."""
-        future = self.future
-        if any(reply.failure is not None for reply in self.replies.values()):
+        future, route = self.future, self.route
+        if self.failed_at is not None:
             future.error = self.failure()
         else:
-            found = [self.replies[self.ranks[k]] for k in self.collectors]
-            future.parts = [Part(reply.handle, reply.num_rows) for reply in found]
-            is_all_rows = all(part.num_rows is not None for part in future.parts)
-            future.has_rows = is_all_rows and self.protocol.answer in ("rows", "one")
-            future.is_list = not future.has_rows and self.protocol.answer != "one"
-            answer = self.protocol.answer
-            parts, has_rows = future.parts, future.has_rows
-            future.read = lambda: _answer([store.load(p.handle) for p in parts], answer, has_rows)
+            answer, replies = route.protocol.answer, self.replies
+            found = [replies[route.ranks[k]] for k in route.collectors]
+            parts = [Part(reply.handle, reply.num_rows) for reply in found]
+            is_all_rows = None not in [reply.num_rows for reply in found]
+            has_rows = is_all_rows and answer in ("rows", "one")
+            future.parts, future.has_rows = parts, has_rows
+            future.is_list = not has_rows and answer != "one"
+            future.read = lambda: _answer(
+                [value_of(part.handle, store) for part in parts], answer, has_rows
+            )
         self.args, self.kwargs, self.sent = (), {}, []
         future.is_done = True
 
     def failure(self) -> RankFailure:
         """What the ranks that raised have said."""
         told = [(reply.rank, reply.failure) for reply in self.replies.values() if reply.failure]
-        places = {rank: k for k, rank in enumerate(self.ranks)}
+        places = {rank: k for k, rank in enumerate(self.route.ranks)}
         # A rank that lost a peer tells of the consequence, not of the cause.
         told.sort(key=lambda item: (item[1].kind == "CommError", item[0]))
         rank, first = told[0]
         lines = [
-            f"rank {places[rank]} of {len(self.ranks)} raised in {self.future.name}: {first.kind}: "
+            f"rank {places[rank]} of {len(places)} raised in {self.route.name}: {first.kind}: "
             + f"{first.message}\n\n{first.trace}"
         ]
         lines += [f"rank {places[r]} too: {other.kind}: {other.message}" for r, other in told[1:]]

@@ -16,13 +16,11 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-from hybridflow.call import Call
+from hybridflow.call import Call, Route
 from hybridflow.engines.inline import InlineEngine
 from hybridflow.engines.seat import Reply, Store, Task
 from hybridflow.future import Future, Joined
 from hybridflow.pool import ResourcePool
-from hybridflow.protocols import Protocol as TransferProtocol
-from hybridflow.protocols import Share
 from hybridflow.timeline import Span
 from shared.errors import ConfigError, RankFailure
 
@@ -80,11 +78,12 @@ class Workers:
         self.groups: list[Any] = []
         self._calls: dict[int, Call] = {}
         self._unanswered = [0] * engine.num_ranks
-        self._spans: deque[Span] = deque(maxlen=_NUM_SPANS)
+        self._spans: deque[tuple] = deque(maxlen=_NUM_SPANS)
         self._waiting: deque[Call] = deque()
         self._failure: BaseException | None = None
         self._is_open = True
-        self._state = threading.Condition(threading.RLock())
+        self._lock = threading.RLock()
+        self._answers = threading.Condition(self._lock)
         self._is_receiving = False
         self._forwarder: threading.Thread | None = None
 
@@ -258,25 +257,13 @@ class Workers:
         self._names.add(name)
         return name
 
-    def call(
-        self,
-        target: str,
-        method: str,
-        ranks: Sequence[int],
-        protocol: TransferProtocol,
-        shares: Sequence[Share],
-        collectors: Sequence[int],
-        args: tuple,
-        kwargs: dict[str, Any],
-    ) -> Future:
+    def call(self, route: Route, args: tuple, kwargs: dict[str, Any]) -> Future:
         """Asks the ranks of a group; see `WorkerGroup.call`."""
-        future = Future(f"{target or 'workers'}.{method}", self._wait)
+        future = Future(route.name, self._wait)
         call = Call(
-            number=next(self._numbers), target=target, method=method, ranks=ranks,
-            protocol=protocol, shares=shares, collectors=collectors, args=args, kwargs=kwargs,
-            future=future,
-        )  # fmt: skip
-        with self._state:
+            number=next(self._numbers), route=route, args=args, kwargs=kwargs, future=future
+        )
+        with self._lock:
             self._refuse_if_closed()
             self._waiting.append(call)
             self._forward()
@@ -287,8 +274,8 @@ class Workers:
 
     def take_spans(self) -> list[Span]:
         """What ranks have done since the last time this was asked, at most the last 10,000."""
-        with self._state:
-            found = list(self._spans)
+        with self._lock:
+            found = [Span(*span) for span in self._spans]
             self._spans.clear()
         return found
 
@@ -299,7 +286,7 @@ class Workers:
 
     def close(self) -> None:
         """Ends the ranks; calls under way are lost."""
-        with self._state:
+        with self._lock:
             if not self._is_open:
                 return
             self._is_open = False
@@ -329,7 +316,7 @@ class Workers:
     def _keep_forwarding(self) -> None:
         while True:
             self._step(None, lambda: not self._waiting)
-            with self._state:
+            with self._lock:
                 # In one step: a call that comes to wait now starts another thread, or keeps this.
                 if not self._waiting:
                     self._forwarder = None
@@ -337,21 +324,21 @@ class Workers:
 
     def _step(self, deadline: float | None, is_enough: Any) -> bool:
         """Takes in some replies unless there is enough; returns whether there is."""
-        with self._state:
+        with self._lock:
             if is_enough():
                 return True
             limit_s = self._limit_s(deadline)
             if self._is_receiving:
-                self._state.wait(limit_s)
+                self._answers.wait(limit_s)
                 return bool(is_enough())
             self._is_receiving = True
-        replies, failure = [], None
+        replies, failure, is_there = [], None, False
         try:
             replies = self.engine.receive(limit_s)
         except RankFailure as error:
             failure = error
         finally:
-            with self._state:
+            with self._lock:
                 self._is_receiving = False
                 for reply in replies:
                     self._take(reply)
@@ -359,11 +346,11 @@ class Workers:
                 if failure is not None:
                     self._fail(failure)
                 self._forward()
-                self._state.notify_all()
+                self._answers.notify_all()
+                is_there = bool(is_enough())
         if failure is not None:
             self.engine.close(is_failed=True)
-        with self._state:
-            return bool(is_enough())
+        return is_there
 
     def _limit_s(self, deadline: float | None) -> float | None:
         limits = [deadline] if deadline is not None else []
@@ -377,11 +364,11 @@ class Workers:
         blocked: set[int] = set()
         waiting, self._waiting = self._waiting, deque()
         for call in waiting:
-            inputs = call.inputs()
-            is_full = any(self._unanswered[rank] >= _MOST_UNANSWERED for rank in call.asked)
+            inputs, asked = call.inputs(), call.route.asked
+            is_full = any(self._unanswered[rank] >= _MOST_UNANSWERED for rank in asked)
             is_ready = all(source.is_done for source in inputs) and not is_full
-            if not is_ready or blocked & call.asked:
-                blocked |= call.asked
+            if not is_ready or not blocked.isdisjoint(asked):
+                blocked.update(asked)
                 self._waiting.append(call)
                 continue
             failed = next((source.error for source in inputs if source.error), None)
@@ -409,10 +396,10 @@ class Workers:
             return
         call.replies[reply.rank] = reply
         now = time.perf_counter()
-        self._spans.append(Span(reply.call, call.future.name, reply.rank, now - reply.seconds, now))
+        self._spans.append((reply.call, call.route.name, reply.rank, now - reply.seconds, now))
         if reply.failure is not None and not call.failed_at:
             call.failed_at = time.monotonic()
-        if len(call.replies) == len(call.places):
+        if len(call.replies) == len(call.route.asked):
             del self._calls[call.number]
             call.finish(self.engine.store)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
+from hybridflow.call import Route
 from hybridflow.future import Future
 from hybridflow.layout import Layout
 from hybridflow.pool import ResourcePool
-from hybridflow.protocols import BUILT_IN, Mesh, Protocol, Remote, Share
+from hybridflow.protocols import BUILT_IN, Mesh, Remote
 from hybridflow.worker import Context, Worker
 from shared.errors import ConfigError, RankFailure
 
@@ -58,7 +60,7 @@ class WorkerGroup:
         train.check(pool.num_ranks)
         self.mesh = Mesh.of(train, generate)
         self.kind, self.pool, self.is_removed = kind, pool, False
-        self._methods: dict[str, tuple[Remote, list[Share], list[int]]] = {}
+        self._methods: dict[str, tuple[Remote, Route]] = {}
         self.name = pool.workers.name(name or kind.__name__)
         context = Context(name=self.name, ranks=pool.ranks, mesh=self.mesh)
         try:
@@ -71,12 +73,12 @@ class WorkerGroup:
         pool.workers.groups.append(self)
 
     def _ask_seat(self, method: str, *args: Any) -> Future:
-        everyone = list(range(self.mesh.num_ranks))
-        protocol: Protocol = BUILT_IN["one-to-all"]
-        shares: list[Share] = [None] * len(everyone)
-        return self.pool.workers.call(
-            "", method, self.pool.ranks, protocol, shares, everyone, args, {}
-        )
+        everyone = range(self.mesh.num_ranks)
+        route = Route(
+            target="", method=method, ranks=self.pool.ranks, protocol=BUILT_IN["one-to-all"],
+            shares=[None] * len(everyone), collectors=everyone,
+        )  # fmt: skip
+        return self.pool.workers.call(route, args, {})
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a remote method on the group's ranks.
@@ -95,13 +97,11 @@ class WorkerGroup:
         """
         if self.is_removed:
             raise ConfigError(f"{self.name} was taken off its ranks; make another group")
-        mark, shares, collectors = self._method(method)
-        future = self.pool.workers.call(
-            self.name, method, self.pool.ranks, mark.protocol, shares, collectors, args, kwargs
-        )
+        mark, route = self._method(method)
+        future = self.pool.workers.call(route, args, kwargs)
         return future.result() if mark.is_blocking else future
 
-    def _method(self, method: str) -> tuple[Remote, list[Share], list[int]]:
+    def _method(self, method: str) -> tuple[Remote, Route]:
         if method not in self._methods:
             mark = getattr(getattr(self.kind, method, None), "_remote", None)
             if mark is None:
@@ -112,7 +112,12 @@ class WorkerGroup:
                     f"{self.name} has no remote method {method!r}; it has {', '.join(offered)}. "
                     f"Mark a method with @hybridflow.remote(protocol=...) to call it on a group"
                 )
-            self._methods[method] = (mark, *mark.protocol.checked(self.mesh))
+            shares, collectors = mark.protocol.checked(self.mesh)
+            route = Route(
+                target=self.name, method=method, ranks=self.pool.ranks, protocol=mark.protocol,
+                shares=shares, collectors=collectors,
+            )  # fmt: skip
+            self._methods[method] = (mark, route)
         return self._methods[method]
 
     def __getattr__(self, method: str) -> Any:
@@ -123,10 +128,10 @@ class WorkerGroup:
         except ConfigError as error:
             raise AttributeError(str(error)) from error
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self.call(method, *args, **kwargs)
-
-        return call
+        found = partial(self.call, method)
+        # Found at once the next time; a lookup that fails before it comes here costs more.
+        self.__dict__[method] = found
+        return found
 
     def remove(self) -> None:
         """Closes the workers and takes them off their ranks."""

@@ -11,13 +11,15 @@ import pickle
 import select
 import shutil
 import signal
+import socket
+import struct
 import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import Any
 
 from hybridflow.engines.seat import Reply, Seat, Task
 from hybridflow.engines.shared_memory import SharedMemory, make_folder
@@ -28,6 +30,42 @@ from shared.errors import RankFailure
 __all__ = ["LocalEngine"]
 
 _FOREVER = timedelta(days=20)  # near the longest that poll can wait
+_SIZE = struct.Struct("<Q")
+_READ_BYTES = 1 << 16
+
+
+class _Link:
+    """A connection on which a small message takes one system call to send, and one to receive."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._rest = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._socket.sendall(_SIZE.pack(len(data)) + data)
+
+    def receive(self) -> list[Any]:
+        """Waits for a message; gives all that have come, of which no poll would tell again."""
+        found: list[Any] = []
+        while not found:
+            more = self._socket.recv(_READ_BYTES)
+            if not more:
+                raise EOFError("the other side closed the connection")
+            self._rest += more
+            while len(self._rest) >= _SIZE.size:
+                stop = _SIZE.size + _SIZE.unpack_from(self._rest)[0]
+                if len(self._rest) < stop:
+                    break
+                found.append(pickle.loads(self._rest[_SIZE.size : stop]))
+                del self._rest[:stop]
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class LocalEngine:
@@ -60,7 +98,7 @@ class LocalEngine:
         self._pool = RankPool(
             num_ranks, timeout=timeout, threads_per_rank=threads_per_rank, env=env
         )
-        self._links: list[Connection] = []
+        self._links: list[_Link] = []
         self._is_open = True
         self._failure: BaseException | None = None
         try:
@@ -79,20 +117,22 @@ class LocalEngine:
 
     def _connect(self) -> None:
         address = str(self._folder / "controller.sock")
-        with Listener(address, family="AF_UNIX") as listener:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(self.num_ranks)
             # What fails before it connects is told by the pool, not by a connection.
-            listener._listener._socket.settimeout(0.2)  # type: ignore[attr-defined]
+            listener.settimeout(0.2)
             self._address = address
             self._runner.start()
-            links: dict[int, Connection] = {}
+            links: dict[int, _Link] = {}
             while len(links) < self.num_ranks:
                 try:
-                    link = listener.accept()
+                    link = _Link(listener.accept()[0])
                 except TimeoutError:
                     if not self._runner.is_alive():
                         raise self._failure or RankFailure("the ranks ended at once") from None
                 else:
-                    links[link.recv()] = link  # type: ignore[assignment]
+                    links[link.receive()[0]] = link
         self._links = [links[rank] for rank in range(self.num_ranks)]
         for link in self._links:
             self._poll.register(link.fileno(), select.POLLIN | select.POLLHUP)
@@ -115,7 +155,8 @@ class LocalEngine:
             RankFailure: if the process has ended.
         """
         try:
-            self._links[rank].send_bytes(pickle.dumps(task, pickle.HIGHEST_PROTOCOL))
+            # As a plain tuple, which is pickled several times faster than one with a name.
+            self._links[rank].send(tuple(task))
         except OSError as error:
             raise self._death(rank) from error
 
@@ -130,12 +171,13 @@ class LocalEngine:
         for fd, _ in ready:
             rank = self._rank_of[fd]
             try:
-                reply = pickle.loads(self._links[rank].recv_bytes())
+                found = [Reply(*reply) for reply in self._links[rank].receive()]
             except (EOFError, OSError) as error:
                 raise self._death(rank) from error
-            if reply.handle is not None:
-                self.store.adopt(reply.handle)
-            replies.append(reply)
+            for reply in found:
+                if reply.handle is not None:
+                    self.store.adopt(reply.handle)
+            replies += found
         return replies
 
     def _death(self, rank: int) -> RankFailure:
@@ -163,7 +205,7 @@ class LocalEngine:
                     os.killpg(pid, signal.SIGKILL)
         for link in self._links:
             with suppress(OSError):
-                link.send_bytes(pickle.dumps(None))
+                link.send(None)
         if self._runner.is_alive():
             self._runner.join(10)
         self._pool.__exit__(None, None, None)
@@ -176,10 +218,12 @@ def _serve(address: str, folder: str) -> None:
     """Runs on each rank until the controller says stop."""
     rank = Group.world().rank
     seat = Seat(SharedMemory(Path(folder), f"rank{rank}"), rank)
-    with Client(address, family="AF_UNIX") as link:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        link = _Link(connection)
         link.send(rank)
         while True:
-            task = pickle.loads(link.recv_bytes())
-            if task is None:
-                return
-            link.send_bytes(pickle.dumps(seat.run(task), pickle.HIGHEST_PROTOCOL))
+            for task in link.receive():
+                if task is None:
+                    return
+                link.send(tuple(seat.run(Task(*task))))

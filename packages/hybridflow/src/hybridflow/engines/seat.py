@@ -19,7 +19,7 @@ from hybridflow.batch import PADDING, Batch
 from hybridflow.worker import Context, Worker
 from shared.errors import ConfigError
 
-__all__ = ["Failure", "Gather", "Reply", "Seat", "Segment", "Slot", "Store", "Task"]
+__all__ = ["Failure", "Gather", "Reply", "Seat", "Segment", "Slot", "Store", "Task", "value_of"]
 
 
 @runtime_checkable
@@ -70,14 +70,15 @@ class Task(NamedTuple):
         call: number of the call.
         target: the group's name; "" asks the seat itself.
         method: name of the method.
-        common: handle of (args, kwargs), in which a `Slot` stands for what differs by rank.
+        common: handle of (args, kwargs), in which a `Slot` stands for what differs by rank; None
+            when there are neither.
         own: what the slots stand for: a `Gather`, or a `Segment` of any value.
     """
 
     call: int
     target: str
     method: str
-    common: Any
+    common: Any = None
     own: Sequence[Gather | Segment | Sequence[Segment]] = ()
 
 
@@ -91,7 +92,10 @@ class Failure:
 
 
 class Reply(NamedTuple):
-    """How a call went on one rank: a handle of what it returned, or a failure; how long it took."""
+    """How a call went on one rank: a handle of what it returned, or a failure; how long it took.
+
+    There is no handle of None, which many methods return (see `value_of`).
+    """
 
     call: int
     rank: int
@@ -99,6 +103,11 @@ class Reply(NamedTuple):
     num_rows: int | None = None
     failure: Failure | None = None
     seconds: float = 0.0
+
+
+def value_of(handle: Any, store: Store) -> Any:
+    """What the handle of a reply stands for."""
+    return None if handle is None else store.load(handle)
 
 
 class Seat:
@@ -121,7 +130,7 @@ class Seat:
                 ]
             value = _without_padding(method(*args, **kwargs), task)
             rows = len(value) if isinstance(value, Batch) else None
-            handle = self._store.pack(value)
+            handle = None if value is None else self._store.pack(value)
             return Reply(task.call, self._rank, handle, rows, seconds=time.perf_counter() - begun)
         except Exception as error:  # noqa: BLE001 - told to the controller, which raises it
             trace = error.__traceback__
@@ -151,6 +160,8 @@ class Seat:
         return self._workers[name]
 
     def _arguments(self, task: Task) -> tuple[tuple, dict]:
+        if task.common is None:
+            return (), {}
         args, kwargs = self._store.load(task.common)
         if not task.own:
             return args, kwargs
@@ -163,10 +174,10 @@ class Seat:
 
     def _own(self, item: Any) -> Any:
         if isinstance(item, Segment):
-            return self._store.load(item.handle)
+            return value_of(item.handle, self._store)
         if isinstance(item, Gather):
             return self.gather(item)
-        return [self._store.load(segment.handle) for segment in item]
+        return [value_of(segment.handle, self._store) for segment in item]
 
     def gather(self, item: Gather) -> Batch:
         """The batch that a `Gather` describes."""
