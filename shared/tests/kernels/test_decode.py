@@ -102,6 +102,13 @@ def test_every_form_equals_one_place_at_a_time(form, sizes):
     assert_by_hand(form.of("decode").attend, drawn(**sizes), form.device)
 
 
+@every_form
+def test_a_place_may_look_at_no_prompt(form):
+    inputs = drawn(positions=3)
+    inputs[-1].prompt_lengths[::2] = 0
+    assert_by_hand(form.of("decode").attend, inputs, form.device)
+
+
 @pytest.mark.parametrize("form", ["gpu", "reference"], indirect=True)
 def test_half_types_are_summed_in_float32(form):
     attend = form.of("decode").attend

@@ -4,13 +4,15 @@ Each prompt is read once for all of its samples, which share its keys and values
 ends is given to the next sample at once, so that long responses do not leave the others waiting.
 Log-probabilities are those of the distribution that was drawn from, and every token says which
 version of the weights made it. Where a model has pipeline stages, places are cut in as many groups,
-and each stage works on another group; see `hybridflow.rollout.ring`.
+and each stage works on another group; see `hybridflow.rollout.ring`. On a GPU a whole model's passes
+over the newest tokens are replayed as CUDA graphs; see `hybridflow.rollout.native_graphs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, pairwise
 
 import torch
@@ -20,9 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pipeline import run_forward
+from hybridflow.rollout import native_graphs
 from hybridflow.rollout.cache import Cache
 from hybridflow.rollout.places import Places, Samples
-from hybridflow.rollout.ring import Message, Ring
+from hybridflow.rollout.ring import Ring
 from hybridflow.rollout.sampling import Sampling, draw, uniforms
 from shared.comms.collectives import all_gather, broadcast
 from shared.comms.group import Group
@@ -66,6 +69,7 @@ def generate(
     num_places: int = 256,
     stages: Group | None = None,
     on_token: Callable[[int], None] | None = None,
+    has_graphs: bool = True,
 ) -> Responses:
     """Generates responses to prompts.
 
@@ -78,6 +82,7 @@ def generate(
         num_places: samples under way at once.
         stages: the ranks of the model's stages, in order; None where there is one stage.
         on_token: called after each step with the number of samples that are done.
+        has_graphs: whether CUDA graphs may be used, where they can be.
 
     Returns:
         The responses, the same whatever `num_places`, up to rounding of the products.
@@ -113,7 +118,7 @@ def generate(
             f"take {longest} positions, and the model has {model.config.max_positions}"
         )
     run = _Run(model, prompts, lengths, sampling, sample_ids, step, num_places, stages)
-    for _ in run.steps():
+    for _ in run.steps(has_graphs=has_graphs):
         if on_token is not None:
             on_token(run.samples.num_done)
     return run.responses()
@@ -174,7 +179,8 @@ class _Run:
             ends = hidden[torch.arange(len(hidden), device=hidden.device), last[rows]]
             logits = self._logits(ends).repeat_interleave(n, 0)
             samples = torch.arange(rows.start * n, rows.stop * n, device=hidden.device)
-            first[samples] = self._draw(logits, samples, torch.zeros_like(samples))
+            columns, num_made = self.samples.prompt_lengths[samples], torch.zeros_like(samples)
+            first[samples] = self._draw(logits, samples, num_made, columns)
 
         run_forward(
             self.model,
@@ -196,41 +202,63 @@ class _Run:
         temperature = self.sampling.temperature
         return logits if temperature in (0, 1) else logits / temperature
 
-    def _draw(self, logits: Tensor, samples: Tensor, num_made: Tensor) -> Tensor:
+    def _draw(self, logits: Tensor, samples: Tensor, num_made: Tensor, columns: Tensor) -> Tensor:
         """Draws samples' next tokens, after so many, and keeps their log-probabilities."""
         numbers = None if self.numbers is None else self.numbers[samples, num_made]
         tokens, log_probs = draw(logits, numbers)
-        self.log_probs[samples, self.samples.prompt_lengths[samples] + num_made] = log_probs
+        self.log_probs[samples, columns] = log_probs
         return tokens
 
-    def steps(self) -> Iterator[None]:
+    def steps(self, *, has_graphs: bool) -> Iterator[None]:
         """One more token for a group's places in use, each time."""
+        passes = self._passes(has_graphs=has_graphs)
         for number in count():
             # What the other stages are to know of the pass before, and what this pass begins with.
             self.ring.turn(number - 1)
             at = number % len(self.places)
-            places, message = self.places[at], self.ring.messages[at]
+            places = self.places[at]
             if number >= len(self.places) and len(places):
-                places.advance(message.tokens[: len(places)].clone())
+                if self.stages is not None:
+                    tokens = self.ring.messages[at].tokens[: len(places)]
+                    places.push(places.rows(len(places)), tokens)
+                places.settle()
                 yield
             if self.samples.num_done == len(self.samples.tokens):
                 self.ring.turn(number)
                 return
             if len(places):
-                self._pass(places, message)
+                self.num_steps += 1
+                passes[at](len(places))
 
-    def _pass(self, places: Places, message: Message) -> None:
-        """The newest tokens through this stage."""
-        shard, used = self.model.shard, len(places)
-        self.num_steps += 1
-        x = places.newest if shard.is_first else message.hidden[:used]
-        attend = self.cache.decoding(places.read)
-        hidden = self.model(x[:, None], attend, places.positions[:, None])[:, 0]
-        if shard.is_last:
-            drawn = self._draw(self._logits(hidden), places.sample, places.num_made)
-            message.tokens[:used] = drawn
+    def _passes(self, *, has_graphs: bool) -> list[Callable[[int], None]]:
+        """What takes the places in use of each group through the model."""
+        plain = [partial(self._pass, at) for at in range(len(self.places))]
+        if not has_graphs or not native_graphs.can_capture(self.log_probs.device, self.model.shard):
+            return list(plain)
+        return [
+            native_graphs.Replayed(run, len(places))
+            for run, places in zip(plain, self.places, strict=True)
+        ]
+
+    def _pass(self, at: int, count: int) -> None:
+        """The newest tokens of a group's first places through this stage.
+
+        Of a whole model it can be captured as a CUDA graph: it has to leave the host's books alone,
+        to ask the device for nothing, and to leave what it makes in memory that outlives it.
+        """
+        shard, places, message = self.model.shard, self.places[at], self.ring.messages[at]
+        rows = places.rows(count)
+        x = rows.newest if shard.is_first else message.hidden[:count]
+        attend = self.cache.decoding(rows.read)
+        hidden = self.model(x[:, None], attend, rows.positions[:, None])[:, 0]
+        if not shard.is_last:
+            message.hidden[:count] = hidden
+            return
+        tokens = self._draw(self._logits(hidden), rows.sample, rows.num_made, rows.column)
+        if self.stages is None:
+            places.push(rows, tokens)
         else:
-            message.hidden[:used] = hidden
+            message.tokens[:count] = tokens
 
     def responses(self) -> Responses:
         if self.stages is not None:

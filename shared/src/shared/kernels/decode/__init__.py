@@ -25,7 +25,7 @@ class Places(NamedTuple):
     Attributes:
         slots: rows of `own`; each in at most one place.
         prompts: rows of `prompt`.
-        prompt_lengths: positions of the prompt that are looked at.
+        prompt_lengths: positions of the prompt that are looked at; none for a row to fill up with.
         made: positions of `own` that are filled; the new key and value come after them.
     """
 
