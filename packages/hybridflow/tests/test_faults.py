@@ -10,67 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import hybridflow as hy
-from hybridflow import Batch, Worker, WorkerGroup, Workers, remote
+from hybridflow import Worker, WorkerGroup, Workers
 from hybridflow.checkpoint import Checkpoint
 from hybridflow.recipe import read_recipe
 from hybridflow.training import Run
 from shared.comms.maker import mark
 from shared.errors import ConfigError, RankFailure
 
+from .frail import Frail, rows
 from .processes import assert_gone, runs, with_variable
-
-
-class Frail(Worker):
-    def __init__(self, fails=False):
-        if fails:
-            raise ValueError("no weights here")
-
-    @remote("dp")
-    def add(self, batch, number=0):
-        return Batch(x=batch["x"] + number)
-
-    @remote("dp")
-    def grow(self, batch):
-        return Batch(y=torch.ones(len(batch), 50_000))
-
-    @remote("dp")
-    def lose(self, batch):
-        raise LookupError(f"rank {self.rank} lost its rows")
-
-    @remote()
-    def echo(self, value):
-        return value
-
-    @remote()
-    def pid(self):
-        return os.getpid()
-
-    @remote()
-    def hang_in_collective(self, told):
-        self.subgroup("all")  # made while both are there
-        if self.rank == 1:
-            raise ArithmeticError("rank 1 gives up")
-        Path(told).touch()
-        dist.barrier()
-
-    @remote()
-    def sleep_for_ever(self):
-        threading.Event().wait()
-
-    @remote()
-    def unpicklable(self):
-        return threading.Lock()
-
-    def not_remote(self):
-        return None
-
-
-def _rows(count):
-    return Batch(x=torch.arange(count))
 
 
 @pytest.fixture
@@ -101,7 +51,7 @@ def folders():
 
 def test_a_failure_names_rank_method_and_cause_with_its_traceback(inline):
     with pytest.raises(RankFailure) as caught:
-        inline.lose(_rows(2)).result()
+        inline.lose(rows(2)).result()
     assert caught.value.rank == 0
     message = str(caught.value)
     assert message.startswith("rank 0 of 2 raised in Frail.lose: LookupError: rank 0 lost its rows")
@@ -110,17 +60,17 @@ def test_a_failure_names_rank_method_and_cause_with_its_traceback(inline):
 
 
 def test_a_failure_passes_down_a_chain_of_calls_and_ends_there(inline):
-    lost = inline.lose(_rows(4))
-    end = inline.add(inline.add(lost, 1) | _rows(4), 1)
+    lost = inline.lose(rows(4))
+    end = inline.add(inline.add(lost, 1) | rows(4), 1)
     with pytest.raises(RankFailure, match=r"raised in Frail\.lose"):
         end.result()
-    assert inline.add(_rows(2), 1).result()["x"].tolist() == [1, 2]
+    assert inline.add(rows(2), 1).result()["x"].tolist() == [1, 2]
 
 
 def test_a_failure_reaches_calls_that_wait_for_it(pools):
     left, right = (WorkerGroup(Frail, pool) for pool in pools)
-    waiting = right.add(right.add(left.lose(_rows(4)), 1), 1)
-    after = right.add(_rows(2), 5)
+    waiting = right.add(right.add(left.lose(rows(4)), 1), 1)
+    after = right.add(rows(2), 5)
     with pytest.raises(RankFailure, match="rank 0 lost its rows"):
         waiting.result(60)
     assert after.result(60)["x"].tolist() == [5, 6]
@@ -167,7 +117,7 @@ def test_methods_that_are_not_remote(inline, name):
 
 def test_wrong_arguments_are_told_like_python_does(inline):
     with pytest.raises(RankFailure, match="unexpected keyword argument 'numbr'"):
-        inline.add(_rows(2), numbr=1).result()
+        inline.add(rows(2), numbr=1).result()
 
 
 def test_a_pool_larger_than_the_workers():
@@ -207,7 +157,7 @@ def test_a_layout_that_does_not_divide_its_model_is_refused_before_any_rank_is_a
 def test_closed_workers_take_no_calls_and_have_no_more_results():
     with Workers.local(2) as workers:
         group = WorkerGroup(Frail, workers.pool(2))
-        read, unread = group.grow(_rows(2)), group.grow(_rows(2))
+        read, unread = group.grow(rows(2)), group.grow(rows(2))
         read.result()
         group.echo(None).result()  # so that the one before is there too
         assert unread.is_done
@@ -262,7 +212,7 @@ def test_importing_hybridflow_does_not_import_ray():
 
 def test_a_killed_rank_is_found_within_a_second(folders, local):
     workers = local.pool.workers
-    kept = local.grow(_rows(2))
+    kept = local.grow(rows(2))
     kept.result()
     pid = local.pid().result()[1]
     future = local.sleep_for_ever()
@@ -290,7 +240,7 @@ def test_a_rank_killed_between_calls_is_found_by_the_next(local):
 def test_shared_memory_is_empty_after_closing(folders):
     with Workers.local(2) as workers:
         group = WorkerGroup(Frail, workers.pool(2))
-        future = group.grow(_rows(4))
+        future = group.grow(rows(4))
         value = future.result()
         assert len(folders()) == 1
         assert any(file.name.startswith("rank") for file in folders()[0].iterdir())
@@ -374,8 +324,8 @@ def test_rays_faults_are_told_like_the_others(ray_start, tmp_path):
     with Workers.ray(num_ranks=2) as workers:
         group = WorkerGroup(Frail, workers.pool(2))
         with pytest.raises(RankFailure, match=r"rank 0 of 2 raised in Frail\.lose: LookupError"):
-            group.lose(_rows(2)).result(60)
-        unread = group.grow(_rows(2))
+            group.lose(rows(2)).result(60)
+        unread = group.grow(rows(2))
         pids = group.pid().result(60)
         future = group.sleep_for_ever()
         os.kill(pids[1], signal.SIGKILL)

@@ -5,52 +5,21 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from hybridflow import Batch, Worker, WorkerGroup, Workers, remote
+from hybridflow import WorkerGroup, Workers
 from hybridflow.engines import torchrun
 from hybridflow.engines.torchrun_rank import Member, meeting_place
 from shared.errors import ConfigError, RankFailure
 
+from .frail import Frail, rows
 from .processes import assert_gone, environment_of, with_variable
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-class Frail(Worker):
-    @remote("dp")
-    def grow(self, batch):
-        return Batch(y=torch.ones(len(batch), 50_000))
-
-    @remote("dp")
-    def lose(self, batch):
-        raise LookupError(f"rank {self.rank} lost its rows")
-
-    @remote()
-    def pid(self):
-        return os.getpid()
-
-    @remote()
-    def hang_in_collective(self):
-        self.subgroup("all")
-        if self.rank == 1:
-            raise ArithmeticError("rank 1 gives up")
-        dist.barrier()
-
-    @remote()
-    def sleep_for_ever(self):
-        threading.Event().wait()
-
-
-def _rows(count):
-    return Batch(x=torch.arange(count))
 
 
 def _set_environment(monkeypatch, num_ranks=1):
@@ -129,12 +98,12 @@ def test_a_rank_that_raises_and_one_that_is_killed(torchrun_job):
     with torchrun_job(2, 2) as (workers, others):
         group = WorkerGroup(Frail, workers.pool(2))
         with pytest.raises(RankFailure) as caught:
-            group.lose(_rows(2)).result(60)
+            group.lose(rows(2)).result(60)
         message = str(caught.value)
         assert message.startswith("rank 0 of 2 raised in Frail.lose: LookupError: rank 0 lost")
         assert 'raise LookupError(f"rank {self.rank} lost its rows")' in message
         assert "rank 1 too: LookupError: rank 1 lost its rows" in message
-        kept = group.grow(_rows(2))
+        kept = group.grow(rows(2))
         kept.result(60)
         first, second = group.pid().result(60)
         assert first != os.getpid()
@@ -160,7 +129,7 @@ def test_a_rank_beside_the_controller_that_is_killed(torchrun_job):
     with torchrun_job(2, 1) as (workers, others):
         group = WorkerGroup(Frail, workers.pool(2))
         folders = _folders(workers)
-        group.grow(_rows(2)).result(60)
+        group.grow(rows(2)).result(60)
         future = group.sleep_for_ever()
         os.kill(group.pool.workers.engine._first.pid, signal.SIGKILL)
         with pytest.raises(RankFailure, match="rank 0 of 2 died"):
@@ -170,11 +139,11 @@ def test_a_rank_beside_the_controller_that_is_killed(torchrun_job):
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_frees_those_that_wait_for_it(torchrun_job):
+def test_a_rank_that_raises_frees_those_that_wait_for_it(torchrun_job, tmp_path):
     with torchrun_job(2, 1) as (workers, others):
         group = WorkerGroup(Frail, workers.pool(2))
         pids = group.pid().result(60)
-        future = group.hang_in_collective()
+        future = group.hang_in_collective(str(tmp_path / "told"))
         begin = time.monotonic()
         with pytest.raises(RankFailure, match="ArithmeticError: rank 1 gives up") as caught:
             future.result(60)
