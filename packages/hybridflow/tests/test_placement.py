@@ -68,6 +68,12 @@ def test_placements_that_can_not_be_are_told(changes, told):
         read_recipe("grpo-sort", changes)
 
 
+def test_what_a_change_makes_useless_can_be_dropped():
+    changes = {"loop.eta": "3", "placement.models": "{critic: {pool: all}}"}
+    dropped = {"loop": "null", "placement.models.critic": "null"}
+    assert read_recipe("grpo-sort", {**changes, **dropped}) == read_recipe("grpo-sort")
+
+
 def test_a_recipe_is_written_as_it_is_read(tmp_path):
     changes = {**APART, "loop.kind": "one-step", "loop.correct": "token", "beta": "0.1"}
     recipe = read_recipe("grpo-sort", changes)
@@ -239,7 +245,7 @@ def test_what_can_not_be_mapped_is_told_before_the_search(tmp_path, capsys):
     apart = ["placement.pools={a: 1, b: 1}", "placement.models={rollout: {pool: b}}"]
     changes = ["--set", "loop.kind=async", "placement.engine=local", *apart]
     assert main(["map", "--recipe", "ppo-sort", *changes, "--out", str(tmp_path / "x")]) == 1
-    assert "set loop.kind=sync" in capsys.readouterr().err
+    assert "set loop=null and server=null" in capsys.readouterr().err
 
 
 def test_exports_want_no_rollout():

@@ -1,15 +1,18 @@
 """Ranks that are forked must not differ from fresh ones in what a user can see."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from shared.comms import RankPool
 from shared.errors import RankFailure
@@ -38,8 +41,17 @@ def kind_of(fd: str) -> str:
         return "gone"  # that of the listing itself
 
 
-def drawn() -> float:
-    return float(np.random.random())
+def drawn() -> tuple[float, float, float]:
+    return float(np.random.random()), random.random(), float(torch.rand(()))
+
+
+def pool_of_a_fork() -> int:
+    """What a pool answers that is opened in a process which this one has forked."""
+    child = os.fork()
+    if not child:
+        with RankPool(1, timeout=LIMIT) as pool:
+            os._exit(pool.run(int, "7").results[0])
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def printing() -> None:
@@ -104,7 +116,8 @@ def test_forked_ranks_have_what_fresh_ones_have(tmp_path, monkeypatch):
 
 def test_ranks_draw_different_numbers():
     with RankPool(3, timeout=LIMIT) as pool:
-        assert len(set(pool.run(drawn).results)) == 3
+        found = [*pool.run(drawn).results, drawn()]
+    assert all(len(set(numbers)) == 4 for numbers in zip(*found, strict=True)), found
 
 
 def test_ranks_print_where_the_parent_writes_errors_now(capfd):
@@ -125,6 +138,65 @@ def test_a_template_that_is_killed_ends_its_ranks_and_is_replaced():
     for _ in range(2):
         with RankPool(1, timeout=LIMIT) as pool:
             assert pool.run(drawn).results
+
+
+def test_pools_outlive_templates_that_are_no_longer_wanted():
+    with ExitStack() as stack:
+        pools = [
+            stack.enter_context(RankPool(1, timeout=LIMIT, threads_per_rank=threads))
+            for threads in (1, 2, 3)
+        ]
+        templates = [pool.run(parent).results[0] for pool in pools]
+        assert len(set(templates)) == 3
+    wait_until_gone(templates[0])
+    assert is_running(templates[-1])
+
+
+def test_a_start_that_fails_leaves_other_pools_alone(monkeypatch):
+    def gone() -> str:
+        raise FileNotFoundError("the folder is gone")
+
+    with RankPool(1, timeout=LIMIT) as pool:
+        with monkeypatch.context() as patch, RankPool(2, timeout=LIMIT) as other:
+            patch.setattr(os, "getcwd", gone)
+            with RankPool(2, timeout=LIMIT) as fresh:
+                assert fresh.run(parent).results == [os.getpid()] * 2
+            assert len(other.run(drawn).results) == 2
+        assert pool.run(int, "3").results == [3]
+
+
+def test_a_start_that_takes_too_long_says_so(monkeypatch):
+    monkeypatch.setenv("MESHYARD_TESTED", "another template")
+    pool = RankPool(1, timeout=timedelta(seconds=0.05))
+    with pytest.raises(RankFailure, match=r"rank 0 of 1 failed starting: .* in 0.05 s"), pool:
+        pass
+
+
+def test_a_thread_that_blocks_signals_has_ranks_that_end(monkeypatch):
+    monkeypatch.setenv("MESHYARD_TESTED", "yet another template")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        with RankPool(1, timeout=LIMIT) as pool:
+            (pid,) = pool.pids
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    wait_until_gone(pid)
+
+
+def test_a_forked_process_opens_pools_of_its_own():
+    with RankPool(1, timeout=LIMIT) as pool:
+        assert pool.run(pool_of_a_fork).results == [7]
+
+
+def test_what_a_rank_started_ends_with_it_and_not_with_the_pool():
+    with RankPool(2, timeout=LIMIT) as pool:
+        child, _ = pool.run(with_child).results
+        os.kill(pool.pids[0], signal.SIGKILL)
+        wait_until_gone(child)
+
+
+def with_child() -> int:
+    return subprocess.Popen(["sleep", "1000"]).pid
 
 
 SCRIPT = """

@@ -54,3 +54,29 @@ def test_a_parent_package_runs_its_init_file(tmp_path):
     file = folder / "module.py"
     file.write_text("from . import VALUE\ndef answer(): return VALUE\n")
     assert loaded("outer.inner.module", file) == "7"
+
+
+SCRIPT = """
+import multiprocessing
+from shared.comms import RankPool
+
+def doubled(value):
+    return 2 * value
+
+def in_a_process(value):
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(doubled, (value,))
+
+if __name__ == "__main__":
+    with RankPool(1) as pool:
+        print(*pool.run(in_a_process, 21).results)
+"""
+
+
+def test_a_rank_starts_processes_that_know_the_script(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, str(script)], check=False, capture_output=True, text=True, timeout=100
+    )
+    assert run.stdout == "42\n", run.stderr

@@ -27,7 +27,7 @@ def models_of(recipe: Recipe) -> list[ModelSpec]:
     """
     if recipe.loop.kind != "sync" or recipe.server.kind:
         raise ConfigError(
-            "loop: the search knows steps in which the actor draws; set loop.kind=sync and no server"
+            "loop: the search knows steps in which the actor draws; set loop=null and server=null"
         )
     critics = {"ppo": ["critic"], "safe-rlhf": ["critic", "cost-critic"]}
     found = [_spec(recipe.model, "actor", "actor")]

@@ -93,10 +93,11 @@ class Protocol:
                 f"protocol {self.name!r}: expected all of {max(counts)} parts to be given to some "
                 f"rank, got only {sorted(given)}; the rows of the others would be lost"
             )
-        if not collectors or not set(collectors) <= set(range(mesh.num_ranks)):
+        places = set(collectors)
+        if not places or len(places) < len(collectors) or not places <= set(_all(mesh)):
             raise ConfigError(
                 f"protocol {self.name!r}: expected collectors among the ranks "
-                f"0..{mesh.num_ranks - 1}, got {collectors}"
+                f"0..{mesh.num_ranks - 1}, each once, got {collectors}"
             )
         if self.answer == "one" and len(collectors) != 1:
             raise ConfigError(f"protocol {self.name!r}: one answer needs one collector")

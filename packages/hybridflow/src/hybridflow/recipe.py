@@ -202,7 +202,8 @@ def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) ->
 
     Args:
         source: a YAML file, or the name of a built-in recipe.
-        changes: values by key that replace the file's; a key inside another as "optimizer.lr".
+        changes: values by key that replace the file's, null for the default; a key inside another
+            as "optimizer.lr".
 
     Raises:
         ConfigError: if there is no such recipe, or a key or value in it is wrong.
@@ -224,6 +225,8 @@ def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) ->
             if not isinstance(at, dict):
                 raise ConfigError(f"{key}: {name} is {at!r}, which has no keys in it")
         at[leaf] = _yaml(value, key)
+        if at[leaf] is None:
+            del at[leaf]
     return _made(Recipe, tree, "")
 
 

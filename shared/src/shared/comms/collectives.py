@@ -128,7 +128,8 @@ def all_gather_into(group: Group, gathers: Sequence[tuple[Tensor, Tensor]]) -> N
             )
     if group.backend == "nccl":
         for out, tensor in gathers:
-            dist.all_gather_into_tensor(out, tensor, process_group)
+            with _failures_named(group, "all_gather"):
+                dist.all_gather_into_tensor(out, tensor, process_group)
             _record_ring(group, "all_gather", (size - 1) * _num_bytes(tensor))
         return
     # gloo's own gathers into memory that it allocates for all parts, and copies from there; the

@@ -1,9 +1,10 @@
 """Ranks forked from a process that has imported torch, which a rank would take seconds to import.
 
 Each process that opens pools keeps such a template, until it ends: its pools after the first start
-at once, and their ranks share the memory of what the template has imported. A template has the
-environment that its ranks are to have, since libraries read theirs when they are loaded; ranks for
-which there is none, as in a network namespace, are started as fresh processes (see `launch`).
+at once, and their ranks share the memory of what the template has imported (and the order of sets of
+strings, which differs between fresh processes). A template has the environment and the rights that
+its ranks are to have, since libraries read theirs when they are loaded; ranks for which there is
+none, as in a network namespace, are started as fresh processes (see `launch`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -20,6 +22,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 __all__ = ["NUMBER", "Forked", "fork"]
 
@@ -29,8 +32,22 @@ NUMBER = struct.Struct("i")
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
 _MOST_TEMPLATES = 2
 
+_LEAVE_S = 1.0
+
 _templates: dict[tuple, _Template] = {}
+_retired: list[_Template] = []
 _lock = threading.Lock()
+
+
+def _forget() -> None:
+    global _lock
+    _lock = threading.Lock()  # another thread of the parent's may have held it
+    _templates.clear()
+    _retired.clear()
+
+
+# What a process forks by itself has no templates: they are its parent's.
+os.register_at_fork(after_in_child=_forget)
 
 
 class Forked:
@@ -63,9 +80,7 @@ class Forked:
         """
         with self._lock:
             if self.returncode is None:
-                ended = select.poll()
-                ended.register(self._status, select.POLLIN)
-                if not ended.poll(None if timeout is None else 1000 * timeout):
+                if not _is_readable(self._status, timeout):
                     raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
                 try:
                     self.returncode = self._read()
@@ -74,6 +89,10 @@ class Forked:
                     self.returncode = -signal.SIGKILL
                 os.close(self._status)
             return self.returncode
+
+    def kill(self) -> None:
+        """Kills it, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
 
     def send_signal(self, number: int) -> None:
         """Sends a signal, unless it has ended."""
@@ -95,22 +114,56 @@ def fork(
 
     Returns:
         The rank, or None if none can be forked here: start a fresh process.
+
+    Raises:
+        TimeoutError: if the template, or the rank, does not come up in time.
     """
     if sys.platform != "linux":
         return None  # other systems' libraries do not bear a fork after they were loaded
-    shared = {name: value for name, value in env.items() if name not in _OF_A_RANK}
-    key = (os.getpid(), *sorted(shared.items()))
     with _lock:
-        template = _templates.pop(key, None) or _Template(shared)
+        _retired[:] = [template for template in _retired if template.is_running]
+        try:
+            shared = {name: value for name, value in env.items() if name not in _OF_A_RANK}
+            key = (*_rights(), *sorted(shared.items()))
+            template = _templates.pop(key, None) or _Template(shared)
+        except OSError:
+            return None
         try:
             forked = template.fork(control, args, env, limit_s)
-        except (EOFError, OSError):
-            template.close()
-            return None
+        except BaseException as error:
+            _retire(template)
+            if isinstance(error, EOFError | OSError) and not isinstance(error, TimeoutError):
+                return None
+            raise
         _templates[key] = template  # the latest comes last
         while len(_templates) > _MOST_TEMPLATES:
-            _templates.pop(next(iter(_templates))).close()
+            _retire(_templates.pop(next(iter(_templates))))
     return forked
+
+
+def _retire(template: _Template) -> None:
+    template.retire()
+    _retired.append(template)
+
+
+def _rights() -> tuple:
+    """What a process inherits, and no rank could take back."""
+    status = Path("/proc/thread-self/status").read_text().splitlines()
+    inherited = ("Uid", "Gid", "Groups", "Umask", "NoNewPrivs", "Seccomp", "CapEff")
+    limits = (getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+    spaces = sorted(Path("/proc/thread-self/ns").iterdir())
+    return (
+        *(line for line in status if line.startswith(inherited)),
+        *(resource.getrlimit(limit) for limit in limits),
+        *(os.readlink(space) for space in spaces),
+        os.getpriority(os.PRIO_PROCESS, 0),
+    )
+
+
+def _is_readable(fd: int, limit_s: float | None) -> bool:
+    readable = select.poll()  # select itself takes no descriptor above 1023
+    readable.register(fd, select.POLLIN)
+    return bool(readable.poll(None if limit_s is None else 1000 * limit_s))
 
 
 class _Template:
@@ -127,7 +180,11 @@ class _Template:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        atexit.register(self.close)
+        atexit.register(self._leave)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
 
     def fork(
         self, control: int, args: Sequence[object], env: Mapping[str, str], limit_s: float
@@ -141,8 +198,8 @@ class _Template:
             socket.send_fds(self._socket, [request], [control, theirs, 2])
             os.close(theirs)
             theirs = -1
-            if not select.select([status], [], [], limit_s)[0]:
-                raise TimeoutError("the template does not come up")
+            if not _is_readable(status, limit_s):
+                raise TimeoutError(f"the process that forks ranks did not answer in {limit_s:g} s")
             return Forked(status)
         except BaseException:
             os.close(status)
@@ -150,9 +207,11 @@ class _Template:
                 os.close(theirs)
             raise
 
-    def close(self) -> None:
-        """Ends it, and the ranks that are left."""
-        atexit.unregister(self.close)
+    def retire(self) -> None:
+        """Asks nothing more of it; it ends with the last of its ranks."""
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
+
+    def _leave(self) -> None:
+        self.retire()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LEAVE_S)

@@ -250,7 +250,13 @@ class RankPool:
         with theirs:
             forked = None
             if self._may_fork:
-                forked = fork(theirs.fileno(), args, env, self.timeout.total_seconds())
+                try:
+                    forked = fork(theirs.fileno(), args, env, self.timeout.total_seconds())
+                except TimeoutError as error:
+                    raise RankFailure(
+                        f"rank {rank} of {self.num_ranks} failed starting: {error}", rank=rank
+                    ) from error
+                self._may_fork = forked is not None
             self._processes.append(forked or self._fresh(rank, args, env))
         self._controls.append(Connection(ours.detach()))
 
@@ -358,9 +364,12 @@ class RankPool:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
-            # The rank leads a process group, which may have members after its own end.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # The rank leads a process group, which may have members after its own end; that of a
+            # forked rank has been ended with it, and its number may be another's.
+            if not isinstance(process, Forked) or process.poll() is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # it may not lead a group yet
             process.wait()
         for control in self._controls:
             control.close()

@@ -88,6 +88,8 @@ def _module(name: str, file: str | None) -> ModuleType:
         _replaced.append(sys.modules["__main__"])
         sys.modules["__main__"] = module
     spec.loader.exec_module(module)
+    if name == "__mp_main__":
+        module.__spec__ = None  # as a script's; multiprocessing would import it by that name
     return module
 
 

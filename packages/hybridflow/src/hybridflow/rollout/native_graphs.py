@@ -46,9 +46,16 @@ def capture(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
     once, and must leave nothing there.
     """
     graph = torch.cuda.CUDAGraph()
-    # Other threads may be busy with the device.
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        run()
+    torch.cuda.synchronize()
+    # Not `torch.cuda.graph`, which gives cached memory back to the device each time, and after a
+    # failure leaves its stream the current one.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        # Other threads may be busy with the device.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            run()
+        finally:
+            graph.capture_end()
     return graph
 
 
