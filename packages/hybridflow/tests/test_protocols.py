@@ -134,8 +134,15 @@ def test_a_users_protocol():
         ({"shares": lambda mesh: [(k, 3) for k in range(4)]}, r"there is no share \(3, 3\)"),
         ({"shares": lambda mesh: [(-1, 4)] * 4}, r"there is no share \(-1, 4\)"),
         ({"shares": lambda mesh: [(0, 2)] * 4}, r"all of 2 parts .* got only \[0\]"),
-        ({"collectors": lambda mesh: []}, r"collectors among the ranks 0\.\.3, got \[\]"),
-        ({"collectors": lambda mesh: [4]}, r"collectors among the ranks 0\.\.3, got \[4\]"),
+        (
+            {"collectors": lambda mesh: []},
+            r"collectors among the ranks 0\.\.3, each once, got \[\]",
+        ),
+        (
+            {"collectors": lambda mesh: [4]},
+            r"collectors among the ranks 0\.\.3, each once, got \[4\]",
+        ),
+        ({"collectors": lambda mesh: [0, 0]}, r"each once, got \[0, 0\]"),
         ({"answer": "one"}, "one answer needs one collector"),
     ],
 )
