@@ -131,7 +131,8 @@ def test_an_interrupted_loop_goes_on_to_the_same_end(kind, two, tmp_path):
 @pytest.mark.slow
 def test_a_loop_is_chosen_on_the_command_line(tmp_path):
     changes = [f"{key}={value}" for key, value in {**APART, "loop.kind": "async"}.items()]
-    assert main(["train", "grpo-sort", "--set", *changes, "--out", str(tmp_path)]) == 0
+    several = [word for change in changes for word in ("--set", change)]
+    assert main(["train", "grpo-sort", *several, "--out", str(tmp_path)]) == 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[0]["staleness"] == 0

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
+# Given several times, all count; tyro would otherwise take the last without a word.
+_Changes = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+
 _ABOUT = """RLHF as straight-line code on any placement of its models.
 
 Begin with: hybridflow train grpo-sort
@@ -39,7 +42,7 @@ class Train:
 
     recipe: tyro.conf.Positional[str]
     """File or name."""
-    set: tuple[str, ...] = ()
+    set: _Changes = ()
     """KEY=VALUE pairs that replace the recipe's, as optimizer.lr=1e-4."""
     out: Path | None = None
     """Folder for metrics.jsonl and TensorBoard's files."""
@@ -146,7 +149,7 @@ class Map:
 
     recipe: str = ""
     """A recipe, instead of the models and numbers below."""
-    set: tuple[str, ...] = ()
+    set: _Changes = ()
     """KEY=VALUE pairs that replace the recipe's."""
     out: Path | None = None
     """File for the recipe with its models placed."""
@@ -247,7 +250,7 @@ class Bench:
 
     recipe: tyro.conf.Positional[str]
     """File or name."""
-    set: tuple[str, ...] = ()
+    set: _Changes = ()
     """KEY=VALUE pairs that replace the recipe's."""
     steps: int = 10
     """Steps that are measured; two more come before."""
@@ -282,7 +285,7 @@ class Export:
     """Its folder."""
     out: Path
     """Folder that is made."""
-    set: tuple[str, ...] = ()
+    set: _Changes = ()
     """KEY=VALUE pairs that replaced the recipe's."""
     group: str = "actor"
     """Which of its models."""
@@ -333,7 +336,8 @@ Command = (
 )
 
 
-def _pairs(texts: tuple[str, ...]) -> dict[str, str]:
+def _pairs(changes: tuple[tuple[str, ...], ...]) -> dict[str, str]:
+    texts = [text for given in changes for text in given]
     for text in texts:
         if "=" not in text:
             raise ConfigError(f"set: expected KEY=VALUE, got {text!r}")
