@@ -55,7 +55,10 @@ def test_map_explains_its_choice(capsys):
         (["map", "--gpus", "12"], "no whole hosts"),
         (["train", "nothing"], "built in are"),
         (["train", "grpo-sort", "--set", "steps"], "expected KEY=VALUE"),
-        (["train", "grpo-sort", "--set", "steps=0", "--set", "seed=1"], "steps: expected 1 or more"),
+        (
+            ["train", "grpo-sort", "--set", "steps=0", "--set", "seed=1"],
+            "steps: expected 1 or more",
+        ),
     ],
 )
 def test_mistakes_end_with_one_line_and_status_1(arguments, told, capsys):
