@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +16,6 @@ import torch
 
 from shared.comms import RankPool
 from shared.errors import RankFailure
-
-from .test_faults import is_running, wait_until_gone
 
 LIMIT = timedelta(seconds=60)
 
@@ -63,6 +62,20 @@ def printing() -> None:
 def killing_its_parent() -> None:
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"{pid} still runs"
+        time.sleep(0.02)
 
 
 def test_pools_of_one_environment_have_one_template(monkeypatch):
@@ -135,7 +148,7 @@ def test_pools_outlive_templates_that_are_no_longer_wanted():
         ]
         templates = [pool.run(parent).results[0] for pool in pools]
         assert len(set(templates)) == 3
-    assert wait_until_gone([templates[0]]) == []
+    wait_until_gone(templates[0])
     assert is_running(templates[-1])
 
 
@@ -167,7 +180,7 @@ def test_a_thread_that_blocks_signals_has_ranks_that_end(monkeypatch):
             (pid,) = pool.pids
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    assert wait_until_gone([pid]) == []
+    wait_until_gone(pid)
 
 
 def test_a_forked_process_opens_pools_of_its_own():
@@ -179,7 +192,7 @@ def test_what_a_rank_started_ends_with_it_and_not_with_the_pool():
     with RankPool(2, timeout=LIMIT) as pool:
         child, _ = pool.run(with_child).results
         os.kill(pool.pids[0], signal.SIGKILL)
-        assert wait_until_gone([child]) == []
+        wait_until_gone(child)
 
 
 def with_child() -> int:
@@ -212,5 +225,5 @@ def test_a_template_ends_with_its_process(tmp_path, end):
         if "sleep" in end:
             process.kill()
         process.wait(30)
-        assert wait_until_gone([template]) == []
+        wait_until_gone(template)
         assert process.stderr.read() == ""
