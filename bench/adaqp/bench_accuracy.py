@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import adaqp
-from adaqp.evaluation import auc
+from adaqp.training.evaluation import auc
 from shared.claims import Claim
 from shared.comms import RankPool, all_gather_v
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaqp import highs
-from adaqp.planner import Assignment, assign
+from adaqp.planner import milp as highs
+from adaqp.planner.planner import Assignment, assign
 from shared.claims import Claim
 from shared.units import format_s
 

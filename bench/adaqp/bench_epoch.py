@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 import adaqp
-from adaqp.comparison import compare_in_rank
-from adaqp.config import ModelConfig, PolicyConfig
-from adaqp.jobs import profile_in_rank
-from adaqp.report import draw
-from adaqp.simulator import predict
+from adaqp.commands import profile_in_rank
+from adaqp.simulator.simulator import predict
+from adaqp.training.comparison import compare_in_rank
+from adaqp.training.config import ModelConfig, PolicyConfig
+from adaqp.training.figure import draw
 from shared.claims import Claim
 from shared.comms import Group, NetLab, barrier, netlab
 from shared.kernels.segment import spmm

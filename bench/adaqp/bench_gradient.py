@@ -13,9 +13,9 @@ import torch
 from matplotlib.figure import Figure
 
 import adaqp
+from adaqp.messages.channel import noise_per_step_sq
+from adaqp.messages.wire import row_bytes
 from adaqp.policy import Adaptive, Exact
-from adaqp.trace import noise_per_step_sq
-from adaqp.wire import row_bytes
 from shared.claims import Claim
 from shared.comms import RankPool
 from shared.kernels.segment import CSR, spmm

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint import writer
+from bytecheckpoint.saving import writer
 from shared.claims import Claim
 from shared.comms import RankPool
 from shared.errors import RankFailure

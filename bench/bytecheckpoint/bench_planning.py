@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bytecheckpoint.planner import Part, Pieces, plan
+from bytecheckpoint.planner.planner import Part, Pieces, plan
 from shared.claims import Claim
 from shared.comms import Tree
 from shared.topology.boxes import Box, decompose

@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as dcp
 
 import hybridflow as hy
 from bytecheckpoint import DCPReader, DCPWriter
-from hybridflow.actor import ActorWorker
-from hybridflow.box_planners import BoxSavePlanner
-from hybridflow.group import WorkerGroup
+from hybridflow.models.state.dcp_planners import BoxSavePlanner
+from hybridflow.roles.actor import ActorWorker
+from hybridflow.workers.worker_group import WorkerGroup
 from shared.claims import Claim
 
 MODEL = {

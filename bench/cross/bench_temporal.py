@@ -19,9 +19,9 @@ import torch
 import gnnflow
 import gnnflow.data
 import mspipe as ms
-from gnnflow.links import LinkTask
-from gnnflow.negatives import Negatives
-from gnnflow.rounds import StageClock
+from gnnflow.data.negatives import Negatives
+from gnnflow.training.link_task import LinkTask
+from gnnflow.training.rounds import StageClock
 from shared.claims import Claim
 
 BATCH, DIM, FANOUT = 600, 100, 10

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import gnnflow as gf
-from gnnflow.belady import belady_hits
-from gnnflow.replay import UniformReplay
-from gnnflow.rounds import increments
+from gnnflow.features.belady import belady_hits
+from gnnflow.training.replay import UniformReplay
+from gnnflow.training.rounds import increments
 from shared.claims import Claim
 
 BATCH, FANOUT = 600, 10

@@ -15,7 +15,7 @@ import torch
 from numba import njit
 
 import gnnflow as gf
-from gnnflow.rounds import increments
+from gnnflow.training.rounds import increments
 from shared.claims import Claim
 from shared.kernels.temporal import Adjacency, sample
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gnnflow as gf
-from gnnflow.subnormal import no_subnormals
+from gnnflow.training.subnormal import no_subnormals
 from shared.claims import Claim
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnnflow as gf
-from gnnflow.distinct import distinct_roots
+from gnnflow.sampling.distinct_roots import distinct_roots
 
 BATCH, FANOUT, DIM, HEADS = 600, 10, 100, 2
 

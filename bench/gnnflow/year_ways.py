@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import gnnflow as gf
-from gnnflow.links import LinkTask
-from gnnflow.negatives import Negatives
-from gnnflow.rounds import StageClock, increments
-from gnnflow.subnormal import no_subnormals
+from gnnflow.data.negatives import Negatives
+from gnnflow.training.link_task import LinkTask
+from gnnflow.training.rounds import StageClock, increments
+from gnnflow.training.subnormal import no_subnormals
 from shared.kernels.philox import stream_key
 
 DIM, CODE_DIM, FANOUT, BATCH, RATE = 32, 32, 10, 100, 3e-3

@@ -12,11 +12,11 @@ from statistics import median, quantiles
 import pytest
 import torch
 
-from hybridflow.batch import Batch
-from hybridflow.controller import Workers
-from hybridflow.group import WorkerGroup
-from hybridflow.protocols import remote
-from hybridflow.worker import Worker
+from hybridflow.workers.batch.batch import Batch
+from hybridflow.workers.controller import Workers
+from hybridflow.workers.protocols import remote
+from hybridflow.workers.worker import Worker
+from hybridflow.workers.worker_group import WorkerGroup
 from shared.claims import Claim
 
 TURNS = 12

@@ -13,7 +13,7 @@ import torch
 from hybridflow.models import pieces
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder
-from hybridflow.rollout.native import generate
+from hybridflow.rollout.native.generator import generate
 from hybridflow.rollout.sampling import Sampling
 from shared.claims import Claim
 

@@ -10,10 +10,10 @@ from statistics import mean, median, quantiles
 
 import torch
 
-from hybridflow.controller import Workers
-from hybridflow.export import export
-from hybridflow.recipe import read_recipe
-from hybridflow.training import Run
+from hybridflow.models.state.export import export
+from hybridflow.training.config import read_recipe
+from hybridflow.training.runtime import Run
+from hybridflow.workers.controller import Workers
 from shared.claims import Claim
 
 TURNS, STEPS, WARM_UP, LR = 3, 40, 5, 1e-3

@@ -14,9 +14,10 @@ from statistics import median, quantiles
 import torch
 
 import hybridflow as hy
-from hybridflow import algos, loops
-from hybridflow.reshard.sync import sync_weights
-from hybridflow.rollout.group import Rollout
+from hybridflow import algorithms as algos
+from hybridflow.algorithms import loops
+from hybridflow.roles.rollout import Rollout
+from hybridflow.roles.weight_sync import sync_weights
 from shared.claims import Claim
 
 MODEL = "config:small-llama"

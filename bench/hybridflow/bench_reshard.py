@@ -14,12 +14,12 @@ from statistics import median
 import pytest
 import torch
 
-from hybridflow.layout import Layout, generation_groups
 from hybridflow.models import pieces
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.reshard.planner import held_by, plan, wanted_by
 from hybridflow.reshard.transition import Transition
+from hybridflow.workers.batch.layout import Layout, generation_groups
 from shared.claims import Claim
 from shared.comms import Group, NetLab, RankPool, all_gather_into, reshard
 

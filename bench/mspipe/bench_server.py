@@ -16,14 +16,14 @@ from statistics import median, quantiles
 import pytest
 import torch
 
-from mspipe.remote import RemoteRows
+from mspipe.memory.remote_rows import RemoteRows
 from shared.claims import Claim
 
 ROUNDS = 400
 NUM_ROWS, WORDS, ASKED = 500_000, 320, 1_100
 
 OURS = """
-from mspipe.server import MemoryServer
+from mspipe.memory.server import MemoryServer
 server = MemoryServer()
 print(server.address, flush=True)
 server.serve_forever()

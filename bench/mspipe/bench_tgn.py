@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mspipe as ms
+from mspipe.memory.node_memory import latest
 from shared.claims import Claim
 
 BATCH, DIM, HEADS, FANOUT = 600, 100, 2, 10
@@ -108,7 +109,7 @@ class TglWay(Ours):
             times = batch.events.t.double().repeat(2)
             # By event, sources before destinations, so that the last of equal times is the same one.
             order = torch.arange(2 * count).view(2, count).T.flatten()
-            last = order[ms.memory.latest(ends[order], times[order])]
+            last = order[latest(ends[order], times[order])]
             self.memory.write(
                 ends[last], kept[last], updated.times[: 2 * count][last], mail[last], times[last]
             )

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 import gnnflow
 import gnnflow.data
-import gnnflow.evaluation
+import gnnflow.training.evaluation
 import mspipe
 import mspipe.data
-from gnnflow.links import LinkTask
-from gnnflow.rounds import StageClock
-from mspipe import metrics
-from mspipe.hooked import Hooked
+from gnnflow.training.link_task import LinkTask
+from gnnflow.training.rounds import StageClock
+from mspipe.data import metrics
+from mspipe.models.hooked import Hooked
 from shared.errors import DataError
 
 scores = st.floats(-4, 4, width=16)

@@ -5,9 +5,9 @@ from datetime import timedelta
 import pytest
 import torch
 
-from adaqp import data
-from adaqp.graph import Graph, from_edge_index
-from adaqp.partitioner import partition
+from adaqp.graphs import generated as data
+from adaqp.graphs.graph import Graph, from_edge_index
+from adaqp.partitioning.partitioner import partition
 from shared.comms import RankPool
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import adaqp
-from adaqp import nn
+from adaqp.training import nn
 from shared.comms import Group, RankPool, all_reduce
 
 dgl = pytest.importorskip("dgl", reason="DGL is the independent implementation here")

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from adaqp import LinkTable, jobs
-from adaqp.config import ModelConfig, PolicyConfig, RunConfig
-from adaqp.partitioner import partition
+from adaqp import LinkTable
+from adaqp import commands as jobs
+from adaqp.partitioning.partitioner import partition
+from adaqp.training.config import ModelConfig, PolicyConfig, RunConfig
 from shared.errors import ConfigError, DataError
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import adaqp
-from adaqp.graph import from_edge_index
-from adaqp.partitioner import partition
+from adaqp.graphs.graph import from_edge_index
+from adaqp.partitioning.partitioner import partition
 from adaqp.policy import Exact, Fixed
 from shared.comms import RankPool
 from shared.errors import DataError, RankFailure, TopologyError

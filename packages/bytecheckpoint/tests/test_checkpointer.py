@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import bytecheckpoint as bcp
-from bytecheckpoint import commit
-from bytecheckpoint.team import Team
+from bytecheckpoint.ranks.team import Team
+from bytecheckpoint.storage.files import commit
 from shared.errors import ConfigError, RankFailure
 
 

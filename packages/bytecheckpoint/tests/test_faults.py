@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import bytecheckpoint as bcp
-from bytecheckpoint import commit
-from bytecheckpoint.index import ChunkTable, File, Index, num_blocks
-from bytecheckpoint.manifest import MANIFEST_NAME
+from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.files.index import ChunkTable, File, Index, num_blocks
+from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from bytecheckpoint.storage.local import LocalSink, LocalStorage
 from shared.comms import RankPool
 from shared.errors import CommError, ConfigError, DataError, RankFailure

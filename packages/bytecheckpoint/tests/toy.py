@@ -7,9 +7,9 @@ import random
 
 import numpy as np
 
-from bytecheckpoint import commit
-from bytecheckpoint.index import ChunkTable, File, Index
-from bytecheckpoint.manifest import Manifest
+from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.files.index import ChunkTable, File, Index
+from bytecheckpoint.storage.files.manifest import Manifest
 from shared.errors import DataError
 
 NUM_FILES = 2

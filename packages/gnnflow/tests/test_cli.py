@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import gnnflow as gf
-from gnnflow import speed
+from gnnflow import profiler as speed
 from gnnflow.cli import main
-from gnnflow.recipe import Recipe
+from gnnflow.config import Recipe
 
 
 def test_help_teaches_every_command_with_an_example(capsys):

@@ -13,9 +13,9 @@ import pytest
 
 import hybridflow as hy
 from hybridflow import Worker, WorkerGroup, Workers
-from hybridflow.checkpoint import Checkpoint
-from hybridflow.recipe import read_recipe
-from hybridflow.training import Run
+from hybridflow.training.checkpoints.checkpoint import Checkpoint
+from hybridflow.training.config import read_recipe
+from hybridflow.training.runtime import Run
 from shared.comms.maker import mark
 from shared.errors import ConfigError, RankFailure
 
@@ -194,7 +194,7 @@ def test_calls_under_way_end_when_workers_are_closed():
 
 
 def test_ray_that_is_not_installed_is_named_with_the_cure(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("hybridflow.engines.ray")]:
+    for name in [name for name in sys.modules if name.startswith("hybridflow.workers.engines.ray")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'ray>=2\.50'"):
@@ -202,7 +202,7 @@ def test_ray_that_is_not_installed_is_named_with_the_cure(monkeypatch):
 
 
 def test_importing_hybridflow_does_not_import_ray():
-    script = "import sys, hybridflow.controller; sys.exit('ray' in sys.modules)"
+    script = "import sys, hybridflow.workers.controller; sys.exit('ray' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     subprocess.run([sys.executable, "-c", script], env=env, check=True)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from mspipe import models
-from mspipe.batching import batches
-from mspipe.events import Events
-from mspipe.memory import NodeMemory
-from mspipe.pipeline import Pipeline
-from mspipe.sampler import Sampler
+from mspipe.data.batching import batches
+from mspipe.data.events import Events
+from mspipe.data.sampler import Sampler
+from mspipe.memory.node_memory import NodeMemory
+from mspipe.pipeline.pipeline import Pipeline
 
 EDGE_DIM = 3
 MODELS = {

@@ -5,16 +5,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mspipe import metrics
-from mspipe.batching import batches
-from mspipe.data import zipf
+from mspipe.data import metrics
+from mspipe.data.batching import batches
+from mspipe.data.events import Events
+from mspipe.data.negatives import Negatives
+from mspipe.data.sampler import Sampler
+from mspipe.data.streams import zipf
 from mspipe.evaluation import EdgeBank, evaluate
-from mspipe.events import Events
-from mspipe.memory import NodeMemory
+from mspipe.memory.node_memory import NodeMemory
 from mspipe.models import TGN
-from mspipe.negatives import Negatives
-from mspipe.pipeline import Pipeline
-from mspipe.sampler import Sampler
+from mspipe.pipeline.pipeline import Pipeline
 from shared.errors import ConfigError, DataError
 
 EVENTS = zipf(40, 600, 2, edge_dim=3)

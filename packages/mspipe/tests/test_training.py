@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from mspipe.memory import NodeMemory
-from mspipe.server import MemoryServer
+from mspipe.memory.node_memory import NodeMemory
+from mspipe.memory.server import MemoryServer
 from mspipe.training import Settings, fit
 from shared.errors import CommError, ConfigError, DataError
 

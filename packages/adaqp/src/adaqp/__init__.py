@@ -22,15 +22,16 @@ if getattr(shared, "__project__", None) != "meshyard":
     )
 
 if TYPE_CHECKING:
-    from adaqp import data, nn
-    from adaqp.distgraph import DistGraph, load
-    from adaqp.graph import Graph, from_dgl, from_edge_index, from_pyg
-    from adaqp.links import LinkTable
-    from adaqp.partitioner import partition
-    from adaqp.planner import Assignment, Solution, assign
+    from adaqp.graphs import generated as data
+    from adaqp.graphs.graph import Graph, from_dgl, from_edge_index, from_pyg
+    from adaqp.messages.distgraph import DistGraph, load
+    from adaqp.messages.network import LinkTable
+    from adaqp.messages.runtime import Messages
+    from adaqp.partitioning.partitioner import partition
+    from adaqp.planner.planner import Assignment, Solution, assign
     from adaqp.policy import Adaptive, Drop, Exact, Fixed, Stale
-    from adaqp.runtime import Messages
-    from adaqp.trainer import History, Trainer
+    from adaqp.training import nn
+    from adaqp.training.trainer import History, Trainer
 
 __all__ = [
     "Adaptive",
@@ -59,21 +60,22 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "distgraph": ("DistGraph", "load"),
-    "graph": ("Graph", "from_dgl", "from_edge_index", "from_pyg"),
-    "links": ("LinkTable",),
-    "partitioner": ("partition",),
-    "planner": ("Assignment", "Solution", "assign"),
+    "messages.distgraph": ("DistGraph", "load"),
+    "graphs.graph": ("Graph", "from_dgl", "from_edge_index", "from_pyg"),
+    "messages.network": ("LinkTable",),
+    "partitioning.partitioner": ("partition",),
+    "planner.planner": ("Assignment", "Solution", "assign"),
     "policy": ("Adaptive", "Drop", "Exact", "Fixed", "Stale"),
-    "runtime": ("Messages",),
-    "trainer": ("History", "Trainer"),
+    "messages.runtime": ("Messages",),
+    "training.trainer": ("History", "Trainer"),
 }
+_MODULES = {"data": "graphs.generated", "nn": "training.nn"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("data", "nn"):
-        return import_module(f"adaqp.{name}")
+    if name in _MODULES:
+        return import_module(f"adaqp.{_MODULES[name]}")
     if name in _HOME_OF:
         return getattr(import_module(f"adaqp.{_HOME_OF[name]}"), name)
     raise AttributeError(f"module 'adaqp' has no attribute {name!r}")

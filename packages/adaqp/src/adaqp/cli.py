@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from adaqp.config import POLICY_NAMES, ModelConfig, PolicyConfig, PolicyName, RunConfig
+from adaqp.training.config import POLICY_NAMES, ModelConfig, PolicyConfig, PolicyName, RunConfig
 from shared.errors import MeshyardError
 
 __all__ = ["main"]
@@ -38,8 +38,8 @@ class Partition:
 
     def run(self) -> None:
         """Writes the parts and prints what the cut costs."""
-        from adaqp import data
-        from adaqp.partitioner import partition
+        from adaqp.graphs import generated as data
+        from adaqp.partitioning.partitioner import partition
 
         if self.graph == "sbm":
             graph = data.sbm(self.num_nodes, seed=self.seed)
@@ -81,7 +81,7 @@ class Plan:
 
     def run(self) -> None:
         """Prints the table."""
-        from adaqp import jobs
+        from adaqp import commands as jobs
 
         jobs.plan(self.folder, self.model, self.rate, self.links, self.latency_ms)
 
@@ -109,7 +109,7 @@ class Train:
 
     def run(self) -> None:
         """Trains, with a progress bar on rank 0."""
-        from adaqp import jobs
+        from adaqp import commands as jobs
 
         jobs.train(
             self.folder,
@@ -146,7 +146,7 @@ class Bench:
 
     def run(self) -> None:
         """Prints the table."""
-        from adaqp import jobs
+        from adaqp import commands as jobs
 
         chosen = [PolicyConfig(name=n, width=self.width, lam=self.lam) for n in self.policies]
         jobs.bench(self.folder, self.model, chosen, self.epochs, self.rate)
@@ -172,7 +172,7 @@ class ProbeLinks:
 
     def run(self) -> None:
         """Prints the table, and writes it."""
-        from adaqp import jobs
+        from adaqp import commands as jobs
 
         jobs.probe_links(self.ranks, self.out, self.budget_s, self.fallback_rate)
 

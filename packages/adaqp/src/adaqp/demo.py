@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from adaqp import data
-from adaqp.comparison import Timing, compare_in_rank
-from adaqp.config import ModelConfig, PolicyConfig
-from adaqp.distgraph import load
-from adaqp.partitioner import partition
-from adaqp.report import draw
-from adaqp.trainer import Trainer
+from adaqp.graphs import generated as data
+from adaqp.messages.distgraph import load
+from adaqp.partitioning.partitioner import partition
+from adaqp.training.comparison import Timing, compare_in_rank
+from adaqp.training.config import ModelConfig, PolicyConfig
+from adaqp.training.figure import draw
+from adaqp.training.trainer import Trainer
 from shared.claims import Claim, write_demo
 from shared.comms import NetLab, RankPool, netlab
 

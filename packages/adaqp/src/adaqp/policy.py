@@ -1,6 +1,6 @@
 """How messages travel: exactly, at one width, at widths chosen from the data, late, or not at all.
 
-Policies are plain settings; `adaqp.runtime` carries them out. `Adaptive` is AdaQP's idea
+Policies are plain settings; `adaqp.messages.runtime` carries them out. `Adaptive` is AdaQP's idea
 (arXiv 2306.01381), `Stale` is PipeGCN's (arXiv 2203.10428), kept here as a peer.
 """
 

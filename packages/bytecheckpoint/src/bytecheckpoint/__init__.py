@@ -23,14 +23,14 @@ if getattr(shared, "__project__", None) != "meshyard":
 
 if TYPE_CHECKING:
     from bytecheckpoint.checkpointer import Checkpointer, load, save
-    from bytecheckpoint.dcp_storage import DCPReader, DCPWriter
-    from bytecheckpoint.job import Handle
-    from bytecheckpoint.loader_state import LoaderState
-    from bytecheckpoint.loading import LoadReport
-    from bytecheckpoint.opened import Checkpoint, open
-    from bytecheckpoint.rates import Rates
-    from bytecheckpoint.rng import rng_state
-    from bytecheckpoint.tensors import FlatShard
+    from bytecheckpoint.integrations.dcp_storage import DCPReader, DCPWriter
+    from bytecheckpoint.loading.checkpoint import Checkpoint, open
+    from bytecheckpoint.loading.loading import LoadReport
+    from bytecheckpoint.loading.rates import Rates
+    from bytecheckpoint.saving.job import Handle
+    from bytecheckpoint.state.loader_state import LoaderState
+    from bytecheckpoint.state.local_tensors import FlatShard
+    from bytecheckpoint.state.rng import rng_state
 
 __all__ = [
     "Checkpoint",
@@ -52,14 +52,14 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "checkpointer": ("Checkpointer", "load", "save"),
-    "dcp_storage": ("DCPReader", "DCPWriter"),
-    "job": ("Handle",),
-    "loader_state": ("LoaderState",),
-    "loading": ("LoadReport",),
-    "opened": ("Checkpoint", "open"),
-    "rates": ("Rates",),
-    "rng": ("rng_state",),
-    "tensors": ("FlatShard",),
+    "integrations.dcp_storage": ("DCPReader", "DCPWriter"),
+    "saving.job": ("Handle",),
+    "state.loader_state": ("LoaderState",),
+    "loading.loading": ("LoadReport",),
+    "loading.checkpoint": ("Checkpoint", "open"),
+    "loading.rates": ("Rates",),
+    "state.rng": ("rng_state",),
+    "state.local_tensors": ("FlatShard",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

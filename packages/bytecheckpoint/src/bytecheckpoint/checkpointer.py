@@ -8,16 +8,16 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
-from bytecheckpoint import commit
-from bytecheckpoint.job import Handle
-from bytecheckpoint.loading import Dedupe, LoadReport, load_state
-from bytecheckpoint.manifest import MANIFEST_NAME
-from bytecheckpoint.rates import Rates
-from bytecheckpoint.saver import Saver, StageKind
-from bytecheckpoint.source import split_url
+from bytecheckpoint.loading.loading import Dedupe, LoadReport, load_state
+from bytecheckpoint.loading.rates import Rates
+from bytecheckpoint.loading.source import split_url
+from bytecheckpoint.ranks.team import Team
+from bytecheckpoint.ranks.trace import Trace
+from bytecheckpoint.saving.job import Handle
+from bytecheckpoint.saving.saver import Saver, StageKind
 from bytecheckpoint.storage import open_storage
-from bytecheckpoint.team import Team
-from bytecheckpoint.trace import Trace
+from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from shared.errors import ConfigError
 
 __all__ = ["Checkpointer", "load", "save"]

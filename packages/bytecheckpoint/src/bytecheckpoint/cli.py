@@ -45,7 +45,7 @@ class Ls:
 
     def execute(self) -> int:
         """Prints the table; 1 if a checkpoint is damaged or there is none."""
-        from bytecheckpoint.inventory import entries
+        from bytecheckpoint.tools.inventory import entries
         from shared.units import format_bytes
 
         found = entries(self.run)
@@ -82,8 +82,8 @@ class Inspect:
         """Prints the table; 1 if nothing matches."""
         import json
 
-        from bytecheckpoint import opened
-        from bytecheckpoint.inventory import newest
+        from bytecheckpoint.loading import checkpoint as opened
+        from bytecheckpoint.tools.inventory import newest
         from shared.units import format_bytes
 
         with opened.open(newest(self.checkpoint)) as checkpoint:
@@ -126,8 +126,8 @@ class Verify:
 
     def execute(self) -> int:
         """Prints damages; 1 if there are any or nothing to check."""
-        from bytecheckpoint.inventory import entries
-        from bytecheckpoint.verify import verify
+        from bytecheckpoint.tools.inventory import entries
+        from bytecheckpoint.tools.verify import verify
         from shared.units import format_bytes
 
         found = entries(self.run)
@@ -168,9 +168,9 @@ class Diff:
 
     def execute(self) -> int:
         """Prints what differs; 1 if anything does."""
-        from bytecheckpoint import opened
-        from bytecheckpoint.diff import diff_tensors, diff_values
-        from bytecheckpoint.inventory import newest
+        from bytecheckpoint.loading import checkpoint as opened
+        from bytecheckpoint.tools.diff import diff_tensors, diff_values
+        from bytecheckpoint.tools.inventory import newest
 
         table = _table("tensor", "differs in", "A", "B", "elements>", "max abs>")
         num_equal = 0
@@ -216,7 +216,7 @@ class Convert:
     def execute(self) -> int:
         """Converts, with a progress bar."""
         from bytecheckpoint.formats import convert, open_any
-        from bytecheckpoint.inventory import newest
+        from bytecheckpoint.tools.inventory import newest
 
         src = newest(self.src)
         with open_any(src) as checkpoint:
@@ -247,9 +247,9 @@ class Reshard:
 
     def execute(self) -> int:
         """Rewrites, with a progress bar."""
-        from bytecheckpoint import opened
-        from bytecheckpoint.inventory import newest
-        from bytecheckpoint.resharding import reshard
+        from bytecheckpoint.loading import checkpoint as opened
+        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.tools.reshard import reshard
         from shared.units import format_bytes
 
         src = newest(self.src)
@@ -279,8 +279,9 @@ class Timeline:
         """Prints seconds by stage and writes the files; 1 if the checkpoint has no trace."""
         import json
 
-        from bytecheckpoint import opened, report
-        from bytecheckpoint.inventory import newest
+        from bytecheckpoint.loading import checkpoint as opened
+        from bytecheckpoint.tools import report
+        from bytecheckpoint.tools.inventory import newest
         from shared.units import format_bytes, format_s
 
         url = newest(self.checkpoint)
@@ -322,8 +323,8 @@ class Gc:
 
     def execute(self) -> int:
         """Prints what is, or would be, removed."""
-        from bytecheckpoint.commit import garbage, remove_garbage
         from bytecheckpoint.storage import open_storage
+        from bytecheckpoint.storage.files.commit import garbage, remove_garbage
 
         storage = open_storage(self.run)
         found = garbage(storage)
@@ -352,7 +353,7 @@ class Demo:
 
     def execute(self) -> int:
         """Runs the demo; 1 if a result is not correct."""
-        from bytecheckpoint import demo
+        from bytecheckpoint.demo import demo
 
         return 0 if demo.run(self.out, is_full=self.full) else 1
 

@@ -22,19 +22,19 @@ if getattr(shared, "__project__", None) != "meshyard":
 
 if TYPE_CHECKING:
     from gnnflow import data, models
-    from gnnflow import evaluation as evaluate
-    from gnnflow.cache import FeatureCache
-    from gnnflow.continual import ContinualTrainer, Round
-    from gnnflow.distributed import DistributedSampler, owned, paired, rebalance
-    from gnnflow.distributed_features import DistributedFeatures
-    from gnnflow.distributed_training import DistributedTrainer
-    from gnnflow.events import Events
-    from gnnflow.features import FeatureStore
-    from gnnflow.graph import Stats, TemporalGraph
-    from gnnflow.inputs import Inputs, Rows, attach
-    from gnnflow.mfg import MFG, Sequences
-    from gnnflow.partitioner import PartitionSummary, partition, summarize
-    from gnnflow.sampler import TemporalSampler
+    from gnnflow.data.events import Events
+    from gnnflow.features.cache import FeatureCache
+    from gnnflow.features.inputs import Inputs, Rows, attach
+    from gnnflow.features.store import FeatureStore
+    from gnnflow.graph.temporal_graph import Stats, TemporalGraph
+    from gnnflow.partitioning.planner import PartitionSummary, partition, summarize
+    from gnnflow.ranks.features import DistributedFeatures
+    from gnnflow.ranks.sampler import DistributedSampler, owned, paired, rebalance
+    from gnnflow.ranks.trainer import DistributedTrainer
+    from gnnflow.sampling.mfg import MFG, Sequences
+    from gnnflow.sampling.sampler import TemporalSampler
+    from gnnflow.training import evaluation as evaluate
+    from gnnflow.training.continual import ContinualTrainer, Round
 
 __all__ = [
     "MFG",
@@ -67,21 +67,21 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "cache": ("FeatureCache",),
-    "continual": ("ContinualTrainer", "Round"),
-    "distributed": ("DistributedSampler", "owned", "paired", "rebalance"),
-    "distributed_features": ("DistributedFeatures",),
-    "distributed_training": ("DistributedTrainer",),
-    "events": ("Events",),
-    "features": ("FeatureStore",),
-    "graph": ("Stats", "TemporalGraph"),
-    "inputs": ("Inputs", "Rows", "attach"),
-    "mfg": ("MFG", "Sequences"),
-    "partitioner": ("PartitionSummary", "partition", "summarize"),
-    "sampler": ("TemporalSampler",),
+    "features.cache": ("FeatureCache",),
+    "training.continual": ("ContinualTrainer", "Round"),
+    "ranks.sampler": ("DistributedSampler", "owned", "paired", "rebalance"),
+    "ranks.features": ("DistributedFeatures",),
+    "ranks.trainer": ("DistributedTrainer",),
+    "data.events": ("Events",),
+    "features.store": ("FeatureStore",),
+    "graph.temporal_graph": ("Stats", "TemporalGraph"),
+    "features.inputs": ("Inputs", "Rows", "attach"),
+    "sampling.mfg": ("MFG", "Sequences"),
+    "partitioning.planner": ("PartitionSummary", "partition", "summarize"),
+    "sampling.sampler": ("TemporalSampler",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"data": "data", "evaluate": "evaluation", "models": "models"}
+_MODULES = {"data": "data", "evaluate": "training.evaluation", "models": "models"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ import tyro
 from shared.errors import ConfigError, MeshyardError
 
 if TYPE_CHECKING:
-    from gnnflow.events import Events
+    from gnnflow.data.events import Events
 
 __all__ = ["main"]
 
@@ -112,7 +112,7 @@ class Continual(_Model):
         """Prints the last round and where the page is."""
         import json
 
-        from gnnflow import report
+        from gnnflow.training import report
 
         events = _read(self.data, self.limit)
         every = int(self.every) if self.every.isdecimal() else self.every
@@ -156,8 +156,8 @@ class Partition:
         """Prints cut edges and balance."""
         import numpy as np
 
-        from gnnflow.events import Events
-        from gnnflow.partitioner import partition, summarize
+        from gnnflow.data.events import Events
+        from gnnflow.partitioning.planner import partition, summarize
 
         one_way = _read(self.data, self.limit)
         # An event's two entries lie with its two nodes.
@@ -189,7 +189,7 @@ class Bench:
 
     def run(self) -> None:
         """Prints insertions and samples a second, and what the graph takes."""
-        from gnnflow.speed import measure
+        from gnnflow.profiler import measure
 
         for line in measure(_read(self.data, self.limit), self.increment, self.fanout):
             print(line)
@@ -208,7 +208,7 @@ class Info:
     def run(self) -> None:
         """Prints a few lines."""
         if self.data.endswith(".safetensors"):
-            from gnnflow.graph import TemporalGraph
+            from gnnflow.graph.temporal_graph import TemporalGraph
 
             print(TemporalGraph.load(self.data).stats())
             return
@@ -251,7 +251,7 @@ Command = (
 
 
 def _read(data: str, limit: int | None) -> Events:
-    from gnnflow import data as sources
+    from gnnflow.data import streams as sources
 
     if limit is not None and limit < 0:
         raise ConfigError(f"limit: expected 0 events or more, got {limit}")
@@ -266,8 +266,8 @@ def _read(data: str, limit: int | None) -> Events:
 
 
 def _trainer(settings: _Model, events: Events, **options):  # noqa: ANN202
-    from gnnflow.continual import ContinualTrainer
-    from gnnflow.recipe import Recipe
+    from gnnflow.config import Recipe
+    from gnnflow.training.continual import ContinualTrainer
 
     recipe = Recipe(
         model=settings.model,

@@ -16,17 +16,17 @@ from statistics import median
 import torch
 from rich.console import Console
 
-from gnnflow import report
-from gnnflow.belady import belady_hits
-from gnnflow.cache import FeatureCache
-from gnnflow.continual import ContinualTrainer
-from gnnflow.data import flights
-from gnnflow.events import Events
-from gnnflow.features import FeatureStore
-from gnnflow.recipe import Recipe
-from gnnflow.rounds import Round
-from gnnflow.sampler import TemporalSampler
-from gnnflow.speed import insert_s
+from gnnflow.config import Recipe
+from gnnflow.data.events import Events
+from gnnflow.data.streams import flights
+from gnnflow.features.belady import belady_hits
+from gnnflow.features.cache import FeatureCache
+from gnnflow.features.store import FeatureStore
+from gnnflow.profiler import insert_s
+from gnnflow.sampling.sampler import TemporalSampler
+from gnnflow.training import report
+from gnnflow.training.continual import ContinualTrainer
+from gnnflow.training.rounds import Round
 from shared.claims import Claim, write_demo
 from shared.kernels.temporal import Adjacency, sample
 

@@ -16,49 +16,60 @@ if getattr(shared, "__project__", None) != "meshyard":
     )
 
 if TYPE_CHECKING:
-    from hybridflow import algos, layout, loops, mapping, reshard, rl, tasks
-    from hybridflow.actor import Actor
-    from hybridflow.batch import Batch
-    from hybridflow.checkpoint import Checkpoint
-    from hybridflow.controller import Workers
-    from hybridflow.critic import Critic
-    from hybridflow.future import Future
-    from hybridflow.group import WorkerGroup
+    from hybridflow import algorithms as algos
+    from hybridflow import mapping, reshard, rl, tasks
+    from hybridflow.algorithms import loops
     from hybridflow.models.config import PRESETS
     from hybridflow.models.optimizer import AdamW
-    from hybridflow.protocols import Mesh, Protocol, remote
-    from hybridflow.ragged import Ragged
-    from hybridflow.rewards import reward
-    from hybridflow.rollout.group import Rollout
+    from hybridflow.roles.actor import Actor
+    from hybridflow.roles.critic import Critic
+    from hybridflow.roles.rollout import Rollout
+    from hybridflow.roles.scoring import CostModel, Reference, RewardModel
     from hybridflow.rollout.sampling import Sampling
-    from hybridflow.scoring import CostModel, Reference, RewardModel
-    from hybridflow.worker import Worker
+    from hybridflow.tasks.rewards import reward
+    from hybridflow.training.checkpoints.checkpoint import Checkpoint
+    from hybridflow.workers.batch import layout
+    from hybridflow.workers.batch.batch import Batch
+    from hybridflow.workers.batch.ragged import Ragged
+    from hybridflow.workers.controller import Workers
+    from hybridflow.workers.future import Future
+    from hybridflow.workers.protocols import Mesh, Protocol, remote
+    from hybridflow.workers.worker import Worker
+    from hybridflow.workers.worker_group import WorkerGroup
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "Actor": "actor",
+    "Actor": "roles.actor",
     "AdamW": "models.optimizer",
-    "Batch": "batch",
-    "Checkpoint": "checkpoint",
-    "CostModel": "scoring",
-    "Rollout": "rollout.group",
+    "Batch": "workers.batch.batch",
+    "Checkpoint": "training.checkpoints.checkpoint",
+    "CostModel": "roles.scoring",
+    "Rollout": "roles.rollout",
     "PRESETS": "models.config",
-    "Critic": "critic",
-    "Future": "future",
-    "Mesh": "protocols",
-    "Protocol": "protocols",
-    "Ragged": "ragged",
-    "Reference": "scoring",
-    "RewardModel": "scoring",
+    "Critic": "roles.critic",
+    "Future": "workers.future",
+    "Mesh": "workers.protocols",
+    "Protocol": "workers.protocols",
+    "Ragged": "workers.batch.ragged",
+    "Reference": "roles.scoring",
+    "RewardModel": "roles.scoring",
     "Sampling": "rollout.sampling",
-    "Worker": "worker",
-    "WorkerGroup": "group",
-    "Workers": "controller",
-    "remote": "protocols",
-    "reward": "rewards",
+    "Worker": "workers.worker",
+    "WorkerGroup": "workers.worker_group",
+    "Workers": "workers.controller",
+    "remote": "workers.protocols",
+    "reward": "tasks.rewards",
 }
-_MODULES = ("algos", "layout", "loops", "mapping", "reshard", "rl", "tasks")
+_MODULES = {
+    "algos": "algorithms",
+    "layout": "workers.batch.layout",
+    "loops": "algorithms.loops",
+    "mapping": "mapping",
+    "reshard": "reshard",
+    "rl": "rl",
+    "tasks": "tasks",
+}
 
 __all__ = [
     "PRESETS",
@@ -97,5 +108,5 @@ def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         return getattr(import_module(f"hybridflow.{_HOME_OF[name]}"), name)
     if name in _MODULES:
-        return import_module(f"hybridflow.{name}")
+        return import_module(f"hybridflow.{_MODULES[name]}")
     raise AttributeError(f"module 'hybridflow' has no attribute {name!r}")

@@ -56,10 +56,10 @@ class Train:
         from rich.console import Console
         from rich.progress import Progress
 
-        from hybridflow.checkpoint import Checkpoint
-        from hybridflow.journal import Journal
-        from hybridflow.recipe import read_recipe
-        from hybridflow.training import Run, start_workers
+        from hybridflow.training.checkpoints.checkpoint import Checkpoint
+        from hybridflow.training.config import read_recipe
+        from hybridflow.training.metrics_log import Journal
+        from hybridflow.training.runtime import Run, start_workers
 
         if self.every < 1:
             raise ConfigError(f"every: expected 1 or more, got {self.every}")
@@ -105,10 +105,10 @@ class Plan:
         """Prints groups and bytes."""
         import json
 
-        from hybridflow.layout import Layout, generation_layout
         from hybridflow.models.config import read_config
         from hybridflow.models.pieces import num_bytes
         from hybridflow.reshard import plan
+        from hybridflow.workers.batch.layout import Layout, generation_layout
 
         found = plan(
             self.train, self.generate, self.model, itemsize=self.itemsize, is_sharded=self.sharded
@@ -191,8 +191,8 @@ class Map:
             print(found.to_json() if self.json else found)
             return
         # These import torch, which takes longer than most searches.
-        from hybridflow.mapped import models_of, placed, workload_of
-        from hybridflow.recipe import read_recipe, write_recipe
+        from hybridflow.training.config import read_recipe, write_recipe
+        from hybridflow.training.from_mapping import models_of, placed, workload_of
 
         recipe = read_recipe(self.recipe, _pairs(self.set))
         found = search(models_of(recipe), self._cluster(), workload_of(recipe))
@@ -261,8 +261,8 @@ class Bench:
         """Prints a table."""
         from rich import print as show
 
-        from hybridflow.measuring import measure
-        from hybridflow.recipe import read_recipe
+        from hybridflow.training.config import read_recipe
+        from hybridflow.training.profiler import measure
 
         if self.steps < 1:
             raise ConfigError(f"steps: expected 1 or more, got {self.steps}")
@@ -292,10 +292,10 @@ class Export:
 
     def run(self) -> None:
         """Loads, and writes."""
-        from hybridflow.checkpoint import Checkpoint
-        from hybridflow.export import export
-        from hybridflow.recipe import read_recipe
-        from hybridflow.training import Run, start_workers
+        from hybridflow.models.state.export import export
+        from hybridflow.training.checkpoints.checkpoint import Checkpoint
+        from hybridflow.training.config import read_recipe
+        from hybridflow.training.runtime import Run, start_workers
 
         recipe = read_recipe(self.recipe, _pairs(self.set)).without_rollout()
         with start_workers(recipe) as workers:
@@ -320,7 +320,7 @@ class Demo:
 
     def run(self) -> None:
         """Runs the demo and prints its claims."""
-        from hybridflow import demo
+        from hybridflow.demo import demo
 
         if not demo.run(self.out, is_full=self.full):
             raise SystemExit(1)

@@ -17,41 +17,41 @@ if getattr(shared, "__project__", None) != "meshyard":
 
 if TYPE_CHECKING:
     from mspipe import data, evaluation, memory, models, planner
-    from mspipe.batching import Batch, batches
+    from mspipe.data.batching import Batch, batches
+    from mspipe.data.events import Events
+    from mspipe.data.negatives import Negatives
+    from mspipe.data.sampler import Sampler
     from mspipe.evaluation import EdgeBank, evaluate
-    from mspipe.events import Events
-    from mspipe.hooked import Hooked
-    from mspipe.iteration import Output
-    from mspipe.memory import NodeMemory
-    from mspipe.mitigation import Mitigation
+    from mspipe.memory.node_memory import NodeMemory
     from mspipe.models import mail_dim
-    from mspipe.negatives import Negatives
-    from mspipe.pipeline import Pipeline
+    from mspipe.models.hooked import Hooked
+    from mspipe.pipeline.iteration import Output
+    from mspipe.pipeline.mitigation import Mitigation
+    from mspipe.pipeline.pipeline import Pipeline
+    from mspipe.pipeline.report import Report
     from mspipe.planner import Plan, plan
-    from mspipe.report import Report
-    from mspipe.sampler import Sampler
     from mspipe.simulator import Simulation, simulate
     from mspipe.training import Epoch, Settings, fit
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "Batch": "batching",
+    "Batch": "data.batching",
     "EdgeBank": "evaluation",
     "Epoch": "training",
-    "Events": "events",
-    "Hooked": "hooked",
-    "Mitigation": "mitigation",
-    "Negatives": "negatives",
-    "NodeMemory": "memory",
-    "Output": "iteration",
-    "Pipeline": "pipeline",
+    "Events": "data.events",
+    "Hooked": "models.hooked",
+    "Mitigation": "pipeline.mitigation",
+    "Negatives": "data.negatives",
+    "NodeMemory": "memory.node_memory",
+    "Output": "pipeline.iteration",
+    "Pipeline": "pipeline.pipeline",
     "Plan": "planner",
-    "Report": "report",
-    "Sampler": "sampler",
+    "Report": "pipeline.report",
+    "Sampler": "data.sampler",
     "Settings": "training",
     "Simulation": "simulator",
-    "batches": "batching",
+    "batches": "data.batching",
     "evaluate": "evaluation",
     "fit": "training",
     "mail_dim": "models",

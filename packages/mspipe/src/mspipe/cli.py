@@ -12,7 +12,7 @@ import tyro
 from shared.errors import ConfigError, MeshyardError
 
 if TYPE_CHECKING:
-    from mspipe.events import Events
+    from mspipe.data.events import Events
     from shared.comms import Group
 
 __all__ = ["main"]
@@ -230,7 +230,7 @@ class ServeMemory:
 
     def run(self) -> None:
         """Prints the address, and serves."""
-        from mspipe.server import MemoryServer
+        from mspipe.memory.server import MemoryServer
 
         host, _, port = self.bind.rpartition(":")
         if not host or not port.isdecimal():
@@ -282,7 +282,7 @@ def _numbers(text: str) -> list[float]:
 
 
 def _read(data: str, limit: int | None) -> Events:
-    from mspipe import data as sources
+    from mspipe.data import streams as sources
 
     if limit is not None and limit < 1:
         raise ConfigError(f"limit: expected 1 event or more, got {limit}")
@@ -313,9 +313,9 @@ def _pipeline(  # noqa: ANN202
     import torch
 
     from mspipe import models
-    from mspipe.memory import NodeMemory
-    from mspipe.pipeline import Pipeline
-    from mspipe.sampler import Sampler
+    from mspipe.data.sampler import Sampler
+    from mspipe.memory.node_memory import NodeMemory
+    from mspipe.pipeline.pipeline import Pipeline
 
     if not len(events):
         raise ConfigError("expected a stream with events, got one without")
@@ -337,7 +337,7 @@ def _pipeline(  # noqa: ANN202
 
 
 def _batches(events: Events, size: int):  # noqa: ANN202
-    from mspipe.batching import batches
+    from mspipe.data.batching import batches
 
     return batches(events, size, num_negatives=0)
 
@@ -345,7 +345,7 @@ def _batches(events: Events, size: int):  # noqa: ANN202
 def _ran(settings: _Run, data: str, mode: _Mode, num_batches: int):  # noqa: ANN202
     from itertools import islice
 
-    from mspipe.batching import batches
+    from mspipe.data.batching import batches
 
     events = _read(data, settings.limit)
     pipe, optimizer = _pipeline(settings, events, mode)

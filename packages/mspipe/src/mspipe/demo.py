@@ -14,17 +14,17 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from mspipe import figure
-from mspipe.batching import batches
-from mspipe.data import flights
+from mspipe.data.batching import batches
+from mspipe.data.events import Events
+from mspipe.data.sampler import Sampler
+from mspipe.data.streams import flights
 from mspipe.evaluation import EdgeBank, evaluate
-from mspipe.events import Events
-from mspipe.memory import NodeMemory
+from mspipe.memory.node_memory import NodeMemory
+from mspipe.memory.rows import LocalRows
 from mspipe.models import TGN
-from mspipe.pipeline import Pipeline
-from mspipe.report import Report
-from mspipe.rows import LocalRows
-from mspipe.sampler import Sampler
+from mspipe.pipeline import figure
+from mspipe.pipeline.pipeline import Pipeline
+from mspipe.pipeline.report import Report
 from shared.claims import Claim, write_demo
 
 __all__ = ["LinkedRows", "run"]

@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
-from mspipe import metrics as measures
-from mspipe.batching import batches
-from mspipe.events import Events
-from mspipe.negatives import Kind, Negatives
-from mspipe.pipeline import Pipeline
+from mspipe.data import metrics as measures
+from mspipe.data.batching import batches
+from mspipe.data.events import Events
+from mspipe.data.negatives import Kind, Negatives
+from mspipe.pipeline.pipeline import Pipeline
 from shared.errors import ConfigError, DataError
 
 __all__ = ["EdgeBank", "evaluate"]

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from mspipe.batching import Cut, batches
+from mspipe.data.batching import Cut, batches
+from mspipe.data.events import Events
+from mspipe.data.negatives import Negatives
 from mspipe.evaluation import evaluate
-from mspipe.events import Events
-from mspipe.iteration import Output
-from mspipe.negatives import Negatives
-from mspipe.pipeline import Pipeline
+from mspipe.pipeline.iteration import Output
+from mspipe.pipeline.pipeline import Pipeline
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bytecheckpoint.opened import Checkpoint
+    from bytecheckpoint.loading.checkpoint import Checkpoint
 
 __all__ = ["TARGETS", "convert", "open_any"]
 
@@ -74,13 +74,13 @@ def open_any(src: str | os.PathLike[str]) -> Checkpoint:
         FileNotFoundError: there is nothing.
         DataError: it is damaged, or cannot be read by ranges.
     """
-    from bytecheckpoint import opened
+    from bytecheckpoint.loading import checkpoint as opened
 
     if not os.path.isfile(src):
         return opened.open(src)
-    from bytecheckpoint.extra import dump
     from bytecheckpoint.formats.torch import read_index
-    from bytecheckpoint.source import Source, Summary
+    from bytecheckpoint.loading.source import Source, Summary
+    from bytecheckpoint.state.values import dump
     from bytecheckpoint.storage import open_storage
 
     folder, name = os.path.split(os.path.abspath(src))

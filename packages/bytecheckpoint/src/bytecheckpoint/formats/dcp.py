@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.formats.archive import Archive
-from bytecheckpoint.formats.dcp_write import METADATA_NAME, write_dcp
 from bytecheckpoint.formats.pickles import (
     Metadata,
     StoredTensor,
@@ -28,8 +27,9 @@ from bytecheckpoint.formats.pickles import (
 )
 from bytecheckpoint.formats.ranges import Chunk, Window, build_index, joined
 from bytecheckpoint.formats.tree import Path, encode, nest
-from bytecheckpoint.index import File, Index, plain_name
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.files.index import File, Index, plain_name
+from bytecheckpoint.tools.writers.dcp import METADATA_NAME, write_dcp
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
@@ -88,7 +88,7 @@ def read_index(
             they name. Without it such values are left out, with a warning.
 
     Returns:
-        The index, and the tree of everything else (see `bytecheckpoint.extra`).
+        The index, and the tree of everything else (see `bytecheckpoint.state.values`).
 
     Raises:
         DataError: the folder is damaged, incomplete, or of a kind that cannot be read by ranges.

@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from bytecheckpoint.dtypes import SAFETENSORS_NAMES, dtype_named, safetensors_name
-from bytecheckpoint.formats.output import appearing, data_of, slabs
 from bytecheckpoint.formats.ranges import Chunk, Window, build_index, joined
-from bytecheckpoint.index import File, Index, plain_name
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.files.dtypes import SAFETENSORS_NAMES, dtype_named, safetensors_name
+from bytecheckpoint.storage.files.index import File, Index, plain_name
+from bytecheckpoint.tools.writers.output import appearing, data_of, slabs
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
 if TYPE_CHECKING:
-    from bytecheckpoint.opened import Checkpoint
+    from bytecheckpoint.loading.checkpoint import Checkpoint
 
 __all__ = ["INDEX_NAME", "read_index", "write_hf"]
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bytecheckpoint.dtypes import name_of
-from bytecheckpoint.index import ChunkTable, File, Index
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.files.dtypes import name_of
+from bytecheckpoint.storage.files.index import ChunkTable, File, Index
 from shared.errors import DataError
 from shared.topology.boxes import Box
 

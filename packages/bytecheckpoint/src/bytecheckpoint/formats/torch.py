@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bytecheckpoint.dtypes import dtype_named
-from bytecheckpoint.extra import decode_tree, encode_leaf
 from bytecheckpoint.formats.archive import Archive, ArchiveWriter
 from bytecheckpoint.formats.dcp import elements_start
-from bytecheckpoint.formats.output import appearing, data_of, slabs
 from bytecheckpoint.formats.pickles import StoredTensor, contiguous_strides, dump_tree, load_tree
 from bytecheckpoint.formats.ranges import Chunk, Window, build_index
 from bytecheckpoint.formats.tree import encode, expand
-from bytecheckpoint.index import File, Index, plain_name
+from bytecheckpoint.state.values import decode_tree, encode_leaf
 from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files.index import File, Index, plain_name
+from bytecheckpoint.tools.writers.output import appearing, data_of, slabs
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
 if TYPE_CHECKING:
-    from bytecheckpoint.opened import Checkpoint
+    from bytecheckpoint.loading.checkpoint import Checkpoint
 
 __all__ = ["read_index", "write_torch"]
 
@@ -43,7 +43,7 @@ def read_index(storage: Storage, path: str) -> tuple[Index, dict[str, Any]]:
         path: of the file. The index names it without its folder.
 
     Returns:
-        The index, and the tree of everything else (see `bytecheckpoint.extra`). Tensors are named
+        The index, and the tree of everything else (see `bytecheckpoint.state.values`). Tensors are named
         by their keys joined with dots.
 
     Raises:

@@ -1,6 +1,6 @@
 """Between the tree of a checkpoint's values and the nested or flat values of other formats.
 
-The tree (see `bytecheckpoint.extra`) has modules and optimizers as leaves of their own, whose
+The tree (see `bytecheckpoint.state.values`) has modules and optimizers as leaves of their own, whose
 tensors it does not mention. Expanded, they become what torch calls their state: parameters by name,
 and "state" and "param_groups". DCP calls every value by its path joined with dots.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from bytecheckpoint.extra import decode_tree, encode_dict, encode_leaf
+from bytecheckpoint.state.values import decode_tree, encode_dict, encode_leaf
 from shared.errors import DataError
 
 __all__ = ["Flat", "Path", "at_path", "encode", "expand", "flatten", "nest"]

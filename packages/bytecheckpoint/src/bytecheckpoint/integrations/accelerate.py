@@ -10,8 +10,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from bytecheckpoint.checkpointer import load, save
-from bytecheckpoint.manifest import MANIFEST_NAME
-from bytecheckpoint.rng import rng_state
+from bytecheckpoint.state.rng import rng_state
+from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from shared.errors import ConfigError
 
 __all__ = ["attach"]

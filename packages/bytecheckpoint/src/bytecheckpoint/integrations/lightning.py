@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer  # pyrefly: ignore
 
 from bytecheckpoint.checkpointer import Checkpointer
-from bytecheckpoint.rng import rng_state
+from bytecheckpoint.state.rng import rng_state
 
 __all__ = ["CheckpointCallback"]
 

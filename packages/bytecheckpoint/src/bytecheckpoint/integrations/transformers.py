@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from bytecheckpoint.checkpointer import Checkpointer
-from bytecheckpoint.inventory import newest
-from bytecheckpoint.opened import open as open_checkpoint
-from bytecheckpoint.rng import rng_state
+from bytecheckpoint.loading.checkpoint import open as open_checkpoint
+from bytecheckpoint.state.rng import rng_state
 from bytecheckpoint.storage import open_storage
+from bytecheckpoint.tools.inventory import newest
 
 __all__ = ["CheckpointCallback"]
 

@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnnflow.distinct import rows_of
 from gnnflow.models.hops import Hop
 from gnnflow.models.time_encoding import TimeEncoding
+from gnnflow.sampling.distinct_roots import rows_of
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
 

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gnnflow.inputs import Inputs
-from gnnflow.mfg import MFG, Sequences
+from gnnflow.features.inputs import Inputs
 from gnnflow.models.attention import TemporalAttention
 from gnnflow.models.propagation import MFGModel, check_sizes
+from gnnflow.sampling.mfg import MFG, Sequences
 
 __all__ = ["DySAT"]
 

@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from gnnflow.inputs import Rows
-from gnnflow.mfg import TemporalBlock
+from gnnflow.features.inputs import Rows
+from gnnflow.sampling.mfg import TemporalBlock
 
 __all__ = ["Hop"]
 

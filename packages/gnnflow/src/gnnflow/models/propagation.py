@@ -1,6 +1,6 @@
 """The way of features through the hops of a sample.
 
-A layer computes each distinct root once (`gnnflow.distinct`), and the layer above reads their
+A layer computes each distinct root once (`gnnflow.sampling.distinct_roots`), and the layer above reads their
 rows by index, as the deepest reads features.
 """
 
@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gnnflow.distinct import distinct_roots
-from gnnflow.inputs import Inputs, Rows
-from gnnflow.mfg import MFG, Sequences, TemporalBlock
+from gnnflow.features.inputs import Inputs, Rows
 from gnnflow.models.hops import Hop
+from gnnflow.sampling.distinct_roots import distinct_roots
+from gnnflow.sampling.mfg import MFG, Sequences, TemporalBlock
 from shared.errors import ConfigError, DataError
 
 __all__ = ["MFGModel", "check_sizes", "checked"]

@@ -17,11 +17,11 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnnflow.distinct import distinct_sequences
-from gnnflow.inputs import Inputs
-from gnnflow.mfg import MFG, Sequences
+from gnnflow.features.inputs import Inputs
 from gnnflow.models.propagation import check_sizes, checked
 from gnnflow.models.time_encoding import TimeEncoding
+from gnnflow.sampling.distinct_roots import distinct_sequences
+from gnnflow.sampling.mfg import MFG, Sequences
 from shared.errors import ConfigError
 
 __all__ = ["TFTGN", "Block", "next_neighbors"]
@@ -150,7 +150,7 @@ class TFTGN(nn.Module):
             raise ConfigError(
                 f"TFTGN reads sequences, came {type(sample).__name__}: sample with layout='padded'"
             )
-        # Roots of one node and time have one answer: computed once, as in `gnnflow.distinct`.
+        # Roots of one node and time have one answer: computed once, as in `gnnflow.sampling.distinct_roots`.
         kept, place = distinct_sequences(sample)
         length = sample.nodes.shape[1]
         # Turned left until padding stands behind the root: a causal mask then hides it too, and no

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridflow.layout import GenerationGroups, Layout, generation_groups
 from hybridflow.models.config import DecoderConfig, read_config
 from hybridflow.models.decoder import Shard
 from hybridflow.models.pieces import shard_boxes
+from hybridflow.workers.batch.layout import GenerationGroups, Layout, generation_groups
 from shared.comms import reshard
 from shared.errors import ConfigError
 from shared.topology.boxes import Box

@@ -16,12 +16,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from hybridflow.batch import Batch
-from hybridflow.rollout.native import Responses
+from hybridflow.rollout.native.generator import Responses
 from hybridflow.rollout.rows import ServedResponses
 from hybridflow.rollout.sampling import Sampling
 from hybridflow.rollout.tools import Answer, Tool, ToolCall, parse_calls, run_calls
-from hybridflow.tokenizers import Tokenizer
+from hybridflow.tasks.tokenizers import Tokenizer
+from hybridflow.workers.batch.batch import Batch
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
 

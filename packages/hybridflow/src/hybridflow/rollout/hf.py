@@ -1,6 +1,6 @@
 """Generation by a Hugging Face model's own `generate`, for models that ours does not know.
 
-Slower than `hybridflow.rollout.native`: each sample reads its prompt again, and a batch lasts as
+Slower than `hybridflow.rollout.native.generator`: each sample reads its prompt again, and a batch lasts as
 long as its longest response. The tokens are drawn as there, from the same random numbers, and handed to
 `generate` as the only ones possible, so that its greedy search takes them; its own sampling draws
 from one generator for the whole batch. The model's generation settings (penalties, truncations,
@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from hybridflow.rollout.native import Responses
+from hybridflow.rollout.native.generator import Responses
 from hybridflow.rollout.rows import responses, samples
 from hybridflow.rollout.sampling import Sampling, draw, uniforms
 from shared.errors import ConfigError

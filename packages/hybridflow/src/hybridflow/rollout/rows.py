@@ -1,7 +1,7 @@
 """Responses that were made one by one, as the rows of a table.
 
 Engines that are not ours give a list of tokens for each sample; this is where those become what
-`hybridflow.rollout.native` gives.
+`hybridflow.rollout.native.generator` gives.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from jaxtyping import Int64
 from torch import Tensor
 from torch.nn import functional as F
 
-from hybridflow.batch import PADDING, Batch
 from hybridflow.models.sequences import generated_mask
-from hybridflow.rollout.native import Responses
+from hybridflow.rollout.native.generator import Responses
 from hybridflow.rollout.sampling import Sampling
+from hybridflow.workers.batch.batch import PADDING, Batch
 from shared.errors import DataError
 
 __all__ = [

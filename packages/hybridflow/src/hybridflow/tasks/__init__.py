@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from hybridflow.batch import Batch
-from hybridflow.prompts import prompt_batch
-from hybridflow.rewards import Reward
-from hybridflow.tokenizers import CharTokenizer
+from hybridflow.tasks.prompts import prompt_batch
+from hybridflow.tasks.rewards import Reward
+from hybridflow.tasks.tokenizers import CharTokenizer
+from hybridflow.workers.batch.batch import Batch
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.rewards import reward
 from hybridflow.tasks import QuestionTask, match_each
-from hybridflow.tokenizers import CharTokenizer
+from hybridflow.tasks.rewards import reward
+from hybridflow.tasks.tokenizers import CharTokenizer
 from shared.errors import ConfigError
 
 __all__ = ["Arithmetic"]

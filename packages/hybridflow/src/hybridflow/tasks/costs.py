@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridflow.rewards import reward
+from hybridflow.tasks.rewards import reward
 
 __all__ = ["leading_nine"]
 

@@ -7,9 +7,9 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mspipe.memory import NO_MAIL, State
+from mspipe.data.sampler import Sampled
+from mspipe.memory.node_memory import NO_MAIL, State
 from mspipe.models.base import MemoryModel, TimeEncoding, Updated, newest_mail
-from mspipe.sampler import Sampled
 from shared.errors import ConfigError
 
 __all__ = ["APAN"]

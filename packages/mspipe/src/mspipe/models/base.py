@@ -10,8 +10,8 @@ from jaxtyping import Float, Float64, Int64, Shaped
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mspipe.memory import NO_MAIL, State
-from mspipe.sampler import Sampled
+from mspipe.data.sampler import Sampled
+from mspipe.memory.node_memory import NO_MAIL, State
 from shared.errors import ConfigError
 
 __all__ = ["LinkHead", "MemoryModel", "TimeEncoding", "Updated", "last_events", "mail_dim"]

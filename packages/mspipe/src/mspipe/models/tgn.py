@@ -9,9 +9,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mspipe.memory import State
+from mspipe.data.sampler import Sampled
+from mspipe.memory.node_memory import State
 from mspipe.models.base import MemoryModel, TimeEncoding, Updated, newest_mail
-from mspipe.sampler import Sampled
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
 

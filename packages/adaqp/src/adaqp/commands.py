@@ -1,0 +1,274 @@
+"""What the commands do: the parent's side, and the function each rank runs.
+
+Started by torchrun, a command is one rank and joins the others; started alone, it starts as many
+ranks as the partition has parts, on this machine.
+"""
+
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from adaqp.messages.distgraph import load
+from adaqp.messages.network import LinkTable, probe
+from adaqp.simulator.profiler import Profile, measure
+from adaqp.simulator.simulator import predict
+from adaqp.training.comparison import Timing, compare_in_rank
+from adaqp.training.config import ModelConfig, PolicyConfig, RunConfig
+from adaqp.training.trainer import History, Trainer
+from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
+from shared.errors import ConfigError, DataError
+from shared.units import parse_rate
+
+__all__ = ["bench", "plan", "probe_links", "profile_in_rank", "train"]
+
+# How long one message may take, and a whole run (the longest wait that select knows is 24 days).
+_MESSAGE_LIMIT, _RUN_LIMIT = timedelta(minutes=10), timedelta(days=20)
+_console = Console()
+
+
+def _num_parts(folder: Path) -> int:
+    path = folder / "meta.json"
+    if not path.exists():
+        raise DataError(
+            f"{folder} holds no partition; make one: adaqp partition sbm --out {folder}"
+        )
+    return json.loads(path.read_text())["parts"]
+
+
+def _run(num_ranks: int, function: Callable[..., Any], *args: Any, rate: str | None = None) -> list:
+    """Results of all ranks, or under torchrun this one's alone."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if rate is not None:
+            raise ConfigError("--rate builds hosts of its own, which torchrun's ranks are not in")
+        init_from_env()
+        return [function(*args)]
+    if num_ranks == 1 and rate is None:
+        return [function(*args)]
+    with ExitStack() as stack:
+        if rate is None:
+            pool = stack.enter_context(RankPool(num_ranks, timeout=_MESSAGE_LIMIT))
+        else:
+            lab = stack.enter_context(NetLab(hosts=num_ranks, rate=rate))
+            pool = stack.enter_context(lab.pool(timeout=_MESSAGE_LIMIT))
+        return pool.run(function, *args, timeout=_RUN_LIMIT).results
+
+
+# -- train ----------------------------------------------------------------------------------
+
+
+def train(
+    folder: Path,
+    config: RunConfig,
+    checkpoint: Path | None,
+    save_every: int,
+    history_file: Path | None,
+    links_file: Path | None,
+) -> None:
+    """Trains and prints the outcome; continues from `checkpoint` where one lies there."""
+    if save_every < 1:
+        raise ConfigError(f"save_every must be 1 or more epochs, got {save_every}")
+    links = _read_links(links_file)
+    args = (folder, config, checkpoint, save_every, links)
+    history = _run(_num_parts(folder), _train_in_rank, *args)[0]
+    if history is None:
+        return
+    last = history.evaluated_at[-1]
+    scores = ", ".join(f"{split} {score[-1]:.4f}" for split, score in history.accuracy.items())
+    phases = ", ".join(f"{p} {s:.1f} s" for p, s in history.seconds_by_phase().items())
+    _console.print(f"epoch {last}: {scores}\nrank 0: {phases}")
+    if history_file is not None:
+        history_file.write_text(json.dumps(history.to_json()))
+
+
+def _train_in_rank(
+    folder: Path,
+    config: RunConfig,
+    checkpoint: Path | None,
+    save_every: int,
+    links: LinkTable | None,
+) -> History | None:
+    dg = load(folder)
+    torch.manual_seed(config.seed)
+    model = config.model.build(dg)
+    policy, settings = config.policy.build()
+    settings |= {"seed": config.seed, "links": links}
+    with dg.messages(policy, **settings), _progress(dg.rank, config) as on_epoch:
+        optimizer = torch.optim.Adam(model.parameters(), config.lr)
+        trainer = Trainer(dg, model, optimizer, seed=config.seed, on_epoch=on_epoch)
+        if checkpoint is not None and _has_checkpoint(checkpoint):
+            trainer.resume(checkpoint)
+        while trainer.epoch < config.epochs:
+            left = config.epochs - trainer.epoch
+            trainer.fit(min(save_every, left) if checkpoint else left, config.eval_every)
+            if checkpoint is not None:
+                trainer.save(checkpoint)
+        if trainer.epoch not in trainer.history.evaluated_at:
+            trainer.record_evaluation()
+    return trainer.history if dg.rank == 0 else None
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    from adaqp.training.checkpoint import find  # DCP takes most of a second to import
+
+    return find(folder) is not None
+
+
+@contextmanager
+def _progress(rank: int, config: RunConfig) -> Iterator[Callable[[History], None] | None]:
+    """A bar on rank 0's terminal with loss, seconds and bytes an epoch."""
+    if rank or not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("training", total=config.epochs)
+
+        def on_epoch(history: History) -> None:
+            seconds = sum(phase[-1] for phase in history.seconds.values())
+            rate = history.bytes[-1] / 1e6
+            text = f"loss {history.loss[-1]:.4f}  {seconds:.2f} s  {rate:.1f} MB/epoch"
+            bar.update(task, advance=1, description=text)
+
+        yield on_epoch
+
+
+# -- bench ----------------------------------------------------------------------------------
+
+
+def bench(
+    folder: Path,
+    model: ModelConfig,
+    policies: list[PolicyConfig],
+    epochs: int,
+    rate: str | None,
+) -> None:
+    """Times policies against the first of them and prints the table."""
+    if epochs < 1 or not policies:
+        raise ConfigError(f"bench needs an epoch and a policy, got {epochs} and {len(policies)}")
+    blocks = -(-epochs // 3)
+    timings: list[Timing] = _run(
+        _num_parts(folder), compare_in_rank, str(folder), model, policies, blocks, rate=rate
+    )[0]
+    if int(os.environ.get("RANK", "0")):
+        return
+    phases = ("compute", "quantise", "wait", "reduce")
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("policy", "epoch s", "min - max", "ratio", "MB", " + ".join(phases) + " s"):
+        table.add_column(name, no_wrap=name == "policy")
+    for timing in timings:
+        table.add_row(
+            timing.policy.label,
+            f"{timing.median_s:.3f}",
+            f"{min(timing.epoch_s):.3f} - {max(timing.epoch_s):.3f}",
+            f"{timings[0].median_s / timing.median_s:.2f}",
+            f"{timing.num_bytes / 1e6:.1f}",
+            " + ".join(f"{timing.seconds[p]:.3f}" for p in phases),
+        )
+    _console.print(table)
+
+
+# -- plan and probe -------------------------------------------------------------------------
+
+
+def plan(
+    folder: Path, model: ModelConfig, rate: str | None, links_file: Path | None, latency_ms: float
+) -> None:
+    """Predicts an epoch under each policy and prints the table."""
+    num_parts = _num_parts(folder)
+    if num_parts == 1:
+        raise DataError(f"{folder} has one part, which sends nothing; cut the graph into more")
+    links = _read_links(links_file)
+    if links is None and rate is not None:
+        links = LinkTable.uniform(num_parts, parse_rate(rate), latency_ms / 1e3)
+    outcome = _run(num_parts, profile_in_rank, str(folder), model, links is None)
+    profiles, probed = outcome[0]
+    if int(os.environ.get("RANK", "0")):
+        return
+    links = links or probed
+    table = Table(
+        "policy", "epoch s", "compute s", "quantise s", "wait s", "MB", "bits", box=SIMPLE_HEAD
+    )
+    names = ("exact-no-overlap", "exact", "stale")
+    policies = [PolicyConfig(name=name) for name in names]
+    policies += [PolicyConfig(name="fixed", width=width) for width in (8, 4, 2)]
+    for policy in [*policies, PolicyConfig(name="adaptive")]:
+        built, settings = policy.build()
+        guess = predict(profiles, links, built, overlap=settings["overlap"])
+        table.add_row(
+            policy.label,
+            f"{guess.epoch_s:.3f}",
+            *[f"{guess.seconds[p]:.3f}" for p in ("compute", "quantise", "wait")],
+            f"{guess.num_bytes / 1e6:.1f}",
+            f"{guess.mean_bits:.1f}",
+        )
+    _console.print(table)
+
+
+def profile_in_rank(
+    folder: str, model: ModelConfig, probes: bool, overlap: str | None = "edges"
+) -> tuple[list[Profile], LinkTable | None]:
+    """Profiles of all ranks, and the links' costs if they are to be probed."""
+    dg = load(folder)
+    torch.manual_seed(0)
+    mine = measure(dg, model.build(dg), overlap=overlap)
+    if dg.group is None:
+        return [mine], None
+    packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    everyone = all_gather_v(dg.group, packed.to(dg.group.device))
+    profiles = [pickle.loads(one.cpu().numpy().tobytes()) for one in everyone]
+    return profiles, probe(dg.group) if probes else None
+
+
+def probe_links(ranks: int, out: Path | None, budget_s: float, fallback_rate: str | None) -> None:
+    """Probes the links, prints and writes what they cost."""
+    if ranks < 2:
+        raise ConfigError(f"there are no links between {ranks} ranks; name 2 or more")
+    links: LinkTable = _run(ranks, _probe_in_rank, budget_s, fallback_rate)[0]
+    if int(os.environ.get("RANK", "0")):
+        return
+    table = Table("from", "to", "Mbit/s", "latency us", "fit", box=SIMPLE_HEAD)
+    for sender in range(len(links.s_per_byte)):
+        for receiver in range(len(links.s_per_byte)):
+            if sender == receiver:
+                continue
+            per_byte = links.s_per_byte[sender, receiver]
+            table.add_row(
+                str(sender),
+                str(receiver),
+                f"{8e-6 / per_byte:.1f}" if per_byte else "no cost seen",
+                f"{links.latency_s[sender, receiver] * 1e6:.0f}",
+                "clamped" if links.clamped[sender, receiver] else "good",
+            )
+    _console.print(table)
+    if out is not None:
+        out.write_text(links.to_json())
+
+
+def _probe_in_rank(budget_s: float, fallback_rate: str | None) -> LinkTable:
+    fallback = None if fallback_rate is None else parse_rate(fallback_rate)
+    return probe(Group.world(), budget_s=budget_s, fallback_bytes_per_s=fallback)
+
+
+def _read_links(file: Path | None) -> LinkTable | None:
+    if file is None:
+        return None
+    if not file.is_file():
+        raise DataError(f"{file} is no file; write one with `adaqp probe-links --out {file}`")
+    return LinkTable.from_json(file.read_text())

@@ -1,0 +1,1 @@
+"""Graphs to train on: what a user hands in, real and generated ones, and files."""

@@ -1,0 +1,196 @@
+"""Chooses widths for all channels of all ranks: gather betas, solve on rank 0, tell both sides.
+
+Only group sums travel to rank 0 and widths back, as plain tensors; the width of each row then goes
+to the one peer that receives it. The problem itself is `adaqp.planner.planner`'s.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adaqp.messages.channel import Channel
+from adaqp.messages.network import LinkTable
+from adaqp.messages.wire import row_bytes
+from adaqp.planner.planner import Assignment, Solution, assign, group_messages
+from adaqp.policy import Adaptive
+from shared.comms.collectives import all_gather, all_to_all_v, gather_v, scatter_v
+from shared.comms.group import Group
+
+__all__ = ["assign_channels", "problem_of"]
+
+# Columns of the table each rank sends: one line a group of rows.
+_CHANNEL, _PEER, _ROWS, _BETA = range(4)
+
+
+def assign_channels(
+    group: Group,
+    channels: dict[str, Channel],
+    policy: Adaptive,
+    links: LinkTable,
+    wire_dtype: torch.dtype,
+) -> list[Solution]:
+    """Sets new widths on every channel of every rank; all ranks call it together.
+
+    Args:
+        group: the ranks.
+        channels: this rank's channels; every rank has the same names.
+        policy: widths, weight, solver and scope.
+        links: what a byte and a message cost between two ranks.
+        wire_dtype: dtype of the rows' parameters, which cost bytes too.
+
+    Returns:
+        What rank 0 solved, one solution a problem; empty on other ranks.
+    """
+    names = sorted(channels)
+    if not names:
+        return []
+    orders: list[tuple[int, int, np.ndarray, np.ndarray]] = []
+    lines: list[np.ndarray] = []
+    for number, name in enumerate(names):
+        beta = channels[name].beta().double().cpu().numpy()
+        for peer in range(group.world_size):
+            mine = channels[name].route.sent_to(peer)
+            if mine.stop == mine.start:
+                continue
+            order, offsets, group_beta = group_messages(beta[mine], policy.group_size)
+            orders.append((number, peer, order, offsets))
+            lines.append(
+                np.stack(
+                    [
+                        np.full(len(group_beta), number),
+                        np.full(len(group_beta), peer),
+                        np.diff(offsets),
+                        group_beta,
+                    ],
+                    axis=1,
+                )
+            )
+    table = np.concatenate(lines) if lines else np.zeros((0, 4))
+    flat = torch.from_numpy(table.astype(np.float64)).flatten()
+    tables = gather_v(group, flat.to(group.device), 0)
+    hidden = torch.tensor([channels[n].hidden_s for n in names], dtype=torch.float64)
+    hidden = hidden.to(group.device)
+    hidden_s = torch.stack(all_gather(group, hidden)).amin(0).cpu().numpy()
+    solutions: list[Solution] = []
+    answers: list[Tensor] | None = None
+    if tables is not None:
+        split = [t.cpu().numpy().reshape(-1, 4) for t in tables]
+        shapes = [(channels[n].dim, channels[n].itemsize) for n in names]
+        bits, solutions = _solve(split, shapes, policy, links, wire_dtype, hidden_s)
+        answers = [torch.from_numpy(b.astype(np.uint8)).to(group.device) for b in bits]
+    mine_bits = scatter_v(group, answers, 0).cpu().numpy()
+    _tell_receivers(group, [channels[n] for n in names], orders, mine_bits)
+    return solutions
+
+
+def problem_of(
+    tables: list[np.ndarray],
+    shapes: list[tuple[int, int]],
+    policy: Adaptive,
+    links: LinkTable,
+    wire_dtype: torch.dtype,
+    hidden_s: float,
+) -> Assignment:
+    """The assignment problem of the channels in `tables`.
+
+    Args:
+        tables: for each sender, float64 [num_groups, 4]: channel, receiver, rows, beta.
+        shapes: (columns, bytes a value) of each channel.
+        policy, links, wire_dtype: as in `assign_channels`.
+        hidden_s: seconds of sending that cost nothing.
+    """
+    num_ranks = len(tables)
+    everything = np.concatenate(tables)
+    sender = np.repeat(np.arange(num_ranks), [len(t) for t in tables])
+    layer = everything[:, _CHANNEL].astype(np.int64)
+    receiver = everything[:, _PEER].astype(np.int64)
+    layers, local_layer = np.unique(layer, return_inverse=True)
+    pairs = num_ranks * num_ranks
+    per_row = np.array(
+        [
+            [row_bytes(b, *shapes[number], wire_dtype) for b in policy.bits]
+            for number in range(len(shapes))
+        ]
+    )
+    num_layers = max(len(layers), 1)
+    shift = (np.arange(num_ranks)[None, :] - np.arange(num_ranks)[:, None]) % num_ranks
+    used = np.tile(shift.flatten() > 0, num_layers)
+    # Channels of a rank to itself do not exist: number the others densely.
+    dense = np.cumsum(used) - 1
+    rounds = np.concatenate(
+        [shift.flatten() - 1 + number * (num_ranks - 1) for number in range(num_layers)]
+    )
+    return Assignment(
+        beta=everything[:, _BETA],
+        channel=dense[local_layer * pairs + sender * num_ranks + receiver],
+        bytes=everything[:, [_ROWS]] * per_row[layer],
+        bits=np.array(policy.bits),
+        round_of=rounds[used],
+        s_per_byte=np.tile(links.s_per_byte.flatten(), num_layers)[used],
+        latency_s=np.tile(links.latency_s.flatten(), num_layers)[used],
+        lam=policy.lam,
+        hidden_s=hidden_s if policy.overlap_aware else 0.0,
+    )
+
+
+def _solve(
+    tables: list[np.ndarray],
+    shapes: list[tuple[int, int]],
+    policy: Adaptive,
+    links: LinkTable,
+    wire_dtype: torch.dtype,
+    hidden_s: np.ndarray,
+) -> tuple[list[np.ndarray], list[Solution]]:
+    """Widths for each sender's groups, in the order in which the sender listed them."""
+    bits = [np.zeros(len(t), dtype=np.int64) for t in tables]
+    solutions = []
+    scopes = [range(len(shapes))] if policy.scope == "global" else [[n] for n in range(len(shapes))]
+    for scope in scopes:
+        keep = [np.isin(t[:, _CHANNEL], list(scope)) for t in tables]
+        part = [t[k] for t, k in zip(tables, keep, strict=True)]
+        hidden = float(hidden_s[list(scope)].sum())
+        problem = problem_of(part, shapes, policy, links, wire_dtype, hidden)
+        solution = assign(problem, solver=policy.solver)
+        solutions.append(solution)
+        ends = np.cumsum([len(t) for t in part])[:-1]
+        for mine, kept, chosen in zip(bits, keep, np.split(solution.bits, ends), strict=True):
+            mine[kept] = chosen
+    return bits, solutions
+
+
+def _tell_receivers(
+    group: Group,
+    channels: list[Channel],
+    orders: list[tuple[int, int, np.ndarray, np.ndarray]],
+    bits: np.ndarray,
+) -> None:
+    """Spreads group widths to rows and sends each peer the widths of the rows it will receive."""
+    send_bits = [np.zeros(len(c.send_bits), dtype=np.uint8) for c in channels]
+    start = 0
+    for number, peer, order, offsets in orders:
+        chosen = bits[start : start + len(offsets) - 1]
+        start += len(chosen)
+        rows = np.empty(len(order), dtype=np.uint8)
+        rows[order] = np.repeat(chosen, np.diff(offsets))
+        send_bits[number][channels[number].route.sent_to(peer)] = rows
+    peers = range(group.world_size)
+    sends = [
+        torch.from_numpy(
+            np.concatenate(
+                [b[c.route.sent_to(p)] for b, c in zip(send_bits, channels, strict=True)]
+            )
+        ).to(group.device)
+        for p in peers
+    ]
+    sizes = [
+        [s.stop - s.start for s in (c.route.received_from(p) for c in channels)] for p in peers
+    ]
+    recvs = [torch.empty(sum(size), dtype=torch.uint8, device=group.device) for size in sizes]
+    all_to_all_v(group, sends, recvs)
+    by_peer = [r.split(size) for r, size in zip(recvs, sizes, strict=True)]
+    for number, channel in enumerate(channels):
+        device = channel.route.send_rows.device
+        channel.set_bits(
+            torch.from_numpy(send_bits[number]).to(device),
+            torch.cat([by_peer[p][number] for p in peers]).to(device),
+        )

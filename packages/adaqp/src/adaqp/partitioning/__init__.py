@@ -1,0 +1,1 @@
+"""Cutting a graph into one part a rank."""

@@ -1,0 +1,1 @@
+"""The choice of bit widths: the assignment problem, its solvers and their explanation."""

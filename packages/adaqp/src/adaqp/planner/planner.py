@@ -1,0 +1,183 @@
+"""How many bits each group of messages gets, by its variance and its channel's time.
+
+After AdaQP ("Adaptive Message Quantization and Parallelization for Distributed Full-graph GNN
+Training", arXiv 2306.01381). The default solver is not a MILP but the greedy solution of its
+relaxation, rounded, with a proven gap (`adaqp.planner.greedy`); `solver="milp"` runs HiGHS to check it.
+Pure functions: no process group, no clock in what they decide, arrays in and arrays out.
+"""
+
+import json
+import time
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from adaqp.planner import greedy
+from adaqp.planner import milp as highs
+from adaqp.planner.explanation import explain
+from adaqp.planner.problem import Assignment, Numbers, fields_from_json
+from shared.errors import ConfigError, DataError
+
+__all__ = ["Assignment", "MessageGroups", "Solution", "assign", "group_messages"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Solution:
+    """Bits for each group and what they cost.
+
+    Attributes:
+        bits: [groups] chosen bit-width.
+        variance: total variance of the choice.
+        time_s: seconds of all rounds, hidden ones included.
+        objective: the weighted sum that was minimised.
+        gap: (objective - bound) / objective, 0 for an optimum: proven, not estimated.
+        solver: what produced the bits: "greedy", "milp", or how milp ended short.
+        bound: proven lower bound of the objective of any assignment.
+    """
+
+    bits: Int64[np.ndarray, " groups"]
+    variance: float
+    time_s: float
+    objective: float
+    gap: float
+    solver: str
+    bound: float
+
+    def explain(self, problem: Assignment) -> str:
+        """Say in a few lines what the bits do on the problem they were chosen for.
+
+        Args:
+            problem: what `assign` was given.
+
+        Returns:
+            Share of the messages at each bit-width, the channel that bounds each round, seconds
+            saved against the highest bits, and variance against uniform bits of equal cost.
+
+        Raises:
+            ConfigError: the problem has other groups or bits.
+        """
+        known = np.isin(self.bits, problem.bits).all()
+        if self.bits.size != problem.num_groups or not known:
+            raise ConfigError(
+                f"problem: expected the {self.bits.size} groups this solution was made for, came "
+                f"{problem.num_groups} groups with bits {problem.bits.tolist()}; "
+                "pass the problem that was solved"
+            )
+        choice = np.searchsorted(problem.bits, self.bits)
+        return explain(problem, choice, self.solver, self.gap)
+
+    def to_json(self) -> str:
+        """The solution as JSON text with a format number."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps({"format": _FORMAT, **values, "bits": self.bits.tolist()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Solution":
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: the format is another, or keys are missing or unknown.
+        """
+        values = fields_from_json(text, cls, _FORMAT)
+        values["bits"] = np.asarray(values["bits"], dtype=np.int64)
+        return cls(**values)
+
+
+class MessageGroups(NamedTuple):
+    """Messages cut into groups of like variance.
+
+    Attributes:
+        order: [messages] message indices, largest beta first.
+        offsets: [groups + 1] group g holds `order[offsets[g]:offsets[g + 1]]`.
+        beta: [groups] sum of the members' beta.
+    """
+
+    order: Int64[np.ndarray, " messages"]
+    offsets: Int64[np.ndarray, " bounds"]
+    beta: Float64[np.ndarray, " groups"]
+
+
+def assign(problem: Assignment, solver: str = "greedy", time_limit_s: float = 10.0) -> Solution:
+    """Choose bits for every group so that the problem's objective is least.
+
+    Args:
+        problem: groups, channels, options and weights.
+        solver: "greedy", in O(groups log groups) with a proven gap; or "milp", HiGHS.
+        time_limit_s: seconds for HiGHS. When they run out the better of its solution and the
+            greedy one is returned, and `.solver` says which.
+
+    Returns:
+        The bits with their variance, time, objective and proven gap.
+
+    Raises:
+        ConfigError: the solver's name is unknown or the time limit is not positive.
+    """
+    if solver not in ("greedy", "milp"):
+        raise ConfigError(f"solver: expected 'greedy' or 'milp', came {solver!r}; choose one")
+    if not time_limit_s > 0:
+        raise ConfigError(f"time_limit_s: expected seconds > 0, came {time_limit_s}; give a few")
+    started_s = time.perf_counter()
+    found = greedy.solve(problem)
+    choice, bound, name = found.choice, found.bound, "greedy"
+    if solver == "milp":
+        left_s = max(time_limit_s - (time.perf_counter() - started_s), 1e-3)
+        exact = highs.solve(problem, left_s)
+        bound = max(bound, exact.bound)
+        is_better = False
+        if exact.choice is not None:
+            is_better = problem.objective(exact.choice) < problem.objective(choice)
+            choice = exact.choice if is_better else choice
+        if exact.is_optimal:
+            name = "milp"
+        else:
+            name = "milp, stopped at its time limit" if is_better else "greedy, milp out of time"
+    return _solution(problem, choice, bound, name)
+
+
+def group_messages(beta_per_message: Numbers, group_size: int) -> MessageGroups:
+    """Sort messages by variance, largest first, and cut them into groups.
+
+    Args:
+        beta_per_message: [messages] variance of each message at one bit.
+        group_size: messages a group; the last group is as short as it comes out.
+
+    Returns:
+        Order, offsets and beta of the groups. The rows of group g are
+        `offsets[g + 1] - offsets[g]`: multiply them by the bytes of a row, parameters included.
+
+    Raises:
+        ConfigError: `group_size` is below 1.
+        DataError: a message's variance is negative or not finite.
+    """
+    if group_size < 1:
+        raise ConfigError(f"group_size: expected 1 or more messages, came {group_size}; try 100")
+    beta = np.asarray(beta_per_message, dtype=np.float64)
+    bad = ~np.isfinite(beta) | (beta < 0)
+    if bad.any():
+        first = int(bad.argmax())
+        raise DataError(
+            f"beta_per_message[{first}]: expected a finite variance >= 0, came {beta[first]}; "
+            "look for NaN or infinity in that message"
+        )
+    order = np.argsort(-beta, kind="stable")
+    starts = np.arange(0, beta.size, group_size)
+    total = np.add.reduceat(beta[order], starts) if beta.size else np.zeros(0)
+    return MessageGroups(order, np.append(starts, beta.size), total)
+
+
+def _solution(problem: Assignment, choice: np.ndarray, bound: float, solver: str) -> Solution:
+    objective = problem.objective(choice)
+    bound = min(bound, objective)
+    return Solution(
+        bits=problem.bits[choice],
+        variance=problem.variance(choice),
+        time_s=float(problem.round_s(choice).sum()),
+        objective=objective,
+        gap=(objective - bound) / objective if objective > 0 else 0.0,
+        solver=solver,
+        bound=bound,
+    )

@@ -1,0 +1,124 @@
+"""Measures what a prediction needs: a step without the network, and packing at every width.
+
+All ranks measure at the same time, so that cores they share are shared here too. The steps run on
+real rows (only remote ones are zeros), which also gives the row ranges an assignment starts from.
+"""
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from adaqp.messages.distgraph import DistGraph
+from adaqp.messages.wire import Layout, pack, unpack
+from adaqp.policy import WIDTHS, Adaptive
+from adaqp.training.trainer import Trainer
+
+__all__ = ["ChannelProfile", "Profile", "measure"]
+
+# Memory is faulted in, kernels are compiled and moving averages settle in these.
+_WARM_STEPS = 3
+_NEVER = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelProfile:
+    """One layer in one direction on one rank.
+
+    Attributes:
+        dim, itemsize: columns of a row and bytes of a value.
+        rows_to: rows sent to each rank.
+        hidden_s: seconds of local aggregation the sending can hide behind.
+        pack_s, unpack_s: seconds a row by width.
+        beta: float64 [num_send], variance of each row at width b times (2^b - 1)^2, by peer.
+    """
+
+    dim: int
+    itemsize: int
+    rows_to: list[int]
+    hidden_s: float
+    pack_s: dict[int, float]
+    unpack_s: dict[int, float]
+    beta: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One rank's step without the network.
+
+    Attributes:
+        compute_s: seconds of compute.
+        reduce_s: seconds of the gradients' reduction.
+        skew_s: seconds spent waiting for other ranks to come to the same exchange.
+        channels: in the order of a step.
+    """
+
+    compute_s: float
+    reduce_s: float
+    skew_s: float
+    channels: dict[str, ChannelProfile]
+
+
+def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int = 12) -> Profile:
+    """Profiles training steps of `model`; every rank calls it together.
+
+    Args:
+        dg: this rank's share.
+        model: it is trained for some steps without remote rows: pass a copy.
+        overlap: as in `dg.messages`.
+        steps: steps to measure after some that warm up.
+    """
+    policy = Adaptive(first_at=_NEVER, every=_NEVER)
+    with dg.messages(policy, overlap=overlap) as messages:
+        messages.is_dry = True
+        trainer = Trainer(dg, model, torch.optim.Adam(model.parameters(), 1e-3))
+        seconds = trainer.fit(_WARM_STEPS + steps).seconds
+        channels = {
+            name: ChannelProfile(
+                dim=channel.dim,
+                itemsize=channel.itemsize,
+                rows_to=[
+                    channel.route.sent_to(p).stop - channel.route.sent_to(p).start
+                    for p in range(dg.num_parts)
+                ],
+                hidden_s=channel.hidden_s,
+                beta=channel.beta().double().cpu(),
+                **_packing_s(channel.dim, channel.route.send_rows, dg, messages.wire_dtype),
+            )
+            for name, channel in messages.trained_channels().items()
+        }
+    return Profile(
+        compute_s=median(seconds["compute"][_WARM_STEPS:]),
+        reduce_s=min(seconds["reduce"][_WARM_STEPS:]),
+        skew_s=median(seconds["wait"][_WARM_STEPS:]),
+        channels=channels,
+    )
+
+
+def _packing_s(
+    dim: int, rows: Tensor, dg: DistGraph, wire_dtype: torch.dtype
+) -> dict[str, dict[int, float]]:
+    """Seconds a row to pack and to unpack, for each width."""
+    x = torch.randn(max(dg.num_local, dg.num_halo, 1), dim, device=dg.device)
+    packing, unpacking = dict.fromkeys(WIDTHS, 0.0), dict.fromkeys(WIDTHS, 0.0)
+    if not len(rows):
+        return {"pack_s": packing, "unpack_s": unpacking}
+    out = x.new_empty(len(rows), dim)
+    for bits in WIDTHS:
+        layout = Layout(torch.full((len(rows),), bits, dtype=torch.uint8), dim, x.dtype, wire_dtype)
+        packed, unpacked = [], []
+        for key in range(3):
+            start = time.perf_counter()
+            buffer, _ = pack(layout, x, rows, key=key)
+            middle = time.perf_counter()
+            unpack(layout, buffer, out)
+            if out.is_cuda:
+                torch.cuda.synchronize(out.device)
+            packed.append(middle - start)
+            unpacked.append(time.perf_counter() - middle)
+        packing[bits] = min(packed) / len(rows)
+        # Rows that all travel as they are are received in place.
+        unpacking[bits] = min(unpacked) / len(rows) if bits < 32 else 0.0
+    return {"pack_s": packing, "unpack_s": unpacking}

@@ -1,0 +1,186 @@
+"""Predicts a step's seconds under any policy from profiles and link costs, before any run.
+
+The model: what a rank computes, and how long it waits at an exchange for others to come to it, is
+measured; an exchange lasts as long as the rank that sends or receives longest; local aggregation
+hides it as far as the overlap allows; packing and unpacking add.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from adaqp.messages.assigner import problem_of
+from adaqp.messages.network import LinkTable
+from adaqp.messages.wire import HEADER_BYTES, row_bytes
+from adaqp.planner.planner import assign, group_messages
+from adaqp.policy import Adaptive, Drop, Exact, Fixed, Policy, Stale
+from adaqp.simulator.profiler import Profile
+from shared.errors import ConfigError
+
+__all__ = ["Prediction", "predict"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A step as predicted.
+
+    Attributes:
+        epoch_s: seconds of a step.
+        seconds: by phase: compute, quantise, wait, reduce.
+        num_bytes: bytes all ranks send in a step.
+        mean_bits: bits a value, parameters left out.
+    """
+
+    epoch_s: float
+    seconds: dict[str, float]
+    num_bytes: int
+    mean_bits: float
+
+
+def predict(
+    profiles: list[Profile],
+    links: LinkTable,
+    policy: Policy,
+    *,
+    overlap: str | None = "edges",
+    wire_dtype: torch.dtype = torch.bfloat16,
+) -> Prediction:
+    """Predicts one step.
+
+    Args:
+        profiles: one a rank, measured with the same overlap.
+        links: seconds a byte and a message between two ranks.
+        policy: how rows travel.
+        overlap: what hides the sending.
+        wire_dtype: dtype of the rows' parameters.
+
+    Raises:
+        ConfigError: the links are not those between as many ranks as there are profiles.
+    """
+    if links.world_size != len(profiles):
+        raise ConfigError(
+            f"links: expected costs between {len(profiles)} ranks, got {links.world_size}; measure "
+            "these ranks with `adaqp probe-links`"
+        )
+    # Whoever computes longest waits least: the two together are everyone's.
+    slowest = max(profiles, key=lambda p: p.compute_s + p.skew_s)
+    compute_s = slowest.compute_s
+    reduce_s = max(p.reduce_s for p in profiles)
+    quantise_s, wait_s, num_bytes, bits_sum, num_values = 0.0, slowest.skew_s, 0, 0.0, 0
+    sending_s = 0.0
+    for name in profiles[0].channels:
+        widths = _widths(profiles, name, links, policy, wire_dtype)
+        channel_bytes, packing_s = _bytes_and_packing(profiles, name, widths, wire_dtype)
+        exchange_s = _exchange_s(channel_bytes, links)
+        hidden_s = 0.0
+        if overlap is not None:
+            hidden_s = min(p.channels[name].hidden_s for p in profiles)
+        quantise_s += packing_s
+        sending_s += exchange_s
+        wait_s += max(0.0, exchange_s - hidden_s)
+        num_bytes += int(channel_bytes.sum())
+        dim = profiles[0].channels[name].dim
+        bits_sum += dim * sum(float(w.sum()) for row in widths for w in row)
+        num_values += dim * sum(len(w) for row in widths for w in row)
+    if isinstance(policy, Stale):
+        wait_s = max(0.0, sending_s - compute_s)
+    seconds = {
+        "compute": compute_s,
+        "quantise": quantise_s,
+        "wait": wait_s,
+        "reduce": reduce_s,
+    }
+    return Prediction(
+        epoch_s=sum(seconds.values()),
+        seconds=seconds,
+        num_bytes=num_bytes,
+        mean_bits=bits_sum / max(num_values, 1),
+    )
+
+
+Widths = list[list[np.ndarray]]  # [sender][receiver], the width of each row
+
+
+def _widths(
+    profiles: list[Profile], name: str, links: LinkTable, policy: Policy, wire_dtype: torch.dtype
+) -> Widths:
+    rows_to = [p.channels[name].rows_to for p in profiles]
+    match policy:
+        case Exact() | Stale():
+            width = 32
+        case Drop():
+            width = 0
+        case Fixed(bits=bits):
+            width = bits
+        case Adaptive():
+            return _adaptive_widths(profiles, name, links, policy, wire_dtype)
+    return [[np.full(rows, width) for rows in row] for row in rows_to]
+
+
+def _adaptive_widths(
+    profiles: list[Profile], name: str, links: LinkTable, policy: Adaptive, wire_dtype: torch.dtype
+) -> Widths:
+    tables, places = [], []
+    for profile in profiles:
+        channel = profile.channels[name]
+        lines = [np.zeros((0, 4))]
+        beta = np.split(channel.beta.numpy(), np.cumsum(channel.rows_to)[:-1])
+        for peer, mine in enumerate(beta):
+            if len(mine):
+                order, offsets, group_beta = group_messages(mine, policy.group_size)
+                rows = np.diff(offsets)
+                zero = np.zeros(len(rows))
+                lines.append(np.stack([zero, zero + peer, rows, group_beta], axis=1))
+                places.append((peer, order, rows))
+            else:
+                places.append((peer, np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)))
+        tables.append(np.concatenate(lines))
+    channel = profiles[0].channels[name]
+    hidden_s = min(p.channels[name].hidden_s for p in profiles)
+    shapes = [(channel.dim, channel.itemsize)]
+    problem = problem_of(tables, shapes, policy, links, wire_dtype, hidden_s)
+    chosen = assign(problem, solver=policy.solver).bits
+    widths: Widths = []
+    start = 0
+    for number, (_, order, rows) in enumerate(places):
+        if number % len(profiles) == 0:
+            widths.append([])
+        spread = np.empty(len(order), dtype=np.int64)
+        spread[order] = np.repeat(chosen[start : start + len(rows)], rows)
+        start += len(rows)
+        widths[-1].append(spread)
+    return widths
+
+
+def _bytes_and_packing(
+    profiles: list[Profile], name: str, widths: Widths, wire_dtype: torch.dtype
+) -> tuple[np.ndarray, float]:
+    """Bytes [sender, receiver], and seconds of packing and unpacking of the slowest rank."""
+    num_ranks = len(profiles)
+    num_bytes = np.zeros((num_ranks, num_ranks))
+    packing_s = np.zeros(num_ranks)
+    for sender, profile in enumerate(profiles):
+        channel = profile.channels[name]
+        for receiver, rows in enumerate(widths[sender]):
+            values, counts = np.unique(rows, return_counts=True)
+            for bits, count in zip(values.tolist(), counts.tolist(), strict=True):
+                size = row_bytes(bits, channel.dim, channel.itemsize, wire_dtype)
+                num_bytes[sender, receiver] += size * count
+                if bits:
+                    packing_s[sender] += channel.pack_s[bits] * count
+                    unpack_s = profiles[receiver].channels[name].unpack_s
+                    packing_s[receiver] += unpack_s[bits] * count
+            if num_bytes[sender, receiver] and (rows != 32).any():
+                num_bytes[sender, receiver] += HEADER_BYTES
+    return num_bytes, float(packing_s.max())
+
+
+def _exchange_s(num_bytes: np.ndarray, links: LinkTable) -> float:
+    """Seconds of one exchange: as long as the rank that sends, or receives, longest.
+
+    Rounds are not in lock step, and what ranks wait for each other within them is in the links'
+    costs, which are measured over whole exchanges.
+    """
+    pair_s = np.where(num_bytes > 0, links.latency_s + links.s_per_byte * num_bytes, 0.0)
+    return float(max(pair_s.sum(axis=0).max(), pair_s.sum(axis=1).max()))

@@ -1,0 +1,1 @@
+"""Training on a rank's share: settings, layers, trainer, checkpoints, comparisons."""

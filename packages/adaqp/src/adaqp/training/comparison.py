@@ -1,0 +1,158 @@
+"""Policies timed against each other on the same ranks: blocks of epochs that alternate.
+
+Alternating spreads whatever else the machine does over all policies alike; each block ends when
+nothing is left under way, so that no policy's messages travel on another's time.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from statistics import median
+
+import torch
+
+from adaqp.messages.distgraph import DistGraph, load
+from adaqp.messages.runtime import Messages
+from adaqp.training.config import ModelConfig, PolicyConfig
+from adaqp.training.trainer import Trainer
+from shared.comms import all_reduce, barrier
+
+__all__ = ["Timing", "compare", "compare_in_rank"]
+
+# The adaptive policy assigns in the last of them, with ranges from those before.
+_WARM_EPOCHS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """One policy's epochs, as the slowest rank saw them.
+
+    Attributes:
+        epoch_s: seconds an epoch, one value a block.
+        seconds: median seconds of an epoch by phase, on rank 0.
+        num_bytes: bytes all ranks sent in an epoch.
+        bits: share of rank 0's rows at each width, by channel.
+        assign_s: seconds of one assignment after the timed epochs, links known; 0 where the policy
+            assigns nothing.
+        loss: mean loss over all training nodes, epoch by epoch.
+        accuracy: share of right answers by split after the last epoch, exact messages.
+    """
+
+    policy: PolicyConfig
+    epoch_s: list[float]
+    seconds: dict[str, float]
+    num_bytes: int
+    bits: dict[str, dict[int, float]]
+    assign_s: float
+    loss: list[float]
+    accuracy: dict[str, float]
+
+    @property
+    def median_s(self) -> float:
+        """Median seconds of an epoch."""
+        return median(self.epoch_s)
+
+
+@dataclass(slots=True)
+class _Run:
+    trainer: Trainer
+    messages: Messages
+    epoch_s: list[float]
+    epoch_bytes: list[float]
+
+
+def compare(
+    dg: DistGraph,
+    model: ModelConfig,
+    policies: list[PolicyConfig],
+    *,
+    blocks: int,
+    epochs_per_block: int = 3,
+    lr: float = 1e-2,
+) -> list[Timing]:
+    """Times epochs of each policy; all ranks call it together.
+
+    Args:
+        dg: this rank's share.
+        model: the layers; every policy starts from the same weights.
+        policies: what to compare; all train for equally many epochs.
+        blocks: timed blocks of each policy.
+        epochs_per_block: epochs in a block.
+        lr: Adam's learning rate.
+    """
+    runs = []
+    for policy in policies:
+        torch.manual_seed(0)
+        layers = model.build(dg)
+        built, settings = replace(policy, first_at=_WARM_EPOCHS - 1).build()
+        messages = Messages(dg, built, **settings)
+        with dg.using(messages):
+            trainer = Trainer(dg, layers, torch.optim.Adam(layers.parameters(), lr))
+            trainer.fit(_WARM_EPOCHS)
+            messages.settle()
+        runs.append(_Run(trainer, messages, [], []))
+    for _ in range(blocks):
+        for run in runs:
+            _run_block(dg, run, epochs_per_block)
+    return [
+        _timing(dg, p, r, blocks * epochs_per_block) for p, r in zip(policies, runs, strict=True)
+    ]
+
+
+def compare_in_rank(
+    folder: str,
+    model: ModelConfig,
+    policies: list[PolicyConfig],
+    blocks: int,
+    epochs_per_block: int = 3,
+) -> list[Timing]:
+    """`compare` on a partition on disk: what a `RankPool` runs."""
+    return compare(load(folder), model, policies, blocks=blocks, epochs_per_block=epochs_per_block)
+
+
+def _run_block(dg: DistGraph, run: _Run, epochs: int) -> None:
+    with dg.using(run.messages):
+
+        def block() -> None:
+            run.trainer.fit(epochs)
+            run.messages.settle()
+
+        # From the ledger, not the history: a stale message may land after its epoch.
+        before = run.trainer.sent_bytes()
+        run.epoch_s.append(_seconds(dg, block) / epochs)
+        run.epoch_bytes.append((run.trainer.sent_bytes() - before) / epochs)
+
+
+def _seconds(dg: DistGraph, act: Callable[[], None]) -> float:
+    """Seconds of the slowest rank; all start together."""
+    if dg.group is not None:
+        barrier(dg.group)
+    start = time.perf_counter()
+    act()
+    spent_s = time.perf_counter() - start
+    if dg.group is None:
+        return spent_s
+    spent = torch.tensor([spent_s], dtype=torch.float64, device=dg.group.device)
+    all_reduce(dg.group, spent, "max")
+    return float(spent)
+
+
+def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> Timing:
+    history = run.trainer.history
+    adapts = policy.name == "adaptive" and dg.group is not None
+    with dg.using(run.messages):
+        accuracy = run.trainer.evaluate()
+    sent = torch.tensor([median(run.epoch_bytes)], dtype=torch.float64)
+    if dg.group is not None:
+        sent = sent.to(dg.group.device)
+        all_reduce(dg.group, sent)
+    return Timing(
+        policy=policy,
+        epoch_s=run.epoch_s,
+        seconds={p: median(s[-num_timed:]) for p, s in history.seconds.items()},
+        num_bytes=int(sent),
+        bits=run.messages.report(),
+        assign_s=_seconds(dg, run.messages.assign) if adapts else 0.0,
+        loss=history.loss,
+        accuracy=accuracy,
+    )

@@ -1,0 +1,235 @@
+"""Full-batch training: one step an epoch, gradients summed over ranks, exact evaluation.
+
+The loss is the mean over all training nodes of the graph, so any number of ranks computes the same
+one. A checkpoint holds everything the next step depends on (weights, optimiser, widths, traces,
+random state), and training that resumes repeats the losses of training that never stopped.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from adaqp.messages.clock import PHASES
+from adaqp.messages.distgraph import DistGraph
+from shared.comms import all_reduce, broadcast
+from shared.errors import ConfigError, DataError
+
+__all__ = ["History", "Trainer"]
+
+SPLITS = ("train", "val", "test")
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class History:
+    """What training did.
+
+    Attributes:
+        loss: mean over training nodes, before the update, one an epoch.
+        bytes: bytes this rank sent, one an epoch; gradients and assignments included, probing the
+            links not; a late message counts where it left.
+        seconds: by phase (compute, quantise, wait, reduce, assign), one an epoch each.
+        accuracy: by split (train, val, test), one an evaluation each: the share of right answers,
+            or micro F1 on multilabel graphs.
+        evaluated_at: epochs after which the evaluations took place.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {p: [] for p in PHASES})
+    accuracy: dict[str, list[float]] = field(default_factory=lambda: {s: [] for s in SPLITS})
+    evaluated_at: list[int] = field(default_factory=list)
+
+    def seconds_by_phase(self) -> dict[str, float]:
+        """Seconds of all epochs by phase."""
+        return {phase: sum(values) for phase, values in self.seconds.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The history as plain lists and dictionaries."""
+        return asdict(self)
+
+
+class Trainer:
+    """Trains a model on the whole graph, all ranks together.
+
+    Args:
+        dg: this rank's share.
+        model: called with `dg.feat`; its weights are set to rank 0's.
+        optimizer: over the model's parameters.
+        loss: (logits, labels) -> sum over the given nodes; cross entropy for class labels and
+            binary cross entropy for multilabel ones if None.
+        seed: of dropout, with the rank.
+        on_epoch: called after each epoch with the history so far (on every rank).
+
+    Raises:
+        ConfigError: the graph has no training node at all.
+    """
+
+    def __init__(
+        self,
+        dg: DistGraph,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss: Loss | None = None,
+        seed: int = 0,
+        on_epoch: Callable[[History], None] | None = None,
+    ) -> None:
+        self.dg, self.model, self.optimizer = dg, model, optimizer
+        self.loss = loss or _default_loss(dg.label)
+        self.on_epoch = on_epoch
+        self.epoch = 0
+        self.history = History()
+        self._num_train = int(self._sum(dg.train_mask.sum().reshape(1)))
+        if not self._num_train:
+            raise ConfigError("no node of the graph is a training node; set train_mask")
+        torch.manual_seed(seed * 10_007 + dg.rank)
+        if dg.group is not None:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                on_wire = tensor.data.to(dg.group.device)
+                broadcast(dg.group, on_wire, 0)
+                tensor.data.copy_(on_wire)
+
+    def fit(self, epochs: int, eval_every: int = 0) -> History:
+        """Trains for `epochs` more epochs.
+
+        Args:
+            epochs: steps to take; each uses every training node once.
+            eval_every: epochs between exact evaluations of all splits; 0: never.
+
+        Returns:
+            The history since the trainer was made or resumed.
+
+        Raises:
+            CommError: a peer died or kept silent.
+            DataError: the loss or a message is not finite.
+        """
+        for _ in range(epochs):
+            self._step()
+            if eval_every and self.epoch % eval_every == 0:
+                self.record_evaluation()
+            if self.on_epoch:
+                self.on_epoch(self.history)
+        return self.history
+
+    def _step(self) -> None:
+        dg, messages = self.dg, self.dg.current_messages
+        sent_before = self.sent_bytes()
+        with messages.clock.step():
+            self.model.train()
+            self.optimizer.zero_grad(set_to_none=False)
+            logits = self.model(dg.feat)
+            mask = dg.train_mask
+            # Without a training node the sum is an empty one, but the exchanges still take place.
+            local = self.loss(logits[mask], dg.label[mask]) / self._num_train
+            (local + 0 * logits.sum()).backward()
+            with messages.clock.phase("reduce"):
+                loss = self._reduce_gradients(local.detach())
+            if not torch.isfinite(torch.tensor(loss)):
+                raise DataError(
+                    f"rank {dg.rank}: the loss of epoch {self.epoch} is {loss}; lower the learning "
+                    "rate, or look for non-finite features"
+                )
+            self.optimizer.step()
+        self.epoch += 1
+        self.history.loss.append(loss)
+        for phase, seconds in messages.clock.take().items():
+            self.history.seconds[phase].append(seconds)
+        self.history.bytes.append(self.sent_bytes() - sent_before)
+
+    def sent_bytes(self) -> int:
+        """Bytes this rank has sent so far, without those that probed the links."""
+        if self.dg.group is None:
+            return 0
+        by_phase = self.dg.group.ledger.snapshot().by_phase()
+        return sum(cell.sent_bytes for phase, cell in by_phase.items() if phase != "probe")
+
+    def _reduce_gradients(self, loss: Tensor) -> float:
+        """Sums gradients and loss over ranks, in one message; returns the loss."""
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        for p in params:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        grads = [p.grad for p in params if p.grad is not None]
+        # Half types are summed in float32, so that no rank's share is rounded away.
+        wide = torch.promote_types(torch.float32, loss.dtype)
+        flat = torch.cat([part.flatten().to(wide) for part in (loss, *grads)])
+        flat = self._sum(flat)
+        start = 1
+        for grad in grads:
+            grad.copy_(flat[start : start + grad.numel()].view_as(grad))
+            start += grad.numel()
+        return float(flat[0])
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        if self.dg.group is None:
+            return tensor
+        on_wire = tensor.to(self.dg.group.device)
+        all_reduce(self.dg.group, on_wire)
+        return on_wire.to(tensor.device)
+
+    def predict(self, *, bits: int = 32) -> Tensor:
+        """Logits of this rank's rows by the whole graph, [num_local, num_classes].
+
+        Args:
+            bits: width of the messages; 32 is exact.
+        """
+        self.model.eval()
+        with torch.no_grad(), self.dg.current_messages.evaluation(bits):
+            return self.model(self.dg.feat)
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy (micro F1 for multilabel graphs) of train, val and test, over all ranks."""
+        logits = self.predict()
+        masks = [getattr(self.dg, f"{split}_mask") for split in SPLITS]
+        counts = torch.stack([_tally(logits[m], self.dg.label[m]) for m in masks])
+        right, total = self._sum(counts.double()).unbind(1)
+        return {n: float(r / t) for n, r, t in zip(SPLITS, right, total.clamp(min=1), strict=True)}
+
+    def record_evaluation(self) -> None:
+        """Adds `evaluate()` of now to the history."""
+        for split, score in self.evaluate().items():
+            self.history.accuracy[split].append(score)
+        self.history.evaluated_at.append(self.epoch)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes a DCP checkpoint, which replaces `folder` only when it is complete.
+
+        All ranks call it together; `folder` must be one they all see.
+        """
+        from adaqp.training.checkpoint import save
+
+        save(self, Path(folder))
+
+    def resume(self, folder: str | Path) -> None:
+        """Continues from `save`: with the same graph, partition, model and policy.
+
+        Raises:
+            DataError: no checkpoint there, or one of another graph, partition or policy.
+        """
+        from adaqp.training.checkpoint import resume
+
+        resume(self, Path(folder))
+
+
+def _default_loss(label: Tensor) -> Loss:
+    if label.ndim == 1:
+        return lambda logits, target: F.cross_entropy(logits, target, reduction="sum")
+    return lambda logits, target: (
+        F.binary_cross_entropy_with_logits(logits, target.to(logits.dtype), reduction="sum")
+        / target.shape[1]
+    )
+
+
+def _tally(logits: Tensor, label: Tensor) -> Tensor:
+    """Numerator and denominator of accuracy, or of micro F1, so that ranks' shares add up."""
+    if label.ndim == 1:
+        return torch.tensor([int((logits.argmax(1) == label).sum()), len(label)])
+    predicted, true = logits > 0, label > 0.5
+    return torch.stack([2 * (predicted & true).sum(), predicted.sum() + true.sum()]).cpu()

@@ -1,0 +1,206 @@
+"""Every file format gives back the graph that went in, and says what is wrong with the others."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from adaqp.graphs.generated import read, sbm
+from shared.errors import DataError
+
+MASKS = ("train_mask", "val_mask", "test_mask")
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return sbm(40, blocks=2, degree=3, feat=3)
+
+
+def arrays(graph):
+    names = ("src", "dst", "feat", "label", *MASKS)
+    return {name: getattr(graph, name).numpy() for name in names}
+
+
+def split_of(graph):
+    names = np.array(["train", "val", "test"])
+    return names[torch.stack([getattr(graph, name) for name in MASKS]).int().argmax(dim=0)]
+
+
+def write_tables(folder, graph, suffix, ids=None):
+    pandas = pytest.importorskip("pandas")
+    folder.mkdir()
+    src, dst = graph.src.numpy(), graph.dst.numpy()
+    nodes = pandas.DataFrame(graph.feat.numpy(), columns=["a", "b", "c"])
+    nodes = nodes.assign(label=graph.label.numpy(), split=split_of(graph))
+    if ids is not None:
+        src, dst, nodes["id"] = ids[src], ids[dst], ids
+    edges = pandas.DataFrame({"src": src, "dst": dst})
+    for name, table in (("edges", edges), ("nodes", nodes)):
+        if suffix == ".parquet":
+            table.to_parquet(folder / f"{name}.parquet")
+        else:
+            table.to_csv(folder / f"{name}{suffix}", index=False)
+    return folder
+
+
+def test_npz(tmp_path, graph):
+    np.savez(tmp_path / "g.npz", **arrays(graph))
+    assert read(tmp_path / "g.npz").fingerprint() == graph.fingerprint()
+
+
+@pytest.mark.slow  # importing PyG alone takes some five seconds
+def test_pyg_data(tmp_path, graph):
+    data = pytest.importorskip("torch_geometric.data")
+    saved = data.Data(
+        edge_index=torch.stack([graph.src, graph.dst]),
+        x=graph.feat,
+        y=graph.label,
+        **{name: getattr(graph, name) for name in MASKS},
+    )
+    torch.save(saved, tmp_path / "g.pt")
+    assert read(str(tmp_path / "g.pt")).fingerprint() == graph.fingerprint()
+
+
+def test_dgl_graphs(tmp_path, graph):
+    dgl = pytest.importorskip("dgl")
+    saved = dgl.graph((graph.src, graph.dst), num_nodes=40)
+    saved.ndata.update({name: getattr(graph, name) for name in ("feat", "label", *MASKS)})
+    dgl.save_graphs(str(tmp_path / "g.bin"), [saved])
+    assert read(tmp_path / "g.bin").fingerprint() == graph.fingerprint()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])
+def test_tables(tmp_path, graph, suffix):
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    found = read(write_tables(tmp_path / "t", graph, suffix))
+    assert torch.allclose(found.feat, graph.feat, atol=1e-6)
+    for name in ("src", "dst", "label", *MASKS):
+        assert torch.equal(getattr(found, name), getattr(graph, name))
+
+
+def test_tables_with_names_as_ids(tmp_path, graph):
+    ids = np.array([f"node {i * 7 % 40}" for i in range(40)])
+    found = read(write_tables(tmp_path / "t", graph, ".csv", ids))
+    assert torch.equal(found.src, graph.src)
+    assert torch.equal(found.dst, graph.dst)
+
+
+def test_ogb_folder(tmp_path, graph):
+    pytest.importorskip("pandas")
+    label = graph.label.double().numpy()
+    masked = ~graph.train_mask.numpy()
+    files = {
+        "raw/edge.csv.gz": np.stack([graph.src, graph.dst], axis=1),
+        "raw/node-feat.csv.gz": graph.feat.numpy(),
+        "raw/node-label.csv.gz": label[:, None],
+    }
+    for name, mask in zip(("train", "valid", "test"), MASKS, strict=True):
+        files[f"split/time/{name}.csv.gz"] = getattr(graph, mask).nonzero().numpy()
+    for name, rows in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        with gzip.open(tmp_path / name, "wt") as file:
+            file.writelines(",".join(f"{float(x):.9g}" for x in row) + "\n" for row in rows)
+    found = read(tmp_path)
+    assert found.fingerprint() == graph.fingerprint()
+    assert masked.any()
+
+    (tmp_path / "raw/node-label.csv.gz").unlink()
+    with pytest.raises(DataError, match=r"node-label.csv.gz: missing; expected an OGB"):
+        read(tmp_path)
+
+
+def test_parquet_names_what_to_install(tmp_path, monkeypatch):
+    pandas = pytest.importorskip("pandas")
+
+    def without_pyarrow(*_):
+        raise ImportError("pyarrow")
+
+    monkeypatch.setattr(pandas, "read_parquet", without_pyarrow)
+    (tmp_path / "edges.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"edges.parquet: needs pandas, .* pip install pandas py"):
+        read(tmp_path)
+
+
+def test_missing_path_and_unknown_format(tmp_path):
+    with pytest.raises(DataError, match=r"gone.npz: expected a file or folder, there is nothing"):
+        read(tmp_path / "gone.npz")
+    (tmp_path / "g.xyz").write_text("")
+    with pytest.raises(DataError, match=r"expected .pt, .bin, .npz or a folder .* got '.xyz'"):
+        read(tmp_path / "g.xyz")
+
+
+def test_npz_refuses(tmp_path, graph):
+    some = arrays(graph)
+    del some["label"], some["val_mask"]
+    np.savez(tmp_path / "g.npz", **some)
+    with pytest.raises(DataError, match="missing label, val_mask"):
+        read(tmp_path / "g.npz")
+    np.savez(tmp_path / "p.npz", **(arrays(graph) | {"label": np.array([Path()], dtype=object)}))
+    with pytest.raises(DataError, match="expected an npz file of plain arrays"):
+        read(tmp_path / "p.npz")
+    (tmp_path / "torn.npz").write_bytes(b"PK\x03\x04 torn")
+    with pytest.raises(DataError, match="expected an npz file of plain arrays"):
+        read(tmp_path / "torn.npz")
+
+
+@pytest.mark.slow
+def test_pyg_refuses_what_is_not_data(tmp_path):
+    pytest.importorskip("torch_geometric")
+    torch.save(Path("anything"), tmp_path / "g.pt")
+    with pytest.raises(DataError, match=r"expected a PyG Data of tensors saved by torch.save"):
+        read(tmp_path / "g.pt")
+    (tmp_path / "torn.pt").write_bytes(b"PK\x03\x04 torn")
+    with pytest.raises(DataError, match="expected a PyG Data of tensors"):
+        read(tmp_path / "torn.pt")
+    torch.save((torch.ones(1), {}), tmp_path / "pair.pt")
+    with pytest.raises(DataError, match="expected a PyG Data, got tuple; save dataset"):
+        read(tmp_path / "pair.pt")
+
+
+def test_dgl_refuses_what_is_not_a_graph(tmp_path):
+    pytest.importorskip("dgl")
+    (tmp_path / "g.bin").write_bytes(b"not a graph at all")
+    with pytest.raises(DataError, match=r"expected a file of dgl.save_graphs"):
+        read(tmp_path / "g.bin")
+
+
+@pytest.mark.parametrize(
+    ("edges", "nodes", "message"),
+    [
+        (
+            None,
+            "label,split,a\n0,train,1\n",
+            r"expected edges.parquet, .* there is \['nodes.csv'\]",
+        ),
+        (
+            "src,to\n",
+            "label,split,a\n",
+            r"edges: expected a column 'dst', there is \['src', 'to'\]",
+        ),
+        ("src,dst\n0,0\n", "label,a\n0,1\n", "nodes: expected a column 'split'"),
+        (
+            "src,dst\n0,0\n",
+            "label,split,a\n0,dev,1\n",
+            r"split is train, val, test .* got \['dev'\]",
+        ),
+        ("src,dst\n0,0\n", "label,split,a\n0,train,x\n", "features must be numbers, 'a' is not"),
+        (
+            "src,dst\n7,8\n",
+            "id,label,split,a\n7,0,train,1\n",
+            "dst of row 0 is .*8.* no id in nodes",
+        ),
+        ("src,dst\n", "id,label,split,a\n7,0,train,1\n7,0,,1\n", "expected each id once"),
+        ("src,dst\n0,4\n", "label,split,a\n0,train,1\n", r"edge 0 \(0 -> 4\)"),
+        ("", "label,split,a\n", "edges.csv: expected a table"),
+    ],
+)
+def test_tables_refuse(tmp_path, edges, nodes, message):
+    pytest.importorskip("pandas")
+    for name, text in (("edges", edges), ("nodes", nodes)):
+        if text is not None:
+            (tmp_path / f"{name}.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read(tmp_path)

@@ -1,0 +1,1 @@
+"""The demo: a small training on real text that is killed and resumed elsewhere."""

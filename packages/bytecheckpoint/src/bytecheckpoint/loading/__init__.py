@@ -1,0 +1,1 @@
+"""Loading: which bytes are read, by which rank, into which tensors."""

@@ -1,0 +1,357 @@
+"""Loading: into whatever layout the state has, verified, on all ranks or on none."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from bytecheckpoint.loading.destinations import Destinations, destinations
+from bytecheckpoint.loading.rates import Rates, measure, pays
+from bytecheckpoint.loading.reader import (
+    Unit,
+    copy_parts,
+    held_boxes,
+    plan_units,
+    read_units,
+    wanted_parts,
+    wants_of,
+)
+from bytecheckpoint.loading.shared_reads import plan_shared, run_shared
+from bytecheckpoint.loading.source import Source, Summary, open_source
+from bytecheckpoint.ranks.failure import Failure
+from bytecheckpoint.ranks.team import Team
+from bytecheckpoint.ranks.trace import Trace
+from bytecheckpoint.state.describe import no_collection
+from bytecheckpoint.storage import Storage
+from shared.errors import ConfigError
+from shared.topology.boxes import Box
+
+__all__ = ["Dedupe", "LoadReport", "load_state"]
+
+_MAX_NAMED = 20
+
+Dedupe = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What a load did on this rank.
+
+    Attributes:
+        step: of the checkpoint, None where it does not say.
+        num_bytes: of the elements that went into this rank's tensors.
+        num_bytes_read: from storage, by this rank, for tensors and their checksums.
+        is_shared: whether ranks read for one another.
+        missing: what the state has and the checkpoint has not; empty if strict.
+        unexpected: what the checkpoint has and the state has not; empty if strict.
+        seconds: it took.
+        trace: what took how long.
+    """
+
+    step: int | None
+    num_bytes: int
+    num_bytes_read: int
+    is_shared: bool
+    missing: list[str]
+    unexpected: list[str]
+    seconds: float
+    trace: Trace
+
+
+@torch.no_grad()
+@no_collection()
+def load_state(
+    team: Team,
+    storage: Storage,
+    path: str,
+    state: dict[str, Any],
+    *,
+    strict: bool = True,
+    atomic: bool = False,
+    verify: bool = True,
+    cast: bool = False,
+    dedupe: Dedupe = "auto",
+    rates: Rates | None = None,
+    num_threads: int | None = None,
+) -> LoadReport:
+    """Loads a checkpoint into a state; called by all ranks.
+
+    Args:
+        team: the ranks.
+        storage: where the checkpoint lies.
+        path: of its folder.
+        state: as for saving, in any layout; tensors are written to in place.
+        strict: whether the state and the checkpoint must have the same names.
+        atomic: copy only when everything has been read and verified on all ranks, so that a load
+            that fails leaves every tensor as it was; takes memory for a second copy. Objects get
+            theirs after that, and may still refuse it in `load_state_dict`.
+        verify: compare every block with its checksum before it is used.
+        cast: convert elements whose type differs from the checkpoint's.
+        dedupe: whether ranks read for one another what several want; "auto" decides by rates.
+        rates: of storage and network; by default a first read and exchange are timed.
+        num_threads: reads at a time; by default what suits the storage.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        DataError: it is damaged, or does not fit the state; all ranks raise. The message names
+            the tensors that were overwritten already; without `atomic` there may be some, if a
+            data block is damaged.
+        CommError: a rank is missing.
+    """
+    if dedupe not in ("auto", "always", "never"):
+        raise ConfigError(f"dedupe must be 'auto', 'always' or 'never', got {dedupe!r}")
+    begin = time.perf_counter()
+    trace = Trace(team.rank)
+    with trace.span("open"):
+        source = _opened(team, storage, path, verify)
+    found: Destinations | None = None
+    try:
+        with trace.span("plan"):
+            found = _destinations(team, source, state, strict=strict, cast=cast)
+            loading = _Loading.prepared(team, source, found, trace, num_threads, is_apart=atomic)
+        is_shared = loading.read(dedupe, rates)
+        loading.finish()
+    except BaseException:
+        if found is not None:
+            found.take_back()
+        raise
+    finally:
+        # Open files would hold the disk space of checkpoints that are removed later.
+        storage.close()
+    error = None
+    try:
+        found.restore_values()
+    except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+        error = caught
+    team.agree(error)
+    return LoadReport(
+        step=source.summary.step,
+        num_bytes=sum(place.tensor.numel() * place.tensor.itemsize for place in found.places),
+        num_bytes_read=source.num_bytes_read,
+        is_shared=is_shared,
+        missing=found.missing,
+        unexpected=found.unexpected,
+        seconds=time.perf_counter() - begin,
+        trace=trace,
+    )
+
+
+def _opened(team: Team, storage: Storage, path: str, verify: bool) -> Source:
+    """The checkpoint, whose small files the coordinator reads for all."""
+    sent, error = None, None
+    if team.is_coordinator:
+        try:
+            sent = msgspec.msgpack.encode(open_source(storage, path))
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+    team.agree(error)
+    summary = msgspec.msgpack.decode(team.broadcast(sent), type=Summary)
+    return Source.of(storage, summary, verify=verify)
+
+
+def _destinations(
+    team: Team, source: Source, state: dict[str, Any], *, strict: bool, cast: bool
+) -> Destinations:
+    """Where everything goes; refuses, on all ranks, what is misfit on any."""
+    found, error = None, None
+    try:
+        found = destinations(state, source, team.rank, team.world_size, cast=cast)
+    except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+        error = caught
+    try:
+        team.agree(error)
+        assert found is not None, "a rank without destinations has failed"
+        # What one rank has no place for may be another's: a stage's, or a rank's own.
+        found.unexpected = team.in_all(found.unexpected)
+        try:
+            found.check(strict=strict)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        team.agree(error)
+    except BaseException:
+        if found is not None:
+            found.take_back()
+        raise
+    return found
+
+
+class _Loading:
+    """The reading of one load: into places, or into memory beside them first."""
+
+    def __init__(
+        self,
+        team: Team,
+        source: Source,
+        found: Destinations,
+        trace: Trace,
+        num_threads: int | None,
+        *,
+        is_apart: bool,
+    ) -> None:
+        self._team = team
+        self._source = source
+        self._found = found
+        self._trace = trace
+        self._num_threads = num_threads
+        self._is_apart = is_apart
+        self._error: Exception | None = None
+        self._touched: set[int] = set()
+        # Another type is converted by a copy of its own.
+        self._targets = [
+            (place.box, torch.empty(place.box.sizes, dtype=place.dtype))
+            if is_apart or place.dtype != place.tensor.dtype
+            else (place.box, place.tensor)
+            for place in found.places
+        ]
+        self._wants = wants_of(source.index, [(p.name, p.box) for p in found.places])
+
+    @classmethod
+    def prepared(
+        cls,
+        team: Team,
+        source: Source,
+        found: Destinations,
+        trace: Trace,
+        num_threads: int | None,
+        *,
+        is_apart: bool,
+    ) -> _Loading:
+        """Makes one, on all ranks or on none: a second copy may not fit on one of them."""
+        made, error = None, None
+        try:
+            made = cls(team, source, found, trace, num_threads, is_apart=is_apart)
+            for device in {p.tensor.device for p in found.places if p.tensor.is_cuda}:
+                # Reading threads do not queue behind the work of the caller's streams.
+                torch.cuda.synchronize(device)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        team.agree(error)
+        assert made is not None, "a rank that made none has failed"
+        return made
+
+    def read(self, dedupe: Dedupe, rates: Rates | None) -> bool:
+        """Reads everything; returns whether ranks read for one another."""
+        team, source = self._team, self._source
+        with self._trace.span("plan"):
+            alone = plan_units(source, self._wants)
+            group, plan = team.group, None
+            if group is not None and self._is_shared(dedupe, rates, alone):
+                everyone = [wants_of(source.index, p) for p in self._everyones_places()]
+                plan = plan_shared(source, everyone)
+        if group is None or plan is None:
+            self._check_fronts()
+            self._read_alone(alone)
+            return False
+        self._error = run_shared(
+            group,
+            source,
+            plan,
+            self._targets,
+            self._touched.add,
+            self._check_fronts,
+            self._trace,
+            self._num_threads,
+        )
+        return True
+
+    def _check_fronts(self) -> None:
+        """Refuses, on all ranks, files whose header or table of checksums is damaged."""
+        error = None
+        try:
+            self._source.check_fronts(self._team.rank, self._team.world_size)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self._team.agree(error)
+
+    def finish(self) -> None:
+        """Raises what went wrong on any rank, or puts what was read apart in its place."""
+        if self._team.maximum([self._error is not None])[0]:
+            names: set[str] = set()
+            if not self._is_apart:
+                names = {self._found.places[at].name for at in self._touched}
+            self._raise_everywhere(names)
+        error = None
+        try:
+            with self._trace.span("copy"):
+                for place, (_, target) in zip(self._found.places, self._targets, strict=True):
+                    if target is not place.tensor:
+                        place.tensor.copy_(target)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self._team.agree(error)
+
+    def _raise_everywhere(self, overwritten: set[str]) -> None:
+        """The same error on all ranks, with the names of tensors that no longer are as before."""
+        failure = None if self._error is None else Failure.of(self._error, self._team.rank)
+        own = msgspec.msgpack.encode((failure, sorted(overwritten)))
+        told = [
+            msgspec.msgpack.decode(data, type=tuple[Failure | None, list[str]])
+            for data in self._team.all(own)
+        ]
+        first = next(failure for failure, _ in told if failure is not None)
+        names = sorted({name for _, of_rank in told for name in of_rank})
+        if names:
+            shown = ", ".join(names[:_MAX_NAMED])
+            more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+            text = f"{first.text}. Overwritten before that was found: {shown}{more}"
+        else:
+            text = f"{first.text}. No tensor was overwritten"
+        raise msgspec.structs.replace(first, text=text).exception(self._team.world_size) from (
+            self._error
+        )
+
+    def _read_alone(self, units: list[Unit]) -> None:
+        """Reads for this rank alone."""
+
+        def use(unit: Unit, buffer: Tensor) -> None:
+            parts = []
+            for at in unit.wants:
+                want = self._wants[at]
+                box, target = self._targets[want.place]
+                held = held_boxes(self._source, unit, want.row, buffer)
+                parts += wanted_parts(held, want, box, target)
+            self._touched.update(self._wants[at].place for at in unit.wants)
+            copy_parts(parts)
+
+        try:
+            read_units(self._source, units, use, self._trace, self._num_threads)
+        except Exception as error:  # noqa: BLE001 - raised on all ranks together by `finish`
+            self._error = error
+
+    def _is_shared(self, dedupe: Dedupe, rates: Rates | None, alone: list[Unit]) -> bool:
+        """Whether ranks read for one another; all come to the same answer."""
+        team, source = self._team, self._source
+        if team.world_size == 1 or dedupe != "auto":
+            return team.world_size > 1 and dedupe == "always"
+        row_bytes = source.index.num_bytes
+        counts = torch.zeros(len(row_bytes) + 2, dtype=torch.int64)
+        counts[list({want.row for want in self._wants})] += 1
+        counts[-2] = sum(unit.stop - unit.start for unit in alone)
+        counts[-1] = len(self._wants)
+        *wanted, alone_bytes, num_boxes = team.total(counts).tolist()
+        if max(wanted, default=0) < 2:
+            return False
+        # Rows of which ranks want parts that do not meet are counted as if they did.
+        once_bytes = int(row_bytes[[count > 0 for count in wanted]].sum())
+        return pays(
+            rates or measure(team, source, alone),
+            alone_bytes=alone_bytes,
+            once_bytes=min(once_bytes, alone_bytes),
+            num_boxes=num_boxes,
+            num_ranks=team.world_size,
+        )
+
+    def _everyones_places(self) -> list[list[tuple[str, Box]]]:
+        own = [(place.name, place.box) for place in self._found.places]
+        return [
+            [(name, Box(*box)) for name, box in msgspec.msgpack.decode(data, type=_Boxes)]
+            for data in self._team.all(msgspec.msgpack.encode(own))
+        ]
+
+
+_Boxes = list[tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]]

@@ -1,0 +1,83 @@
+"""What a checkpoint says of everything that is no tensor, as a rank looks at it.
+
+Where ranks had different values, each looks at its own first, and at the others' for what it has
+none of: a pipeline stage's parameters may lie on any rank when the layout changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bytecheckpoint.state.values import decode_tree
+from shared.errors import DataError
+
+__all__ = ["SavedValues"]
+
+
+class SavedValues:
+    """The saved trees, by path."""
+
+    def __init__(self, extra: dict[str, Any], rank: int) -> None:
+        """Takes what `extra.json` holds.
+
+        Raises:
+            DataError: it is not of that form.
+        """
+        tree, by_rank = extra.get("tree"), extra.get("ranks", {})
+        if not isinstance(by_rank, dict) or not all(isinstance(v, list) for v in by_rank.values()):
+            raise DataError("extra values: expected lists by rank; the checkpoint is damaged")
+        self._by_rank: dict[str, list[Any]] = by_rank
+        self._rank = rank
+        self.root = self._own_first("", [tree])
+
+    def child(self, path: str, nodes: list[Any], key: Any) -> list[Any]:
+        """What there is under a key.
+
+        Args:
+            path: of the child.
+            nodes: candidates for the parent, the preferred first.
+            key: of a dictionary, or a position in a list.
+        """
+        found = []
+        for node in nodes:
+            items = _items(node)
+            if key in items:
+                found.append(items[key])
+        return self._own_first(path, found)
+
+    def keys(self, nodes: list[Any]) -> list[Any]:
+        """All keys that any candidate has."""
+        return list(dict.fromkeys(key for node in nodes for key in _items(node)))
+
+    def of_ranks(self, path: str) -> list[Any]:
+        """What each rank of the save had at a path that differs by rank."""
+        return self._by_rank.get(path, [])
+
+    def _own_first(self, path: str, nodes: list[Any]) -> list[Any]:
+        values = self._by_rank.get(path)
+        if values is None:
+            return nodes
+        own = values[self._rank : self._rank + 1]
+        return [value for value in (*own, *values) if value is not None]
+
+
+def _items(node: Any) -> dict[Any, Any]:
+    if isinstance(node, list):
+        return dict(enumerate(node))
+    if not isinstance(node, dict):
+        return {}
+    if len(node) == 1:
+        ((kind, content),) = node.items()
+        if kind == "$dict":
+            return {decode_tree(key, _no_tensor): value for key, value in content}
+        if kind == "$tuple":
+            return dict(enumerate(content))
+        if kind in ("$module", "$optimizer"):
+            return content
+        if kind.startswith("$"):
+            return {}
+    return node
+
+
+def _no_tensor(name: str) -> Any:
+    raise DataError(f"a dictionary's key cannot be the tensor {name!r}")

@@ -1,0 +1,242 @@
+"""A checkpoint to read from: what its few small files say, and verified bytes of its large ones.
+
+Ours, a Hugging Face folder and a folder of torch's DCP differ only in who writes the index. Bytes
+of files that have checksums are handed out in whole blocks, each compared with its checksum first.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import threading
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import xxhash
+
+from bytecheckpoint.state.values import parse
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.files.index import BLOCK_BYTES, Index, num_blocks
+from bytecheckpoint.storage.files.manifest import MANIFEST_NAME, FileRecord
+from shared.errors import DataError
+
+__all__ = ["Source", "Summary", "open_source", "split_url"]
+
+# With one slash too few it is refused when it is opened.
+_PROTOCOL = re.compile(r"[^/]+:/+")
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is to be known of a checkpoint before its tensors are read; travels between ranks.
+
+    Attributes:
+        kind: "native", "hf" or "dcp".
+        folder: of the data files, from the storage's root.
+        index: encoded.
+        extra: everything that is no tensor, as JSON.
+        files: what the manifest says of the data files; empty where there is none.
+        step, world_size: as the manifest says.
+    """
+
+    kind: str
+    folder: str
+    index: bytes
+    extra: bytes
+    files: list[FileRecord] = []
+    step: int | None = None
+    world_size: int = 1
+
+
+@dataclass
+class Source:
+    """A checkpoint whose index was read and checked.
+
+    Attributes:
+        storage: where it lies.
+        summary: what its small files say.
+        index: decoded.
+        verify: whether bytes are compared with their checksums.
+        num_bytes_read: from storage, by this process.
+    """
+
+    storage: Storage
+    summary: Summary
+    index: Index
+    verify: bool = True
+    num_bytes_read: int = 0
+    _tables: dict[int, memoryview] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, storage: Storage, summary: Summary, *, verify: bool = True) -> Source:
+        """Decodes a summary.
+
+        Raises:
+            DataError: the index does not describe whole tensors, or not these files.
+        """
+        index = Index.decode(summary.index, f"{summary.folder}/index")
+        if summary.kind == "native":
+            commit.check_listed(index, summary.files, f"{summary.folder}/index")
+        return cls(storage, summary, index, verify)
+
+    @cached_property
+    def extra(self) -> dict[str, Any]:
+        """Everything that is no tensor: "tree", values that differ by rank, the save's trace."""
+        where = f"{self.summary.folder}/extra"
+        found = parse(self.summary.extra, where)
+        if not isinstance(found, dict):
+            raise DataError(f"{where}: expected an object with a tree; the file is damaged")
+        return found
+
+    def has_checksums(self, file: int) -> bool:
+        """Whether blocks of a file are verified."""
+        return self.verify and self.index.files[file].hashed_bytes is not None
+
+    def path(self, file: int) -> str:
+        """Of a data file, from the storage's root."""
+        return posixpath.join(self.summary.folder, self.index.files[file].name)
+
+    def read(self, file: int, start: int, buffer: memoryview) -> None:
+        """Fills a buffer from a data file; any thread.
+
+        Args:
+            file: its position in the index.
+            start: first byte; the start of a block in files with checksums.
+            buffer: ends at the end of a block there, or at the end of the hashed bytes.
+
+        Raises:
+            DataError: a block does not have its checksum, or the file is gone or cut; names file,
+                block, and tensors with elements in it.
+        """
+        self._fill(file, start, buffer)
+        if not self.has_checksums(file):
+            return
+        table = self._table(file)
+        for at in range(0, len(buffer), BLOCK_BYTES):
+            block = (start + at) // BLOCK_BYTES
+            digest = xxhash.xxh3_64_intdigest(buffer[at : at + BLOCK_BYTES])
+            if digest.to_bytes(8, "little") != table[8 * block : 8 * block + 8]:
+                raise DataError(
+                    f"{self.path(file)}: block {block} (bytes {block * BLOCK_BYTES} to "
+                    f"{block * BLOCK_BYTES + len(buffer[at : at + BLOCK_BYTES])}) does not have its "
+                    f"checksum; it holds parts of {self._held(file, block)}. The file is damaged: "
+                    f"load another step"
+                )
+
+    def check_fronts(self, first: int, step: int) -> None:
+        """Verifies header and table of checksums of every step-th file, before any is read from.
+
+        Raises:
+            DataError: a file is damaged, or was swapped for another.
+        """
+        for file in range(first, len(self.index.files), step):
+            if not self.has_checksums(file):
+                continue
+            self._table(file)
+            starts = self.index.start[self.index.file == file]
+            hashed = self.index.files[file].hashed_bytes or 0
+            end = -(-int(starts.min(initial=hashed)) // BLOCK_BYTES) * BLOCK_BYTES
+            self.read(file, 0, memoryview(bytearray(min(end, hashed))))
+
+    def _held(self, file: int, block: int) -> str:
+        """The tensors with elements in a block, for errors."""
+        index, first = self.index, block * BLOCK_BYTES
+        rows = (index.file == file) & (index.start < first + BLOCK_BYTES)
+        rows &= index.start + index.num_bytes > first
+        names = [index.names[t] for t in index.chunks.tensor[rows].tolist()]
+        if not names:
+            return "the file's header"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(map(repr, names[:3])) + more
+
+    def _table(self, file: int) -> memoryview:
+        with self._lock:
+            if file not in self._tables:
+                entry = self.index.files[file]
+                hashed = entry.hashed_bytes or 0
+                table = memoryview(bytearray(8 * num_blocks(hashed)))
+                self._fill(file, hashed, table)
+                if xxhash.xxh3_128_hexdigest(table) != self.summary.files[file].xxh3_128:
+                    raise DataError(
+                        f"{self.path(file)}: its table of checksums does not have the hash in the "
+                        f"manifest; the file is damaged or was swapped: load another step"
+                    )
+                self._tables[file] = table
+            return self._tables[file]
+
+    def _fill(self, file: int, start: int, buffer: memoryview) -> None:
+        try:
+            self.storage.read_into(self.path(file), start, buffer)
+        except FileNotFoundError as error:
+            raise DataError(f"{self.path(file)}: expected a data file, found none") from error
+        self.num_bytes_read += len(buffer)
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The URL of the folder that holds a checkpoint, and the checkpoint's name in it.
+
+    A bucket, or another place above which there is nothing, holds its checkpoint itself: the name
+    is then "".
+    """
+    text = str(url).removeprefix("hf://").removeprefix("file://")
+    protocol = _PROTOCOL.match(text)
+    start = protocol.end() if protocol else 0
+    head, slash, name = text[start:].rstrip("/").rpartition("/")
+    if name in ("", ".", "..", "~") or (protocol and not head):
+        return (text, "")
+    return (text[:start] + (head or slash or "."), name)
+
+
+def open_source(storage: Storage, path: str) -> Summary:
+    """Reads and verifies the small files of a checkpoint, and the sizes of the large ones.
+
+    Args:
+        storage: where it lies.
+        path: of its folder, "" for the root itself.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint; names what is there.
+        DataError: it is damaged, or written to mislead.
+    """
+    names = storage.list(path)
+    if MANIFEST_NAME in names:
+        manifest = commit.read_manifest(storage, path)
+        index, extra = commit.read_contents(storage, path, manifest)
+        commit.check_files(storage, path, manifest)
+        return Summary(
+            kind="native",
+            folder=posixpath.join(path, manifest.data),
+            index=index,
+            extra=extra,
+            files=manifest.files,
+            step=manifest.step,
+            world_size=manifest.world_size,
+        )
+    # Their readers are imported for those who read them.
+    if ".metadata" in names:
+        from bytecheckpoint.formats import dcp
+
+        index, tree = dcp.read_index(storage, path)
+        return Summary(kind="dcp", folder=path, index=index.encode(), extra=_extra_of(tree))
+    if any(name.endswith(".safetensors") for name in names):
+        from bytecheckpoint.formats import hf
+
+        index = hf.read_index(storage, path)
+        return Summary(kind="hf", folder=path, index=index.encode(), extra=_extra_of(None))
+    found = f"it holds {', '.join(names[:5])}" if names else "there is nothing"
+    hint = (
+        "; it is a folder of steps: open one of them, or use Checkpointer.load_latest"
+        if any(name.startswith("step_") for name in names)
+        else ""
+    )
+    raise FileNotFoundError(
+        f"{storage.url}/{path}: expected a checkpoint ({MANIFEST_NAME}), a DCP folder (.metadata) "
+        f"or *.safetensors files, but {found}{hint}"
+    )
+
+
+def _extra_of(tree: Any) -> bytes:
+    return msgspec.json.encode({"tree": tree, "ranks": {}, "trace": []})

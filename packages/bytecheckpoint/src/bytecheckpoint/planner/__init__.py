@@ -1,0 +1,1 @@
+"""The plan of a save: which rank writes which bytes of which tensor to which file."""

@@ -1,0 +1,114 @@
+"""Saving from a forked child: the memory as it was at the fork, written while training goes on.
+
+Nothing is copied before training continues; the kernel copies a page when training changes it. The
+child calls nothing that may wait for a thread it does not have: numpy copies, hashes and writes.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Sequence
+
+import msgspec
+from torch import Tensor
+
+from bytecheckpoint.ranks.failure import Failure
+from bytecheckpoint.ranks.trace import Trace
+from bytecheckpoint.saving.image import Image, as_array
+from bytecheckpoint.saving.writer import write_image
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.files.manifest import FileRecord
+from shared.errors import CommError
+
+__all__ = ["ChildWriter"]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    file: FileRecord | None = None
+    failure: Failure | None = None
+
+
+class ChildWriter:
+    """Writes one image to one file, by a child process."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        path: str,
+        image: Image,
+        values: Sequence[Tensor],
+        trace: Trace,
+    ) -> None:
+        """Forks; the values may change when this returns.
+
+        Args:
+            storage: where to; usable in a child.
+            path: of the file.
+            image: for the values.
+            values: on the CPU.
+            trace: of the save.
+        """
+        self._storage = storage
+        self._path = path
+        self._image = image
+        self._trace = trace
+        with trace.span("stage"):
+            # Views are made before the fork: the child stays out of torch.
+            slots, arrays = image.arrays, [as_array(value) for value in values]
+            self._read_end, write_end = os.pipe()
+            try:
+                self._pid = os.fork()
+                if self._pid == 0:
+                    self._write_and_exit(slots, arrays, write_end)
+            except OSError:
+                os.close(self._read_end)
+                raise
+            finally:
+                os.close(write_end)
+
+    def run(self, staged: threading.Event) -> FileRecord:
+        """Waits for the child.
+
+        Raises:
+            OSError: the storage refused.
+            CommError: the child was killed.
+        """
+        with self._trace.span("write", self._image.num_bytes):
+            with os.fdopen(self._read_end, "rb") as pipe:
+                answer = pipe.read()
+            status = _reaped(self._pid)
+        if not answer:
+            raise CommError(
+                f"the child process {self._pid} that wrote {self._path} ended with status {status} "
+                f"before it had; memory may be short: use stage='arena', or save less often"
+            )
+        found = msgspec.msgpack.decode(answer, type=_Answer)
+        if found.failure is not None:
+            raise found.failure.exception(1)
+        assert found.file is not None, "the child answers with one of the two"
+        return found.file
+
+    def _write_and_exit(self, slots: Sequence, arrays: Sequence, write_end: int) -> None:
+        gc.disable()  # finalizers of the parent's objects are the parent's to run
+        try:
+            for slot, array in zip(slots, arrays, strict=True):
+                slot[...] = array
+            answer = _Answer(file=write_image(self._storage, self._path, self._image))
+        except BaseException as error:  # noqa: BLE001 - told to the parent
+            answer = _Answer(failure=Failure.of(error, 0))
+        try:
+            with os.fdopen(write_end, "wb") as pipe:
+                pipe.write(msgspec.msgpack.encode(answer))
+        finally:
+            # The parent's handlers for the end of the process are not this one's.
+            os._exit(0)
+
+
+def _reaped(pid: int) -> int | None:
+    """The status of a child that ended; None where the application itself reaps its children."""
+    try:
+        return os.waitpid(pid, 0)[1]
+    except ChildProcessError:
+        return None

@@ -1,0 +1,212 @@
+"""A save after its copy: write, report, commit, announce; on a thread of each rank."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+
+from bytecheckpoint.ranks.failure import Failure
+from bytecheckpoint.ranks.team import Team
+from bytecheckpoint.ranks.trace import Span, Trace
+from bytecheckpoint.saving.forked_writer import ChildWriter
+from bytecheckpoint.saving.writer import Writer
+from bytecheckpoint.state.describe import LocalState
+from bytecheckpoint.state.values import dump, merge_trees, parse
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.files.manifest import FileRecord, Manifest
+
+__all__ = ["Handle", "Job"]
+
+_log = logging.getLogger(__name__)
+
+
+class Handle:
+    """A save under way.
+
+    Attributes:
+        step: which.
+        is_skipped: whether nothing is saved: it was not this step's turn, or a save was under way.
+        staged: set when training may change the values; those on a GPU it may change earlier
+            through an optimizer of the state, whose next step waits on the device.
+        committed: done when the checkpoint exists; holds what went wrong, the same on all ranks.
+        trace: what took how long on this rank.
+    """
+
+    def __init__(self, step: int | None, trace: Trace, *, is_skipped: bool = False) -> None:
+        self.step = step
+        self.trace = trace
+        self.is_skipped = is_skipped
+        self.staged = threading.Event()
+        self.committed: Future[None] = Future()
+        if is_skipped:
+            self.staged.set()
+            self.committed.set_result(None)
+
+
+class _Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank tells the coordinator.
+
+    Attributes:
+        failure: what went wrong there.
+        file: what it wrote, if it had anything to write.
+        tree: what is no tensor, where that differs between ranks; the coordinator's otherwise.
+        rank_trees: what objects that differ by rank hold there, by path.
+        spans: of its work.
+    """
+
+    failure: Failure | None = None
+    file: FileRecord | None = None
+    tree: bytes | None = None
+    rank_trees: bytes = b"{}"
+    spans: list[Span] = []
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One save's way from memory to commit on one rank.
+
+    Attributes:
+        handle: what the caller has.
+        team, storage: who saves, and where.
+        path: of the checkpoint's folder.
+        folder: of its data, within.
+        key: under which the ranks of this save find each other's reports.
+        index: the index file's content, on the coordinator.
+        state: what is saved; its tensors are only read by the copy.
+        has_rank_trees: whether what is no tensor differs between ranks.
+        overwrite: whether to replace a checkpoint at the path.
+        timeout: how long to wait for the slowest rank.
+        after_commit: called on the coordinator when the checkpoint exists.
+        writer: of this rank's file, None if it has none.
+        error: why there is no writer although there should be.
+    """
+
+    handle: Handle
+    team: Team
+    storage: Storage
+    path: str
+    folder: str
+    key: str
+    index: bytes
+    state: LocalState
+    has_rank_trees: bool
+    overwrite: bool
+    timeout: timedelta
+    after_commit: Callable[[], None]
+    writer: Writer | ChildWriter | None = None
+    error: Exception | None = None
+
+    def run(self, before: threading.Thread | None) -> None:
+        """Sees the save to its end; the handle learns how it went, nothing is raised.
+
+        Args:
+            before: the thread of the save before, which may still be removing old checkpoints.
+        """
+        team, committed = self.team, self.handle.committed
+        try:
+            team.report(self.key, msgspec.msgpack.encode(self._report()))
+            if team.is_coordinator:
+                failure = self._commit()
+                team.announce(self.key, msgspec.msgpack.encode(failure))
+            else:
+                # The coordinator itself may wait that long for another rank before it answers.
+                answer = team.announced(self.key, 2 * self.timeout)
+                failure = msgspec.msgpack.decode(answer, type=Failure | None)
+            error = None if failure is None else failure.exception(team.world_size)
+        except Exception as caught:  # noqa: BLE001 - the handle's owner gets it
+            error = caught
+        # A save that failed waits for no copy any more.
+        self.handle.staged.set()
+        # Training that runs on must not keep what it has dropped.
+        self.state, self.writer = LocalState(), None
+        if error is not None:
+            _log.error("checkpoint %s was not saved: %s", self.path, error)
+            committed.set_exception(error)
+            return
+        committed.set_result(None)
+        if team.is_coordinator:
+            # After the news: removing large files takes a file system as long as writing some.
+            if before is not None:
+                before.join()
+            try:
+                self.after_commit()
+            except Exception as error:  # noqa: BLE001 - the checkpoint exists all the same
+                _log.warning(
+                    "removing old checkpoints failed, the next save tries again: %s", error
+                )
+
+    def _report(self) -> _Report:
+        try:
+            if self.error is not None:
+                raise self.error
+            file = self.writer.run(self.handle.staged) if self.writer else None
+        except Exception as error:  # noqa: BLE001 - all ranks get it
+            return _Report(failure=Failure.of(error, self.team.rank))
+        return _Report(
+            file=file,
+            tree=dump(self.state.tree) if self.has_rank_trees else None,
+            rank_trees=dump(self.state.rank_trees),
+            spans=self.handle.trace.by_stage(),
+        )
+
+    def _commit(self) -> Failure | None:
+        """Commits when all ranks have reported; says what kept it from that."""
+        try:
+            found = self.team.reports(self.key, self.timeout)
+            reports = [msgspec.msgpack.decode(data, type=_Report) for data in found]
+            failure = next((one.failure for one in reports if one.failure is not None), None)
+            if failure is not None:
+                self._discard()
+                return failure
+            with self.handle.trace.span("commit"):
+                extra = dump(self._extra(reports))
+                manifest = Manifest(
+                    step=self.handle.step,
+                    world_size=self.team.world_size,
+                    data=self.folder,
+                    index=commit.record("index.msgpack", self.index),
+                    extra=commit.record("extra.json", extra),
+                    files=[one.file for one in reports if one.file is not None],
+                )
+                commit.commit(
+                    self.storage,
+                    self.path,
+                    manifest,
+                    self.index,
+                    extra,
+                    overwrite=self.overwrite,
+                )
+        except Exception as error:  # noqa: BLE001 - all ranks get it
+            # An object store may still make a manifest appear whose put seemed to fail.
+            if self.storage.has_rename or isinstance(error, FileExistsError):
+                self._discard()
+            else:
+                _log.warning("%s/%s is left for `bytecheckpoint gc`", self.path, self.folder)
+            return Failure.of(error, self.team.rank)
+        return None
+
+    def _discard(self) -> None:
+        """Removes what was written for nothing; a rank that hangs may still be writing there."""
+        try:
+            commit.discard(self.storage, self.path, self.folder)
+        except Exception as error:  # noqa: BLE001 - what went wrong before matters more
+            _log.warning("%s/%s is left for `bytecheckpoint gc`: %s", self.path, self.folder, error)
+
+    def _extra(self, reports: list[_Report]) -> dict[str, Any]:
+        tree, by_rank = self.state.tree, {}
+        if self.has_rank_trees:
+            trees = [parse(one.tree or b"null", "a rank's values") for one in reports]
+            by_rank = merge_trees(trees)
+        for rank, one in enumerate(reports):
+            for path, own in parse(one.rank_trees, "a rank's values").items():
+                by_rank.setdefault(path, [None] * len(reports))[rank] = own
+        spans = [list(span) for one in reports for span in one.spans]
+        return {"tree": tree, "ranks": by_rank, "trace": spans}

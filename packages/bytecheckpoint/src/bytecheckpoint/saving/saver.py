@@ -1,0 +1,365 @@
+"""One save after another by the same ranks: plan once, copy, write behind training's back.
+
+The first save is planned by the coordinator. A later one, of a state with the same tensors, costs
+one reduction of four numbers before the copy, and everything after the copy happens on threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import msgspec
+import torch
+import xxhash
+
+from bytecheckpoint.planner import planner
+from bytecheckpoint.ranks.team import Team
+from bytecheckpoint.ranks.trace import Trace
+from bytecheckpoint.saving.forked_writer import ChildWriter
+from bytecheckpoint.saving.image import Image, sources
+from bytecheckpoint.saving.job import Handle, Job
+from bytecheckpoint.saving.writer import Writer
+from bytecheckpoint.state.describe import LocalState, describe, no_collection
+from bytecheckpoint.state.values import dump
+from bytecheckpoint.storage import Storage
+from bytecheckpoint.storage.files.dtypes import name_of
+from shared.errors import ConfigError
+from shared.topology.boxes import Box
+
+__all__ = ["Saver", "StageKind", "rows_of"]
+
+StageKind = Literal["arena", "fork"]
+Row = tuple[str, str, tuple[int, ...], Box]
+
+
+@dataclass
+class _Plan:
+    """What stays the same from save to save.
+
+    Attributes:
+        rows, aliases: what this rank listed.
+        part: what it writes.
+        index: of the checkpoint, on the coordinator.
+        token: drawn by the coordinator; names what the ranks of a save share.
+        image: memory for the part, made when it is first filled.
+        num_saves: made by this plan.
+    """
+
+    rows: list[Row]
+    aliases: dict[str, str]
+    part: planner.Part
+    index: bytes
+    token: bytes
+    image: Image | None = None
+    num_saves: int = 0
+
+    def next_key(self) -> str:
+        """12 hex digits: the same on all ranks, and no other save's."""
+        self.num_saves += 1
+        return xxhash.xxh3_128_hexdigest(self.token + self.num_saves.to_bytes(8, "little"))[:12]
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    pieces: bytes
+    aliases: dict[str, str]
+
+
+class _Planned(msgspec.Struct, frozen=True):
+    token: bytes
+    part: bytes
+
+
+class Saver:
+    """Saves states of one training to one storage, one at a time."""
+
+    def __init__(self, storage: Storage, *, stage: StageKind = "arena", timeout: timedelta) -> None:
+        """Every rank makes its own, at the same place in its program.
+
+        Args:
+            storage: where checkpoints go.
+            stage: "arena" copies values to memory of its own, "fork" has a child process write them.
+            timeout: how long to wait for the slowest rank's file.
+
+        Raises:
+            ConfigError: a child process cannot write to this storage.
+        """
+        if stage == "fork" and not storage.has_rename:
+            raise ConfigError(
+                f"stage='fork' writes from a child process, which cannot use its parent's "
+                f"connections to {storage.url}; use stage='arena'"
+            )
+        self.team = Team()
+        self._storage = storage
+        self._stage: StageKind = stage
+        self._timeout = timeout
+        self._plan: _Plan | None = None
+        self._key: str | None = None
+        self._handle: Handle | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way on this rank; in a forked child none ever is."""
+        is_own = self._pid == os.getpid()
+        return is_own and self._handle is not None and not self._handle.committed.done()
+
+    def wait(self) -> None:
+        """Blocks until no save is under way."""
+        if self.is_busy and self._handle is not None:
+            futures.wait([self._handle.committed])
+
+    def finish(self) -> None:
+        """Blocks until what follows a commit, the removal of old checkpoints, is done too.
+
+        The memory for copies is given back; another save makes it anew.
+        """
+        self.wait()
+        if self._thread is not None and self._pid == os.getpid():
+            self._thread.join()
+        if self._plan is not None:
+            self._plan.image = None
+
+    def save(
+        self,
+        path: str,
+        state: dict[str, Any],
+        *,
+        step: int | None = None,
+        overwrite: bool = False,
+        check: Callable[[], None] = lambda: None,
+        after_commit: Callable[[], None] = lambda: None,
+    ) -> Handle:
+        """Copies a state and returns; called by all ranks.
+
+        Args:
+            path: of the checkpoint's folder in the storage.
+            state: see `state`.
+            step: of training, for the manifest.
+            overwrite: whether to replace a checkpoint at the path.
+            check: called on the coordinator first; what it raises, all ranks raise.
+            after_commit: called on the coordinator when the checkpoint exists.
+
+        Returns:
+            A handle; it holds failures after the copy.
+
+        Raises:
+            DataError: the state of a rank cannot be saved; nothing was touched.
+            CommError: a rank is missing.
+        """
+        self.wait()
+        handle = Handle(step, Trace(self.team.rank))
+        trace = handle.trace
+        local, rows, digest = LocalState(), [], 0
+        copied: list[torch.cuda.Event] = []
+        error = None
+        try:
+            if self.team.is_coordinator:
+                check()
+            with trace.span("extract"), no_collection():
+                local = describe(state, self.team.rank)
+                rows = rows_of(local)
+                digest = xxhash.xxh3_64_intdigest(dump(local.tree)) >> 2
+            plan = self._plan if self._is_of(rows, local.aliases) else None
+            if plan is not None and self._stage == "arena":
+                # Before the ranks agree: a rank that is done waits for the others then, and its
+                # writing does not slow their copies down.
+                copied = self._copied(plan, local, trace)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            plan, error = None, caught
+        with trace.span("agree"):
+            any_failed, any_new, most, minus_least = self.team.maximum(
+                [error is not None, plan is None, digest, -digest]
+            )
+            if any_failed:
+                self.team.agree(error)
+        if any_new:
+            self._plan = None  # its image goes before the next one comes
+            with trace.span("plan"):
+                self._plan = plan = self._planned(rows, local.aliases)
+            try:
+                if self._stage == "arena":
+                    copied = self._copied(plan, local, trace)
+            except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+                error = caught
+            self.team.agree(error)
+        assert plan is not None, "a rank without a plan says so"
+        key = plan.next_key()
+        job = Job(
+            handle=handle,
+            team=self.team,
+            storage=self._storage,
+            path=path,
+            folder=f"data-{key}",
+            key=key,
+            index=plan.index,
+            state=local,
+            has_rank_trees=most != -minus_least,
+            overwrite=overwrite,
+            timeout=self._timeout,
+            after_commit=after_commit,
+        )
+        if self._key is not None and self.team.is_coordinator:
+            # All ranks have read what was announced there: they wait for that before they save.
+            self.team.forget(self._key)
+        self._key = key
+        self._start(job, plan, copied)
+        return handle
+
+    def _is_of(self, rows: list[Row], aliases: dict[str, str]) -> bool:
+        """Whether the last plan is of a state with the same tensors."""
+        plan = self._plan
+        return plan is not None and plan.rows == rows and plan.aliases == aliases
+
+    def _copied(self, plan: _Plan, local: LocalState, trace: Trace) -> list[torch.cuda.Event]:
+        """Copies what this rank writes into its image; the events behind copies only queued."""
+        if plan.part.file is None:
+            return []
+        values = list(sources(plan.part, local.tensors))
+        is_cuda = any(value.is_cuda for value in values)
+        if plan.image is None or plan.image.memory.is_pinned() != is_cuda:
+            plan.image = Image(plan.part, is_pinned=is_cuda)
+        with trace.span("stage", plan.image.num_bytes):
+            if is_cuda:
+                owned = _memory_of(local.optimizers.values())
+                is_lazy = [value.untyped_storage().data_ptr() in owned for value in values]
+                return plan.image.fill_on_streams(values, is_lazy)
+            plan.image.fill(values)
+        return []
+
+    def _planned(self, rows: list[Row], aliases: dict[str, str]) -> _Plan:
+        """Gathers what the ranks hold, plans on the coordinator, hands each rank its part."""
+        listed, error = b"", None
+        try:
+            pieces = planner.Pieces.of(self.team.rank, rows)
+            listed = msgspec.msgpack.encode(_Listed(pieces.encode(), aliases))
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self.team.agree(error)
+        index, parts = b"", None
+        try:
+            merged = self.team.gather(listed, _merged)
+            if merged is not None:
+                index, parts = self._plan_all(merged)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self.team.agree(error)
+        mine = msgspec.msgpack.decode(self.team.scatter(parts), type=_Planned)
+        part = planner.Part.decode(mine.part)
+        return _Plan(rows=rows, aliases=aliases, part=part, index=index, token=mine.token)
+
+    def _plan_all(self, merged: bytes) -> tuple[bytes, list[bytes]]:
+        listed = msgspec.msgpack.decode(merged, type=_Listed)
+        pieces = planner.Pieces.decode(listed.pieces)
+        plan = planner.plan(pieces, self.team.world_size, aliases=listed.aliases)
+        token = secrets.token_bytes(16)
+        parts = [
+            msgspec.msgpack.encode(_Planned(token, plan.part(rank).encode()))
+            for rank in range(self.team.world_size)
+        ]
+        return plan.index.encode(), parts
+
+    def _start(self, job: Job, plan: _Plan, copied: list[torch.cuda.Event]) -> None:
+        """Starts what writes, and the thread that sees to the commit."""
+        if plan.part.file is not None:
+            file = f"{job.path}/{job.folder}/{plan.part.file.name}".lstrip("/")
+            try:
+                job.writer = self._writer(job, plan, file, copied)
+            except Exception as error:  # noqa: BLE001 - the job reports it to all ranks
+                job.error = error
+        thread = threading.Thread(target=job.run, args=(self._thread,), name="bytecheckpoint-save")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The others hear of it as of any failure; this rank finishes without a thread.
+            if isinstance(job.writer, Writer):
+                job.writer.give_up()
+            job.writer, job.error = None, error
+            job.run(self._thread)
+        else:
+            self._thread = thread
+            _under_way.add(thread)
+        self._handle = job.handle
+        if not copied:
+            job.handle.staged.set()
+        elif job.state.optimizers:
+            for optimizer in job.state.optimizers.values():
+                _wait_before_step(optimizer, copied)
+
+    def _writer(
+        self, job: Job, plan: _Plan, file: str, copied: list[torch.cuda.Event]
+    ) -> Writer | ChildWriter:
+        trace = job.handle.trace
+        if self._stage == "arena":
+            assert plan.image is not None, "the copy made it"
+            return Writer(self._storage, file, plan.image, copied, trace)
+        values = list(sources(plan.part, job.state.tensors))
+        if any(value.is_cuda for value in values):
+            raise ConfigError("stage='fork' cannot read a GPU's memory; use stage='arena'")
+        plan.image = plan.image or Image(plan.part)
+        return ChildWriter(self._storage, file, plan.image, values, trace)
+
+
+# Threads of saves that are not over; those who end a process by os._exit still run this.
+_under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_all() -> None:
+    for thread in list(_under_way):
+        thread.join()
+
+
+def _memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """Addresses of the memory that steps of optimizers change."""
+    found = set()
+    for optimizer in optimizers:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        states = [value for one in optimizer.state.values() for value in one.values()]
+        for tensor in (*parameters, *states):
+            if isinstance(tensor, torch.Tensor):
+                local = getattr(tensor, "_local_tensor", tensor)
+                found.add(local.untyped_storage().data_ptr())
+    return found
+
+
+def rows_of(local: LocalState) -> list[Row]:
+    """Every box this rank holds: name, type, the tensor's shape, box; an empty one for a tensor of
+    which it holds nothing.
+    """
+    rows = []
+    for name, (dtype, shape, pieces) in local.tensors.items():
+        type_name = name_of(dtype)
+        if pieces:
+            rows.extend((name, type_name, shape, piece.box) for piece in pieces)
+        else:
+            rows.append((name, type_name, shape, Box((0,) * len(shape), (0,) * len(shape))))
+    return rows
+
+
+def _merged(parts: list[bytes]) -> bytes:
+    """Joins what some ranks listed; called at every branch of the tree."""
+    listed = [msgspec.msgpack.decode(part, type=_Listed) for part in parts]
+    pieces = planner.Pieces.merge([planner.Pieces.decode(one.pieces) for one in listed])
+    aliases = {name: target for one in listed for name, target in one.aliases.items()}
+    return msgspec.msgpack.encode(_Listed(pieces.encode(), aliases))
+
+
+def _wait_before_step(optimizer: torch.optim.Optimizer, events: Sequence[torch.cuda.Event]) -> None:
+    """Has the optimizer's next step wait for events, on the devices."""
+
+    def wait(*_: object) -> None:
+        for event in events:
+            torch.cuda.current_stream(event.device).wait_event(event)
+        hook.remove()
+
+    hook = optimizer.register_step_pre_hook(wait)

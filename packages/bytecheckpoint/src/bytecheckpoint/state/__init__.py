@@ -1,0 +1,1 @@
+"""What a training state consists of: tensors by name, values, generators, data loaders."""

@@ -1,0 +1,197 @@
+"""The tensors of modules and optimizers under names that no parallel layout changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bytecheckpoint.state.fsdp1 import FlatRange, flat_parameters
+
+__all__ = [
+    "ParameterNames",
+    "fill_missing_state",
+    "module_entries",
+    "optimizer_entries",
+    "parameter_names",
+]
+
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+@dataclass(slots=True)
+class ParameterNames:
+    """Names of parameters, by identity, so that an optimizer's state is named after them.
+
+    Attributes:
+        names: of each parameter by id; several of a flat parameter of FSDP1.
+        ranges: by id of a parameter that FSDP1 flattened, where it lies.
+    """
+
+    names: dict[int, list[str]] = field(default_factory=dict)
+    ranges: dict[int, list[FlatRange]] = field(default_factory=dict)
+
+    def known_as(self, stored: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
+        """Names by what a stored optimizer calls them: ours are from the state's root on, torch's
+        from the module on.
+
+        Args:
+            stored: all names that the optimizer has.
+            modules: paths of the modules in the state.
+        """
+        names = [name for of_one in self.names.values() for name in of_one]
+        # A module's inner name may be another's full one: all of them tell which kind they are.
+        if set(stored) <= {*names, *map(str, range(len(names)))}:
+            return {name: name for name in stored}
+        return {
+            name.removeprefix(f"{path}."): name
+            for path in modules
+            for name in names
+            if name.startswith(f"{path}.")
+        }
+
+
+def clean(name: str) -> str:
+    """A parameter's name without the names of wrappers around modules."""
+    for wrapper in _WRAPPERS:
+        if wrapper in name:
+            name = name.replace(wrapper, "")
+    return name
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's module inside DistributedDataParallel, DataParallel and torch.compile."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if inner is None and type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+def module_entries(
+    path: str, module: nn.Module, known: ParameterNames
+) -> Iterator[tuple[str, Any]]:
+    """Everything a module saves, by name.
+
+    Args:
+        path: of the module in the state.
+        module: the user's, in any of torch's wrappers.
+        known: learns the parameters' names.
+
+    Yields:
+        Names from the state's root; tensors, FlatShards, and what modules give as extra state.
+    """
+    root = unwrapped(module)
+    flat = flat_parameters(root, clean)
+    known.ranges.update(flat.owners)
+    for key, ranges in flat.owners.items():
+        known.names[key] = [f"{path}.{one.name}" for one in ranges]
+    if flat.shards:
+        for tensor, ranges in flat.shards:
+            for one in ranges:
+                yield f"{path}.{one.name}", one.of(tensor)
+        entries = _entries_beside_flat(root, flat.owners)
+    else:
+        entries = root.state_dict(keep_vars=True).items()
+    for key, value in entries:
+        name = f"{path}.{clean(key)}"
+        if isinstance(value, nn.Parameter):
+            known.names.setdefault(id(value), [name])
+        yield name, value
+
+
+def _entries_beside_flat(
+    root: nn.Module, flattened: dict[int, list[FlatRange]]
+) -> Iterator[tuple[str, Any]]:
+    # state_dict() of an FSDP1 module gathers; this reads what the module has.
+    for path, module in root.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in flattened:
+                yield prefix + key, parameter
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield prefix + key, buffer
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}_extra_state", module.get_extra_state()
+
+
+def parameter_names(optimizer: torch.optim.Optimizer, known: ParameterNames) -> list[list[str]]:
+    """Names of an optimizer's parameters in the order of its groups; numbers where unknown."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [known.names.get(id(p), [str(at)]) for at, p in enumerate(parameters)]
+
+
+def optimizer_entries(
+    path: str, optimizer: torch.optim.Optimizer, known: ParameterNames
+) -> Iterator[tuple[str, str, str, Any]]:
+    """An optimizer's state, by parameter.
+
+    Yields:
+        Name from the state's root, parameter's name, key, and value: a tensor, a FlatShard, or
+        anything else the optimizer keeps.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter, names in zip(parameters, parameter_names(optimizer, known), strict=True):
+        state = optimizer.state.get(parameter)
+        if not state:
+            continue
+        ranges = known.ranges.get(id(parameter), [])
+        for key, value in state.items():
+            flat = ranges and isinstance(value, Tensor) and value.shape == parameter.shape
+            for at, name in enumerate(names):
+                full_name = f"{path}.state.{name}.{key}"
+                part: Any = value
+                if flat:
+                    part = ranges[at].of(value.reshape(-1))
+                yield full_name, name, key, part
+
+
+def fill_missing_state(
+    path: str,
+    optimizer: torch.optim.Optimizer,
+    known: ParameterNames,
+    stored: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> list[tuple[Tensor, str]]:
+    """Makes the state that a stored optimizer has and this one, never stepped, does not.
+
+    Args:
+        path: of the optimizer in the state.
+        optimizer: gets zeros of each parameter's own layout.
+        known: names of parameters.
+        stored: types and shapes of the checkpoint's tensors.
+
+    Returns:
+        Parameters and keys that were made, so that a failed load can take them back.
+    """
+    prefix = f"{path}.state."
+    keys: dict[str, list[str]] = {}
+    for name in stored:
+        if name.startswith(prefix):
+            parameter_name, _, key = name[len(prefix) :].rpartition(".")
+            keys.setdefault(parameter_name, []).append(key)
+    made = []
+    parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+    names = parameter_names(optimizer, known)
+    for (parameter, group), own in zip(parameters, names, strict=True):
+        state = optimizer.state[parameter] if own[0] in keys else {}
+        shapes = {tuple(parameter.shape), *(r.shape for r in known.ranges.get(id(parameter), []))}
+        for key in keys.get(own[0], []):
+            if key in state:
+                continue
+            dtype, shape = stored[f"{prefix}{own[0]}.{key}"]
+            if shape in shapes and shape:
+                value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                on_device = shape or group.get("capturable") or group.get("fused")
+                value = torch.zeros(
+                    shape, dtype=dtype, device=parameter.device if on_device else "cpu"
+                )
+            state[key] = value
+            made.append((parameter, key))
+    return made

@@ -1,0 +1,204 @@
+"""A data loader whose checkpoint says what it yielded, whatever its workers have fetched ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from bytecheckpoint.state.loader_state import LoaderState, records
+from shared.errors import ConfigError, DataError
+
+__all__ = ["TrackedLoader"]
+
+
+class TrackedLoader:
+    """Iterates a loader, goes on where a checkpoint or a `break` left it, and tells where it is.
+
+    A StatefulDataLoader of torchdata goes on exactly, its workers' own states included, on as many
+    ranks and workers as saved it. On other numbers the LoaderState it reads by is split anew. A
+    plain DataLoader always goes on by its LoaderState.
+
+    Attributes:
+        epoch: the one being read; moves on when the loader is exhausted.
+    """
+
+    per_rank = True
+
+    def __init__(self, loader: Any, position: LoaderState | None = None) -> None:
+        """Wrap a loader.
+
+        Args:
+            loader: a DataLoader or StatefulDataLoader.
+            position: what it reads by, as its sampler or in the dataset's workers; None if nothing
+                can be split anew, so that only the same number of ranks can load.
+
+        Raises:
+            ConfigError: if what the loader yields cannot be counted.
+        """
+        self.is_stateful = hasattr(loader, "state_dict")
+        self._is_sampler = position is not None and loader.sampler is position
+        self._loader = loader
+        self._position = position
+        self._is_open = self._is_finished = False
+        if not getattr(loader, "in_order", True):
+            raise ConfigError("expected a loader that yields in order; leave in_order=False out")
+        if position is not None and not self._is_sampler:
+            if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+                raise ConfigError(
+                    "the loader does not read by this LoaderState; pass it as the loader's "
+                    "`sampler`, with a batch_size instead of a batch_sampler"
+                )
+            if not self.is_stateful:
+                raise ConfigError(
+                    "what workers read for a plain DataLoader cannot be known; use torchdata's "
+                    "StatefulDataLoader, or a map-style dataset with the LoaderState as its sampler"
+                )
+        if position is not None and getattr(loader, "snapshot_every_n_steps", 1) != 1:
+            raise ConfigError(
+                f"a LoaderState needs the position of every batch; leave snapshot_every_n_steps "
+                f"at 1, got {loader.snapshot_every_n_steps}"
+            )
+        if position is None and not self.is_stateful:
+            raise ConfigError(
+                "a plain DataLoader tells nothing about where it is; pass it a LoaderState as "
+                "`sampler` and wrap it by the LoaderState's `track`"
+            )
+        self.epoch = 0 if position is None else position.epoch
+        self._taken = 0 if position is None else position.taken
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """What the loader yields, from where it stands to the end of the epoch."""
+        was_left, num_batches = self._is_open, 0
+        for batch in self._rest():
+            num_batches += 1
+            yield batch
+        if was_left and not num_batches:
+            # Who left it had all batches and, knowing their number, did not ask for another.
+            yield from self._rest()
+
+    def _rest(self) -> Iterator[Any]:
+        """The rest of the epoch; afterwards the next one is the present one."""
+        was_left, self._is_open, self._is_finished = self._is_open, True, False
+        if self.is_stateful:
+            if was_left:
+                self._loader.load_state_dict(self._patched(self._loader.state_dict()))
+            yield from self._loader
+        else:
+            yield from self._counted()
+        self._is_open, self._is_finished = False, True
+        self.epoch += 1
+        if self._position is not None:
+            self._position.epoch = self.epoch
+            if not self._is_sampler:
+                # Workers that start from this object have used the items of theirs.
+                self._position.buffer.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank's loader stands."""
+        if not self.is_stateful:
+            assert self._position is not None, "checked at the start"
+            record = self._position.state_dict()
+            return {"position": record | {"epoch": self.epoch, "taken": self._taken}}
+        return {
+            "loader": self._patched(self._loader.state_dict()),
+            "num_workers": self._loader.num_workers,
+            "epoch": self.epoch,
+            "is_finished": self._is_finished,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to where the same rank of equally many stood.
+
+        Raises:
+            DataError: if the state is of another kind of loader, or of other numbers.
+        """
+        if self.is_stateful != ("loader" in state):
+            raise DataError(
+                "the checkpoint is of the other kind of loader (DataLoader, StatefulDataLoader); "
+                "use the kind that saved it"
+            )
+        if self.is_stateful:
+            self._loader.load_state_dict(state["loader"])
+            self.epoch, self._is_open = state["epoch"], False
+            self._is_finished = state["is_finished"]
+            record = next(records(state), None)
+            if self._position is not None and record is not None:
+                self._position.epoch, self._position.counters = self.epoch, record["counters"]
+        else:
+            assert self._position is not None, "checked at the start"
+            self._position.load_state_dict(state["position"])
+            self.epoch, self._taken = self._position.epoch, state["position"]["taken"]
+            self._is_open = self._is_finished = False
+
+    def load_rank_states(
+        self, states: Sequence[dict[str, Any]], rank: int, world_size: int
+    ) -> None:
+        """Goes on from where the loaders of any number of ranks stopped.
+
+        Raises:
+            ConfigError: if the numbers of ranks or workers changed and what they read cannot be
+                split anew.
+            DataError: if the states do not belong together.
+        """
+        layouts = {(len(states), state.get("num_workers")) for state in states}
+        is_same = self.is_stateful and layouts == {(world_size, self._loader.num_workers)}
+        if self._position is None and not is_same:
+            raise ConfigError(
+                f"this StatefulDataLoader was saved by {_described(layouts)} and would be loaded "
+                f"by {_described({(world_size, self._loader.num_workers)})}, but has no "
+                f"LoaderState that could be split anew; load on as many, or pass a LoaderState as "
+                f"its sampler and wrap it by `track`"
+            )
+        # Between two epochs there is nothing to go on with, and the next begins everywhere.
+        if self._position is None or (is_same and not any(s["is_finished"] for s in states)):
+            self.load_state_dict(states[rank])
+            return
+        found = list(records(states))
+        if not found:
+            raise ConfigError(
+                "the saved loaders tell no LoaderState's position; the dataset's state_dict must "
+                "return (or hold) that of the LoaderState it iterates"
+            )
+        # Of other numbers than before, as many readers may be a rank's workers now.
+        may_be_workers = not is_same and not self._is_sampler
+        self._position.load_rank_states(found, rank, world_size, is_split=may_be_workers)
+        self.epoch = self._position.epoch
+        self._taken = self._position.taken
+        self._is_open = self._is_finished = False
+        if self.is_stateful:
+            self._loader.load_state_dict({})
+
+    def _counted(self) -> Iterator[Any]:
+        position = self._position
+        assert position is not None, "checked at the start"
+        position.load_state_dict(self.state_dict()["position"])
+        left, batch_size = position.remaining, self._loader.batch_size or 1
+        start = self._taken
+        for count, batch in enumerate(self._loader, 1):
+            self._taken = start + min(left, count * batch_size)
+            yield batch
+        self._taken = start + left
+
+    def _patched(self, tree: Any) -> Any:
+        """A copy in which all positions have what the training loop, not a prefetch, last set."""
+        position = self._position
+        if isinstance(tree, dict):
+            copy = {key: self._patched(value) for key, value in tree.items()}
+            if position is not None and next(records(copy), None) is copy:
+                copy |= {"epoch": self.epoch, "counters": dict(position.counters)}
+                if self._is_sampler:
+                    copy["buffer"] = list(position.buffer)
+            return copy
+        if isinstance(tree, list):
+            return [self._patched(value) for value in tree]
+        return tree
+
+
+def _described(layouts: set[tuple[int, int | None]]) -> str:
+    return " or ".join(f"{ranks} ranks of {workers or 0} workers" for ranks, workers in layouts)

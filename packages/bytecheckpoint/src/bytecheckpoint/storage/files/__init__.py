@@ -1,0 +1,1 @@
+"""The files of a checkpoint: data files, index, manifest, and the commit."""

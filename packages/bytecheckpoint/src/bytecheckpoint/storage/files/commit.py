@@ -1,0 +1,377 @@
+"""When a checkpoint exists: the steps by which a save appears, is found again and goes away.
+
+A save writes into a data folder of its own, which nobody reads. When all of it would survive a
+power loss, one file appears by one atomic act: the manifest. It is the commit, whether the storage
+renames (a file system) or puts (an object store). Removal goes the other way: the manifest first.
+So at any moment, and after a crash at any moment, a manifest that can be seen names a whole
+checkpoint. Nothing points at the newest one: it is found by looking.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+
+import xxhash
+
+from bytecheckpoint.storage import WRITE_BYTES, Storage
+from bytecheckpoint.storage.files.index import Index
+from bytecheckpoint.storage.files.manifest import MANIFEST_NAME, FileRecord, Manifest
+from shared.errors import DataError
+
+__all__ = [
+    "check_files",
+    "check_listed",
+    "commit",
+    "data_folder",
+    "discard",
+    "discarding",
+    "garbage",
+    "read_contents",
+    "read_extra",
+    "read_index",
+    "read_manifest",
+    "record",
+    "remove_checkpoint",
+    "remove_garbage",
+    "step_folder",
+    "step_of",
+    "steps",
+]
+
+logger = logging.getLogger(__name__)
+
+_STEP = re.compile(r"step_(\d{8,})")
+_DATA = re.compile(r"data-[0-9a-f]{12}")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+_HASH = re.compile(r"[0-9a-f]{32}")
+# Left by a publish that died; see LocalStorage.
+_UNPUBLISHED = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{12}}")
+
+
+def step_folder(step: int) -> str:
+    """Where the checkpoint of a training step lies below the root."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose folder has this name; None if no step's has."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+def data_folder() -> str:
+    """A new name for the folder of a save's files, beside its manifest."""
+    return f"data-{secrets.token_hex(6)}"
+
+
+def record(name: str, content: bytes) -> FileRecord:
+    """What a manifest says of an index or extra file with this content."""
+    digest = xxhash.xxh3_128_hexdigest(content)
+    return FileRecord(name=name, num_bytes=len(content), xxh3_128=digest)
+
+
+def read_manifest(storage: Storage, path: str) -> Manifest:
+    """The manifest of a checkpoint, if its own bytes are whole; other files are not looked at.
+
+    Args:
+        storage: where it lies.
+        path: of the checkpoint's folder, "" for the root itself.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or not yet.
+        DataError: the manifest is damaged, or names files that cannot be a checkpoint's.
+    """
+    where = _join(path, MANIFEST_NAME)
+    manifest = Manifest.decode(storage.read(where), where)
+    if not _DATA.fullmatch(manifest.data):
+        raise DataError(
+            f"{where}: expected a data folder like {data_folder()}, got {manifest.data!r}; do not "
+            f"load checkpoints from sources you do not trust"
+        )
+    records = [manifest.index, manifest.extra, *manifest.files]
+    for file in records:
+        if not _PLAIN_NAME.fullmatch(file.name):
+            raise DataError(
+                f"{where}: expected plain file names, got {file.name!r}; do not load checkpoints "
+                f"from sources you do not trust"
+            )
+        if file.num_bytes < 0 or not _HASH.fullmatch(file.xxh3_128):
+            raise DataError(f"{where}: {file.name} has an impossible size or hash")
+    if len({file.name for file in records}) != len(records):
+        raise DataError(f"{where}: a file stands there twice")
+    return manifest
+
+
+def read_index(storage: Storage, path: str, manifest: Manifest) -> Index:
+    """The index a manifest names.
+
+    Raises:
+        DataError: it is missing, damaged, or lists other files than the manifest.
+    """
+    where = _join(path, manifest.data, manifest.index.name)
+    index = Index.decode(_read_whole(storage, where, manifest.index), where)
+    check_listed(index, manifest.files, where)
+    return index
+
+
+def check_listed(index: Index, files: list[FileRecord], where: str) -> None:
+    """Checks that an index and its manifest are of the same files.
+
+    Raises:
+        DataError: they are not.
+    """
+    listed = [(file.name, file.num_bytes) for file in index.files]
+    if listed != [(file.name, file.num_bytes) for file in files]:
+        raise DataError(f"{where}: lists other files or sizes than its manifest; one was swapped")
+
+
+def read_contents(storage: Storage, path: str, manifest: Manifest) -> tuple[bytes, bytes]:
+    """The contents of the index file and of the file of everything that is no tensor.
+
+    Raises:
+        DataError: one is missing or damaged.
+    """
+    where = _join(path, manifest.data, manifest.index.name)
+    return _read_whole(storage, where, manifest.index), read_extra(storage, path, manifest)
+
+
+def read_extra(storage: Storage, path: str, manifest: Manifest) -> bytes:
+    """The content of the file of everything that is no tensor.
+
+    Raises:
+        DataError: it is missing or damaged.
+    """
+    where = _join(path, manifest.data, manifest.extra.name)
+    return _read_whole(storage, where, manifest.extra)
+
+
+def check_files(storage: Storage, path: str, manifest: Manifest) -> None:
+    """Checks that every file a manifest names is there with its size, by one listing if all are.
+
+    Raises:
+        DataError: names the first file that is not.
+    """
+    _check_sizes(storage, path, manifest, [manifest.index, manifest.extra, *manifest.files])
+
+
+def commit(
+    storage: Storage, path: str, manifest: Manifest, index: bytes, extra: bytes, *, overwrite: bool
+) -> None:
+    """Makes a checkpoint exist, for good; called by one rank when all sinks are finished.
+
+    Args:
+        storage: where the data files lie.
+        path: of the checkpoint's folder, "" for the root itself.
+        manifest: names the data files, and the two files below with their sizes and hashes.
+        index: content of the index file.
+        extra: content of the file of everything that is no tensor.
+        overwrite: whether to replace a checkpoint at the same path, whose data are then removed.
+
+    Raises:
+        DataError: a data file is missing or has another size than the manifest says.
+        FileExistsError: there is a checkpoint and `overwrite` is False; it stays as it is.
+        OSError: the storage failed. The manifest may have appeared all the same, if only the last
+            sync or answer failed; so give the data up by `discard`, not by removing them.
+    """
+    _check_sizes(storage, path, manifest, manifest.files)
+    data = _join(path, manifest.data)
+    for file, content in ((manifest.index, index), (manifest.extra, extra)):
+        assert file == record(file.name, content), f"{file.name} is not as the manifest says"
+        _write_whole(storage, _join(data, file.name), content)
+    # Folders above the path may be new as well, or left unsynced by a save that died.
+    storage.sync_folders([data, *_upwards(path)])
+    replaced = _data_of(storage, path) if overwrite else None
+    storage.publish(_join(path, MANIFEST_NAME), manifest.encode(), overwrite=overwrite)
+    if replaced is not None and replaced != manifest.data:
+        try:
+            storage.remove_tree(_join(path, replaced))
+        except OSError as error:
+            logger.warning("%s: %s; `bytecheckpoint gc` removes the rest", path, error)
+
+
+def discard(storage: Storage, path: str, data: str) -> None:
+    """Removes what a save that failed has written, unless its manifest appeared all the same.
+
+    Args:
+        storage: where it lies.
+        path: of the checkpoint's folder, "" for the root itself.
+        data: name of the data folder of that save.
+    """
+    try:
+        used = read_manifest(storage, path).data
+    except FileNotFoundError:
+        used = None
+    except DataError:
+        return  # which data folder is its own cannot be known
+    if used != data:
+        storage.remove_tree(_join(path, data))
+
+
+@contextmanager
+def discarding(
+    storage: Storage, path: str, data: str, *, may_appear: bool = False
+) -> Iterator[None]:
+    """Around writing or committing: discards what a save wrote when it fails.
+
+    Args:
+        storage, path, data: see `discard`.
+        may_appear: whether `commit` is called within. An object store may still make a manifest
+            appear whose put seemed to fail; its data then stay, for `garbage` to find.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_sure = not may_appear or isinstance(error, FileExistsError | DataError)
+        if is_sure or storage.has_rename:
+            try:
+                discard(storage, path, data)
+            except (OSError, DataError) as left:
+                where = posixpath.join(storage.url, path, data)
+                logger.warning("%s is left for `bytecheckpoint gc`: %s", where, left)
+        raise
+
+
+def steps(storage: Storage) -> list[int]:
+    """Steps with a checkpoint, ascending: a whole manifest, and all its files with their sizes."""
+    found = [name for name in storage.list("") if step_of(name) is not None]
+    # An object store answers each question late, but many at once.
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        there = threads.map(lambda name: _is_checkpoint(storage, name), found)
+    return sorted(
+        step
+        for name, whole in zip(found, there, strict=True)
+        if whole and (step := step_of(name)) is not None
+    )
+
+
+def remove_checkpoint(storage: Storage, path: str) -> None:
+    """Removes a checkpoint: after a crash at any moment it is whole, or not a checkpoint."""
+    storage.remove(_join(path, MANIFEST_NAME))
+    storage.remove_tree(path)
+
+
+def garbage(storage: Storage, path: str = "") -> list[str]:
+    """What saves that never were committed left behind, and removals that did not finish.
+
+    A save that is under way looks the same: ask only when none is. A folder with a damaged
+    manifest is nobody's garbage: its data may be wanted. Neither is what we do not write, such as
+    a folder of another format that is named as ours are.
+
+    Args:
+        storage: where to look.
+        path: a folder of steps, or of one checkpoint.
+
+    Returns:
+        Paths: folders of steps that hold nothing but garbage, data folders that no manifest names,
+        and manifests that were never published.
+    """
+    names = storage.list(path)
+    found = _leavings(storage, path, names)
+    files = storage.sizes(path)
+    for name in names:
+        if step_of(name) is not None and name not in files:
+            step = _join(path, name)
+            inside = storage.list(step)
+            left = _leavings(storage, step, inside)
+            found += left if len(left) < len(inside) else [step]
+    return found
+
+
+def remove_garbage(storage: Storage, paths: Iterable[str]) -> None:
+    """Removes what `garbage` found."""
+    for path in paths:
+        folder, name = posixpath.split(path)
+        if step_of(name) is not None:
+            remove_checkpoint(storage, path)
+        else:
+            # The manifest that replaced this folder's may not have been synced before a crash.
+            storage.sync_folders([folder])
+            storage.remove_tree(path)
+
+
+def _leavings(storage: Storage, path: str, names: list[str]) -> list[str]:
+    """Garbage directly in a checkpoint's folder."""
+    found = [name for name in names if _UNPUBLISHED.fullmatch(name)]
+    try:
+        used = read_manifest(storage, path).data if MANIFEST_NAME in names else None
+        found += [name for name in names if _DATA.fullmatch(name) and name != used]
+    except DataError:
+        pass  # which data folder is its own cannot be known
+    return [_join(path, name) for name in found]
+
+
+def _is_checkpoint(storage: Storage, path: str) -> bool:
+    try:
+        check_files(storage, path, read_manifest(storage, path))
+    except (DataError, FileNotFoundError):
+        return False
+    return True
+
+
+def _data_of(storage: Storage, path: str) -> str | None:
+    """The data folder of the checkpoint that is there; of a damaged one it is not known."""
+    try:
+        return read_manifest(storage, path).data
+    except (DataError, FileNotFoundError):
+        return None
+
+
+def _check_sizes(
+    storage: Storage, path: str, manifest: Manifest, records: list[FileRecord]
+) -> None:
+    folder = _join(path, manifest.data)
+    there = storage.sizes(folder)
+    for file in records:
+        size = there.get(file.name)
+        if size != file.num_bytes:
+            # NFS lists late what other hosts wrote, but knows a file that it is asked for.
+            with suppress(FileNotFoundError):
+                size = storage.size(_join(folder, file.name))
+        if size != file.num_bytes:
+            came = "nothing" if size is None else f"{size} bytes"
+            raise DataError(
+                f"{_join(folder, file.name)}: expected a file of {file.num_bytes} bytes, got "
+                f"{came}; the checkpoint is damaged, load another step"
+            )
+
+
+def _read_whole(storage: Storage, where: str, file: FileRecord) -> bytes:
+    try:
+        size = storage.size(where)
+        content = storage.read(where) if size == file.num_bytes else None
+    except FileNotFoundError as error:
+        raise DataError(f"{where}: the manifest names it, but it is missing") from error
+    if content is None:
+        raise DataError(f"{where}: expected {file.num_bytes} bytes, got {size}; it was cut")
+    if xxhash.xxh3_128_hexdigest(content) != file.xxh3_128:
+        raise DataError(f"{where}: its content does not have the hash in the manifest; damaged")
+    return content
+
+
+def _write_whole(storage: Storage, where: str, content: bytes) -> None:
+    sink = storage.create(where, len(content))
+    try:
+        for offset in range(0, len(content), WRITE_BYTES):
+            sink.write_at(offset, memoryview(content)[offset : offset + WRITE_BYTES])
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def _join(*parts: str) -> str:
+    return posixpath.join(*(part for part in parts if part))
+
+
+def _upwards(path: str) -> list[str]:
+    """A folder and all above it up to the root."""
+    folders = [path]
+    while folders[-1]:
+        folders.append(posixpath.dirname(folders[-1]))
+    return folders

@@ -1,0 +1,1 @@
+"""What works on whole checkpoints without ranks: convert, reshard, verify, compare, list."""

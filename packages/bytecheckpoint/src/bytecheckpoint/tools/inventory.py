@@ -1,0 +1,83 @@
+"""What lies at a place: the checkpoints of a run, or a single one."""
+
+from __future__ import annotations
+
+import posixpath
+from typing import NamedTuple
+
+from bytecheckpoint.storage import Storage, open_storage
+from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
+from shared.errors import DataError
+
+__all__ = ["Entry", "entries", "newest"]
+
+
+class Entry(NamedTuple):
+    """One checkpoint, as far as its small files can be read.
+
+    Attributes:
+        url: of its folder.
+        path: the same under the place that was asked for; "" for the place itself.
+        step: of training, None if none was given.
+        num_bytes: of all its files.
+        world_size: ranks that saved it.
+        num_files: data files.
+        num_tensors: names, tied ones not counted.
+        damage: why something is missing here.
+    """
+
+    url: str
+    path: str
+    step: int | None = None
+    num_bytes: int | None = None
+    world_size: int | None = None
+    num_files: int | None = None
+    num_tensors: int | None = None
+    damage: str = ""
+
+
+def entries(url: str) -> list[Entry]:
+    """All checkpoints at a place that have a manifest, damaged ones too, by step.
+
+    A Hugging Face or DCP folder is one entry without numbers.
+    """
+    storage = open_storage(url)
+    names = storage.list("")
+    if MANIFEST_NAME in names:
+        return [_entry(storage, url, "")]
+    steps = sorted((step, name) for name in names if (step := commit.step_of(name)) is not None)
+    if not steps and any(name == ".metadata" or name.endswith(".safetensors") for name in names):
+        return [Entry(url, "")]
+    return [
+        _entry(storage, posixpath.join(url, name), name)
+        for _, name in steps
+        if MANIFEST_NAME in storage.list(name)
+    ]
+
+
+def newest(url: str) -> str:
+    """The newest whole checkpoint of a run; a place that is none is itself what was meant."""
+    storage = open_storage(url)
+    steps = commit.steps(storage)
+    if MANIFEST_NAME in storage.list("") or not steps:
+        return url
+    return posixpath.join(url, commit.step_folder(steps[-1]))
+
+
+def _entry(storage: Storage, url: str, path: str) -> Entry:
+    entry = Entry(url, path)
+    try:
+        manifest = commit.read_manifest(storage, path)
+        files = [manifest.index, manifest.extra, *manifest.files]
+        entry = entry._replace(
+            step=manifest.step,
+            num_bytes=sum(file.num_bytes for file in files),
+            world_size=manifest.world_size,
+            num_files=len(manifest.files),
+        )
+        commit.check_files(storage, path, manifest)
+        index = commit.read_index(storage, path, manifest)
+    except (DataError, OSError) as error:
+        return entry._replace(damage=str(error))
+    return entry._replace(num_tensors=len(index.names))

@@ -1,0 +1,130 @@
+"""Rewrites a checkpoint as files of equal size for another number of ranks, without any rank.
+
+Loading reshards by itself and needs no such thing. A checkpoint of few large or many small files is
+however read faster by ranks that each find about one file's worth, and one of another format gets
+checksums this way. Streams: memory holds some 64 MiB whatever the checkpoint's size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from bytecheckpoint.loading import checkpoint as opened
+from bytecheckpoint.planner import planner
+from bytecheckpoint.state.values import dump
+from bytecheckpoint.storage import Storage, open_storage
+from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files.index import ChunkTable, Index
+from bytecheckpoint.storage.files.manifest import MANIFEST_NAME, FileRecord, Manifest
+from bytecheckpoint.tools.writers.data_stream import FileStream
+from bytecheckpoint.tools.writers.output import data_of, slabs
+from shared.errors import ConfigError
+
+__all__ = ["reshard"]
+
+
+def reshard(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    world_size: int,
+    *,
+    progress: Callable[[int], None] | None = None,
+) -> list[int]:
+    """Writes a checkpoint anew, in our format, as `world_size` files.
+
+    Names stay as they are, but for those of a Hugging Face folder: a state of ours has its model
+    under a key, so that `load(dst, {"model": model})` finds it.
+
+    Args:
+        src: path or URL of a checkpoint of any kind that can be opened.
+        dst: path or URL of the new checkpoint's folder.
+        world_size: number of files; fewer where tensors are too small to be cut.
+        progress: told the bytes of tensors written since it was last told.
+
+    Returns:
+        Bytes of each file.
+
+    Raises:
+        ConfigError: `world_size` is below one.
+        DataError: the source is damaged; nothing appears at the destination.
+        FileExistsError: there is a checkpoint at the destination.
+    """
+    if world_size < 1:
+        raise ConfigError(f"expected at least one file, got --world {world_size}")
+    storage = open_storage(dst)
+    if MANIFEST_NAME in storage.list(""):
+        raise FileExistsError(f"{dst}: expected no checkpoint, but there is one; write elsewhere")
+    with opened.open(src) as checkpoint:
+        is_model = checkpoint.kind == "hf"
+        prefix = "model." if is_model else ""
+        plan = planner.plan(
+            _held_by_all(checkpoint.index, prefix, world_size),
+            world_size,
+            aliases={prefix + a: prefix + b for a, b in checkpoint.index.aliases.items()},
+        )
+        index, extra = plan.index.encode(), checkpoint.source.extra
+        if is_model:
+            extra = extra | {"tree": {"model": {"$module": {}}}}
+        values = dump(extra)
+        folder = commit.data_folder()
+        with commit.discarding(storage, "", folder):
+            files = [
+                _write(storage, folder, plan.part(rank), checkpoint, prefix, progress)
+                for rank in plan.ranks.tolist()
+            ]
+        manifest = Manifest(
+            step=checkpoint.source.summary.step,
+            world_size=world_size,
+            data=folder,
+            index=commit.record("index.msgpack", index),
+            extra=commit.record("extra.json", values),
+            files=files,
+        )
+        with commit.discarding(storage, "", folder, may_appear=True):
+            commit.commit(storage, "", manifest, index, values, overwrite=False)
+    return [file.num_bytes for file in files]
+
+
+def _held_by_all(index: Index, prefix: str, world_size: int) -> planner.Pieces:
+    """Whole tensors as every rank's, so that planning may give any part to any."""
+    num_tensors = len(index.names)
+    ndim = index.chunks.offsets.shape[1]
+    sizes = np.ones((num_tensors, ndim), dtype=np.int64)
+    for tensor, shape in enumerate(index.shapes):
+        sizes[tensor, : len(shape)] = shape
+    return planner.Pieces(
+        names=[prefix + name for name in index.names],
+        dtypes=index.dtypes,
+        shapes=index.shapes,
+        chunks=ChunkTable(
+            np.tile(np.arange(num_tensors, dtype=np.int32), world_size),
+            np.zeros((num_tensors * world_size, ndim), dtype=np.int64),
+            np.tile(sizes, (world_size, 1)),
+        ),
+        owner=np.repeat(np.arange(world_size, dtype=np.int32), num_tensors),
+    )
+
+
+def _write(
+    storage: Storage,
+    folder: str,
+    part: planner.Part,
+    checkpoint: opened.Checkpoint,
+    prefix: str,
+    progress: Callable[[int], None] | None,
+) -> FileRecord:
+    assert part.file is not None, "only ranks with a file are asked"
+    dtypes = dict(zip(part.names, part.dtypes, strict=True))
+    with FileStream(storage, folder, part.file) as stream:
+        stream.write(part.header)
+        for name, box, _ in part.rows:
+            for slab in slabs(box, dtype_named(dtypes[name]).itemsize):
+                data = data_of(checkpoint.read(name.removeprefix(prefix), slab))
+                stream.write(data)
+                if progress is not None:
+                    progress(data.nbytes)
+        return stream.finish()

@@ -1,0 +1,129 @@
+"""Folders that torch.distributed.checkpoint loads, written by streaming.
+
+Each chunk is an archive as torch.save makes it, but made here, so that no more than one chunk is
+ever in memory and equal checkpoints give equal `.distcp` files.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bytecheckpoint.formats.archive import ArchiveWriter
+from bytecheckpoint.formats.pickles import StoredTensor, contiguous_strides, dump_tree
+from bytecheckpoint.formats.tree import expand, flatten
+from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files.index import Index
+from bytecheckpoint.tools.writers.output import SLAB_BYTES, appearing, data_of, slabs
+from shared.topology.boxes import Box
+
+if TYPE_CHECKING:
+    from bytecheckpoint.loading.checkpoint import Checkpoint
+
+__all__ = ["METADATA_NAME", "write_dcp"]
+
+METADATA_NAME = ".metadata"
+
+
+def write_dcp(
+    checkpoint: Checkpoint,
+    folder: str | os.PathLike[str],
+    *,
+    max_chunk_bytes: int = SLAB_BYTES,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Writes a checkpoint as a folder that torch.distributed.checkpoint.load reads.
+
+    Names are as in the checkpoint, but for parameters in the state of an optimizer, which are named
+    from their module on: `dcp.load({"model": get_model_state_dict(...), "optimizer":
+    get_optimizer_state_dict(...)})` finds what was saved under the same keys. Memory stays at about
+    one chunk.
+
+    Args:
+        checkpoint: the source.
+        folder: made here; appears when it is whole and on disk.
+        max_chunk_bytes: tensors are cut into chunks of at most this size, since torch reads whole
+            chunks; rows that are larger are cut too.
+        progress: told the bytes written since it was last told.
+
+    Raises:
+        ConfigError: the folder exists.
+        DataError: the checkpoint is damaged.
+    """
+    from torch.distributed.checkpoint import metadata as dcp
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+
+    index = checkpoint.index
+    flat = flatten(expand(checkpoint.source.extra, checkpoint.names))
+    file_name = "__0_0.distcp"
+    described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+    places: dict[dcp.MetadataIndex, _StorageInfo] = {}
+    with appearing(Path(folder)) as making:
+        making.mkdir()
+        with (making / file_name).open("wb") as file:
+            for name, value in flat.values.items():
+                start = file.tell()
+                torch.save(value, file)
+                described[name] = dcp.BytesStorageMetadata()
+                places[dcp.MetadataIndex(name)] = _StorageInfo(
+                    file_name, start, file.tell() - start
+                )
+            written: dict[int, str] = {}
+            for name, stored_name in flat.tensors.items():
+                at = index.position[stored_name]
+                if at in written:
+                    # Another name of the same bytes, which DCP itself never writes but reads.
+                    described[name] = described[written[at]]
+                    places |= {
+                        dcp.MetadataIndex(name, item.offset, item.index): place
+                        for item, place in places.items()
+                        if item.fqn == written[at]
+                    }
+                    continue
+                written[at] = name
+                chunks = []
+                for box in _cut(index, at, max_chunk_bytes):
+                    start = file.tell()
+                    data = checkpoint.read(stored_name, box)
+                    length = _write_tensor(ArchiveWriter(file), data)
+                    item = dcp.MetadataIndex(name, box.offsets, len(chunks))
+                    places[item] = _StorageInfo(file_name, start, length)
+                    chunks.append(
+                        dcp.ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                    )
+                    if progress is not None:
+                        progress(data.nbytes)
+                properties = dcp.TensorProperties(dtype=dtype_named(index.dtypes[at]))
+                described[name] = dcp.TensorStorageMetadata(
+                    properties, torch.Size(index.shapes[at]), chunks
+                )
+        metadata = dcp.Metadata(
+            state_dict_metadata=described,
+            planner_data=flat.paths,
+            storage_data=places,
+            storage_meta=dcp.StorageMeta(),
+            version=CURRENT_DCP_VERSION,
+        )
+        (making / METADATA_NAME).write_bytes(pickle.dumps(metadata))
+
+
+def _cut(index: Index, tensor: int, max_bytes: int) -> Iterator[Box]:
+    """The stored boxes of a tensor, none larger than asked."""
+    shape, itemsize = index.shapes[tensor], int(index.itemsizes[tensor])
+    for row in range(int(index.rows[tensor]), int(index.rows[tensor + 1])):
+        yield from slabs(index.chunks.box(row, len(shape)), itemsize, max_bytes)
+
+
+def _write_tensor(archive: ArchiveWriter, data: torch.Tensor) -> int:
+    shape = tuple(data.shape)
+    stored = StoredTensor(data.dtype, "0", data.nbytes, 0, shape, contiguous_strides(shape))
+    archive.write("data.pkl", dump_tree(stored))
+    archive.write("byteorder", b"little")
+    archive.write("data/0", data_of(data))
+    archive.write("version", b"3\n")
+    return archive.finish()

@@ -1,0 +1,1 @@
+"""Features of nodes and edges: stores, files, and caches in front of them."""

@@ -1,0 +1,1 @@
+"""The growing graph and the memory it lies in."""

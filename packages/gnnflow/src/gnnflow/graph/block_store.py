@@ -1,0 +1,363 @@
+"""The memory of a graph: node table, block directory, slabs of edges, and their copies on a device.
+
+Everything lives in host memory and is changed there by compiled loops. A graph placed on a GPU has
+copies of the node table and the directory on the device, where only what a batch touched is sent;
+its edges stay in pinned host memory that the device reads ("hybrid"), or are copied too ("cuda").
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnflow.graph import blocks_compiled as compiled
+from shared.errors import ConfigError
+from shared.kernels.registry import SWITCH, select
+from shared.kernels.temporal import Adjacency, count_before
+
+__all__ = ["Placement", "Sizing", "Store", "device_of"]
+
+Placement = Literal["cpu", "cuda", "hybrid"]
+
+# Beyond the largest batch there has been; fresh memory that is not touched costs nothing.
+_GROWTH = 1.6
+_SMALL = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """How large a block is opened for n edges of a node that has D.
+
+    Attributes:
+        strategy: "adaptive", GNNFlow's: max(n, D) below `largest`, then the next multiple of it;
+            "naive": n; "fixed": the next multiple of `largest`; "average": the power of two above
+            the node's edges an insertion; "degree": max(n, D) whatever it is.
+        smallest: no block has fewer slots.
+        largest: where doubling ends.
+    """
+
+    strategy: Literal["adaptive", "naive", "fixed", "average", "degree"] = "adaptive"
+    smallest: int = 4
+    largest: int = 256
+
+    def __post_init__(self) -> None:
+        if self.strategy not in _STRATEGIES:
+            raise ConfigError(f"expected blocks among {list(_STRATEGIES)}, got {self.strategy!r}")
+        if not 1 <= self.smallest <= self.largest:
+            raise ConfigError(
+                f"expected 1 <= min_block <= max_block, got {self.smallest} and {self.largest}"
+            )
+
+
+_STRATEGIES = {
+    "adaptive": compiled.ADAPTIVE,
+    "naive": compiled.NAIVE,
+    "fixed": compiled.FIXED,
+    "average": compiled.AVERAGE,
+    "degree": compiled.DEGREE,
+}
+
+
+def device_of(placement: Placement) -> torch.device:
+    """Where a placement's queries run.
+
+    Raises:
+        ConfigError: there is no GPU, and Triton's interpreter was not asked for either.
+    """
+    if placement not in ("cpu", "cuda", "hybrid"):
+        raise ConfigError(f"expected placement 'cpu', 'cuda' or 'hybrid', got {placement!r}")
+    if placement == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+
+    if os.environ.get(SWITCH) != "triton":
+        raise ConfigError(
+            f"placement={placement!r} needs a GPU and torch sees none; use placement='cpu', or, to "
+            f"try the GPU's code on the CPU, set TRITON_INTERPRET=1 and {SWITCH}=triton"
+        )
+    select("temporal", "cpu")  # says what is missing
+    return torch.device("cpu")
+
+
+class Store:
+    """Arrays that grow, and what of them a device has.
+
+    Attributes:
+        table, num_blocks, directory, since, neighbors, times, eids: see `Adjacency`, in host memory.
+        totals: int64: first slot never used, first directory entry never used, free slots among the
+            used, blocks.
+    """
+
+    def __init__(self, time_dtype: torch.dtype, placement: Placement, sizing: Sizing) -> None:
+        self.device = device_of(placement)
+        self.placement: Placement = placement
+        self.sizing = sizing
+        self._sizing = (_STRATEGIES[sizing.strategy], sizing.smallest, sizing.largest)
+        self.time_dtype = torch.empty(0, dtype=time_dtype).numpy().dtype
+        self._pins = placement != "cpu" and self.device.type == "cuda"
+        self.table = np.zeros((0, 4), np.int64)
+        self.num_blocks = np.zeros(0, np.int32)
+        self._numbers = np.zeros((0, 4), np.int32)
+        self._rank = np.zeros(0, np.int32)
+        self.directory = np.zeros((0, 2), np.int64)
+        self.since = np.zeros(0, self.time_dtype)
+        self.neighbors = self._slab(0, np.int32)
+        self.times = self._slab(0, self.time_dtype)
+        self.eids = self._slab(0, np.int32)
+        self._chains = np.full(compiled.MAX_CHAINED + 1, -1, np.int64)
+        self._region_chains = np.full(128, -1, np.int64)
+        self.totals = np.zeros(4, np.int64)
+        self._view: Adjacency | None = None
+
+    # Growing ------------------------------------------------------------------------------------
+
+    def reserve_nodes(self, num_nodes: int) -> None:
+        """Makes room for ids below `num_nodes`.
+
+        Raises:
+            MemoryError: there is none; nothing has changed.
+        """
+        have = len(self.table)
+        if num_nodes <= have:
+            return
+        size = max(num_nodes, int(have * _GROWTH))
+        names = ("table", "num_blocks", "_numbers", "_rank")
+        try:
+            grown = [_grown(getattr(self, name), size) for name in names]
+        except MemoryError as error:
+            raise MemoryError(
+                f"no memory for node ids up to {num_nodes - 1}, each of which takes 56 bytes; renumber "
+                f"sparse ids, with pandas.factorize for instance"
+            ) from error
+        for name, array in zip(names, grown, strict=True):
+            setattr(self, name, array)
+        self._view = None
+
+    def _reserve(self, slots: int, entries: int) -> None:
+        grown: dict[str, np.ndarray] = {}
+        if slots > len(self.times):
+            size = max(slots, int(len(self.times) * _GROWTH))
+            for name in ("neighbors", "times", "eids"):
+                old = getattr(self, name)
+                grown[name] = self._slab(size, old.dtype)
+                grown[name][: self.totals[0]] = old[: self.totals[0]]
+        if entries > len(self.directory):
+            size = max(entries, int(len(self.directory) * _GROWTH))
+            for name in ("directory", "since"):
+                grown[name] = _grown(getattr(self, name), size, used=int(self.totals[1]))
+        for name, array in grown.items():
+            setattr(self, name, array)
+        if grown:
+            self._view = None
+
+    def _slab(self, size: int, dtype: Any) -> np.ndarray:
+        # Zeros, so that slots with nothing in them yet do not carry strangers' memory into files.
+        if not self._pins:
+            return np.zeros(size, dtype)
+        kind = torch.from_numpy(np.empty(0, dtype)).dtype
+        return torch.zeros(size, dtype=kind, pin_memory=True).numpy()
+
+    def _widen(self, name: str, largest: int) -> None:
+        """Lets a column hold numbers of 64 bits from now on."""
+        old = getattr(self, name)
+        if largest > _SMALL and old.dtype == np.int32:
+            new = self._slab(len(old), np.int64)
+            new[: self.totals[0]] = old[: self.totals[0]]
+            setattr(self, name, new)
+            self._view = None
+
+    # Changing -----------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        src: np.ndarray,
+        dst: np.ndarray,
+        times: np.ndarray,
+        eids: np.ndarray,
+        *,
+        largest_eid: int,
+        undirected: bool,
+        may_be_late: bool,
+    ) -> None:
+        """Adds edges that were checked, sorted by time, of nodes there is room for.
+
+        Raises:
+            MemoryError: there is no room for so many; nothing has changed.
+        """
+        self._widen("neighbors", len(self.table))
+        self._widen("eids", largest_eid)
+        batch = np.empty((min(len(self.table), 2 * len(src)), 5), np.int64)
+        while True:
+            num_touched, slots, entries = compiled.insert(
+                src, dst, times, eids, undirected, self.table, self.num_blocks, self._numbers,
+                self.directory, self.since, self.neighbors, self.times, self.eids, self._rank, batch,
+                self._chains, self._region_chains, self.totals, *self._sizing, may_be_late,
+            )  # fmt: skip
+            if slots <= len(self.times) and entries <= len(self.directory):
+                break
+            self._reserve(slots, entries)
+        if self.placement != "cpu":
+            touched, had = batch[:num_touched, 0], batch[:num_touched, 4]
+            self._send(touched, None if may_be_late else had)
+
+    def expire(self, before: Any) -> tuple[int, int]:
+        """Frees all edges earlier than a time; how many, and how many of them were self-loops."""
+        bounds = torch.full((len(self.table),), before, dtype=self._time_type, device=self.device)
+        counts = count_before(self.adjacency(), bounds).cpu().numpy()
+        found = compiled.drop(
+            counts, self.table, self.num_blocks, self._numbers, self.directory, self.since,
+            self.neighbors, self.times, self._chains, self._region_chains, self.totals,
+        )  # fmt: skip
+        if self.totals[2] > self.totals[0] // 2:
+            self._pack()
+        self._view = None
+        return int(found[0]), int(found[1])
+
+    def _pack(self) -> None:
+        live = int(self.table[:, 2].sum() + self._numbers[:, 0].sum())
+        entries = 2 * int(self.totals[3]) + 2
+        new = {
+            "directory": np.zeros((entries, 2), np.int64),
+            "since": np.zeros(entries, self.time_dtype),
+            **{
+                name: self._slab(live, getattr(self, name).dtype)
+                for name in ("neighbors", "times", "eids")
+            },
+        }
+        compiled.pack(
+            self.table, self.num_blocks, self._numbers, self.directory, self.since, self.neighbors,
+            self.times, self.eids, *new.values(), self.totals,
+        )  # fmt: skip
+        for name, array in new.items():
+            setattr(self, name, array)
+        self._chains[:] = -1
+        self._region_chains[:] = -1
+
+    # Reading ------------------------------------------------------------------------------------
+
+    @property
+    def _time_type(self) -> torch.dtype:
+        return torch.float64 if self.time_dtype == np.float64 else torch.int64
+
+    def adjacency(self) -> Adjacency:
+        """The graph as kernels read it, on the placement's device."""
+        if self._view is None:
+            columns = {name: torch.from_numpy(getattr(self, name)) for name in _COLUMNS}
+            if self.placement != "cpu":
+                stays = ("neighbors", "times", "eids") if self.placement == "hybrid" else ()
+                columns = {
+                    name: column if name in stays else column.to(self.device, copy=True)
+                    for name, column in columns.items()
+                }
+            self._view = Adjacency(**columns)
+        return self._view
+
+    def _send(self, touched: np.ndarray, old_counts: np.ndarray | None) -> None:
+        """Brings the device's copies up to date: the rows of nodes, and their edges from a rank on."""
+        if self._view is None:
+            return  # all is sent when it is asked for
+        view = self._view
+        self._copy_rows(view, ("table", "num_blocks"), touched)
+        blocks = self.num_blocks[touched].astype(np.int64)
+        self._copy_rows(view, ("directory", "since"), _ranges(self.table[touched, 3], blocks))
+        if self.placement == "hybrid":
+            return
+        first = np.zeros(len(touched), np.int64) if old_counts is None else old_counts
+        slots = [
+            self.slots(node)[start:] for node, start in zip(touched.tolist(), first, strict=True)
+        ]
+        self._copy_rows(view, ("neighbors", "times", "eids"), np.concatenate([*slots, _NONE]))
+
+    def _copy_rows(self, view: Adjacency, names: tuple[str, ...], rows: np.ndarray) -> None:
+        index = torch.from_numpy(rows).to(self.device)
+        for name in names:
+            values = torch.from_numpy(getattr(self, name)[rows]).to(self.device)
+            getattr(view, name)[index] = values
+
+    def slots(self, node: int) -> np.ndarray:
+        """Slots of a node's edges, oldest first; int64."""
+        return _ranges(*self._blocks(node))
+
+    def all_slots(self) -> np.ndarray:
+        """Slots of all edges, by node and oldest first; int64."""
+        num_blocks = self.num_blocks.astype(np.int64)
+        blocks = self.directory[_ranges(self.table[:, 3], num_blocks)]
+        ends = np.append(blocks[1:, 1], 0)
+        has = num_blocks > 0
+        ends[np.cumsum(num_blocks)[has] - 1] = self.table[has, 2]
+        return _ranges(blocks[:, 0], ends - blocks[:, 1])
+
+    def capacities(self, node: int) -> list[int]:
+        """Slots of each of a node's blocks, oldest first."""
+        _, found = self._blocks(node)
+        if len(found):
+            found[0] += self._numbers[node, 1]
+            found[-1] += self._numbers[node, 0]
+        return found.tolist()
+
+    def _blocks(self, node: int) -> tuple[np.ndarray, np.ndarray]:
+        """First slot and number of edges of each of a node's blocks, oldest first."""
+        _, _, count, entry = self.table[node].tolist()
+        blocks = self.directory[entry : entry + int(self.num_blocks[node])]
+        return blocks[:, 0], np.diff(np.append(blocks[:, 1], count))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one slot."""
+        return sum(array.itemsize for array in (self.neighbors, self.times, self.eids))
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory in use: slots and directory entries ever used, and the node table."""
+        nodes = (self.table, self.num_blocks, self._numbers, self._rank)
+        entry_bytes = 16 + self.since.itemsize
+        return (
+            int(self.totals[0]) * self.payload_bytes
+            + int(self.totals[1]) * entry_bytes
+            + sum(array.nbytes for array in nodes)
+        )
+
+    # Files --------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of what there is to save, by name."""
+        slots, entries = int(self.totals[0]), int(self.totals[1])
+        used = {
+            **{name: getattr(self, name) for name in ("table", "num_blocks", "_numbers")},
+            **{name: getattr(self, name)[:entries] for name in ("directory", "since")},
+            **{name: getattr(self, name)[:slots] for name in ("neighbors", "times", "eids")},
+            **{name: getattr(self, name) for name in ("totals", "_chains", "_region_chains")},
+        }
+        return {name.strip("_"): torch.from_numpy(array.copy()) for name, array in used.items()}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Takes over what `state` gave."""
+        own = {name.strip("_"): name for name in vars(self)}
+        for name, tensor in state.items():
+            setattr(self, own[name], tensor.numpy().copy())
+        self._rank = np.zeros(len(self.table), np.int32)
+        self._view = None
+
+
+_COLUMNS = ("table", "num_blocks", "directory", "since", "neighbors", "times", "eids")
+_NONE = np.empty(0, np.int64)
+
+
+def _grown(array: np.ndarray, size: int, used: int | None = None) -> Any:
+    new = np.zeros((size, *array.shape[1:]), array.dtype)
+    used = len(array) if used is None else used
+    new[:used] = array[:used]
+    return new
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0] + 1, ..., for each of several ranges in turn."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)

@@ -1,0 +1,1 @@
+"""Cuts the nodes of a graph into parts, at once or as events arrive."""

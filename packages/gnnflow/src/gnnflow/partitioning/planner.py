@@ -1,0 +1,168 @@
+"""Cuts the nodes of a whole list of events into parts: a pure plan, no process group.
+
+After GNNFlow: an edge lives with its source, so that the neighbours of a node are sampled in one
+place. Every online form is here for a list that is known in advance, beside METIS on the graph of all
+events; an event between two parts costs a message whenever it is walked along, so events are counted,
+not pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from gnnflow.data.events import Events
+from gnnflow.partitioning.online import (
+    Fennel,
+    Hashed,
+    LeastEdges,
+    LinearGreedy,
+    OnlinePartitioner,
+    RoundRobin,
+)
+from shared.errors import ConfigError, DataError
+
+__all__ = ["Method", "PartitionSummary", "partition", "summarize"]
+
+Method = Literal["hash", "round-robin", "least-edges", "ldg", "fennel", "metis"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionSummary:
+    """What a partition costs; `str()` of it is a table.
+
+    Attributes:
+        num_nodes: nodes a part.
+        num_edges: events a part, each counted with its source.
+        edge_cut: events between two parts.
+    """
+
+    num_nodes: tuple[int, ...]
+    num_edges: tuple[int, ...]
+    edge_cut: int
+
+    @property
+    def cut_share(self) -> float:
+        """Share of events between two parts; 0 without events."""
+        return self.edge_cut / max(sum(self.num_edges), 1)
+
+    @property
+    def node_balance(self) -> float:
+        """Nodes of the largest part over the mean; 1 is best."""
+        return _balance(self.num_nodes)
+
+    @property
+    def edge_balance(self) -> float:
+        """Events of the largest part over the mean; 1 is best."""
+        return _balance(self.num_edges)
+
+    def __str__(self) -> str:
+        head = (
+            f"{len(self.num_nodes)} parts: {self.edge_cut:,} of {sum(self.num_edges):,} events cut "
+            f"({100 * self.cut_share:.1f} %); largest part over the mean: {self.node_balance:.3f} "
+            f"in nodes, {self.edge_balance:.3f} in events"
+        )
+        rows = [
+            f"{part:>4} {nodes:>12,} {edges:>14,}"
+            for part, (nodes, edges) in enumerate(zip(self.num_nodes, self.num_edges, strict=True))
+        ]
+        return "\n".join([head, f"{'part':>4} {'nodes':>12} {'events':>14}", *rows])
+
+
+def partition(
+    events: Events,
+    num_parts: int,
+    method: Method = "hash",
+    seed: int = 0,
+    *,
+    num_nodes: int | None = None,
+) -> Int64[Tensor, " num_nodes"]:
+    """Gives every node a part.
+
+    "round-robin", "least-edges", "ldg" and "fennel" go through the events in the order of the list;
+    the last two know all events of a node when its turn comes, and what is no source comes last. For
+    an undirected graph give the events in both directions. O(events + num_nodes * num_parts), METIS
+    O(events log events).
+
+    Args:
+        events: the edges, one way each.
+        num_parts: how many parts.
+        method: how.
+        seed: of "hash", and of "metis" where its library takes one.
+        num_nodes: ids are below it; one more than the largest id when None.
+
+    Returns:
+        The part of each node, 0 to num_parts - 1; the same on every machine and in every process.
+
+    Raises:
+        ConfigError: fewer than one part, an unknown method, or no METIS installed.
+        DataError: an event's node is not below `num_nodes`.
+    """
+    if method not in get_args(Method):
+        raise ConfigError(f"method: expected one of {', '.join(get_args(Method))}, got {method!r}")
+    if num_parts < 1:
+        raise ConfigError(f"expected at least 1 part, got num_parts={num_parts}")
+    count = events.num_nodes if num_nodes is None else num_nodes
+    if count < events.num_nodes:
+        raise DataError(f"expected nodes below num_nodes={count}, got {events.num_nodes - 1}")
+    if method == "metis":
+        return _metis(events, num_parts, count, seed)
+    sizes = {"num_nodes": count, "num_edges": len(events)}
+    forms: dict[str, OnlinePartitioner] = {
+        "hash": Hashed(num_parts, seed),
+        "round-robin": RoundRobin(num_parts),
+        "least-edges": LeastEdges(num_parts),
+        "ldg": LinearGreedy(num_parts, **sizes),
+        "fennel": Fennel(num_parts, **sizes),
+    }
+    form = forms[method]
+    form.assign(events.src, events.dst)
+    return form.assign_rest(count)
+
+
+def summarize(
+    events: Events, owners: Int64[Tensor, " num_nodes"], num_parts: int
+) -> PartitionSummary:
+    """Counts what a partition cuts and how even it is.
+
+    Args:
+        events: the edges, one way each.
+        owners: the part of each of their nodes.
+        num_parts: how many parts there are.
+
+    Raises:
+        DataError: a node has no part in [0, num_parts).
+    """
+    if len(owners) < events.num_nodes:
+        raise DataError(f"expected the parts of {events.num_nodes} nodes, got {len(owners)}")
+    if len(owners) and not 0 <= int(owners.min()) <= int(owners.max()) < num_parts:
+        raise DataError(
+            f"expected parts in [0, {num_parts}), got {int(owners.min())} to {int(owners.max())}"
+        )
+    here, there = owners[events.src], owners[events.dst]
+    return PartitionSummary(
+        num_nodes=tuple(torch.bincount(owners, minlength=num_parts).tolist()),
+        num_edges=tuple(torch.bincount(here, minlength=num_parts).tolist()),
+        edge_cut=int((here != there).sum()),
+    )
+
+
+def _metis(events: Events, num_parts: int, num_nodes: int, seed: int) -> Tensor:
+    from shared.topology import metis  # brings in scipy, which the online forms do without
+
+    if not num_nodes:
+        return torch.empty(0, dtype=torch.int64)
+    src, dst = events.src.numpy(), events.dst.numpy()
+    order = np.argsort(src, kind="stable")
+    indptr = np.zeros(num_nodes + 1, np.int64)
+    np.cumsum(np.bincount(src, minlength=num_nodes), out=indptr[1:])
+    return torch.from_numpy(metis.partition(indptr, dst[order], num_parts, seed=seed))
+
+
+def _balance(counts: tuple[int, ...]) -> float:
+    return max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0

@@ -1,0 +1,1 @@
+"""A graph that lies on several ranks: exchange, sampling, features, training."""

@@ -1,0 +1,220 @@
+"""Features of nodes and edges that lie with their owners, fetched by id as if they were here.
+
+After GNNFlow: rows of a node lie where its edges do, rows of an edge with its source. Ids are counted
+within their owner on every rank alike, so that an owner is asked for rows of its own store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from jaxtyping import Float32, Int64, Shaped
+from torch import Tensor
+
+from gnnflow.features.store import FeatureStore, Kind, check_ids
+from gnnflow.ranks.exchange import Route, check_owners, swap, tell_all, traffic_of
+from shared.comms import Group, Traffic
+from shared.errors import ConfigError, DataError
+
+__all__ = ["DistributedFeatures"]
+
+_PHASE = "features"
+
+
+class DistributedFeatures:
+    """As `FeatureStore`, over rows that lie on several ranks.
+
+    `gather` is a collective: every rank of the group calls it as often as every other and for the
+    same kinds in the same order, with any ids, or none. Each id is sent as often as it is given, so give
+    each once, as `attach` does. Where another thread communicates too, give a group of its own.
+
+    Args:
+        store: this rank's rows, in ascending order of their ids: `x[node_owners == group.rank]`, which
+        may be none, [0, dim].
+        group: who has rows, one part a rank; see `paired`.
+        node_owners: int64 [num_nodes], the rank in the group that has each node's row, the same on
+            all ranks; None where nodes have no features.
+        edge_owners: int64 [num_edges], of each edge id, such as the owner of its source; or None.
+
+    Raises:
+        ConfigError: this process is not in the group.
+        DataError: an owner is no rank, or the store has other than this rank's rows.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        group: Group,
+        *,
+        node_owners: Int64[Tensor, " num_nodes"] | None = None,
+        edge_owners: Int64[Tensor, " num_edges"] | None = None,
+    ) -> None:
+        self.store, self.group = store, group
+        self._places: dict[Kind, _Places] = {}
+        kinds: tuple[tuple[Kind, Tensor | None], ...] = (
+            ("node", node_owners),
+            ("edge", edge_owners),
+        )
+        for kind, owners in kinds:
+            places = _Places(group.world_size)
+            if owners is not None:
+                check_owners(f"{kind}_owners", owners, group)
+                places.extend(owners)
+            if store.num_rows(kind) != places.counts[group.rank]:
+                raise DataError(
+                    f"expected a store with {int(places.counts[group.rank])} rows of {kind} features, "
+                    f"those of rank {group.rank} in the group, got {store.num_rows(kind)}"
+                )
+            self._places[kind] = places
+
+    @property
+    def node_dim(self) -> int:
+        """Columns of the node features; 0 where there are none."""
+        return self.dim("node")
+
+    @property
+    def edge_dim(self) -> int:
+        """Columns of the edge features; 0 where there are none."""
+        return self.dim("edge")
+
+    @property
+    def num_nodes(self) -> int:
+        """Rows of node features, of all ranks."""
+        return self.num_rows("node")
+
+    @property
+    def num_edges(self) -> int:
+        """Rows of edge features, of all ranks."""
+        return self.num_rows("edge")
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes this rank has sent and received for features, on all objects of the process."""
+        return traffic_of(self.group, _PHASE)
+
+    def dim(self, kind: Kind) -> int:
+        """Columns of a kind; 0 where it has no features."""
+        return self.store.dim(kind)
+
+    def num_rows(self, kind: Kind) -> int:
+        """Rows of a kind, of all ranks."""
+        self.store.num_rows(kind)  # refuses what is no kind
+        return self._places[kind].num_rows
+
+    def gather(
+        self,
+        kind: Kind,
+        ids: Int64[Tensor, " n"],
+        out: Float32[Tensor, "n dim"] | None = None,
+    ) -> Float32[Tensor, "n dim"]:
+        """Rows of ids, in their order, repeats included; all ranks of the group call it together.
+
+        Args:
+            kind: "node" or "edge".
+            ids: int64 [n], each in [0, num_rows).
+            out: float32 [n, dim] to write to, wherever it lies.
+
+        Returns:
+            `out`, or new rows on the group's device.
+
+        Raises:
+            ConfigError: no such kind.
+            DataError: an id has no row, the kind no features, or `out` does not fit; on the other
+                ranks, that this one has refused its ids, or asks for another kind; on all, that
+                they were not told the same owners.
+            CommError: a rank died, hangs, or the timeout passed; names it.
+        """
+        group = self.group
+        try:
+            check_ids(self, kind, ids)
+            if out is not None and (out.dtype, *out.shape) != (
+                torch.float32,
+                len(ids),
+                self.dim(kind),
+            ):
+                raise DataError(
+                    f"expected out float32 {[len(ids), self.dim(kind)]}, got {out.dtype} "
+                    f"{list(out.shape)}"
+                )
+        except (ConfigError, DataError):
+            # The others wait for a word.
+            tell_all(group, [[-1, 0, 0, 0, 0]] * group.world_size, _PHASE)
+            raise
+        places = self._places[kind]
+        owners, rows = places.of(ids.cpu())
+        route = Route.to(owners, group.world_size)
+        word = [int(kind == "edge"), self.dim(kind), places.num_rows, places.digest]
+        words = tell_all(group, [[*word, count] for count in route.sends], _PHASE)
+        for rank, (*other, _) in enumerate(words):
+            if other != word:
+                did = "refused its ids" if other[0] < 0 else "asks for other features"
+                raise DataError(
+                    f"rank {group.ranks[rank]} {did}, so that none were fetched; all ranks gather the "
+                    f"same kind, of as many columns and rows and of the same owners, in the same order"
+                )
+        recvs = [word[-1] for word in words]
+        asked = swap(group, rows[route.order], route.sends, recvs, _PHASE)
+        # A store takes any number of ids, also none.
+        answers = swap(group, self.store.gather(kind, asked), recvs, route.sends, _PHASE)
+        if out is None:
+            out = answers.new_empty(len(ids), self.dim(kind))
+        return out.index_copy_(0, route.order.to(out.device), answers.to(out.device))
+
+    def append(
+        self,
+        kind: Kind,
+        rows: Shaped[Tensor, "n dim"],
+        owners: Int64[Tensor, " n"],
+    ) -> None:
+        """Adds rows for the next ids, of which this rank keeps its own; communicates nothing.
+
+        Args:
+            kind: "node" or "edge".
+            rows: numbers [n, dim], the same on all ranks.
+            owners: the rank in the group of each.
+
+        Raises:
+            ConfigError: no such kind.
+            DataError: lengths or columns do not fit, or an owner is no rank. Nothing was added.
+        """
+        check_owners("owners", owners, self.group)
+        if len(owners) != len(rows):
+            raise DataError(f"expected an owner for each of {len(rows)} rows, got {len(owners)}")
+        self.store.append(kind, rows[(owners == self.group.rank).to(rows.device)])
+        self._places[kind].extend(owners.cpu())
+
+
+class _Places:
+    # Owner of each id, and its row there: how many ids of that owner come before it.
+
+    def __init__(self, num_ranks: int) -> None:
+        self.counts = torch.zeros(num_ranks, dtype=torch.int64)
+        self.num_rows = 0
+        self._told = hashlib.blake2b(digest_size=8)
+        self._table = torch.empty((0, 2), dtype=torch.int64)  # with room at its end
+
+    def extend(self, owners: Tensor) -> None:
+        first, last = self.num_rows, self.num_rows + len(owners)
+        if last > len(self._table):
+            table = torch.empty((max(last, 2 * len(self._table)), 2), dtype=torch.int64)
+            table[:first] = self._table[:first]
+            self._table = table
+        more = torch.bincount(owners, minlength=len(self.counts))
+        order = torch.argsort(owners, stable=True)
+        starts = self.counts - (more.cumsum(0) - more)
+        within = torch.arange(len(owners)) + torch.repeat_interleave(starts, more)
+        self._table[first:last, 0] = owners
+        self._table[first + order, 1] = within
+        self.counts += more
+        self.num_rows = last
+        self._told.update(owners.contiguous().numpy().data)
+
+    @property
+    def digest(self) -> int:
+        """Tells ranks that disagree about an owner, however the owners came in batches."""
+        return int.from_bytes(self._told.digest(), "little", signed=True)
+
+    def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        owners, rows = self._table[ids].unbind(1)
+        return owners.contiguous(), rows.contiguous()

@@ -1,0 +1,1 @@
+"""Sampled neighbourhoods as of any time, and the forms they are returned in."""

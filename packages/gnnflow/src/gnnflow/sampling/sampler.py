@@ -1,0 +1,204 @@
+"""Neighbourhoods of nodes as they were: several hops, snapshots, or one sequence a root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gnnflow.graph.temporal_graph import TemporalGraph
+from gnnflow.sampling.mfg import MFG, Layer, Sequences
+from shared.errors import ConfigError, DataError
+from shared.kernels.philox import stream_key
+from shared.kernels.temporal import MAX_FANOUT, Adjacency, Policy, TemporalBlock, sample
+
+__all__ = ["TemporalSampler"]
+
+
+class TemporalSampler:
+    """Samples a graph, exactly: edges strictly earlier than the root's time, whatever came before."""
+
+    def __init__(
+        self,
+        graph: TemporalGraph,
+        fanouts: Sequence[int],
+        *,
+        policy: Policy = "recent",
+        replace: bool = True,
+        window: float | None = None,
+        snapshots: int = 1,
+        seed: int = 0,
+    ) -> None:
+        """Says what is sampled.
+
+        Args:
+            graph: may grow while it is sampled.
+            fanouts: neighbours a root at most, a hop each; the hop next to the given roots first.
+            policy: "recent", the newest, newest first; "uniform", at random.
+            replace: whether "uniform" may draw an edge several times.
+            window: only edges at most so much older than the root, or the length of a snapshot.
+            snapshots: how many windows, one before the other, are sampled separately.
+            seed: of "uniform". A draw depends on it, the epoch, hop, snapshot, node, time and number
+                of the draw, and on nothing else; equal roots draw alike within an epoch.
+
+        Raises:
+            ConfigError: a setting makes no sense.
+        """
+        if policy not in ("recent", "uniform"):
+            raise ConfigError(f"expected policy 'recent' or 'uniform', got {policy!r}")
+        for fanout in fanouts:
+            if not 0 <= fanout <= MAX_FANOUT:
+                raise ConfigError(f"expected fanouts in [0, {MAX_FANOUT}], got {list(fanouts)}")
+        if not len(fanouts):
+            raise ConfigError("expected a fanout for each hop, got none")
+        if snapshots < 1:
+            raise ConfigError(f"expected at least one snapshot, got {snapshots}")
+        if (window is None and snapshots > 1) or (window is not None and not window > 0):
+            raise ConfigError(
+                f"expected a window above 0 for {snapshots} snapshots, got {window}"
+                if snapshots > 1
+                else f"expected a window above 0, got {window}; None looks at all of the past"
+            )
+        self.graph = graph
+        self.fanouts = [int(fanout) for fanout in fanouts]
+        self.policy: Policy = policy
+        self.replace = replace
+        self.window = window
+        self.snapshots = snapshots
+        self.seed = seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws anew from now on."""
+        self._epoch = epoch
+
+    @overload
+    def sample(self, nodes: Any, times: Any) -> MFG: ...
+    @overload
+    def sample(self, nodes: Any, times: Any, *, layout: Literal["mfg"]) -> MFG: ...
+    @overload
+    def sample(self, nodes: Any, times: Any, *, layout: Literal["padded"]) -> Sequences: ...
+
+    def sample(
+        self, nodes: Any, times: Any, *, layout: Literal["mfg", "padded"] = "mfg"
+    ) -> MFG | Sequences:
+        """Samples the neighbourhoods of roots.
+
+        Args:
+            nodes: ids, a tensor or array of one dimension; those the graph has never seen have no
+                neighbours.
+            times: when each is asked for; a number stands for all.
+            layout: "mfg", hop by hop; "padded", the neighbours of one hop as a sequence a root.
+
+        Raises:
+            ConfigError: "padded" with several hops, snapshots, or without "recent".
+            DataError: lengths or types do not fit.
+        """
+        if layout not in ("mfg", "padded"):
+            raise ConfigError(f"expected layout 'mfg' or 'padded', got {layout!r}")
+        if layout == "padded" and (
+            len(self.fanouts) > 1 or self.snapshots > 1 or self.policy != "recent"
+        ):
+            raise ConfigError(
+                f"layout='padded' is one hop of the newest neighbours: expected one fanout, one "
+                f"snapshot and policy='recent', got {self.fanouts}, {self.snapshots} and "
+                f"{self.policy!r}"
+            )
+        roots, root_times = self._roots(nodes, times)
+        with self.graph.reading as adjacency:
+            version = self.graph.version
+            layers = self._layers(adjacency, roots, root_times)
+        expired = self.graph.expired_before
+        is_cut = expired is not None and bool((root_times <= expired).any())
+        if layout == "padded":
+            block = layers[0]
+            assert isinstance(block, TemporalBlock), "one snapshot, so no list of them"
+            return Sequences.of(block, self.fanouts[0], version, is_cut)
+        return MFG(layers, version, is_cut)
+
+    def _layers(self, adjacency: Adjacency, roots: Tensor, root_times: Tensor) -> list[Layer]:
+        now = [(roots, root_times)] * self.snapshots
+        layers: list[Layer] = []
+        for hop, fanout in enumerate(self.fanouts):
+            blocks = [
+                self._hop(adjacency, *now[at], hop, at, fanout) for at in range(self.snapshots)
+            ]
+            layers.append(blocks if self.snapshots > 1 else blocks[0])
+            if hop + 1 < len(self.fanouts):
+                now = [
+                    (torch.cat([b.roots, b.nodes]), torch.cat([b.root_times, b.times]))
+                    for b in blocks
+                ]
+        return layers
+
+    def _hop(
+        self,
+        adjacency: Adjacency,
+        roots: Tensor,
+        root_times: Tensor,
+        hop: int,
+        snapshot: int,
+        fanout: int,
+    ) -> TemporalBlock:
+        before, since = root_times, None
+        if self.window is not None:
+            window = self._window
+            before = root_times - (self.snapshots - 1 - snapshot) * window
+            since = before - window
+        return sample(
+            adjacency,
+            roots,
+            root_times,
+            fanout,
+            policy=self.policy,
+            replace=self.replace,
+            before=before,
+            since=since,
+            key=stream_key(self.seed, self._epoch, hop, snapshot)
+            if self.policy == "uniform"
+            else 0,
+        )
+
+    @property
+    def _window(self) -> int | float:
+        assert self.window is not None, "asked for only where there is one"
+        if self.graph.time_dtype == torch.float64:
+            return float(self.window)
+        # Whole times: the edges within 2.5 seconds are those within 2.
+        return int(np.floor(self.window))
+
+    def _roots(self, nodes: Any, times: Any) -> tuple[Tensor, Tensor]:
+        device, dtype = self.graph.device, self.graph.time_dtype
+        if (
+            isinstance(nodes, Tensor)
+            and isinstance(times, Tensor)
+            and nodes.dtype == times.dtype == dtype == torch.int64
+            and nodes.device == times.device == device
+            and nodes.ndim == 1
+            and nodes.shape == times.shape
+        ):
+            return nodes, times  # the usual case, in a fraction of the time
+        roots = torch.as_tensor(nodes)
+        if roots.ndim != 1 or (roots.is_floating_point() and len(roots)):
+            raise DataError(
+                f"expected node ids of one dimension, got {roots.dtype} {list(roots.shape)}"
+            )
+        roots = roots.to(device, torch.int64)
+        found = torch.as_tensor(times)
+        if found.ndim == 0:
+            found = found.expand(len(roots))
+        if found.shape != roots.shape:
+            raise DataError(
+                f"expected a time for each of {len(roots)} roots, got {list(found.shape)}"
+            )
+        if found.is_floating_point() and not bool(torch.isfinite(found).all()):
+            raise DataError(
+                "expected finite times; for the end of time give one after graph.newest"
+            )
+        if dtype == torch.int64 and found.is_floating_point():
+            # An edge of time 2 is earlier than 2.5, one of time 3 is not.
+            found = found.ceil()
+        return roots, found.to(device, dtype)

@@ -1,0 +1,1 @@
+"""The continual loop: rounds, link prediction, replay, evaluation, checkpoints, reports."""

@@ -1,0 +1,285 @@
+"""Training that goes on while events arrive: evaluate on an increment, then learn from it.
+
+The practical form of GNNFlow's continual loop. A round inserts an increment into the graph, evaluates
+the model on its events, and trains on them together with replayed past ones. Evaluating after the
+insertion is honest because the sampler answers every event with edges strictly earlier than it: an
+event never sees itself, nor one of its own time, and sees those of its increment that came before, as
+it would had events arrived one by one.
+
+Departures: an evaluation leaves graph, caches, model and memory as they were, where the published
+loop updates memory with each increment twice; nothing is held out for validation, for every increment
+is evaluated before it is trained on; and an event's negatives were seen before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gnnflow.data.events import Events
+from gnnflow.features.cache import FeatureCache
+from gnnflow.features.store import Features
+from gnnflow.graph.temporal_graph import TemporalGraph
+from gnnflow.sampling.sampler import TemporalSampler
+from gnnflow.training.checkpoint import Checkpoint
+from gnnflow.training.history import Past
+from gnnflow.training.link_task import LinkTask, Scores
+from gnnflow.training.replay import Replay, UniformReplay
+from gnnflow.training.report import Display
+from gnnflow.training.rounds import Round, Settings, StageClock, increments
+from gnnflow.training.subnormal import no_subnormals
+from shared.errors import ConfigError, DataError
+from shared.kernels.philox import stream_key
+
+__all__ = ["ContinualTrainer", "Round"]
+
+OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class ContinualTrainer:
+    """Trains a link predictor on a stream, one increment after the other.
+
+    Args:
+        model: takes what `sampler` samples and the features attached to it, and gives
+            [num_roots, dim]; see `gnnflow.training.link_task`. All is computed on its parameters' device.
+        graph: into which the stream goes, usually empty.
+        sampler: of `graph`.
+        features: a store, or a cache of one; None for no features. A store with edge features whose
+            rows end where an increment begins gets the increment's own.
+        head: gives logits of links; a `LinkHead` of the model's `dim` by default.
+        warmup: share of the stream that is trained on before the first round.
+        every: events an increment, or its time as a text: "1D", "12h", where times are seconds; see
+            `gnnflow.training.rounds.increments`.
+        replay: past events that are trained on with an increment: a share of all there are (with a
+            window, of those in it), drawn evenly; or a policy.
+        window: time, in the stream's unit or as for `every`, after which edges expire: those older
+            than an increment's first event by more.
+        negatives: kind of negatives in evaluations, see `Negatives`; training has random ones.
+        num_negatives: negatives an event in evaluations. AP and AUC take the first of them.
+        metric: "ap", "auc" or "mrr", for the display.
+        batch_size: events a batch.
+        epochs: passes over what a round trains on.
+        warmup_epochs: passes over the warm-up.
+        optimizer: makes one of parameters; Adam with a rate of 0.001 by default.
+        fresh_optimizer: make a new one each round, as published, or keep it.
+        restore: put a round's edges into an edge cache at its start, as published.
+        seed: of negatives, replay and dropout.
+        checkpoint: folder that `run` resumes from, and writes to. That stream, features, sampling and
+            settings are those of before is checked; the optimiser's own settings are not.
+        checkpoint_every: rounds between two checkpoints.
+        progress: show a bar with events a second where standard error is a terminal.
+
+    Attributes:
+        rounds: those of the run so far.
+        warmed: the warm-up as a round, once it is done.
+
+    Raises:
+        ConfigError: a setting is out of range, the sampler is another graph's, or the model has some
+            of the hooks only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: TemporalGraph,
+        sampler: TemporalSampler,
+        features: Features | FeatureCache | None = None,
+        *,
+        head: nn.Module | None = None,
+        warmup: float = 0.3,
+        every: int | str = "1D",
+        replay: float | Replay = 0.05,
+        window: float | str | None = None,
+        negatives: str = "random",
+        num_negatives: int = 10,
+        metric: str = "ap",
+        batch_size: int = 600,
+        epochs: int = 1,
+        warmup_epochs: int = 1,
+        optimizer: OptimizerMaker | None = None,
+        fresh_optimizer: bool = True,
+        restore: bool = True,
+        seed: int = 0,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int = 1,
+        progress: bool = True,
+    ) -> None:
+        self.settings = Settings(
+            warmup=warmup,
+            every=every,
+            window=window,
+            negatives=negatives,
+            num_negatives=num_negatives,
+            batch_size=batch_size,
+            epochs=epochs,
+            warmup_epochs=warmup_epochs,
+            fresh_optimizer=fresh_optimizer,
+            seed=seed,
+        )
+        if metric not in Scores._fields:
+            raise ConfigError(f"metric: expected one of {list(Scores._fields)}, got {metric!r}")
+        if checkpoint_every < 1:
+            raise ConfigError(f"checkpoint_every: expected 1 or more, got {checkpoint_every}")
+        if sampler.graph is not graph:
+            raise ConfigError("sampler: expected a sampler of the graph given, it is another one's")
+        head = _head_for(model) if head is None else head
+        if isinstance(replay, int | float):
+            replay = UniformReplay(replay, seed=seed)
+        device = next((p.device for p in model.parameters()), graph.device)
+        self.model, self.head, self.sampler = model, head.to(device), sampler
+        self.clock = StageClock(device)
+        self.task = LinkTask(model, head, sampler, batch_size, self.clock)
+        self.past = Past(
+            graph,
+            features,
+            replay,
+            negatives=negatives,
+            window=window,
+            seed=seed,
+            clock=self.clock,
+        )
+        self.rounds: list[Round] = []
+        self.warmed: Round | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        # What tells the dropout of a round from others', besides the seed and the round.
+        self._stream: tuple[int, ...] = ()
+        self._make_optimizer = optimizer or (lambda params: torch.optim.Adam(params, lr=1e-3))
+        self._restore, self._metric, self._progress = restore, metric, progress
+        self._folder = None if checkpoint is None else Path(checkpoint)
+        self._checkpoint_every = checkpoint_every
+
+    def run(self, events: Events) -> Iterator[Round]:
+        """Warms up, and then yields a round for each increment.
+
+        With a checkpoint of the same stream and settings it goes on where that ends: earlier rounds
+        are yielded as they were, later ones are what they would have been.
+
+        Raises:
+            ConfigError: the trainer has run already.
+            DataError: there are no events; a checkpoint is damaged or of another run; the loss is not
+                finite; or graph or features refuse an event.
+        """
+        if self.rounds or self.warmed:
+            raise ConfigError("expected a trainer that has not run; make another, with a new graph")
+        if not len(events):
+            raise DataError("run: expected at least one event, got none")
+        events = events.sorted()
+        first, ends = increments(events, self.settings.warmup, self.settings.every)
+        self.past.negatives.since = events.t[first].item()
+        saved = None if self._folder is None else Checkpoint(self._folder, self, events)
+        done = saved.resume() if saved else 0
+        if not done and self.task.memory is not None:
+            self.task.memory.reset_state()
+        with Display(len(events), self._metric, is_shown=self._progress) as display:
+            display.advance(done)
+            if done < first:
+                self.warmed = self._warm_up(events[:first])
+                if saved:
+                    saved.write(first)
+                display.advance(first)
+            yield from list(self.rounds)
+            for start, end in zip([first, *ends], ends, strict=False):
+                if end <= done:
+                    continue
+                found = self._round(events, start, end)
+                self.rounds.append(found)
+                if saved and (found.index % self._checkpoint_every == 0 or end == len(events)):
+                    saved.write(end)
+                display.advance(end, found)
+                yield found
+
+    @no_subnormals()
+    def evaluate(self, events: Events) -> Scores:
+        """Tells events from negatives, each by edges strictly earlier than it.
+
+        Graph, caches, model and memory are afterwards as they were.
+
+        Args:
+            events: by time; in the graph, or later than all that is.
+
+        Raises:
+            DataError: there are no events, or one has no negative.
+        """
+        if not len(events):
+            raise DataError("evaluate: expected at least one event, got none")
+        negatives = self.past.negatives.draw(events, self.settings.num_negatives)
+        self.sampler.set_epoch(0)
+        return self.task.evaluate(events, negatives, self.past.features)
+
+    @no_subnormals()
+    def _warm_up(self, events: Events) -> Round:
+        self.clock.take()
+        self.past.insert(events)
+        loss = self._learn(events[:0], events, 0)
+        about: dict[str, Any] = {"num_events": len(events), "num_replayed": 0, "loss": loss}
+        return Round(index=0, time=events.t[0].item(), **about, **self.clock.take())
+
+    @no_subnormals()
+    def _round(self, events: Events, start: int, end: int) -> Round:
+        self.clock.take()
+        new, index = events[start:end], len(self.rounds) + 1
+        self.past.insert(new, since=self.past.bound(new))
+        with self.clock.stage("evaluate"):
+            scores = self.evaluate(new)
+        replayed = self.past.replayed(events, start, index)
+        about: dict[str, Any] = {"num_events": len(new), "num_replayed": len(replayed)}
+        about |= {"loss": self._learn(replayed, new, index)} | scores._asdict()
+        return Round(index=index, time=new.t[0].item(), **about, **self.clock.take())
+
+    def _learn(self, replayed: Events, new: Events, index: int) -> float:
+        """Passes over replayed events and then new ones; the mean loss of the last pass."""
+        features, memory = self.past.features, self.task.memory
+        if self._restore and isinstance(features, FeatureCache) and features.dim("edge"):
+            with self.clock.stage("fetch"):
+                features.restore(torch.cat([replayed.eid, new.eid]))
+        if self.optimizer is None or self.settings.fresh_optimizer:
+            self.optimizer = self.new_optimizer()
+        # Each event is in the memory once in the end, replayed ones as they were before.
+        before = None if memory is None else memory.state()
+        device, loss = self.clock.device, math.nan
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(stream_key(self.settings.seed, index, *self._stream) >> 1)
+            for epoch in range(self.settings.epochs if index else self.settings.warmup_epochs):
+                if memory is not None and before is not None and epoch:
+                    memory.load_state(before)
+                loss = self._pass(replayed, new, stream_key(index, epoch))
+        if not math.isfinite(loss):
+            raise DataError(
+                f"round {index}: the loss is {loss}; lower the learning rate, or look for features "
+                "of extreme size"
+            )
+        return loss
+
+    def _pass(self, replayed: Events, new: Events, stream: int) -> float:
+        assert self.optimizer is not None, "made before the first pass"
+        self.sampler.set_epoch(stream)
+        total = torch.zeros((), dtype=torch.float64)
+        for events in (replayed, new):
+            with self.clock.stage("sample"):
+                negatives = self.past.training_negatives.draw(events, stream=stream)
+            total += self.task.train(
+                events, negatives, self.past.features, self.optimizer, remember=events is new
+            ).cpu()
+        return float(total) / (len(replayed) + len(new))
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        """An optimiser of the model's and the head's parameters."""
+        params = [*self.model.parameters(), *self.head.parameters()]
+        return self._make_optimizer(params)
+
+
+def _head_for(model: nn.Module) -> nn.Module:
+    from gnnflow.models import LinkHead
+
+    dim = getattr(model, "dim", None)
+    if not isinstance(dim, int):
+        raise ConfigError(
+            f"head: expected one, since {type(model).__name__} has no dim that tells the columns of "
+            "its embeddings; give head=LinkHead(columns)"
+        )
+    return LinkHead(dim)

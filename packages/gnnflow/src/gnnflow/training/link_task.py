@@ -1,0 +1,192 @@
+"""One pass over events by a model that predicts links: to score them, or to learn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gnnflow.data.events import Events
+from gnnflow.features.cache import FeatureCache
+from gnnflow.features.inputs import Inputs, attach
+from gnnflow.features.store import Features
+from gnnflow.sampling.sampler import TemporalSampler
+from gnnflow.training import evaluation
+from gnnflow.training.rounds import StageClock
+from shared.errors import ConfigError
+
+__all__ = ["HasMemory", "LinkTask", "Scores"]
+
+Negatives = Int64[Tensor, "num_events num_negatives"]
+
+
+@runtime_checkable
+class HasMemory(Protocol):
+    """Hooks of a model that remembers events: all four, or none."""
+
+    def reset_state(self) -> None:
+        """Forgets everything."""
+        ...
+
+    def commit(self, events: Events) -> None:
+        """Remembers events; called for each event once, in order, after its batch."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What is remembered, as a copy."""
+        ...
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Remembers what `state` gave, and nothing else."""
+        ...
+
+
+class Scores(NamedTuple):
+    """How well events were told from negatives; AP and AUC by the first negative of each."""
+
+    ap: float
+    auc: float
+    mrr: float
+
+
+class LinkTask:
+    """Scores links by the embeddings of their ends at the time of the event.
+
+    A model that ignores time (`uses_time` False) is asked about the graph as it was before the first
+    event of a batch, so that a node that occurs in it many times is embedded once.
+
+    Args:
+        model: (sample, inputs) -> [num_roots, dim], wherever those lie; its `layout` says which
+            sample it takes, "mfg" if it has none. May have the hooks of `HasMemory`.
+        head: (sources, destinations) -> logits: of [n, dim] and [n, dim] are [n], and of [n, 1, dim]
+            and [n, k, dim] are [n, k].
+        sampler: of the graph.
+        batch_size: events a batch.
+        clock: of the model's device; counts the stages "sample", "fetch" and "train".
+
+    Raises:
+        ConfigError: the model has some of the hooks only.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        head: nn.Module,
+        sampler: TemporalSampler,
+        batch_size: int,
+        clock: StageClock,
+    ) -> None:
+        self.model, self.head, self.sampler = model, head, sampler
+        self.batch_size, self.clock = batch_size, clock
+        # A model wrapped for data parallelism has its attributes one level down.
+        plain: Any = getattr(model, "module", model)
+        self.memory = plain if isinstance(plain, HasMemory) else None
+        hooks = ["reset_state", "commit", "state", "load_state"]
+        there = [name for name in hooks if hasattr(plain, name)]
+        if there and self.memory is None:
+            raise ConfigError(f"model: expected the hooks {hooks} or none of them, got {there}")
+        self._layout: Any = getattr(plain, "layout", "mfg")
+        self._uses_time = getattr(plain, "uses_time", True)
+
+    def score(
+        self, events: Events, negatives: Negatives, features: Features | FeatureCache | None
+    ) -> tuple[Float[Tensor, " num_events"], Float[Tensor, "num_events num_negatives"]]:
+        """Logits of one batch of events and of their negatives.
+
+        Args:
+            events: by time.
+            negatives: other destinations of each event, looked at when it happens.
+            features: where they are fetched.
+
+        Raises:
+            DataError: an id has no row of features.
+        """
+        num_events, num_negatives = negatives.shape
+        t = events.t if self._uses_time else events.t[:1].expand(num_events)
+        nodes = torch.cat([events.src, events.dst, negatives.flatten()])
+        times = torch.cat([t, t, t.repeat_interleave(num_negatives)])
+        with self.clock.stage("sample"):
+            sample = self.sampler.sample(nodes, times, layout=self._layout)
+        with self.clock.stage("fetch"):
+            inputs = Inputs(None, None) if features is None else attach(sample, features)
+        with self.clock.stage("train"):
+            embedded = self.model(sample, inputs)
+            src, dst, others = embedded.split([num_events, num_events, negatives.numel()])
+            others = others.unflatten(0, (num_events, num_negatives))
+            return self.head(src, dst), self.head(src[:, None], others)
+
+    def evaluate(
+        self, events: Events, negatives: Negatives, features: Features | FeatureCache | None
+    ) -> Scores:
+        """Tells events from negatives, batch by batch, and leaves everything as it was.
+
+        Features come from the store itself: through a cache they would change what it holds.
+        """
+        source = features.store if isinstance(features, FeatureCache) else features
+        memory = None if self.memory is None else self.memory.state()
+        modes = [
+            (part, part.training) for whole in (self.model, self.head) for part in whole.modules()
+        ]
+        found = []
+        try:
+            self.model.eval(), self.head.eval()
+            with torch.no_grad():
+                for batch in self._batches(len(events)):
+                    found.append(self.score(events[batch], negatives[batch], source))
+                    if self.memory is not None:
+                        self.memory.commit(events[batch])
+        finally:
+            for part, was_training in modes:
+                part.training = was_training
+            if self.memory is not None and memory is not None:
+                self.memory.load_state(memory)
+        pos, neg = (torch.cat(part).cpu() for part in zip(*found, strict=True))
+        return Scores(
+            evaluation.average_precision(pos, neg[:, 0]),
+            evaluation.auc(pos, neg[:, 0]),
+            evaluation.mrr(pos, neg),
+        )
+
+    def train(
+        self,
+        events: Events,
+        negatives: Negatives,
+        features: Features | FeatureCache | None,
+        optimizer: torch.optim.Optimizer,
+        *,
+        remember: bool,
+    ) -> Float[Tensor, ""]:
+        """One step a batch on binary cross entropy, the mean over events plus that over negatives.
+
+        Args:
+            events: by time.
+            negatives: of each event.
+            features: where they are fetched.
+            optimizer: of model and head.
+            remember: commit events to the model's memory.
+
+        Returns:
+            The loss, summed over events.
+        """
+        self.model.train(), self.head.train()
+        total = torch.zeros((), device=self.clock.device, dtype=torch.float64)
+        for batch in self._batches(len(events)):
+            pos, neg = self.score(events[batch], negatives[batch], features)
+            with self.clock.stage("train"):
+                # -log(sigmoid(x)) is softplus(-x), and -log(1 - sigmoid(x)) is softplus(x).
+                loss = F.softplus(-pos).mean() + F.softplus(neg).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                total += loss.detach() * len(pos)
+                if remember and self.memory is not None:
+                    self.memory.commit(events[batch])
+        return total
+
+    def _batches(self, num_events: int) -> Iterator[slice]:
+        for start in range(0, num_events, self.batch_size):
+            yield slice(start, start + self.batch_size)

@@ -1,0 +1,196 @@
+"""Rounds of a continual run: where a stream is cut into them, and what one of them did."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+
+from gnnflow.data.events import Events
+from shared.errors import ConfigError, DataError
+
+__all__ = ["STAGES", "Round", "Settings", "StageClock", "increments", "span"]
+
+STAGES = ("insert", "evaluate", "sample", "fetch", "train")
+_UNITS_S = {"s": 1, "min": 60, "h": 3600, "D": 86_400, "W": 604_800}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What decides a run's rounds, beside stream, model and replay; see `ContinualTrainer`.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+
+    warmup: float
+    every: int | str
+    window: float | str | None
+    negatives: str
+    num_negatives: int
+    batch_size: int
+    epochs: int
+    warmup_epochs: int
+    fresh_optimizer: bool
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_negatives", "batch_size", "epochs", "warmup_epochs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.window is not None:
+            span("window", self.window)
+        increments(Events([], [], []), self.warmup, self.every)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One increment: evaluated, then trained on.
+
+    The stages' seconds add up to the round's; sampling and fetching for an evaluation count there.
+
+    Attributes:
+        index: from 1; 0 is the warm-up, which is not evaluated.
+        time: of the increment's first event.
+        num_events: in the increment.
+        num_replayed: past events trained on with it.
+        loss: mean over the events trained on, last epoch.
+        ap: average precision, one negative an event; NaN for the warm-up.
+        auc: area under the ROC curve, one negative an event; NaN for the warm-up.
+        mrr: mean reciprocal rank among all negatives of an event; NaN for the warm-up.
+        insert_s: expiring and inserting, rows of features too.
+        evaluate_s: all of the evaluation.
+        sample_s: drawing what to replay, negatives and neighbours, for training.
+        fetch_s: restoring the cache and fetching features, for training.
+        train_s: forward, backward and update.
+    """
+
+    index: int
+    time: int | float
+    num_events: int
+    num_replayed: int
+    loss: float
+    ap: float = math.nan
+    auc: float = math.nan
+    mrr: float = math.nan
+    insert_s: float = 0.0
+    evaluate_s: float = 0.0
+    sample_s: float = 0.0
+    fetch_s: float = 0.0
+    train_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all stages."""
+        return sum(getattr(self, f"{stage}_s") for stage in STAGES)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain numbers; NaN is None, since JSON has none."""
+        found = asdict(self)
+        return {name: None if math.isnan(value) else value for name, value in found.items()}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Round:
+        """Undoes `to_json`.
+
+        Raises:
+            DataError: names other than a round's.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(row, dict) or set(row) != names:
+            raise DataError(f"expected a round with {sorted(names)}, got {row!r:.200}")
+        values: dict[str, Any] = {k: math.nan if v is None else v for k, v in row.items()}
+        return cls(**values)
+
+
+class StageClock:
+    """Seconds by stage; a stage inside another one counts as the outer one.
+
+    Args:
+        device: whose queue is waited for at a stage's end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._is_running = False
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Counts what happens inside for a stage."""
+        if self._is_running:
+            yield
+            return
+        self._is_running, started = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._seconds[name] += time.perf_counter() - started
+            self._is_running = False
+
+    def take(self) -> dict[str, Any]:
+        """Seconds since the last call, by a round's field."""
+        taken = {f"{stage}_s": seconds for stage, seconds in self._seconds.items()}
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+        return taken
+
+
+def span(name: str, value: str | float) -> float:
+    """A length of time: a number, also as text, or a number and a unit where times are seconds.
+
+    Args:
+        name: of the setting, for messages.
+        value: above 0, or text such as "1D", "12h", "30min", "90s" or "2W".
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    number, unit = value, None
+    if isinstance(value, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)?\s*([A-Za-z]*)", value.strip())
+        number, unit = (float(match[1] or 1), match[2]) if match and match[0] else (0.0, None)
+        number *= _UNITS_S.get(unit, 0) if unit else 1
+    if isinstance(number, str) or not 0 < number < math.inf:
+        raise ConfigError(
+            f"{name}: expected a number above 0 or a text such as '1D' with a unit among "
+            f"{', '.join(_UNITS_S)}, got {value!r}"
+        )
+    return number
+
+
+def increments(events: Events, warmup: float, every: int | str) -> tuple[int, list[int]]:
+    """Where a stream is cut.
+
+    Args:
+        events: by time.
+        warmup: share of the events that come before the first increment.
+        every: events an increment, or its time as for `span`: increments then begin whole multiples
+            of it after the first event that follows the warm-up, and those without events are left
+            out.
+
+    Returns:
+        The first event after the warm-up, and the ends of increments, all as places in the stream.
+
+    Raises:
+        ConfigError: the share is not in [0, 1), or `every` no length.
+    """
+    if not 0 <= warmup < 1:
+        raise ConfigError(f"warmup: expected a share of 0 or more and below 1, got {warmup}")
+    first = int(warmup * len(events))
+    if isinstance(every, int):
+        if every < 1:
+            raise ConfigError(f"every: expected 1 event or more an increment, got {every}")
+        return first, [*range(first + every, len(events), every), len(events)]
+    step = span("every", every)
+    since = (events.t[first:] - events.t[first]).numpy() if first < len(events) else np.empty(0)
+    changes = np.flatnonzero(np.diff(np.floor_divide(since, step)))
+    return first, [*(first + 1 + changes).tolist(), len(events)]

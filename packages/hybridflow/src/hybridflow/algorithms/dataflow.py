@@ -1,0 +1,169 @@
+"""What algorithms share: how rewards reach tokens, and what is told of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from hybridflow.rl import advantages, kl
+from hybridflow.roles.actor import Actor, Generator
+from hybridflow.workers.batch.batch import Batch
+from hybridflow.workers.future import Future, Joined
+from shared.errors import ConfigError, DataError
+
+__all__ = [
+    "Algorithm",
+    "Score",
+    "counted",
+    "is_kept",
+    "learnt_columns",
+    "mean_of",
+    "scored",
+    "token_rewards",
+    "told",
+    "unmoved_groups",
+]
+
+Score = Callable[[Batch], Any]
+"""From a rollout to a batch (or the future of one) with "scores" [rows] or "rewards" [rows, W].
+
+Rows that "is_dropped" [rows] marks have none: they are left out of everything that is computed.
+"""
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+    """What loops run."""
+
+    actor: Actor
+
+    def rollout(
+        self, prompts: Batch, step: int, generator: Generator | None = None
+    ) -> Future | Joined:
+        """Draws responses to prompts, by the actor or who else has its weights; waits for nothing."""
+
+    def learn(self, roll: Batch | Future | Joined) -> Mapping[str, float]:
+        """One training step."""
+
+
+def scored(roll: Batch, score: Score, names: Sequence[str] = ("rewards", "scores")) -> Batch:
+    """A rollout with what a score makes of it, waited for.
+
+    Args:
+        roll: the rollout; a row that it marks as dropped stays so.
+        score: gives at least one of the columns.
+        names: of these columns; "rewards" has a number for each token, any other one for each row.
+
+    Raises:
+        DataError: if it gives none of them, or another shape than theirs, or a number that is not
+            finite.
+    """
+    found = score(roll)
+    found = found if isinstance(found, Batch) else found.result()
+    name = next((name for name in names if name in found), None)
+    if name is None or len(found) != len(roll):
+        raise DataError(
+            f"expected a reward to give {' or '.join(map(repr, names))} for {len(roll)} rows, got "
+            f"{found!r}"
+        )
+    shape = roll["tokens"].shape if name == "rewards" else roll["tokens"].shape[:1]
+    if not isinstance(found[name], Tensor) or found[name].shape != shape:
+        each = "token, as tokens are" if name == "rewards" else "row"
+        raise DataError(
+            f"{name}: expected a tensor {list(shape)}, one number for each {each}, got {found!r}"
+        )
+    finite = torch.isfinite(found[name]).reshape(len(found), -1).all(1)
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        raise DataError(
+            f"{name}: row {row} (sample {int(roll['sample_ids'][row])}) is {found[name][row]}; "
+            f"make the reward finite, or give it on_error='zero' or 'drop'"
+        )
+    if "is_dropped" in found:
+        dropped = found["is_dropped"]
+        if not isinstance(dropped, Tensor) or (dropped.dtype, dropped.dim()) != (torch.bool, 1):
+            raise DataError(f"is_dropped: expected bool [{len(roll)}], got {found!r}")
+        found = found.drop("is_dropped") | Batch(is_dropped=dropped | ~is_kept(roll))
+        roll = roll.drop("is_dropped")
+    return roll | found
+
+
+def is_kept(batch: Batch) -> Tensor:
+    """Rows that are not dropped, bool [rows]."""
+    if "is_dropped" in batch:
+        return ~batch["is_dropped"]
+    return torch.ones(len(batch), dtype=torch.bool)
+
+
+def counted(batch: Batch) -> Tensor:
+    """The mask [rows, W] of generated tokens in rows that are not dropped."""
+    return batch["mask"] & is_kept(batch)[:, None]
+
+
+def mean_of(values: Tensor, batch: Batch) -> float:
+    """Mean of one number a row [rows] over rows that are not dropped; 0 where all are."""
+    kept = values[is_kept(batch)].double()
+    return float(kept.sum() / max(1, len(kept)))
+
+
+def token_rewards(
+    batch: Batch, *, beta: float = 0.0, kind: str = "k1", score: str = "scores"
+) -> tuple[Tensor, Tensor | None]:
+    """The reward of each token, less the penalty for leaving the reference.
+
+    Args:
+        batch: a rollout with "rewards" [rows, W] or scores [rows] of the last token, and with
+            "ref_log_probs" where there is a penalty.
+        beta: weight of the penalty.
+        kind: its estimate.
+        score: name of the column of scores.
+
+    Returns:
+        Rewards [rows, W], and the divergence of each token if there is a reference.
+    """
+    divergence = None
+    if "ref_log_probs" in batch:
+        ours, reference = batch["old_log_probs"], batch["ref_log_probs"]
+        divergence = kl.estimate(ours, reference, batch["mask"], kind=kind)
+    elif beta:
+        raise ConfigError("a penalty for leaving the reference needs one; give `reference`")
+    if "rewards" in batch and score == "scores":
+        rewards = batch["rewards"].to(batch["old_log_probs"].dtype)
+        return (rewards if divergence is None else rewards - beta * divergence), divergence
+    scores = batch[score].to(batch["old_log_probs"].dtype)
+    return advantages.token_rewards(scores, batch["mask"], divergence, beta), divergence
+
+
+def learnt_columns(batch: Batch, **columns: Tensor) -> Batch:
+    """What an update wants beside the rollout; dropped rows have no weight in it."""
+    if "is_dropped" in batch:
+        columns["is_dropped"] = batch["is_dropped"]
+    return Batch(columns)
+
+
+def unmoved_groups(gains: Tensor, group: Tensor) -> float:
+    """Share of groups that teach nothing: all equal, or with one response or none left.
+
+    Args:
+        gains: advantages [rows].
+        group: ids [rows].
+    """
+    ids, index = group.unique(return_inverse=True)
+    largest = gains.new_zeros(len(ids)).scatter_reduce(0, index, gains.abs(), "amax")
+    return float((largest == 0).double().mean())
+
+
+def told(batch: Batch, metrics: Mapping[str, float], **more: float) -> dict[str, float]:
+    """What a step says: of the batch, of the actor's update, and whatever else is given."""
+    rewards = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
+    if "is_dropped" in batch:
+        more["num_dropped"] = float(batch["is_dropped"].sum())
+    return {
+        "reward": mean_of(rewards, batch),
+        "response_length": mean_of(batch["mask"].sum(1), batch),
+        **metrics,
+        **more,
+    }

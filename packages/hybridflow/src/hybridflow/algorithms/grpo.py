@@ -1,0 +1,84 @@
+"""Group relative policy optimization (Shao et al., arXiv 2402.03300) and what came of it.
+
+`normalize_std=False` with mode "seq-mean-token-sum-norm" is Dr. GRPO (2503.20783); the losses `gspo`
+(2507.18071, mode "seq-mean-token-mean") and `cispo` (2506.13585) of `hybridflow.rl.losses` fit too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hybridflow.algorithms.dataflow import (
+    Score,
+    counted,
+    is_kept,
+    learnt_columns,
+    scored,
+    told,
+    unmoved_groups,
+)
+from hybridflow.rl import advantages, losses
+from hybridflow.roles.actor import Actor, Generator
+from hybridflow.roles.scoring import Reference
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.workers.batch.batch import Batch
+from hybridflow.workers.future import Future, Joined
+from shared.errors import ConfigError
+
+__all__ = ["GRPO"]
+
+
+@dataclass(kw_only=True)
+class GRPO:
+    """Several responses a prompt; each is worth what it is above the others of its group."""
+
+    actor: Actor
+    score: Score
+    sampling: Sampling
+    reference: Reference | None = None
+    kl_coefficient: float = 0.0
+    normalize_std: bool = True
+    loss: Callable[..., Tensor] = losses.ppo
+    mode: str = "token-mean"
+    norm: float | None = None
+    num_updates: int = 1
+    num_epochs: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sampling.num_samples < 2:
+            raise ConfigError("sampling.num_samples: a group needs two responses or more, got 1")
+        if bool(self.kl_coefficient) != (self.reference is not None):
+            raise ConfigError("kl_coefficient and reference go together: give both or neither")
+
+    def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
+        """Draws a group of responses to each prompt."""
+        return (generator or self.actor).generate(prompts, self.sampling, step)
+
+    def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
+        """One step of the actor."""
+        reference = (
+            None
+            if self.reference is None
+            else self.reference.log_probs(roll, self.sampling.temperature)
+        )
+        batch = roll if isinstance(roll, Batch) else roll.result()
+        batch = scored(batch, self.score)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"])
+        scores = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
+        gains = advantages.grpo(
+            scores, batch["group"], is_dropped=~is_kept(batch), normalize_std=self.normalize_std
+        )
+        columns = learnt_columns(
+            batch, advantages=advantages.expand(gains, counted(batch)),
+            old_log_probs=batch["old_log_probs"],
+        )  # fmt: skip
+        rows = roll | columns if reference is None else roll | reference | columns
+        metrics = self.actor.update(
+            rows, loss=self.loss, mode=self.mode, norm=self.norm,
+            kl_coefficient=self.kl_coefficient, num_updates=self.num_updates,
+            num_epochs=self.num_epochs, temperature=self.sampling.temperature,
+        )  # fmt: skip
+        return told(batch, metrics, equal_groups=unmoved_groups(gains, batch["group"]))

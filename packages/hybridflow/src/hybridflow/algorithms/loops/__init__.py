@@ -1,0 +1,13 @@
+"""Loops over an algorithm's two parts: one after the other, one step apart, or fully asynchronous.
+
+All take prompts as a function of the step, so that a run goes on where it was left: `Prompts.batch`,
+or `lambda step: task.batch(step, 64)`. All are iterated over, and give what each step tells.
+"""
+
+from hybridflow.algorithms.loops.async_ import Asynchronous
+from hybridflow.algorithms.loops.buffer import Buffer, admitted
+from hybridflow.algorithms.loops.off_policy import Correction
+from hybridflow.algorithms.loops.one_step import OneStep
+from hybridflow.algorithms.loops.sync import run
+
+__all__ = ["Asynchronous", "Buffer", "Correction", "OneStep", "admitted", "run"]

@@ -1,0 +1,82 @@
+"""Proximal policy optimization with a critic (Schulman et al., arXiv 1707.06347)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from hybridflow.algorithms.dataflow import (
+    Score,
+    counted,
+    is_kept,
+    learnt_columns,
+    scored,
+    token_rewards,
+    told,
+)
+from hybridflow.rl import advantages, kl, losses
+from hybridflow.roles.actor import Actor, Generator
+from hybridflow.roles.critic import Critic
+from hybridflow.roles.scoring import Reference
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.workers.batch.batch import Batch
+from hybridflow.workers.future import Future, Joined
+
+__all__ = ["PPO"]
+
+
+@dataclass(kw_only=True)
+class PPO:
+    """Rewards of tokens, less a penalty for leaving the reference; advantages by a critic (GAE)."""
+
+    actor: Actor
+    critic: Critic
+    score: Score
+    sampling: Sampling
+    reference: Reference | None = None
+    beta: float | kl.AdaptiveKL = 0.0
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip: tuple[float, float] = (0.2, 0.2)
+    num_updates: int = 1
+    num_epochs: int = 1
+
+    def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
+        """Draws responses to prompts."""
+        return (generator or self.actor).generate(prompts, self.sampling, step)
+
+    def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
+        """One step of critic and actor, which are asked, as the reference is, before any answers."""
+        values = self.critic.values(roll)
+        reference = (
+            None
+            if self.reference is None
+            else self.reference.log_probs(roll, self.sampling.temperature)
+        )
+        batch = roll if isinstance(roll, Batch) else roll.result()
+        batch = scored(batch, self.score)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"])
+        batch |= values.result()
+        if reference is not None:
+            batch |= reference.result()
+        beta = self.beta.beta if isinstance(self.beta, kl.AdaptiveKL) else self.beta
+        rewards, divergence = token_rewards(batch, beta=beta)
+        mask = counted(batch)
+        gains, returns = advantages.gae(rewards, batch["values"], mask, self.gamma, self.lam)
+        more = {}
+        if divergence is not None:
+            more["kl"] = float(kl.sequence_mean(divergence, mask))
+            if isinstance(self.beta, kl.AdaptiveKL):
+                self.beta = self.beta.update(more["kl"], int(is_kept(batch).sum()))
+        learnt = {"num_updates": self.num_updates, "num_epochs": self.num_epochs}
+        trained = self.critic.update(
+            roll | values | learnt_columns(batch, returns=returns), **learnt
+        )
+        columns = learnt_columns(
+            batch, advantages=advantages.whiten(gains, mask), old_log_probs=batch["old_log_probs"]
+        )
+        metrics = self.actor.update(
+            roll | columns, loss=partial(losses.ppo, clip=self.clip),
+            temperature=self.sampling.temperature, **learnt,
+        )  # fmt: skip
+        return told(batch, metrics, value_loss=trained["loss"], **more)

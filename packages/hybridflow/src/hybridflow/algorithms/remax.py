@@ -1,0 +1,74 @@
+"""ReMax (Li et al., arXiv 2310.10505): REINFORCE against the reward of the greedy response."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from hybridflow.algorithms.dataflow import (
+    Score,
+    counted,
+    learnt_columns,
+    mean_of,
+    scored,
+    token_rewards,
+    told,
+)
+from hybridflow.rl import advantages, losses
+from hybridflow.roles.actor import Actor, Generator
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.workers.batch.batch import Batch
+from hybridflow.workers.future import Future, Joined
+from shared.errors import ConfigError
+
+__all__ = ["ReMax"]
+
+
+@dataclass(kw_only=True)
+class ReMax:
+    """One response a prompt, and one more greedy generation as its baseline; no critic."""
+
+    actor: Actor
+    score: Score
+    sampling: Sampling
+    clip: tuple[float, float] = (0.2, 0.2)
+    num_updates: int = 1
+
+    def __post_init__(self) -> None:
+        if self.sampling.num_samples != 1:
+            raise ConfigError("sampling.num_samples: ReMax draws 1 response a prompt")
+
+    def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Joined:
+        """Draws a response to each prompt, and takes the likeliest one beside it."""
+        model = generator or self.actor
+        roll = model.generate(prompts, self.sampling, step)
+        return roll | model.greedy(prompts, self.sampling, step)
+
+    def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
+        """One step of the actor."""
+        batch = roll if isinstance(roll, Batch) else roll.result()
+        batch |= self._baseline(batch)
+        batch = scored(batch, self.score)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"])
+        rewards, _ = token_rewards(batch)
+        baseline = batch["baseline"].to(rewards.dtype)
+        columns = learnt_columns(
+            batch, advantages=advantages.remax(rewards, counted(batch), baseline),
+            old_log_probs=batch["old_log_probs"],
+        )  # fmt: skip
+        loss = partial(losses.ppo, clip=self.clip)
+        metrics = self.actor.update(
+            roll | columns, loss=loss, num_updates=self.num_updates,
+            temperature=self.sampling.temperature,
+        )  # fmt: skip
+        return told(batch, metrics, greedy_reward=mean_of(baseline, batch))
+
+    def _baseline(self, batch: Batch) -> Batch:
+        """What the likeliest responses are worth; where one has no reward, the row is dropped."""
+        made = ("tokens", "lengths", "mask")
+        if "greedy_tokens" not in batch:
+            raise ConfigError("expected column greedy_tokens; draw responses by ReMax.rollout")
+        likeliest = Batch({name: batch[f"greedy_{name}"] for name in made})
+        found = scored(batch.drop(*made) | likeliest, self.score)
+        worth = found["rewards"].sum(1) if "rewards" in found else found["scores"]
+        return learnt_columns(found, baseline=worth)

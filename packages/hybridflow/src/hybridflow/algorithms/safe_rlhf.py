@@ -1,0 +1,93 @@
+"""Safe RLHF (Dai et al., arXiv 2310.12773): reward against cost, weighed by a multiplier.
+
+PPO with two critics. The multiplier rises while responses cost more than is allowed; half of the
+penalty for leaving the reference is taken from the reward and half added to the cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from hybridflow.algorithms.dataflow import (
+    Score,
+    counted,
+    learnt_columns,
+    mean_of,
+    scored,
+    token_rewards,
+    told,
+)
+from hybridflow.rl import advantages, lagrange, losses
+from hybridflow.roles.actor import Actor, Generator
+from hybridflow.roles.critic import Critic
+from hybridflow.roles.scoring import Reference
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.workers.batch.batch import Batch
+from hybridflow.workers.future import Future, Joined
+
+__all__ = ["SafeRLHF"]
+
+
+@dataclass(kw_only=True)
+class SafeRLHF:
+    """PPO for reward, held to a bound on cost; `cost` gives "costs" [rows]."""
+
+    actor: Actor
+    critic: Critic
+    cost_critic: Critic
+    score: Score
+    cost: Score
+    sampling: Sampling
+    reference: Reference | None = None
+    beta: float = 0.0
+    multiplier: lagrange.Multiplier = field(default_factory=lagrange.Multiplier)
+    gamma: float = 1.0
+    lam: float = 0.95
+    clip: tuple[float, float] = (0.2, 0.2)
+    num_updates: int = 1
+
+    def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
+        """Draws responses to prompts."""
+        return (generator or self.actor).generate(prompts, self.sampling, step)
+
+    def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
+        """One step of the multiplier, both critics and the actor."""
+        asked = (self.critic.values(roll), self.cost_critic.values(roll))
+        reference = (
+            None
+            if self.reference is None
+            else self.reference.log_probs(roll, self.sampling.temperature)
+        )
+        batch = roll if isinstance(roll, Batch) else roll.result()
+        batch = scored(batch, self.score)
+        batch |= Batch(old_log_probs=batch["rollout_log_probs"])
+        batch = scored(batch, self.cost, ["costs"])
+        if reference is not None:
+            batch |= reference.result()
+        mask, gains, trained = counted(batch), [], []
+        for critic, values, column, sign in (
+            (self.critic, asked[0], "scores", 1),
+            (self.cost_critic, asked[1], "costs", -1),
+        ):
+            rewards, _ = token_rewards(batch, beta=sign * self.beta / 2, score=column)
+            gain, returns = advantages.gae(
+                rewards, values.result()["values"], mask, self.gamma, self.lam
+            )
+            gains.append(advantages.whiten(gain, mask, shift_mean=column == "scores"))
+            rows = roll | values | learnt_columns(batch, returns=returns)
+            trained.append(critic.update(rows, num_updates=self.num_updates))
+        mean_cost = mean_of(batch["costs"], batch)
+        if mask.any():
+            self.multiplier = self.multiplier.update(mean_cost)
+        combined = lagrange.combine(gains[0], gains[1], self.multiplier.value)
+        columns = learnt_columns(batch, advantages=combined, old_log_probs=batch["old_log_probs"])
+        loss = partial(losses.ppo, clip=self.clip)
+        metrics = self.actor.update(
+            roll | columns, loss=loss, num_updates=self.num_updates,
+            temperature=self.sampling.temperature,
+        )  # fmt: skip
+        return told(
+            batch, metrics, cost=mean_cost, multiplier=self.multiplier.value,
+            value_loss=trained[0]["loss"], cost_value_loss=trained[1]["loss"],
+        )  # fmt: skip

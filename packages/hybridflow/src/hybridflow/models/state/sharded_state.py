@@ -1,0 +1,162 @@
+"""A model's state on one rank, in the format of torch.distributed.checkpoint.
+
+Each rank writes the boxes that it holds under Hugging Face names, and reads the boxes that it wants,
+however they were cut when they were written; nothing is gathered, and what several ranks hold is
+written once. Everything is a tensor, counters too, so that any reader of the format can read it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.optimizer import Optimizer
+from hybridflow.models.pieces import Piece, local, weight_shapes
+from hybridflow.models.state.dcp_planners import BoxLoadPlanner, BoxSavePlanner, Part
+from shared.comms.group import Group
+from shared.errors import DataError, MeshyardError
+from shared.topology.boxes import Box
+
+__all__ = ["ReaderOf", "ShardedState", "WriterOf"]
+
+WriterOf = Callable[[str], dcp.StorageWriter]
+ReaderOf = Callable[[str], dcp.StorageReader]
+
+_SCALAR = Box((), ())
+
+
+class ShardedState:
+    """Where one rank's weights, optimizer state and counters lie, by their names in a checkpoint.
+
+    Attributes:
+        parts: that this rank holds.
+        shapes: of all tensors that any rank holds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Decoder,
+        pieces: Iterable[Piece],
+        optimizer: Optimizer | None,
+        version: int,
+    ) -> None:
+        """Finds them; nothing is copied.
+
+        Args:
+            name: of the group, with which all names begin.
+            model: this rank's part.
+            pieces: that it is in.
+            optimizer: None for a model that is not trained.
+            version: of the weights.
+        """
+        self._name, self._optimizer = name, optimizer
+        counters = {} if optimizer is None else optimizer.counters
+        numbers = {"version": version} | {f"optimizer.{key}": n for key, n in counters.items()}
+        self._numbers = {key: torch.tensor(number) for key, number in numbers.items()}
+        weights = weight_shapes(model.config, model.head_kind)
+        shapes: dict[str, tuple[int, ...]] = {**weights, **dict.fromkeys(numbers, ())}
+        for weight, shape in weights.items() if optimizer is not None else ():
+            shapes[f"optimizer.step.{weight}"] = ()
+            shapes[f"optimizer.exp_avg.{weight}"] = shape
+            shapes[f"optimizer.exp_avg_sq.{weight}"] = shape
+        self.shapes = {f"{name}.{which}": shape for which, shape in shapes.items()}
+        self.parts = [
+            Part(f"{name}.{which}", _SCALAR, number) for which, number in self._numbers.items()
+        ]
+        for piece in pieces:
+            self.parts.append(Part(f"{name}.{piece.name}", piece.box, piece.view(model)))
+            state = {} if optimizer is None else optimizer.state_of(piece.parameter)
+            for kind, values in state.items():
+                box, held = (piece.box, _held(piece, values)) if values.dim() else (_SCALAR, values)
+                self.parts.append(Part(f"{name}.optimizer.{kind}.{piece.name}", box, held))
+
+    def save(self, path: str, writer_of: WriterOf, group: Group | None) -> None:
+        """Writes it; all ranks of a group call this together.
+
+        Args:
+            path: a folder that is not there yet.
+            writer_of: makes the storage of a path.
+            group: None where this rank is alone.
+
+        Raises:
+            DataError: if something can not be written, on all ranks.
+        """
+        try:
+            with _alone_quietly():
+                dcp.save(
+                    {},
+                    storage_writer=writer_of(path),
+                    planner=BoxSavePlanner(self.parts, self.shapes),
+                    process_group=None if group is None else group.checked(),
+                    no_dist=group is None,
+                )
+        except CheckpointException as error:
+            # torch does not say so when the disk was full.
+            free = shutil.disk_usage(Path(path).parent).free
+            raise DataError(
+                f"{path} can not be written: {_cause(error)}. {free} bytes are free there: free "
+                f"more or save elsewhere; earlier checkpoints are as they were"
+            ) from error
+
+    def load(self, path: str, reader_of: ReaderOf, group: Group | None) -> int:
+        """Reads it in place; arguments as of `save`, with the storage that was written to.
+
+        Returns:
+            The version of the weights.
+
+        Raises:
+            DataError: on all ranks, if it is another model's state, before anything is read; or if
+                it can not be read.
+        """
+        planner = BoxLoadPlanner(path, self.parts, self.shapes, f"{self._name}.optimizer.")
+        try:
+            with _alone_quietly():
+                dcp.load(
+                    {},
+                    storage_reader=reader_of(path),
+                    planner=planner,
+                    process_group=None if group is None else group.checked(),
+                    no_dist=group is None,
+                )
+        except CheckpointException as error:
+            raise DataError(
+                f"{path} can not be read: {_cause(error)}. Load an earlier checkpoint"
+            ) from error
+        numbers = {key: int(number) for key, number in self._numbers.items()}
+        if self._optimizer is not None:
+            self._optimizer.resume(
+                {key: numbers[f"optimizer.{key}"] for key in self._optimizer.counters}
+            )
+        return numbers["version"]
+
+
+def _held(piece: Piece, values: Tensor) -> Tensor:
+    """What a piece is of a tensor in its parameter's shape."""
+    held = local(values)[piece.rows]
+    return held.t() if piece.is_transposed else held
+
+
+@contextmanager
+def _alone_quietly() -> Iterator[None]:
+    """Without torch's warning that a rank is alone, which it is meant to be."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def _cause(error: CheckpointException) -> str:
+    """What went wrong first; torch's own error is no `Exception`, and would end the rank."""
+    rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    if isinstance(cause, MeshyardError):
+        raise cause from None
+    return f"{type(cause).__name__}: {cause} (rank {rank})"

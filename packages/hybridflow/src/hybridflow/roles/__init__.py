@@ -1,0 +1,1 @@
+"""The models of RLHF as groups of workers: actor, critic, reference, rewards, rollout."""

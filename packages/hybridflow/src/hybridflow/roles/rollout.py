@@ -1,0 +1,97 @@
+"""Generation on ranks of its own: workers that only answer, with the weights that they are given.
+
+After HybridFlow (arXiv 2409.19256), where models on disjoint pools run at once: while the actor is
+trained on one batch, these ranks make the next. `hybridflow.reshard.sync_weights` brings weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.models.decoder import Decoder
+from hybridflow.roles.actor import Actor, ActorWorker, Generator
+from hybridflow.roles.model_group import ModelGroup
+from hybridflow.roles.weight_sync import Route, sync_weights
+from hybridflow.workers.batch.layout import Layout
+from hybridflow.workers.pool import ResourcePool
+from hybridflow.workers.protocols import remote
+from shared.errors import ConfigError
+
+__all__ = ["Rollout", "RolloutWorker"]
+
+
+class RolloutWorker(ActorWorker):
+    """One rank of a rollout."""
+
+    staged: Decoder | None = None
+
+    @remote(protocol="one-to-all")
+    def stage_weights(self, route: Route) -> dict[tuple[int, int, int], int]:
+        """Receives weights beside those that serve; checksums of what has come."""
+        self.staged = None
+        self.staged, found = self.exchange(route).run(self.pieces, self._second, is_source=False)
+        return found
+
+    def _second(self) -> Decoder:
+        """Room for weights beside those that serve."""
+        dtype = next(self.model.parameters()).dtype
+        fresh = Decoder(self.config, self.model.shard, device=self.device, dtype=dtype)
+        return fresh.requires_grad_(False)
+
+    @remote(protocol="one-to-all")
+    def use_weights(self, version: int) -> None:
+        """Serves with what was received."""
+        if self.staged is None:
+            raise ConfigError(f"{self.context.name} has received no weights; call sync_weights")
+        self.model = self.generator = self.staged
+        self.version, self.staged = version, None
+
+    @remote(protocol="one-to-all")
+    def drop_weights(self) -> None:
+        """Lets go what was received, and serves on as before."""
+        self.staged = None
+
+
+class Rollout(Generator, ModelGroup):
+    """A model that only answers.
+
+    Attributes:
+        version: of its weights, in optimizer steps of the actor; 0 before the first sync.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        pool: ResourcePool,
+        *,
+        generate: str = "1-1",
+        dtype: str = "float32",
+        seed: int = 0,
+        name: str = "rollout",
+    ) -> None:
+        """Places a model on a pool.
+
+        Args:
+            model: as the actor's.
+            pool: not the actor's.
+            generate: "p-t"; there are as many replicas as the pool has room for.
+            dtype: as the actor's.
+            seed: of weights that are drawn; those of the actor come by `sync_weights`.
+            name: of the group.
+
+        Raises:
+            ConfigError: if the layout does not fill the pool, or the model does not fit.
+        """
+        layout = Layout(dp=pool.num_ranks).other(generate)
+        super().__init__(
+            RolloutWorker, pool, model, dtype=dtype, seed=seed, layout=layout, name=name
+        )
+        self.version = 0
+
+    def take_weights(self, actor: Actor) -> int:
+        """Takes an actor's weights; see `hybridflow.reshard.sync_weights`.
+
+        Returns:
+            Their version, the actor's optimizer steps.
+        """
+        return sync_weights(actor, self)

@@ -1,0 +1,276 @@
+"""Weights from an actor's ranks to a rollout's, when these are others.
+
+The plan is the one of all layouts: each element once to each rank that wants it, from the holder with
+the least to send. Weights travel in buckets of whole layers, and both sides tell a checksum of each.
+They are received into a second copy of the rollout's shard, which takes the first one's place only
+when all ranks have all of it: so a sync that fails leaves the old version serving, and no replica
+ever mixes two. Receiving in place, bucket by bucket, would save that copy, but leave a replica with
+parts of two versions when it is interrupted. As a rank runs one call after another, it does not
+generate meanwhile; the second copy is given back when the sync ends.
+
+Before each bucket all ranks of both sides agree that none has raised, as one that did so alone
+would leave the others waiting for its messages until these time out. So all end at the same bucket,
+and can begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.config import DecoderConfig
+from hybridflow.models.decoder import Decoder
+from hybridflow.models.pieces import Piece
+from hybridflow.reshard.planner import Plan, held_by, plan_boxes
+from hybridflow.reshard.transition import buckets
+from hybridflow.workers.batch.layout import Layout
+from shared.comms import reshard
+from shared.comms.collectives import all_reduce
+from shared.comms.group import Group
+from shared.errors import CommError, ConfigError, RankFailure
+from shared.topology.boxes import Box, intersect
+
+if TYPE_CHECKING:
+    from hybridflow.roles.actor import Actor
+    from hybridflow.roles.rollout import Rollout
+
+__all__ = ["Exchange", "Holding", "Route", "checksum", "plan_sync", "sync_weights"]
+
+_GIVEN_UP = "the exchange of weights was given up"
+
+_CHUNK = 1 << 22
+"""Elements whose checksum is taken at once: it takes 24 bytes for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """What a group's ranks hold of a model.
+
+    Attributes:
+        name: of the group.
+        ranks: in the world.
+        layout: of training, or of the rollout.
+        is_sharded: whether replicas share the parameters out.
+        dtype: of the weights.
+        config: of the model.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    layout: Layout
+    is_sharded: bool
+    dtype: torch.dtype
+    config: DecoderConfig = field(compare=False, repr=False)
+
+    def boxes(self, world_rank: int) -> dict[str, list[Box]]:
+        """What a rank of the world holds; nothing if it is none of these."""
+        if world_rank not in self.ranks:
+            return {}
+        rank = self.ranks.index(world_rank)
+        return held_by(self.config, self.layout, rank, is_sharded=self.is_sharded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """From one group's ranks to another's.
+
+    Attributes:
+        src, dst: the two.
+        bucket_bytes: of the weights that travel together, on the rank with the most.
+    """
+
+    src: Holding
+    dst: Holding
+    bucket_bytes: int
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of both, in the world; a plan's rank is a position in this list."""
+        return sorted((*self.src.ranks, *self.dst.ranks))
+
+    def plan(self) -> Plan:
+        """Who sends what to whom."""
+        sources = [self.src.boxes(rank) for rank in self.ranks]
+        wanted = [self.dst.boxes(rank) for rank in self.ranks]
+        return plan_boxes(sources, wanted, self.src.dtype.itemsize)
+
+
+class Exchange:
+    """One rank's side of a route, which can be gone many times."""
+
+    def __init__(self, route: Route) -> None:
+        """Plans it."""
+        self._ranks = route.ranks
+        self._plan = route.plan()
+        self._buckets = [sorted(names) for names in buckets(self._plan, route.bucket_bytes)]
+
+    def run(
+        self, held: Sequence[Piece], prepare: Callable[[], Decoder], *, is_source: bool
+    ) -> tuple[Decoder, dict[tuple[int, int, int], int]]:
+        """Sends or receives all weights; the ranks of both sides call this together.
+
+        Args:
+            held: the pieces of this rank's shard.
+            prepare: gives the model in which their values lie, or are to lie. What it raises is
+                raised here, once the other ranks know.
+            is_source: whether they are sent.
+
+        Returns:
+            The model; and by bucket, sender and receiver (positions among the route's ranks) the
+            checksum of what this rank sent or received.
+
+        Raises:
+            ConfigError: if the engine has no process groups.
+            CommError: if another rank raised, died, or did not come.
+        """
+        if not Group.exists():
+            raise ConfigError(
+                "weights are synced by messages between ranks, which the inline engine does not "
+                "offer; use Workers.local, or let the actor generate"
+            )
+        group = Group.of(self._ranks, members_only=True)
+        with _together(group, self._ranks):
+            model = prepare()
+            views: dict[str, list[tuple[Box, Tensor]]] = {}
+            for piece in held:
+                views.setdefault(piece.name, []).append((piece.box, piece.view(model)))
+        sums: dict[tuple[int, int, int], int] = {}
+        for number, names in enumerate(self._buckets):
+            moves = [
+                reshard.Move(
+                    transfers=self._plan.transfers[name],
+                    held=views.get(name, ()) if is_source else (),
+                    wanted=() if is_source else views.get(name, ()),
+                )
+                for name in names
+            ]
+            reshard.run(group, moves, phase="weights")
+            with _together(group, self._ranks):
+                for move in moves:
+                    for src, dst, box in move.transfers:
+                        if group.rank in (src, dst):
+                            found = checksum(_at(move.held or move.wanted, box))
+                            key = (number, src, dst)
+                            # Both ends go through the transfers in the same order.
+                            sums[key] = (3 * sums.get(key, 0) + found) % 2**64
+        return model, sums
+
+
+@contextmanager
+def _together(group: Group, ranks: Sequence[int]) -> Iterator[None]:
+    """Ends when all ranks have come through; where one has raised, the others raise too."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised as soon as the others know
+        failure = error
+    number = 0 if failure is None else group.rank + 1
+    told = int(all_reduce(group, torch.tensor([number], device=group.device), "max"))
+    if failure is not None:
+        raise failure
+    if told:
+        raise CommError(f"{_GIVEN_UP} when rank {ranks[told - 1]} raised; its own error tells why")
+
+
+def checksum(values: Tensor) -> int:
+    """A number below 2^64 that no change of a single element leaves as it is.
+
+    The sum of the elements' bits, each times an odd number of its position.
+    """
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = values.reshape(-1).contiguous().view(kinds[values.element_size()])
+    total = 0
+    for start in range(0, len(bits), _CHUNK):
+        part = bits[start : start + _CHUNK].long()
+        odd = torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=part.device)
+        total += int((part * odd).sum())
+    return total % 2**64
+
+
+def plan_sync(actor: Actor, rollout: Rollout) -> Plan:
+    """Who sends which weight to whom in `sync_weights`, and how many bytes.
+
+    Returns:
+        The plan; its ranks are positions among both groups' ranks in ascending order.
+
+    Raises:
+        ConfigError: as `sync_weights`.
+    """
+    return _route(actor, rollout, 1).plan()
+
+
+def sync_weights(actor: Actor, rollout: Rollout, *, bucket_bytes: int = 64 << 20) -> int:
+    """Gives a rollout the actor's weights, after all that both were asked for before.
+
+    It can not wait in a circle: either rank runs its calls in the order in which the program made
+    them, and what they wait for was asked for earlier.
+
+    Args:
+        actor: whose weights they are.
+        rollout: on other ranks.
+        bucket_bytes: of the weights that travel together; a layer is never cut.
+
+    Returns:
+        Their version, the actor's optimizer steps.
+
+    Raises:
+        ConfigError: if they share ranks, or differ in model or type of weights.
+        RankFailure: if a rank raised. The rollout's old version goes on serving, and weights can be
+            synced again; but if a message was broken off, these ranks need a new start before that.
+        CommError: if a checksum differs. The rollout's old version goes on serving.
+    """
+    route = _route(actor, rollout, bucket_bytes)
+    under_way = (actor.call("send_weights", route), rollout.call("stage_weights", route))
+    answers, errors = [], []
+    for future in under_way:
+        try:
+            answers.append(future.result())
+        except RankFailure as error:
+            errors.append(error)
+    serving = f"{rollout.name} goes on with version {rollout.version}"
+    if errors:
+        # Who had to give up tells of the consequence, not of the cause.
+        errors.sort(key=lambda error: _GIVEN_UP in str(error))
+        told = "\n".join(map(str, errors))
+        raise RankFailure(f"weights were not synced; {serving}: {told}", rank=errors[0].rank)
+    sent = {key: found for _, sums in answers[0] for key, found in sums.items()}
+    received = {key: found for sums in answers[1] for key, found in sums.items()}
+    wrong = sorted(key for key in sent | received if sent.get(key) != received.get(key))
+    if wrong:
+        rollout.call("drop_weights").result()
+        bucket, src, dst = wrong[0]
+        raise CommError(
+            f"bucket {bucket} of the weights from rank {route.ranks[src]} to {route.ranks[dst]}: "
+            f"expected checksum {sent.get(wrong[0])}, got {received.get(wrong[0])}, and "
+            f"{len(wrong) - 1} more differ; {serving}. Sync again"
+        )
+    version = answers[0][0][0]
+    rollout.call("use_weights", version).result()
+    rollout.version = version
+    return version
+
+
+def _route(actor: Actor, rollout: Rollout, bucket_bytes: int) -> Route:
+    is_apart = not set(actor.pool.ranks) & set(rollout.pool.ranks)
+    if actor.pool.workers is not rollout.pool.workers or not is_apart:
+        raise ConfigError(
+            f"expected {actor.name} and {rollout.name} on different pools of the same workers, got "
+            f"ranks {list(actor.pool.ranks)} and {list(rollout.pool.ranks)}; on one pool, let the "
+            f"actor generate"
+        )
+    src, dst = actor.call("holding").result(), rollout.call("holding").result()
+    if src.config != dst.config or src.dtype != dst.dtype:
+        raise ConfigError(
+            f"{rollout.name} has another model than {actor.name}, {dst.config} in {dst.dtype} and "
+            f"{src.config} in {src.dtype}; make both from one model and dtype"
+        )
+    return Route(src=src, dst=dst, bucket_bytes=bucket_bytes)
+
+
+def _at(views: Sequence[tuple[Box, Any]], box: Box) -> Tensor:
+    return next(values[box.within(held)] for held, values in views if intersect(held, box) == box)

@@ -1,0 +1,1 @@
+"""Generation with the trainer's own weights in its own layout."""

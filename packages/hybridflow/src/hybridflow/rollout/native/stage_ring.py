@@ -1,0 +1,93 @@
+"""What goes round between the stages of a generating pipeline: states forward, tokens to the front.
+
+There are as many groups of places as stages, and each stage works on another one. After every pass
+each sends on what it has made, all at once: hidden states to the next stage, and the tokens that the
+last has drawn to the first, from which they travel on with the next states. So no stage ever waits
+but for its neighbour, and each learns of a group's tokens just before it needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hybridflow.models.decoder import Decoder
+from hybridflow.rollout.native.slots import Places
+from shared.comms.courier import Round, post_rounds
+from shared.comms.group import Group
+
+__all__ = ["Message", "Ring"]
+
+
+class Message:
+    """Tokens and hidden states of a group of places, side by side in one buffer.
+
+    Attributes:
+        tokens: the newest ones, int64 [places].
+        hidden: [places, dim].
+        num_sent: places that were in use when it was last on its way.
+    """
+
+    def __init__(self, num_places: int, model: Decoder) -> None:
+        """Allocates it, for a group of so many places."""
+        width, kind = model.config.hidden_size, model.cos.dtype
+        self._num_head_bytes, self._num_row_bytes = 8 * num_places, width * kind.itemsize
+        size = num_places * (8 + self._num_row_bytes)
+        self._raw = torch.empty(size, dtype=torch.uint8, device=model.cos.device)
+        self.tokens = self._raw[: self._num_head_bytes].view(torch.int64)
+        self.hidden = self._raw[self._num_head_bytes :].view(kind).view(num_places, width)
+        self.num_sent = 0
+
+    def to_first(self, num_places: int) -> Tensor | None:
+        """What the last stage sends to the first, or that receives: tokens only."""
+        return self._raw[: self._num_head_bytes] if num_places else None
+
+    def to_next(self) -> Tensor | None:
+        """What a stage sends to the next, or that receives."""
+        if not self.num_sent:
+            return None
+        return self._raw[: self._num_head_bytes + self.num_sent * self._num_row_bytes]
+
+
+class Ring:
+    """The messages of all groups of places, a group a stage.
+
+    Passes are numbered through: the first stage begins them in this order, group after group, and
+    each other stage follows one behind the stage before it.
+    """
+
+    def __init__(self, group: Group | None, model: Decoder, places: Sequence[Places]) -> None:
+        """Allocates the messages; `group` is that of the stages, None where the model is whole."""
+        self._group, self._shard, self._places = group, model.shard, places
+        self.messages = [Message(len(mine), model) for mine in places]
+
+    def turn(self, done: int) -> None:
+        """Sends on what pass `done` made here, -1 before the first, and receives the next pass.
+
+        All stages know who has something to say, since all keep the same books; when all samples
+        have ended, nobody has, but for those who pass on just that.
+        """
+        if self._group is None:
+            return
+        sent = None
+        if done >= 0:
+            message, num_places = self._of(done)
+            sent = message.to_first(num_places) if self._shard.is_last else message.to_next()
+        message, num_places = self._of(done + 1)
+        message.num_sent = num_places
+        if not self._shard.is_first:
+            received = message.to_next()
+        else:
+            is_back = done + 1 >= len(self.messages)
+            received = message.to_first(num_places) if is_back else None
+        rank, size = self._group.rank, self._group.world_size
+        item = Round(
+            send_to=(rank + 1) % size, send=sent, recv_from=(rank - 1) % size, recv=received
+        )
+        post_rounds(self._group, [item], "generation", op="pipeline").wait_all()
+
+    def _of(self, number: int) -> tuple[Message, int]:
+        at = number % len(self.messages)
+        return self.messages[at], len(self._places[at])

@@ -1,0 +1,1 @@
+"""Generation by servers of vLLM or SGLang over HTTP."""

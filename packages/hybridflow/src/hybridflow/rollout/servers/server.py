@@ -1,0 +1,243 @@
+"""Generation by a server of vLLM or SGLang that is already running, over its public HTTP interface.
+
+Each sample is a request of its own, so that its seed depends on nothing else and it can be tried
+again alone; servers keep the keys and values of a prompt that many requests share. Weights come to
+the server as a folder that it can read itself. A response counts only if the server had the same
+weights before and after it; while weights are replaced no response is under way, and if that fails
+the old ones keep serving. Real servers are unproven here: tests use a stand-in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, get_args
+
+from jaxtyping import Int64
+from torch import Tensor
+
+from hybridflow.rollout.rows import ServedResponses, responses, samples
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.rollout.servers.connection import Connection
+from hybridflow.rollout.servers.dialect import LOADING, Completion, Dialect, Weights, swap
+from hybridflow.rollout.servers.sglang import SGLang
+from hybridflow.rollout.servers.vllm import VLLM
+from shared.errors import CommError, ConfigError, DataError
+from shared.kernels.philox import stream_key
+
+__all__ = ["Kind", "ServerRollout"]
+
+Kind = Literal["vllm", "sglang"]
+LOG = logging.getLogger(__name__)
+
+
+class ServerRollout:
+    """A rollout server, which generates and is given weights.
+
+    Attributes:
+        version: of the server's weights; 0 for those it was started with, None when they are
+            unknown because replacing them was interrupted.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        kind: str,
+        max_in_flight: int = 64,
+        timeout_s: float = 600.0,
+        load_timeout_s: float = 1800.0,
+        num_tries: int = 5,
+        backoff_s: float = 0.5,
+        api_key: str | None = None,
+        log_probs_mode: str = "raw_logprobs",
+    ) -> None:
+        """Connects.
+
+        Args:
+            url: http://HOST:PORT.
+            kind: "vllm" or "sglang".
+            max_in_flight: requests at once.
+            timeout_s: for one response.
+            load_timeout_s: for reading weights, and for responses under way to end before.
+            num_tries: of each request that changes nothing.
+            backoff_s: before the second try; it doubles.
+            api_key: if the server wants one.
+            log_probs_mode: of vLLM, what it was started with as --logprobs-mode.
+
+        Raises:
+            ConfigError: if a setting is out of range.
+            CommError: if there is no such server.
+        """
+        if kind not in get_args(Kind) or max_in_flight < 1:
+            raise ConfigError(
+                f"expected kind {' or '.join(get_args(Kind))} and at least one request in flight, "
+                f"got {kind!r} and {max_in_flight}"
+            )
+        self.url, self._max_in_flight = url, max_in_flight
+        to = Connection(
+            url=url, timeout_s=timeout_s, num_tries=num_tries, backoff_s=backoff_s, api_key=api_key
+        )
+        self._dialect: Dialect = (
+            VLLM(to, load_timeout_s=load_timeout_s, log_probs_mode=log_probs_mode)
+            if kind == "vllm"
+            else SGLang(to, load_timeout_s=load_timeout_s)
+        )
+        self._served = self._dialect.weights()
+        self.version = _version(self._served.label)
+        self._change = threading.Condition()
+        self._num_under_way, self._is_loading = 0, False
+
+    def generate(
+        self,
+        prompts: Sequence[Int64[Tensor, " _"]],
+        sampling: Sampling,
+        *,
+        sample_ids: Int64[Tensor, " samples"] | None = None,
+        step: int = 0,
+    ) -> ServedResponses:
+        """Generates responses to prompts; any number of threads may call it.
+
+        Args:
+            prompts: tokens of each; none may be empty.
+            sampling: what is drawn.
+            sample_ids: names of the samples, prompt by prompt; 0, 1, ... when not given.
+            step: of training; seeds differ between steps.
+
+        Returns:
+            The responses, and the version of the weights that made them.
+
+        Raises:
+            DataError: if there is no prompt, or one is empty.
+            ConfigError: if the server would draw from another distribution than asked.
+            CommError: if the server does not answer or refuses, a response is incomplete, or its
+                weights changed under way.
+        """
+        self._dialect.check(sampling)
+        rows, ids = samples(prompts, sampling, sample_ids)
+        with self._generating():
+            version, before = self._known()
+
+            def one(prompt: Tensor, sample: int) -> Completion:
+                # Signed 64-bit, and never negative.
+                seed = stream_key(sampling.seed, step, sample) >> 1
+                found = self._dialect.complete(prompt.tolist(), sampling, seed)
+                found.check(sampling, before, f"{self.url}: the response of sample {sample}")
+                return found
+
+            pool = ThreadPoolExecutor(min(self._max_in_flight, len(rows)), "rollout")
+            try:
+                made = list(pool.map(one, rows, ids.tolist()))
+            finally:
+                # After an error the requests that wait are not begun.
+                pool.shutdown(cancel_futures=True)
+        tokens, log_probs = [one.tokens for one in made], [one.log_probs for one in made]
+        longest = max(map(len, tokens))
+        found = responses(
+            rows, tokens, log_probs, num_steps=longest - 1, versions=[version] * len(rows)
+        )
+        assert isinstance(found, ServedResponses), "versions were given"
+        return found
+
+    def sync_weights(self, folder: str | Path, version: int) -> None:
+        """Gives the server other weights, after all responses under way have ended.
+
+        Args:
+            folder: that `save_pretrained` wrote; the server reads it under the same path.
+            version: what they are called, another than the present one.
+
+        Raises:
+            ConfigError: if the version is the present one, or negative.
+            DataError: if the folder has no weights, or a file of them is torn.
+            CommError: if they were not loaded; the message says what serves now.
+        """
+        if version < 0 or version == self.version:
+            raise ConfigError(
+                f"version: expected 0 or more and not the present {self.version}, got {version}"
+            )
+        _refuse_torn(Path(folder))
+        new = Weights(str(Path(folder).absolute()), str(version))
+        with self._loading():
+            old = self._served
+            try:
+                swap(self._dialect, old, new)
+            except CommError as error:
+                self._recover(old)
+                state = (
+                    "its weights are unknown, so it generates nothing more: give it weights again, "
+                    "or start it anew"
+                    if self.version is None
+                    else f"version {self.version} keeps serving"
+                )
+                raise CommError(f"{self.url}: {folder} was not loaded; {state}: {error}") from error
+            self._served, self.version = new, version
+            LOG.info("%s serves version %d from %s", self.url, version, folder)
+
+    def _recover(self, old: Weights) -> None:
+        """Learns from the server what a failed load has left."""
+        try:
+            label = self._dialect.weights().label
+        except CommError:
+            label = LOADING
+        self.version = _version(label) if label == old.label else None
+
+    def _known(self) -> tuple[int, str]:
+        """Version and label, if the server tells the same."""
+        label = self._dialect.weights().label
+        if self.version is None or label != self._served.label:
+            raise CommError(
+                f"{self.url}: expected weights {self._served.label!r}, and the server has {label!r}"
+                f"{' after an interrupted load' if self.version is None else ''}; call "
+                f"sync_weights, and let nobody else load weights there"
+            )
+        return self.version, label
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        with self._change:
+            self._change.wait_for(lambda: not self._is_loading)
+            self._num_under_way += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._num_under_way -= 1
+                self._change.notify_all()
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        with self._change:
+            self._change.wait_for(lambda: not self._is_loading)
+            self._is_loading = True
+            self._change.wait_for(lambda: not self._num_under_way)
+        try:
+            yield
+        finally:
+            with self._change:
+                self._is_loading = False
+                self._change.notify_all()
+
+
+def _version(label: str) -> int | None:
+    if label.startswith(LOADING):
+        return None
+    return int(label) if label.isdecimal() else 0
+
+
+def _refuse_torn(folder: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise DataError(f"{folder}: no .safetensors file there; save_pretrained writes them")
+    for file in files:
+        try:
+            # The header says how long the file is.
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise DataError(f"{file} is torn ({error}); write it again") from error

@@ -1,0 +1,101 @@
+"""The public HTTP interface of SGLang's server, as the sources of version 0.5.23 have it.
+
+No test of ours has talked to a real one: they use a stand-in that speaks the same JSON. Responses
+come from /generate, with prompts as token ids, and say themselves which weights made which tokens.
+/update_weights_from_disk waits for responses under way; what it says it goes back to when it fails
+is not relied on, as it reads the same folder once more. /pause_generation is not used: it ends
+responses, or freezes them, and those would go on with other weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.rollout.servers.connection import Connection
+from hybridflow.rollout.servers.dialect import Completion, Weights
+from shared.errors import CommError
+
+__all__ = ["SGLang"]
+
+
+class SGLang:
+    """Speaks to `sglang serve`."""
+
+    def __init__(self, connection: Connection, *, load_timeout_s: float) -> None:
+        """Takes a connection, and the time that reading weights may last."""
+        self._to, self._load_timeout_s = connection, load_timeout_s
+
+    def check(self, sampling: Sampling) -> None:
+        """Accepts all: log-probabilities are at the temperature."""
+
+    def weights(self) -> Weights:
+        """What the server has now."""
+        found = self._to.get("/model_info")
+        if not isinstance(found, dict) or not {"model_path", "weight_version"} <= found.keys():
+            raise CommError(
+                f"{self._to.url}/model_info: expected model_path and weight_version, got "
+                f"{found!r}; is it an SGLang server?"
+            )
+        return Weights(str(found["model_path"]), str(found["weight_version"]))
+
+    def complete(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
+        """Draws one response."""
+        settings: dict[str, Any] = {
+            "max_new_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            # Looked at with --enable-deterministic-inference only.
+            "sampling_seed": seed,
+            # Said although they are defaults: a model's generation_config.json has others.
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            # Ignoring the model's end token would ignore ours too.
+            "ignore_eos": sampling.end_token is None,
+            "stop_token_ids": [] if sampling.end_token is None else [sampling.end_token],
+            "skip_special_tokens": False,
+        }
+        body = {"input_ids": prompt, "sampling_params": settings, "return_logprob": True}
+        found = self._to.post("/generate", body)
+        try:
+            told = found["meta_info"]
+            made = [
+                (int(token), float(value)) for value, token, *_ in told["output_token_logprobs"]
+            ]
+            # One for each stretch of tokens, where the server says so.
+            spans = [span["version"] for span in told.get("weight_versions") or ()]
+            labels = dict.fromkeys(map(str, [*spans, told["weight_version"]]))
+        except (KeyError, ValueError, TypeError) as error:
+            raise CommError(
+                f"{self._to.url}/generate: expected meta_info with output_token_logprobs and "
+                f"weight_version, got {str(found)[:300]}; is it an SGLang server, and a recent one?"
+            ) from error
+        reason = told.get("finish_reason") or {}
+        return Completion(
+            [token for token, _ in made],
+            [value for _, value in made],
+            str(reason.get("type")),
+            ", ".join(labels),
+        )
+
+    def hold(self) -> None:
+        """Does nothing: `read` waits until no response is under way."""
+
+    def release(self) -> None:
+        """Does nothing, as `hold`."""
+
+    def read(self, folder: str) -> None:
+        """Replaces the weights."""
+        body = {"model_path": folder, "abort_all_requests": False, "flush_cache": True}
+        path = "/update_weights_from_disk"
+        found = self._to.post(path, body, timeout_s=self._load_timeout_s, num_tries=1)
+        if not isinstance(found, dict) or not found.get("success"):
+            raise CommError(f"{self._to.url}{path}: expected success, got {found!r}")
+
+    def name(self, label: str) -> None:
+        """Gives the weights a label."""
+        body = {"new_version": label, "abort_all_requests": False}
+        self._to.post("/update_weight_version", body)

@@ -1,0 +1,281 @@
+"""Rewards as plain functions of a sample and the text of its response.
+
+A function may be wrong about one sample of a thousand: it raises, hangs, or returns no number. The
+policy says what then: fail, naming the sample; give it 0; or mark its row to be dropped. In worker
+processes a function that hangs or crashes harms nothing else. In this process a time limit is an
+alarm, which only the main thread on Unix can have, and which code that never returns to the
+interpreter does not hear; `in_process=False` has neither restriction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import numbers
+import operator
+import pickle
+import reprlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridflow.tasks.reward_calls import (
+    Call,
+    CallWorkers,
+    Failure,
+    OutOfTime,
+    out_of_time,
+    time_limit,
+)
+from hybridflow.tasks.tokenizers import as_tokenizer
+from hybridflow.workers.batch.batch import Batch
+from shared.errors import ConfigError, DataError
+
+__all__ = ["Reward", "RewardOptions", "reward"]
+
+log = logging.getLogger(__name__)
+
+_LARGEST = torch.finfo(torch.float32).max
+_POLICIES = ("fail", "zero", "drop")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOptions:
+    """How a reward function is called.
+
+    Attributes:
+        time_limit_s: of one call: a row, or all rows of a batched function; None: no limit.
+        on_error: what a row whose reward is wrong does: "fail", "zero" or "drop".
+        in_process: whether the function runs in this process, or in worker processes.
+        workers: how many processes, each with one row at a time.
+        batched: whether the function takes lists of samples and of texts, and returns a number each.
+        per_token: whether it returns a number for each token of the response.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+    """
+
+    time_limit_s: float | None = None
+    on_error: str = "fail"
+    in_process: bool = True
+    workers: int = 1
+    batched: bool = False
+    per_token: bool = False
+
+    def __post_init__(self) -> None:
+        if self.on_error not in _POLICIES:
+            raise ConfigError(
+                f"reward.on_error: expected one of {_POLICIES}, got {self.on_error!r}"
+            )
+        if self.time_limit_s is not None and not 0 < self.time_limit_s < math.inf:
+            raise ConfigError(
+                f"reward.time_limit_s: expected seconds above 0, got {self.time_limit_s}; "
+                "leave it out for no limit"
+            )
+        if self.workers < 1 or (self.workers > 1 and (self.in_process or self.batched)):
+            raise ConfigError(
+                f"reward.workers: {self.workers} is not offered with in_process={self.in_process}, "
+                f"batched={self.batched}; several need in_process=False and one row a call"
+            )
+        if self.batched and self.per_token:
+            raise ConfigError("reward: batched and per_token exclude each other; choose one")
+
+
+class Reward:
+    """A function that rewards, and how it is called; made by `reward`."""
+
+    def __init__(self, function: Callable[..., Any], options: RewardOptions) -> None:
+        self.function, self.options = function, options
+        self.__module__ = getattr(function, "__module__", type(function).__module__)
+        self.__qualname__ = getattr(function, "__qualname__", repr(function))
+        self.__doc__ = function.__doc__
+        self._workers: CallWorkers | None = None
+
+    def __repr__(self) -> str:
+        return f"Reward({self.__qualname__}, {self.options})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        # Where this object has taken the function's name, pickle can find it, but not the function.
+        with contextlib.suppress(AttributeError, KeyError):
+            if operator.attrgetter(self.__qualname__)(sys.modules[self.__module__]) is self:
+                return self.__qualname__
+        return Reward, (self.function, self.options)
+
+    def __call__(self, roll: Batch, tokenizer: Any) -> Batch:
+        """Rewards each row's response.
+
+        The function gets a row's object columns as a dict, in which "response_tokens" is the list
+        of the response's token ids, end token included; and the response's text, without it.
+
+        Args:
+            roll: with tokens [B, W], mask [B, W] of the response, and sample_ids [B].
+            tokenizer: a `Tokenizer`, or one of transformers.
+
+        Returns:
+            scores, float32 [B], or per token rewards, float32 [B, W], which are 0 outside of
+            responses and where the function failed; is_dropped, bool [B], if policy is "drop".
+            `meta["reward_errors"]` is the number of rows that failed, added to roll's.
+
+        Raises:
+            DataError: a row's reward is wrong and the policy is "fail", or columns do not fit.
+            ConfigError: the time limit needs the main thread, or the function can not be imported.
+        """
+        calls, counts = self._calls(roll, tokenizer), roll["mask"].sum(1).tolist()
+        found: list[Any] = [None] * len(roll)
+        with contextlib.closing(self._outcomes(calls)) as outcomes:
+            for call, values in outcomes:
+                for row, outcome in zip(call.rows, values, strict=True):
+                    found[row] = outcome
+                    if isinstance(outcome, Failure) and self.options.on_error == "fail":
+                        raise DataError(self._tell(roll, row, outcome)) from outcome.cause
+        failed = [row for row, outcome in enumerate(found) if isinstance(outcome, Failure)]
+        if failed:
+            self._warn(roll, failed, found[failed[0]])
+        for row in failed:
+            found[row] = [0.0] * (counts[row] if self.options.per_token else 1)
+        flat = torch.tensor([value for values in found for value in values], dtype=torch.float32)
+        errors = roll.meta.get("reward_errors", 0) + len(failed)
+        rewarded = Batch(meta={"reward_errors": errors})
+        mask = roll["mask"]
+        if self.options.per_token:
+            # A mask takes its elements row by row, which is their order here.
+            rewards = torch.zeros(mask.shape, device=mask.device)
+            rewards[mask] = flat.to(mask.device)
+            rewarded["rewards"] = rewards
+        else:
+            rewarded["scores"] = flat.to(mask.device)
+        if self.options.on_error == "drop":
+            is_dropped = torch.zeros(len(roll), dtype=torch.bool, device=mask.device)
+            is_dropped[failed] = True
+            rewarded["is_dropped"] = is_dropped
+        return rewarded
+
+    def close(self) -> None:
+        """Ends the worker processes; the next call starts new ones."""
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def _calls(self, roll: Batch, tokenizer: Any) -> list[Call]:
+        tokenizer, tokens, mask = as_tokenizer(tokenizer), roll["tokens"].cpu(), roll["mask"].cpu()
+        if mask.shape != tokens.shape or mask.dtype != torch.bool:
+            raise DataError(
+                f"mask: expected bool {list(tokens.shape)} as tokens are, got {mask.dtype} "
+                f"{list(mask.shape)}; mark the tokens that the policy made"
+            )
+        objects = {name: column for name, column in roll.items() if isinstance(column, list)}
+        samples, texts = [], []
+        made, end = tokens[mask].tolist(), 0
+        for row, count in enumerate(mask.sum(1).tolist()):
+            ids = made[end : end + count]
+            end += count
+            sample = {name: column[row] for name, column in objects.items()}
+            samples.append({**sample, "response_tokens": ids})
+            texts.append(tokenizer.decode(ids))
+        if self.options.batched:
+            return [Call(range(len(roll)), samples, texts)] if samples else []
+        pairs = enumerate(zip(samples, texts, strict=True))
+        return [Call(range(row, row + 1), sample, text) for row, (sample, text) in pairs]
+
+    def _outcomes(self, calls: list[Call]) -> Generator[tuple[Call, list[Any]], None, None]:
+        if self.options.in_process:
+            if self.options.time_limit_s is not None:
+                self._check_alarm()
+            for call in calls:
+                yield call, self._answers(call, self.options.time_limit_s)
+            return
+        if self._workers is None:
+            try:
+                pickled = pickle.dumps(self._answers)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ConfigError(
+                    f"reward {self.__qualname__}: in_process=False needs a function that another "
+                    f"process can import, and {error}; define it at the top of a module, or use "
+                    "in_process=True"
+                ) from error
+            options = self.options
+            self._workers = CallWorkers(pickled, options.workers, options.time_limit_s)
+        try:
+            yield from self._workers.run(calls)
+        except ConfigError:  # none that can not start is kept
+            self.close()
+            raise
+
+    def _answers(self, call: Call, limit_s: float | None = None) -> list[Any]:
+        """What each row of a call gets: its numbers, or a failure."""
+        options = self.options
+        try:
+            with time_limit(limit_s):
+                given = self.function(call.sample, call.text)
+                values = list(given) if options.batched or options.per_token else [given]
+            if options.per_token:
+                expected, each = len(call.sample["response_tokens"]), "token of the response"
+            else:
+                expected, each = len(call.rows), "sample"
+            if len(values) != expected:
+                reason = f"expected {expected} numbers, one for each {each}, got {len(values)}"
+                return [Failure(reason)] * len(call.rows)
+            return [_checked(values)] if options.per_token else [_checked([one]) for one in values]
+        except OutOfTime:
+            return [out_of_time(limit_s)] * len(call.rows)
+        except Exception as error:  # noqa: BLE001 - what the policy makes of it is decided by the caller
+            return [Failure(f"it raised {type(error).__name__}: {error}", error)] * len(call.rows)
+
+    def _check_alarm(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if not (is_main and hasattr(signal, "setitimer")):
+            raise ConfigError(
+                f"reward {self.__qualname__}: time_limit_s in this process needs the main thread of "
+                f"Unix, and this is {threading.current_thread().name!r} on {sys.platform}; set "
+                "in_process=False"
+            )
+
+    def _tell(self, roll: Batch, row: int, failure: Failure) -> str:
+        return (
+            f"reward {self.__qualname__}, sample {int(roll['sample_ids'][row])} (row {row}): "
+            f"{failure.reason}; mend it, or set on_error to 'zero' or 'drop'"
+        )
+
+    def _warn(self, roll: Batch, failed: list[int], first: Failure) -> None:
+        told = self._tell(roll, failed[0], first)
+        log.warning("%d of %d rows failed, the first: %s", len(failed), len(roll), told)
+
+
+def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Makes a function (sample, text) -> float a `Reward`; with or without options.
+
+    Args:
+        function: called with a row's object columns and its response's text. If batched, with lists
+            of both, to return a number each; if per_token, to return a number for each token in
+            sample["response_tokens"].
+        **options: of `RewardOptions`.
+
+    Returns:
+        The `Reward`, or a decorator that makes one.
+
+    Raises:
+        ConfigError: an option is out of range, or there is none of its name.
+    """
+    known = RewardOptions.__dataclass_fields__
+    if unknown := sorted(options.keys() - known.keys()):
+        raise ConfigError(f"reward: expected the options {', '.join(known)}, got {unknown[0]!r}")
+    chosen = RewardOptions(**options)
+    return Reward(function, chosen) if function else functools.partial(Reward, options=chosen)
+
+
+def _checked(values: Iterable[Any]) -> list[float] | Failure:
+    found = []
+    for value in values:
+        number = value.item() if hasattr(value, "item") else value
+        # NaN compares as false.
+        if not (isinstance(number, numbers.Real) and abs(float(number)) <= _LARGEST):
+            return Failure(f"expected a finite number of float32, got {reprlib.repr(value)}")
+        found.append(float(number))
+    return found

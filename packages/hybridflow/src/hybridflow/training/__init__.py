@@ -1,0 +1,1 @@
+"""From a recipe to a run: settings, placement, models, steps, checkpoints."""

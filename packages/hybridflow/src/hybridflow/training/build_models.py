@@ -1,0 +1,153 @@
+"""A recipe's models on a recipe's pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridflow.models.config import PRESETS
+from hybridflow.models.optimizer import AdamW
+from hybridflow.roles.actor import Actor
+from hybridflow.roles.critic import Critic
+from hybridflow.roles.rollout import Rollout
+from hybridflow.roles.scoring import CostModel, Reference, RewardModel
+from hybridflow.roles.served_rollout import ServedRollout
+from hybridflow.training.config import Recipe
+from hybridflow.workers.batch.layout import Layout
+from hybridflow.workers.controller import Workers
+from hybridflow.workers.pool import ResourcePool
+from hybridflow.workers.worker_group import WorkerGroup
+from shared.errors import ConfigError
+
+__all__ = ["Models", "start_workers"]
+
+Model = str | dict[str, Any]
+
+
+def start_workers(recipe: Recipe) -> Workers:
+    """The ranks that a recipe asks for.
+
+    Raises:
+        ConfigError: if they can not be had, or torchrun has started others.
+    """
+    place = recipe.placement
+    count = place.num_ranks_in_all
+    if place.engine == "inline":
+        return Workers.inline(count)
+    if place.engine == "local":
+        return Workers.local(count)
+    if place.engine == "ray":
+        return Workers.ray(place.address or None, num_ranks=count)
+    workers = Workers.torchrun()
+    if workers.num_ranks != count:
+        workers.close()
+        raise ConfigError(
+            f"placement: its pools have {count} ranks, and torchrun has started "
+            f"{workers.num_ranks}; change --nproc-per-node or --nnodes, or the pools"
+        )
+    return workers
+
+
+class Models:
+    """The models of a recipe, each placed when it is asked for.
+
+    Attributes:
+        groups: those that checkpoints save, by role.
+    """
+
+    def __init__(self, recipe: Recipe, workers: Workers, vocab_size: int) -> None:
+        """Sets pools aside.
+
+        Args:
+            recipe: of the run.
+            workers: with as many ranks as its pools have.
+            vocab_size: of the tokenizer, for models made from nothing.
+        """
+        self._recipe, self._workers, self._vocab_size = recipe, workers, vocab_size
+        self.groups: dict[str, WorkerGroup] = {}
+        # A rollout's ranks may become several pools; so all are set aside in their order.
+        self._pools = {
+            name: self._pool_of(name, size) for name, size in recipe.placement.sizes.items()
+        }
+        total = recipe.steps * recipe.num_updates
+        settings = recipe.optimizer
+        self._optimizer = AdamW(
+            lr=settings.lr, weight_decay=settings.weight_decay, schedule=settings.schedule,
+            max_grad_norm=settings.max_grad_norm, num_steps=total,
+            num_warmup_steps=round(settings.warmup_share * total),
+        )  # fmt: skip
+
+    def _pool_of(self, name: str, size: int) -> list[ResourcePool]:
+        """A pool; that of an asynchronous loop's rollouts as one for each of them."""
+        place = self._recipe.placement.of("rollout")
+        is_many = self._recipe.loop.kind == "async" and place.pool == name
+        if not is_many or "rollout" not in self._recipe.placement.models:
+            return [self._workers.pool(size)]
+        layout = Layout(dp=size).other(place.generate or "1-1")
+        each = layout.num_ranks // layout.dp
+        return [self._workers.pool(each) for _ in range(layout.dp)]
+
+    def _placed(self, role: str, kind: Any, model: str = "", **settings: Any) -> Any:
+        recipe = self._recipe
+        place = recipe.placement.of(role)
+        return kind(
+            _named(model or recipe.model, self._vocab_size), self._pools[place.pool][0], name=role,
+            train=place.train or None, max_tokens=recipe.max_tokens, **settings,
+        )  # fmt: skip
+
+    def _kept(self, role: str, kind: Any, **settings: Any) -> Any:
+        self.groups[role] = self._placed(role, kind, **settings)
+        return self.groups[role]
+
+    def actor(self) -> Actor:
+        """The actor, with its optimizer."""
+        place = self._recipe.placement.of("actor")
+        return self._kept(
+            "actor", Actor, optimizer=self._optimizer, seed=self._recipe.seed,
+            generate=place.generate or None, is_sharded=place.is_sharded,
+        )  # fmt: skip
+
+    def critic(self, role: str, seed: int) -> Critic:
+        """A critic, made from the actor's model, with its optimizer."""
+        return self._kept(role, Critic, optimizer=self._optimizer, seed=self._recipe.seed + seed)
+
+    def reference(self) -> Reference | None:
+        """The actor as it was, where there is a penalty for leaving it; in no checkpoint."""
+        if not self._recipe.beta:
+            return None
+        return self._placed("reference", Reference, seed=self._recipe.seed)
+
+    def reward(self) -> RewardModel:
+        """The reward model that the recipe names; it does not change, so it is in no checkpoint."""
+        return self._placed("reward", RewardModel, self._recipe.reward)
+
+    def cost(self) -> CostModel:
+        """The cost model that the recipe names."""
+        return self._placed("cost", CostModel, self._recipe.cost)
+
+    def rollouts(self) -> list[Rollout | ServedRollout]:
+        """Who draws beside the actor: none, one, or of an asynchronous loop one for each replica."""
+        recipe = self._recipe
+        if "rollout" not in recipe.placement.models:
+            return []
+        place = recipe.placement.of("rollout")
+        pools, server = self._pools[place.pool], recipe.server
+        if server.kind:
+            return [
+                ServedRollout(
+                    pools[0],
+                    url=server.url,
+                    kind=server.kind,
+                    folder=server.folder,
+                    log_probs_mode=server.log_probs_mode,
+                )
+            ]
+        model = _named(recipe.model, self._vocab_size)
+        return [Rollout(model, pool, generate=place.generate or "1-1") for pool in pools]
+
+
+def _named(model: str, vocab_size: int) -> Model:
+    """A preset takes the tokenizer's vocabulary, filled up so that shards divide it."""
+    name = model.removeprefix("config:")
+    if model == name or name not in PRESETS:
+        return model
+    return {**PRESETS[name], "vocab_size": -(-vocab_size // 16) * 16}

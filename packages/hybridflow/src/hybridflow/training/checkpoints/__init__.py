@@ -1,0 +1,1 @@
+"""Checkpoints of a run: its worker groups and what its loop remembers."""

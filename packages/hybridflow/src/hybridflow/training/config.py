@@ -1,0 +1,306 @@
+"""A recipe: everything a run is made from, as a YAML file and as frozen dataclasses.
+
+Unknown keys are refused, with the nearest that there are; what one key says is checked against the
+others before anything is started.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hybridflow.training.placement import Loop, Placement, Server, is_set
+from shared.errors import ConfigError
+
+__all__ = [
+    "ALGORITHMS",
+    "GROUPED",
+    "Optimizer",
+    "Recipe",
+    "built_in",
+    "read_recipe",
+    "write_recipe",
+]
+
+ALGORITHMS = (
+    "ppo", "grpo", "dr-grpo", "gspo", "cispo", "rloo", "remax", "reinforce++", "safe-rlhf",
+)  # fmt: skip
+_CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost-critic")}
+GROUPED = ("grpo", "dr-grpo", "gspo", "cispo", "rloo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """Of actor and critic alike; the schedule runs over the whole run.
+
+    Attributes:
+        lr, weight_decay, max_grad_norm, schedule: as of `hybridflow.AdamW`.
+        warmup_share: share of the optimizer's steps over which the rate rises.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    schedule: str = "cosine"
+    warmup_share: float = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A run.
+
+    Attributes:
+        algorithm: one of `ALGORITHMS`.
+        model: "config:NAME" for a model made from nothing, or a local Hugging Face folder.
+        task: "digit-sort:K", "arithmetic:MAX", or a .jsonl or .parquet file of prompts.
+        reward: "file.py:function" or "module:function" of a `hybridflow.reward`, or a reward model:
+            a Hugging Face folder, or "config:NAME"; empty for a task that has its own.
+        cost: the same for the cost of Safe-RLHF.
+        per_token: of a task: whether each right token is rewarded, or the whole answer.
+        steps: training steps.
+        batch_size: responses a step; prompts times `num_samples`.
+        num_samples: responses a prompt; more than one for algorithms that compare a group.
+        max_new_tokens: longest response; 0: what the task needs.
+        max_prompt_tokens: longer prompts of a file are left out.
+        temperature: of drawing.
+        num_updates: optimizer steps a training step.
+        clip_low, clip_high: bounds of the ratio.
+        beta: weight of the penalty for leaving the reference; 0: no reference.
+        seed: of everything random.
+        optimizer: of actor and critic.
+        placement: of the models.
+        loop: how drawing and learning take turns.
+        server: that draws in place of the actor.
+        max_tokens: of a micro-batch.
+    """
+
+    algorithm: str
+    model: str = "config:tiny-llama"
+    task: str = "digit-sort:2"
+    reward: str = ""
+    cost: str = ""
+    per_token: bool = False
+    steps: int = 100
+    batch_size: int = 256
+    num_samples: int = 1
+    max_new_tokens: int = 0
+    max_prompt_tokens: int = 1024
+    temperature: float = 1.0
+    num_updates: int = 2
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    beta: float = 0.0
+    seed: int = 0
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    placement: Placement = field(default_factory=Placement)
+    loop: Loop = field(default_factory=Loop)
+    server: Server = field(default_factory=Server)
+    max_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            near = difflib.get_close_matches(self.algorithm, ALGORITHMS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}{hint}"
+            )
+        for name in ("steps", "batch_size", "num_samples", "num_updates", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.algorithm in GROUPED and self.num_samples < 2:
+            raise ConfigError(
+                f"num_samples: {self.algorithm} compares the responses to a prompt, so it needs 2 "
+                f"or more, got {self.num_samples}"
+            )
+        if self.algorithm == "remax" and self.num_samples != 1:
+            raise ConfigError("num_samples: remax draws one response a prompt")
+        if self.batch_size % self.num_samples:
+            raise ConfigError(
+                f"batch_size: {self.batch_size} responses are no whole number of prompts with "
+                f"{self.num_samples} each"
+            )
+        if self.algorithm == "safe-rlhf" and not self.cost:
+            raise ConfigError("cost: safe-rlhf needs a cost, 'file.py:function' or a cost model")
+        if self.algorithm == "remax" and self.beta:
+            raise ConfigError("beta: remax has no penalty for leaving the reference; set it to 0")
+        self._check_all_is_used()
+        self._check_rollout()
+
+    def _check_all_is_used(self) -> None:
+        """Refuses what is set in vain: who sets it believes that it does something."""
+        if self.cost and self.algorithm != "safe-rlhf":
+            raise ConfigError(f"cost: {self.algorithm} has none, only safe-rlhf has")
+        is_task = self.task.startswith(("digit-sort:", "arithmetic:"))
+        if self.per_token and (self.reward or not is_task):
+            raise ConfigError(
+                "per_token: expected a task's own reward to give to tokens, got "
+                + ("a reward of yours" if self.reward else f"prompts of {self.task!r}")
+            )
+        if is_task and is_set(self, "max_prompt_tokens"):
+            raise ConfigError(f"max_prompt_tokens: {self.task} has no longer prompts to leave out")
+        used = {"actor", "rollout", *_CRITICS.get(self.algorithm, ())}
+        used |= {"reference"} if self.beta else set()
+        used |= {role for role in ("reward", "cost") if getattr(self, role)}
+        unused = sorted(self.placement.models.keys() - used)
+        if unused:
+            raise ConfigError(
+                f"placement.models.{unused[0]}: this run has no such model; {self.algorithm} with "
+                f"this beta, reward and cost has {', '.join(sorted(used))}"
+            )
+
+    def _check_rollout(self) -> None:
+        """Refuses a loop whose two sides would wait for each other, or have nobody to draw."""
+        place, is_apart = self.placement, self.loop.kind != "sync"
+        if "rollout" not in place.models:
+            if is_apart or self.server.kind:
+                who = "a server" if self.server.kind else f"loop {self.loop.kind!r}"
+                raise ConfigError(
+                    f"placement.models.rollout: {who} needs a place for what draws; name a pool of "
+                    f"its own in placement.pools, and here as rollout: {{pool: NAME}}"
+                )
+            return
+        if place.of("rollout").pool == place.of("actor").pool:
+            raise ConfigError(
+                "placement.models.rollout.pool: expected another pool than the actor's, which "
+                "draws by itself on its own"
+            )
+        used = {*place.models, *_CRITICS.get(self.algorithm, ())} - {"rollout"}
+        beside = [role for role in used if place.of(role).pool == place.of("rollout").pool]
+        if is_apart and beside:
+            raise ConfigError(
+                f"placement.models.{min(beside)}.pool: {place.of('rollout').pool!r} is the "
+                f"rollout's; in loop {self.loop.kind!r} it would wait for all that is drawn there, "
+                f"so give it another pool"
+            )
+        if self.server.kind and place.sizes[place.of("rollout").pool] != 1:
+            raise ConfigError("placement.models.rollout.pool: one rank speaks with a server")
+
+    def without_rollout(self) -> Recipe:
+        """The same for a program that draws nothing, or lets the actor do it."""
+        models = {role: at for role, at in self.placement.models.items() if role != "rollout"}
+        return replace(
+            self, loop=Loop(), server=Server(), placement=replace(self.placement, models=models)
+        )
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts a step."""
+        return self.batch_size // self.num_samples
+
+
+def built_in() -> dict[str, Path]:
+    """The recipes that come with the package, by name."""
+    folder = Path(__file__).parent / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) -> Recipe:
+    """Reads a recipe.
+
+    Args:
+        source: a YAML file, or the name of a built-in recipe.
+        changes: values by key that replace the file's, null for the default; a key inside another
+            as "optimizer.lr".
+
+    Raises:
+        ConfigError: if there is no such recipe, or a key or value in it is wrong.
+    """
+    path = built_in().get(str(source), Path(source))
+    if not path.is_file():
+        raise ConfigError(
+            f"recipe: there is no file {path}, nor a built-in recipe of that name; built in are "
+            f"{', '.join(built_in())}"
+        )
+    tree = _yaml(path.read_text(), str(path)) or {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected keys and values, got a {type(tree).__name__}")
+    for key, value in (changes or {}).items():
+        *outer, leaf = key.split(".")
+        at = tree
+        for name in outer:
+            at = at.setdefault(name, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"{key}: {name} is {at!r}, which has no keys in it")
+        at[leaf] = _yaml(value, key)
+        if at[leaf] is None:
+            del at[leaf]
+    return _made(Recipe, tree, "")
+
+
+def _yaml(text: str, where: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: no YAML: {error}") from error
+
+
+def write_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Writes a recipe as YAML, without what is as it is by default."""
+    import yaml
+
+    Path(path).write_text(yaml.safe_dump(_changed(recipe), sort_keys=False))
+
+
+def _changed(record: Any) -> dict[str, Any]:
+    """Fields of a dataclass that are not at their defaults."""
+    tree: dict[str, Any] = {}
+    for item in fields(record):
+        value = getattr(record, item.name)
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        if value == default:
+            continue
+        if is_dataclass(value):
+            tree[item.name] = _changed(value)
+        elif isinstance(value, dict):
+            tree[item.name] = {
+                key: _changed(inner) if is_dataclass(inner) else inner
+                for key, inner in value.items()
+            }
+        else:
+            tree[item.name] = value
+    return tree
+
+
+def _made(kind: type, tree: Mapping[str, Any], where: str) -> Any:
+    """A dataclass from a tree of YAML."""
+    known = {item.name: item for item in fields(kind)}
+    kinds = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{where}{key}: there is no such key; {hint}")
+        values[key] = _value(kinds[key], value, f"{where}{key}")
+    missing = [
+        name
+        for name, item in known.items()
+        if name not in values and item.default is MISSING and item.default_factory is MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}{missing[0]}: is not given, and has no default")
+    return kind(**values)
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if is_dataclass(kind) or get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: expected keys and values, got {value!r}")
+        if is_dataclass(kind):
+            return _made(kind, value, f"{where}.")
+        inner = get_args(kind)[1]
+        return {str(key): _value(inner, item, f"{where}.{key}") for key, item in value.items()}
+    # YAML reads 1e-3 as text: it wants a point.
+    if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{where}: expected {kind.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,93 @@
+"""A recipe's models as the mapping search knows them, and what it finds as a recipe's placement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+from hybridflow.mapping import Mapping, ModelPlan, ModelSpec, Workload
+from hybridflow.models.config import read_config
+from hybridflow.training.config import Recipe
+from hybridflow.training.placement import Place, Placement
+from hybridflow.training.sources import is_model, task_of
+from shared.errors import ConfigError
+
+__all__ = ["models_of", "placed", "workload_of"]
+
+_ALGORITHMS = {
+    "ppo": "ppo", "remax": "remax", "safe-rlhf": "safe_rlhf", "reinforce++": "reinforce",
+}  # fmt: skip
+
+
+def models_of(recipe: Recipe) -> list[ModelSpec]:
+    """The models that a recipe's step runs, named by their roles.
+
+    Raises:
+        ConfigError: if one can not be read, or others than the actor draw.
+    """
+    if recipe.loop.kind != "sync" or recipe.server.kind:
+        raise ConfigError(
+            "loop: the search knows steps in which the actor draws; set loop=null and server=null"
+        )
+    critics = {"ppo": ["critic"], "safe-rlhf": ["critic", "cost-critic"]}
+    found = [_spec(recipe.model, "actor", "actor")]
+    found += [_spec(recipe.model, "critic", name) for name in critics.get(recipe.algorithm, [])]
+    if recipe.beta:
+        found.append(_spec(recipe.model, "reference", "reference"))
+    for role in ("reward", "cost"):
+        target = getattr(recipe, role)
+        if target and is_model(target):
+            found.append(_spec(target, role, role))
+    return found
+
+
+def _spec(model: str, role: str, name: str) -> ModelSpec:
+    config = read_config(model)
+    heads = {"num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim}
+    return ModelSpec.from_config(SimpleNamespace(**{**config.raw, **heads}), role, name)
+
+
+def workload_of(recipe: Recipe) -> Workload:
+    """What a recipe's step asks of its models; each prompt and response counts as the longest.
+
+    Of a task, the longest of some prompts; of a file, what the recipe allows.
+
+    Raises:
+        ConfigError: if the recipe's task is not there.
+    """
+    task = task_of(recipe)
+    if task is None:
+        prompt, response = recipe.max_prompt_tokens, recipe.max_new_tokens
+    else:
+        prompt = int(task.batch(0, 64)["prompt_lengths"].max())
+        response = recipe.max_new_tokens or task.num_new_tokens
+    return Workload(
+        algorithm=_ALGORITHMS.get(recipe.algorithm, "grpo"), global_batch_size=recipe.batch_size,
+        prompt_tokens=prompt, response_tokens=response, num_updates=recipe.num_updates,
+        micro_batch_tokens=recipe.max_tokens, group_size=recipe.num_samples,
+    )  # fmt: skip
+
+
+def placed(recipe: Recipe, mapping: Mapping, engine: str) -> Recipe:
+    """The recipe with its models where a mapping has them.
+
+    Args:
+        recipe: whose models `models_of` gave.
+        mapping: what `hybridflow.mapping.search` found for these.
+        engine: what starts the ranks.
+    """
+    names = [f"pool-{k}" for k in range(len(mapping.sets))]
+    places = {
+        model.name: _place(model, name)
+        for name, group in zip(names, mapping.sets, strict=True)
+        for model in group.models
+    }
+    pools = {name: group.num_gpus for name, group in zip(names, mapping.sets, strict=True)}
+    return replace(recipe, placement=Placement(engine=engine, pools=pools, models=places))
+
+
+def _place(model: ModelPlan, pool: str) -> Place:
+    generate = ""
+    if model.generation_tp is not None:
+        generate = f"{model.generation_pp}-{model.generation_tp}"
+    return Place(pool=pool, train=f"{model.pp}-{model.tp}-{model.dp}", generate=generate)

@@ -1,0 +1,247 @@
+"""From a recipe to a run: workers, models, an algorithm, and steps that tell how they went."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from hybridflow import algorithms as algos
+from hybridflow.algorithms import loops
+from hybridflow.rl import lagrange, losses
+from hybridflow.rollout.sampling import Sampling
+from hybridflow.tasks import DigitSort, Task
+from hybridflow.tasks.prompts import Prompts
+from hybridflow.training.build_models import Models, start_workers
+from hybridflow.training.checkpoints.checkpoint import Checkpoint
+from hybridflow.training.config import Recipe
+from hybridflow.training.sources import is_model, reward_of, task_of, tokenizer_of
+from hybridflow.workers.batch.batch import Batch
+from hybridflow.workers.controller import Workers
+from hybridflow.workers.timeline import Span, seconds_by_method
+from hybridflow.workers.worker_group import WorkerGroup
+from shared.errors import ConfigError
+
+__all__ = ["Run", "start_workers"]
+
+_MAY_CHANGE = ("placement", "server", "steps", "max_tokens")
+"""Where models lie may change when a run goes on, and how long it is."""
+
+
+@dataclass
+class Run:
+    """A run that has been set up; `steps` goes through it.
+
+    Attributes:
+        recipe: of the run.
+        algorithm: with its models placed.
+        prompts: from a step to its prompts.
+        task: None where prompts come from a file.
+        groups: the worker groups by role, as checkpoints take them.
+        workers: on which they are.
+        loop: that takes turns; None for the synchronous one.
+        rollout: who draws in the synchronous loop, if not the actor.
+        spans: of the last step, what each rank did.
+    """
+
+    recipe: Recipe
+    algorithm: Any
+    prompts: Callable[[int], Batch]
+    task: Task | None
+    groups: dict[str, WorkerGroup]
+    workers: Workers
+    loop: loops.OneStep | loops.Asynchronous | None = None
+    rollout: Any = None
+    spans: list[Span] = field(default_factory=list)
+
+    @staticmethod
+    def set_up(recipe: Recipe, workers: Workers) -> Run:
+        """Places the models of a recipe.
+
+        Raises:
+            ConfigError: if something in the recipe can not be.
+        """
+        task = task_of(recipe)
+        if task is not None:
+            tokenizer: Any = task.tokenizer
+            prompts: Callable[[int], Batch] = partial(task.batch, batch_size=recipe.num_prompts)
+        else:
+            tokenizer = tokenizer_of(recipe.model)
+            prompts = Prompts(
+                recipe.task, tokenizer, batch_size=recipe.num_prompts, seed=recipe.seed,
+                max_prompt_tokens=recipe.max_prompt_tokens,
+            ).batch  # fmt: skip
+        new_tokens = recipe.max_new_tokens or (task.num_new_tokens if task else 0)
+        if not new_tokens:
+            raise ConfigError("max_new_tokens: prompts of a file need a longest response")
+        end = None if isinstance(task, DigitSort) else tokenizer.end_token
+        sampling = Sampling(
+            max_new_tokens=new_tokens, num_samples=recipe.num_samples, seed=recipe.seed,
+            temperature=recipe.temperature, end_token=end,
+        )  # fmt: skip
+        models = Models(recipe, workers, tokenizer.vocab_size)
+        score = _score(recipe, models, task, tokenizer)
+        algorithm = _algorithm(recipe, models, score, sampling, tokenizer)
+        run = Run(recipe, algorithm, prompts, task, models.groups, workers)
+        run._take_turns(models.rollouts())
+        return run
+
+    def _take_turns(self, rollouts: list[Any]) -> None:
+        settings = self.recipe.loop
+        correct = None
+        if settings.correct:
+            correct = loops.Correction(
+                actor=self.algorithm.actor, temperature=self.recipe.temperature,
+                level=settings.correct, cap=settings.cap,
+            )  # fmt: skip
+        common: dict[str, Any] = {
+            "algorithm": self.algorithm, "prompts": self.prompts, "correct": correct,
+        }  # fmt: skip
+        if settings.kind == "one-step":
+            self.loop = loops.OneStep(rollout=rollouts[0], **common)
+        elif settings.kind == "async":
+            self.loop = loops.Asynchronous(rollouts=rollouts, eta=settings.eta, **common)
+        else:
+            self.rollout = rollouts[0] if rollouts else None
+
+    def steps(
+        self, checkpoint: Checkpoint | None = None, every: int = 50
+    ) -> Iterator[dict[str, float]]:
+        """Trains; yields what each step tells.
+
+        Beside what the algorithm tells there are "seconds" of the step, and of each method of a
+        group the seconds that its slowest rank spent in it, as "actor.generate_s". Groups on
+        different pools work at once, so these may add up to more than the step.
+
+        Args:
+            checkpoint: where to go on from, and where to save.
+            every: steps between saves; the last step is saved too.
+        """
+        start = 0
+        if checkpoint is not None and checkpoint.latest() is not None:
+            # The recipe is compared before anything is loaded.
+            start = self._resume(checkpoint.load({}))
+            checkpoint.load(self.groups)
+        total = self.recipe.steps
+        self.workers.take_spans()
+        begun = time.perf_counter()
+        for step, metrics in enumerate(self._told(start, total - start), start):
+            self.spans = self.workers.take_spans()
+            spent = {f"{name}_s": taken for name, taken in seconds_by_method(self.spans).items()}
+            yield {"step": step, **metrics, "seconds": time.perf_counter() - begun, **spent}
+            if checkpoint is not None and ((step + 1) % every == 0 or step + 1 == total):
+                checkpoint.save(step + 1, self.groups, self._remembered(step + 1))
+                self.workers.take_spans()
+            begun = time.perf_counter()
+
+    def _told(self, start: int, count: int) -> Iterator[dict[str, float]]:
+        if self.loop is not None:
+            return self.loop.run(count)
+        return loops.run(
+            self.algorithm, self.prompts, steps=count, start=start, rollout=self.rollout
+        )
+
+    def _remembered(self, step: int) -> dict[str, Any]:
+        """What the next step needs beside the models; prompts and draws depend on its number."""
+        kept: dict[str, Any] = {"step": step, "recipe": asdict(self.recipe)}
+        for name in ("beta", "multiplier"):
+            value = getattr(self.algorithm, name, None)
+            if hasattr(value, "state_dict"):
+                kept[name] = value.state_dict()
+        if self.loop is not None:
+            kept["loop"] = self.loop.state()
+        return kept
+
+    def _resume(self, kept: dict[str, Any]) -> int:
+        ours, theirs = asdict(self.recipe), dict(kept["recipe"])
+        changed = [key for key in ours if key not in _MAY_CHANGE and ours[key] != theirs.get(key)]
+        if changed:
+            raise ConfigError(
+                f"{changed[0]}: the checkpoint was made with {theirs.get(changed[0])!r}, and the "
+                f"recipe says {ours[changed[0]]!r}; give another folder to begin anew"
+            )
+        for name in ("beta", "multiplier"):
+            if name in kept:
+                value = getattr(self.algorithm, name)
+                setattr(self.algorithm, name, type(value).from_state_dict(kept[name]))
+        if self.loop is not None:
+            self.loop.load_state(kept["loop"])
+        return int(kept["step"])
+
+    def greedy(self, num: int = 256) -> float:
+        """Share of a task's evaluation prompts whose likeliest response is wholly right.
+
+        Raises:
+            ConfigError: if prompts come from a file, which has no answers.
+        """
+        if self.task is None:
+            raise ConfigError("prompts of a file have no right answers to compare with")
+        sampling = replace(self.algorithm.sampling, temperature=0, num_samples=1)
+        roll = self.algorithm.actor.generate(self.task.evaluation(num), sampling)
+        return self.task.exact_match(roll.result())
+
+
+def _score(recipe: Recipe, models: Models, task: Task | None, tokenizer: Any) -> Any:
+    """What responses are worth: a task's own reward, a function, or a model."""
+    if not recipe.reward:
+        if task is None:
+            raise ConfigError(
+                "reward: prompts of a file need one, 'file.py:function' or a reward model"
+            )
+        found = task.token_rewards if recipe.per_token else task.score
+        return partial(found, tokenizer=tokenizer)
+    if is_model(recipe.reward):
+        return models.reward().scores
+    return partial(reward_of(recipe.reward, "reward"), tokenizer=tokenizer)
+
+
+def _cost(recipe: Recipe, models: Models, tokenizer: Any) -> Any:
+    if is_model(recipe.cost):
+        return models.cost().scores
+    cost = partial(reward_of(recipe.cost, "cost"), tokenizer=tokenizer)
+    return lambda roll: _renamed(cost(roll))
+
+
+def _renamed(costs: Batch) -> Batch:
+    """Scores as costs; rows that have none stay marked."""
+    return costs.drop("scores") | Batch(costs=costs["scores"])
+
+
+def _algorithm(
+    recipe: Recipe, models: Models, score: Any, sampling: Sampling, tokenizer: Any
+) -> Any:
+    clip = (recipe.clip_low, recipe.clip_high)
+    common: dict[str, Any] = {
+        "actor": models.actor(), "score": score, "sampling": sampling,
+        "num_updates": recipe.num_updates,
+    }  # fmt: skip
+    name, reference = recipe.algorithm, models.reference()
+    penalized = {"reference": reference, "beta": recipe.beta, "clip": clip}
+    if name == "ppo":
+        return algos.PPO(critic=models.critic("critic", 1), **penalized, **common)
+    if name == "safe-rlhf":
+        return algos.SafeRLHF(
+            critic=models.critic("critic", 1), cost_critic=models.critic("cost-critic", 2),
+            cost=_cost(recipe, models, tokenizer), multiplier=lagrange.Multiplier(),
+            **penalized, **common,
+        )  # fmt: skip
+    if name == "rloo":
+        return algos.RLOO(**penalized, **common)
+    if name == "reinforce++":
+        return algos.ReinforcePlusPlus(**penalized, **common)
+    if name == "remax":
+        return algos.ReMax(clip=clip, **common)
+    common |= {"reference": reference, "kl_coefficient": recipe.beta}
+    if name == "dr-grpo":
+        return algos.GRPO(
+            normalize_std=False, loss=partial(losses.ppo, clip=clip),
+            mode="seq-mean-token-sum-norm", norm=float(sampling.max_new_tokens), **common,
+        )  # fmt: skip
+    if name == "gspo":
+        loss = partial(losses.gspo, clip=clip)
+        return algos.GRPO(loss=loss, mode="seq-mean-token-mean", **common)
+    return algos.GRPO(
+        loss=partial(losses.cispo if name == "cispo" else losses.ppo, clip=clip), **common
+    )

@@ -1,0 +1,98 @@
+"""What a recipe names that is not a model: tasks, tokenizers, and rewards in a user's files."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from hybridflow.tasks import Arithmetic, DigitSort, Task
+from hybridflow.tasks.rewards import Reward
+from hybridflow.tasks.tokenizers import as_tokenizer
+from hybridflow.training.config import Recipe
+from shared.errors import ConfigError
+
+__all__ = ["is_model", "reward_of", "task_of", "tokenizer_of"]
+
+
+def task_of(recipe: Recipe) -> Task | None:
+    """A recipe's task; None where prompts come from a file.
+
+    Raises:
+        ConfigError: if there is neither such a task nor such a file.
+    """
+    name, _, size = recipe.task.partition(":")
+    if name in ("digit-sort", "arithmetic"):
+        if not size.isdecimal():
+            raise ConfigError(f"task: expected {name}:NUMBER, got {recipe.task!r}")
+        if name == "digit-sort":
+            return DigitSort(k=int(size), seed=recipe.seed)
+        return Arithmetic(max_number=int(size), seed=recipe.seed)
+    if not Path(recipe.task).is_file():
+        raise ConfigError(
+            f"task: expected digit-sort:K, arithmetic:MAX, or a file of prompts, got {recipe.task!r}"
+        )
+    return None
+
+
+def tokenizer_of(model: str) -> Any:
+    """The tokenizer that goes with a model: bytes for one made from nothing, else its folder's.
+
+    Raises:
+        ConfigError: if transformers, which reads a folder's, is not installed.
+    """
+    if model.startswith("config:"):
+        from hybridflow.tasks.tokenizers import ByteTokenizer
+
+        return ByteTokenizer()
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            "model: the tokenizer of a Hugging Face folder is read by transformers; "
+            "pip install 'meshyard-hybridflow[transformers]'"
+        ) from error
+    return as_tokenizer(AutoTokenizer.from_pretrained(model))
+
+
+def is_model(target: str) -> bool:
+    """Whether a reward or cost is a model, rather than a function."""
+    return target.startswith("config:") or Path(target).is_dir()
+
+
+def reward_of(target: str, key: str) -> Reward:
+    """A reward named as "file.py:function" or "module:function".
+
+    Args:
+        target: the name.
+        key: the recipe's, for messages.
+
+    Raises:
+        ConfigError: if there is no such file, module or reward.
+    """
+    place, _, name = target.rpartition(":")
+    if not place:
+        raise ConfigError(f"{key}: expected 'file.py:function' or a model's folder, got {target!r}")
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        if spec is None or spec.loader is None or not Path(place).is_file():
+            raise ConfigError(f"{key}: there is no file {place}")
+        module = importlib.util.module_from_spec(spec)
+        # So that the file finds itself and its neighbours, here and in processes that rewards run in.
+        sys.modules[spec.name] = module
+        sys.path.append(str(Path(place).parent.absolute()))
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ImportError as error:
+            raise ConfigError(f"{key}: {place} can not be imported: {error}") from error
+    found = getattr(module, name, None)
+    if not isinstance(found, Reward):
+        raise ConfigError(
+            f"{key}: expected {place} to have a {name!r} marked with @hybridflow.reward, got "
+            f"{'none' if found is None else f'a {type(found).__name__}'}"
+        )
+    return found

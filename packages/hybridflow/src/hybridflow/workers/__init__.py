@@ -1,0 +1,1 @@
+"""Workers on ranks: the controller, calls and their protocols, batches, engines."""

@@ -1,0 +1,1 @@
+"""Tables of samples that travel between workers, and layouts of models over ranks."""

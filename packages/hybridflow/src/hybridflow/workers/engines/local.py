@@ -1,0 +1,229 @@
+"""Workers as processes of this machine: pipes carry calls, shared memory carries tensors.
+
+The processes are ranks of a `RankPool`, so that they have process groups, end with their parent and
+are stopped when one fails; each serves calls on a socket of its own until it is told to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from hybridflow.workers.engines.rank import Reply, Seat, Task
+from hybridflow.workers.engines.shared_memory import SharedMemory, make_folder
+from shared.comms.group import Group
+from shared.comms.launch import RankPool
+from shared.errors import RankFailure
+
+__all__ = ["LocalEngine"]
+
+_FOREVER = timedelta(days=20)  # near the longest that poll can wait
+_SIZE = struct.Struct("<Q")
+_READ_BYTES = 1 << 16
+
+
+class _Link:
+    """A connection on which a small message takes one system call to send, and one to receive."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._rest = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, message: Any) -> None:
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._socket.sendall(_SIZE.pack(len(data)) + data)
+
+    def receive(self) -> list[Any]:
+        """Waits for a message; gives all that have come, of which no poll would tell again."""
+        found: list[Any] = []
+        while not found:
+            more = self._socket.recv(_READ_BYTES)
+            if not more:
+                raise EOFError("the other side closed the connection")
+            self._rest += more
+            while len(self._rest) >= _SIZE.size:
+                stop = _SIZE.size + _SIZE.unpack_from(self._rest)[0]
+                if len(self._rest) < stop:
+                    break
+                found.append(pickle.loads(self._rest[_SIZE.size : stop]))
+                del self._rest[:stop]
+        return found
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class LocalEngine:
+    """Some processes, one a rank."""
+
+    name = "local"
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        timeout: timedelta = timedelta(minutes=5),
+        threads_per_rank: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts the processes.
+
+        Args:
+            num_ranks: how many.
+            timeout: for the start, and for each message between ranks.
+            threads_per_rank: torch's threads in each.
+            env: variables set in each.
+
+        Raises:
+            RankFailure: if a process does not come up.
+        """
+        self.num_ranks = num_ranks
+        self._folder = make_folder()
+        self.store = SharedMemory(self._folder, "controller", is_keeper=True)
+        self._pool = RankPool(
+            num_ranks, timeout=timeout, threads_per_rank=threads_per_rank, env=env
+        )
+        self._links: list[_Link] = []
+        self._is_open = True
+        self._failure: BaseException | None = None
+        try:
+            self._pool.__enter__()
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._runner = threading.Thread(target=self._run, name="hybridflow-ranks", daemon=True)
+        self._poll = select.poll()
+        try:
+            self._connect()
+        except BaseException:
+            self.close(is_failed=True)
+            raise
+        self._rank_of = {link.fileno(): rank for rank, link in enumerate(self._links)}
+
+    def _connect(self) -> None:
+        address = str(self._folder / "controller.sock")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(self.num_ranks)
+            # What fails before it connects is told by the pool, not by a connection.
+            listener.settimeout(0.2)
+            self._address = address
+            self._runner.start()
+            links: dict[int, _Link] = {}
+            while len(links) < self.num_ranks:
+                try:
+                    link = _Link(listener.accept()[0])
+                except TimeoutError:
+                    if not self._runner.is_alive():
+                        raise self._failure or RankFailure("the ranks ended at once") from None
+                else:
+                    links[link.receive()[0]] = link
+        self._links = [links[rank] for rank in range(self.num_ranks)]
+        for link in self._links:
+            self._poll.register(link.fileno(), select.POLLIN | select.POLLHUP)
+
+    def _run(self) -> None:
+        try:
+            self._pool.run(_serve, self._address, str(self._folder), timeout=_FOREVER)
+        except BaseException as error:  # noqa: BLE001 - told to who waits for a reply
+            self._failure = error
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank."""
+        return self._pool.pids
+
+    def submit(self, rank: int, task: Task) -> None:
+        """Sends a task.
+
+        Raises:
+            RankFailure: if the process has ended.
+        """
+        try:
+            # As a plain tuple, which is pickled several times faster than one with a name.
+            self._links[rank].send(tuple(task))
+        except OSError as error:
+            raise self._death(rank) from error
+
+    def receive(self, timeout_s: float | None) -> list[Reply]:
+        """Waits for replies; none when the time is up.
+
+        Raises:
+            RankFailure: if a process has ended.
+        """
+        ready = self._poll.poll(None if timeout_s is None else 1000 * timeout_s)
+        replies = []
+        for fd, _ in ready:
+            rank = self._rank_of[fd]
+            try:
+                found = [Reply(*reply) for reply in self._links[rank].receive()]
+            except (EOFError, OSError) as error:
+                raise self._death(rank) from error
+            for reply in found:
+                if reply.handle is not None:
+                    self.store.adopt(reply.handle)
+            replies += found
+        return replies
+
+    def _death(self, rank: int) -> RankFailure:
+        how = "it closed its connection"
+        with suppress(IndexError):  # the pool has stopped all by now
+            # A process lets go of its connections before its end can be seen.
+            deadline = time.monotonic() + 0.2
+            while (code := self._pool.exit_code(rank)) is None and time.monotonic() < deadline:
+                time.sleep(0.002)
+            if code is not None:
+                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited: {code}"
+        return RankFailure(
+            f"rank {rank} of {self.num_ranks} died: {how}. Start again from the last checkpoint",
+            rank=rank,
+        )
+
+    def close(self, is_failed: bool = False) -> None:
+        """Ends the processes, at once where one has failed."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if is_failed:
+            for pid in self._pool.pids:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(pid, signal.SIGKILL)
+        for link in self._links:
+            with suppress(OSError):
+                link.send(None)
+        if self._runner.is_alive():
+            self._runner.join(10)
+        self._pool.__exit__(None, None, None)
+        for link in self._links:
+            link.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _serve(address: str, folder: str) -> None:
+    """Runs on each rank until the controller says stop."""
+    rank = Group.world().rank
+    seat = Seat(SharedMemory(Path(folder), f"rank{rank}"), rank)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(address)
+        link = _Link(connection)
+        link.send(rank)
+        while True:
+            for task in link.receive():
+                if task is None:
+                    return
+                link.send(tuple(seat.run(Task(*task))))

@@ -1,0 +1,219 @@
+"""One rank's seat: its worker objects, and the calls on them, whatever engine brings them.
+
+Models that share a resource pool are objects in one seat: they run in the order they are called and
+share the device, which is what colocation means here.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from hybridflow.workers.batch.batch import PADDING, Batch
+from hybridflow.workers.worker import Context, Worker
+from shared.errors import ConfigError
+
+__all__ = ["Failure", "Gather", "Reply", "Seat", "Segment", "Slot", "Store", "Task", "value_of"]
+
+
+@runtime_checkable
+class Store(Protocol):
+    """How an engine keeps values that another process will want."""
+
+    def pack(self, value: Any) -> Any:
+        """A handle of the value, which can be sent anywhere."""
+
+    def load(self, handle: Any, /, wanted: Callable[[Any], Any] | None = None) -> Any:
+        """The value of a handle, or what is wanted of it: the receiver's own, to be written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows [start, stop) of a packed batch; all of them when stop is None."""
+
+    handle: Any
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A batch to be put together where it is used.
+
+    Attributes:
+        operands: for each operand of a union, segments whose rows follow one another, and the
+            columns that are wanted (None: all).
+        padding: for each row whether it only fills up; None when no row does.
+    """
+
+    operands: Sequence[tuple[Sequence[Segment], Sequence[str] | None]]
+    padding: Sequence[bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for the argument at a position of a task's own values."""
+
+    index: int
+
+
+class Task(NamedTuple):
+    """One call on one rank; a tuple, which is pickled several times faster than a dataclass.
+
+    Attributes:
+        call: number of the call.
+        target: the group's name; "" asks the seat itself.
+        method: name of the method.
+        common: handle of (args, kwargs), in which a `Slot` stands for what differs by rank; None
+            when there are neither.
+        own: what the slots stand for: a `Gather`, or a `Segment` of any value.
+    """
+
+    call: int
+    target: str
+    method: str
+    common: Any = None
+    own: Sequence[Gather | Segment | Sequence[Segment]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception as another process can read it."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class Reply(NamedTuple):
+    """How a call went on one rank: a handle of what it returned, or a failure; how long it took.
+
+    There is no handle of None, which many methods return (see `value_of`).
+    """
+
+    call: int
+    rank: int
+    handle: Any = None
+    num_rows: int | None = None
+    failure: Failure | None = None
+    seconds: float = 0.0
+
+
+def value_of(handle: Any, store: Store) -> Any:
+    """What the handle of a reply stands for."""
+    return None if handle is None else store.load(handle)
+
+
+class Seat:
+    """Runs tasks, one after another."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self._store, self._rank = store, rank
+        self._workers: dict[str, Worker] = {}
+
+    def run(self, task: Task) -> Reply:
+        """Runs one call; what it raises is the reply."""
+        begun = time.perf_counter()
+        try:
+            args, kwargs = self._arguments(task)
+            if task.target:
+                method = getattr(self._worker(task.target), task.method)
+            else:
+                method = {"create": self._create, "remove": self._remove, "ping": _nothing}[
+                    task.method
+                ]
+            value = _without_padding(method(*args, **kwargs), task)
+            rows = len(value) if isinstance(value, Batch) else None
+            handle = None if value is None else self._store.pack(value)
+            return Reply(task.call, self._rank, handle, rows, seconds=time.perf_counter() - begun)
+        except Exception as error:  # noqa: BLE001 - told to the controller, which raises it
+            trace = error.__traceback__
+            trace = trace.tb_next if trace is not None else None  # this frame tells nothing
+            text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+            failure = Failure(type(error).__name__, str(error), text)
+            taken = time.perf_counter() - begun
+            return Reply(task.call, self._rank, failure=failure, seconds=taken)
+
+    def _create(
+        self, name: str, kind: type[Worker], context: Context, args: tuple, kwargs: dict
+    ) -> None:
+        worker = kind.__new__(kind)
+        worker.context = context.at(self._rank)
+        worker.__init__(*args, **kwargs)
+        self._workers[name] = worker
+
+    def _remove(self, name: str) -> None:
+        self._worker(name).close()
+        del self._workers[name]
+
+    def _worker(self, name: str) -> Worker:
+        if name not in self._workers:
+            raise ConfigError(
+                f"there is no group {name!r} on this rank; it was removed, or could not be made"
+            )
+        return self._workers[name]
+
+    def _arguments(self, task: Task) -> tuple[tuple, dict]:
+        if task.common is None:
+            return (), {}
+        args, kwargs = self._store.load(task.common)
+        if not task.own:
+            return args, kwargs
+        own = [self._own(item) for item in task.own]
+
+        def fill(value: Any) -> Any:
+            return own[value.index] if isinstance(value, Slot) else value
+
+        return tuple(map(fill, args)), {key: fill(value) for key, value in kwargs.items()}
+
+    def _own(self, item: Any) -> Any:
+        if isinstance(item, Segment):
+            return value_of(item.handle, self._store)
+        if isinstance(item, Gather):
+            return self.gather(item)
+        return [value_of(segment.handle, self._store) for segment in item]
+
+    def gather(self, item: Gather) -> Batch:
+        """The batch that a `Gather` describes."""
+        whole: Batch | None = None
+        for segments, columns in item.operands:
+            parts = [self._part(segment, columns) for segment in segments]
+            operand = Batch.concat(parts)
+            whole = operand if whole is None else whole | operand
+        assert whole is not None, "a union has operands"
+        if item.padding is not None:
+            whole = whole | Batch({PADDING: torch.tensor(item.padding)})
+        return whole
+
+    def _part(self, segment: Segment, columns: Sequence[str] | None) -> Batch:
+        # Not a closure, as it may be applied where the batch lies, on another machine.
+        wanted = partial(_part, columns=columns, start=segment.start, stop=segment.stop)
+        return self._store.load(segment.handle, wanted)
+
+
+def _part(batch: Batch, columns: Sequence[str] | None, start: int, stop: int | None) -> Batch:
+    batch = batch if columns is None else batch.select(*columns)
+    return batch if stop is None else batch.rows(start, stop)
+
+
+def _without_padding(value: Any, task: Task) -> Any:
+    """Drops rows that only filled up a split, from a batch with a row for each one given."""
+    if not isinstance(value, Batch):
+        return value
+    if PADDING in value:
+        return value.without_padding()
+    marks = [own.padding for own in task.own if isinstance(own, Gather) and own.padding is not None]
+    if marks and len(marks[0]) == len(value):
+        kept = [row for row, is_padding in enumerate(marks[0]) if not is_padding]
+        return value.reorder(kept)
+    return value
+
+
+def _nothing() -> None:
+    """Answers that the seat is there."""

@@ -1,0 +1,210 @@
+"""Workers as Ray's actors, one a rank, on one machine or many.
+
+A placement group holds the ranks' places. A call is one Ray task on each rank and its answer one
+object, as in a plain fan-out; tensors stay in the object store of the machine that made them until
+a rank reads them (see `ray_store`). Actors find one another through a store of torch's on rank 0,
+and form one world of process groups.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import ray
+import torch
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hybridflow.workers.engines.rank import Reply, Seat, Task
+from hybridflow.workers.engines.ray_placement import find_places
+from hybridflow.workers.engines.ray_store import RayStore, read, written
+from shared.comms.group import join, open_store
+from shared.comms.launch import KEEP_MEMORY
+from shared.errors import RankFailure
+
+__all__ = ["RayEngine"]
+
+_LOOK_AGAIN_S = 0.01
+"""How long to wait at once: Ray's wait does not see what another thread submits meanwhile."""
+
+
+class RayEngine:
+    """Some actors, one a rank."""
+
+    name = "ray"
+
+    def __init__(
+        self,
+        address: str | None = None,
+        num_ranks: int | None = None,
+        *,
+        cpus_per_rank: float = 1,
+        gpus_per_rank: float | None = None,
+        timeout: timedelta = timedelta(minutes=5),
+        threads_per_rank: int = 1,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts or finds Ray, and the actors in it; see `Workers.ray`.
+
+        Raises:
+            ConfigError: if Ray has fewer resources than the ranks want, or none that are free.
+            RankFailure: if an actor does not come up.
+        """
+        self._is_ours = not ray.is_initialized()
+        self._actors: list[Any] = []
+        self._group: PlacementGroup | None = None
+        self._under_way: dict[ray.ObjectRef, tuple[int, int]] = {}  # call and rank
+        self._is_open = True
+        if self._is_ours:
+            ray.init(address, include_dashboard=False)
+        try:
+            places = find_places(num_ranks, cpus_per_rank, gpus_per_rank)
+            self._group = places.group
+            self.num_ranks = len(places.order)
+            self.store = RayStore()
+            self._actors = [
+                ray.remote(_Rank)
+                .options(
+                    num_cpus=places.cpus,
+                    num_gpus=places.gpus,
+                    runtime_env={"env_vars": {**KEEP_MEMORY, **(env or {})}},
+                    enable_task_events=False,  # a tenth of what a small call costs
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        places.group, placement_group_bundle_index=place
+                    ),
+                )
+                .remote(rank, threads_per_rank)
+                for rank, place in enumerate(places.order)
+            ]
+            self._run = [actor.run for actor in self._actors]
+            self._connect("nccl" if places.gpus >= 1 else "gloo", timeout)
+        except BaseException:
+            self.close(is_failed=True)
+            raise
+
+    def _connect(self, backend: str, timeout: timedelta) -> None:
+        limit_s = timeout.total_seconds()
+        try:
+            machines = ray.get([actor.machine.remote() for actor in self._actors], timeout=limit_s)
+            port = ray.get(self._actors[0].open.remote(timeout), timeout=limit_s)
+            world = _World(
+                self.num_ranks, machines[0], port, backend, len(set(machines)) == 1, timeout
+            )
+            ray.get([actor.join.remote(world) for actor in self._actors], timeout=limit_s)
+        except RayError as error:
+            raise RankFailure(
+                f"Ray's actors did not come up as {self.num_ranks} ranks within {limit_s:g} s: "
+                f"{error}"
+            ) from error
+
+    def submit(self, rank: int, task: Task) -> None:
+        """Sends a task."""
+        # As a plain tuple, which is pickled several times faster than one with a name.
+        data, refs = written(tuple(task))
+        run = self._run[rank].remote
+        reply = run(data, refs) if refs else run(data)
+        self._under_way[reply] = task.call, rank
+
+    def receive(self, timeout_s: float | None) -> list[Reply]:
+        """Waits for replies; none when the time is up, or a short while has passed.
+
+        Raises:
+            RankFailure: if an actor has ended.
+        """
+        under_way = self._under_way.copy()  # which other threads add to
+        waited_for = list(under_way)
+        if not waited_for or not self._is_open:
+            return []
+        limit_s = _LOOK_AGAIN_S if timeout_s is None else min(timeout_s, _LOOK_AGAIN_S)
+        if len({call for call, _ in under_way.values()}) == 1:
+            # One call's replies come together, and cost least when they are read together; what
+            # goes wrong, or is slow, is told apart below.
+            with suppress(RayError):
+                found = ray.get(waited_for, timeout=limit_s)
+                for reply in waited_for:
+                    del self._under_way[reply]
+                return [_reply(data) for data in found]
+            limit_s = 0.0
+        ready, _ = ray.wait(waited_for, num_returns=1, timeout=limit_s)
+        return [self._found(reply) for reply in ready]
+
+    def _found(self, reply: ray.ObjectRef) -> Reply:
+        _, rank = self._under_way.pop(reply)
+        try:
+            return _reply(ray.get(reply))
+        except RayError as error:
+            how = "died" if isinstance(error, RayActorError) else "can not be reached"
+            raise RankFailure(
+                f"rank {rank} of {self.num_ranks} {how}: {error}. Start again from the last "
+                f"checkpoint",
+                rank=rank,
+            ) from error
+
+    def close(self, is_failed: bool = False) -> None:
+        """Ends the actors, and Ray if it was started here."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        if self._is_ours:
+            ray.shutdown()
+
+
+class _World(NamedTuple):
+    """What a rank joins: how many, where their store is, and how they exchange messages."""
+
+    num_ranks: int
+    host: str
+    port: int
+    backend: str
+    is_one_machine: bool
+    timeout: timedelta
+
+
+class _Rank:
+    """The actor of one rank."""
+
+    def __init__(self, rank: int, num_threads: int) -> None:
+        self._rank = rank
+        self._seat = Seat(RayStore(), rank)
+        self._store: Any = None
+        torch.set_num_threads(num_threads)
+
+    def machine(self) -> str:
+        """Where this rank runs."""
+        return ray.util.get_node_ip_address()
+
+    def open(self, timeout: timedelta) -> int:
+        """Opens the store in which the ranks find one another, on a port that is free."""
+        self._store = open_store(self.machine(), timeout)
+        return self._store.port
+
+    def join(self, world: _World) -> None:
+        """Becomes a rank of the world."""
+        if world.backend == "nccl":
+            torch.cuda.set_device(0)  # Ray shows an actor only its own
+        elif world.is_one_machine and sys.platform == "linux":
+            # The host's name may resolve to an address that is not there.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = self._store or (world.host, world.port)
+        join(self._rank, world.num_ranks, store, backend=world.backend, timeout=world.timeout)
+
+    def run(
+        self, data: bytes, refs: Sequence[ray.ObjectRef] = ()
+    ) -> bytes | tuple[bytes, list[ray.ObjectRef]]:
+        """Runs a task, and writes the reply as the task was written."""
+        answer, kept = written(tuple(self._seat.run(Task(*read(data, refs)))))
+        return (answer, kept) if kept else answer
+
+
+def _reply(found: bytes | tuple[bytes, list[ray.ObjectRef]]) -> Reply:
+    return Reply(*(read(found, ()) if isinstance(found, bytes) else read(*found)))

@@ -1,0 +1,187 @@
+"""Values in files of shared memory, which every process of this machine maps without a copy.
+
+What is large goes into a file of its own; a reader maps it privately, so that what it changes stays
+its own. When the last of a file's handles in the controller is gone, its writer may write another
+value into it: the first touch of a fresh page takes several times as long as to fill it. Readers hold
+a lock on what they have mapped, for as long as a tensor of it lives, so that no value changes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridflow.workers.engines.packing import SMALL_BYTES, decode, encode
+from shared.comms.maker import is_alive, mark
+
+__all__ = ["Packed", "SharedMemory", "make_folder"]
+
+_PREFIX = "meshyard-hybridflow-"
+_ALIGNMENT = 64
+_MAX_PIECES = 1024  # of one writev
+_NUM_REMEMBERED = 256  # files that a process looks through for one to write to again
+_FREE_BYTES = 256 << 20  # of values in files that wait to be written to again
+_FREE = ".free"
+
+
+@dataclass(eq=False)
+class Packed:
+    """A value: its stream, and where its large buffers lie in a file.
+
+    Attributes:
+        data: the stream; None when it is large itself, and comes first in the file.
+        file: path, None when nothing is large.
+        spans: offset and length of each piece, in bytes.
+    """
+
+    data: bytes | None
+    file: str | None
+    spans: tuple[tuple[int, int], ...]
+
+
+def make_folder() -> Path:
+    """A folder in shared memory, after those of processes that were killed are removed."""
+    base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+    for folder in base.glob(f"{_PREFIX}*"):
+        if not is_alive(folder.name.removeprefix(_PREFIX)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{mark()}-", dir=base))
+
+
+class SharedMemory:
+    """Writes and reads values in one folder."""
+
+    def __init__(self, folder: Path, owner: str, *, is_keeper: bool = False) -> None:
+        """Begins to write.
+
+        Args:
+            folder: from `make_folder`.
+            owner: begins the names of this process's files; no other process's.
+            is_keeper: whether this process removes what it wrote when the handle is collected.
+        """
+        self._folder, self._owner, self._is_keeper = str(folder), owner, is_keeper
+        self._numbers = itertools.count()
+        self._written: deque[tuple[str, int]] = deque(maxlen=_NUM_REMEMBERED)
+        self._free: deque[tuple[str, int]] = deque()
+        self._free_bytes = 0
+
+    def pack(self, value: Any) -> Packed:
+        """Writes a value; unless this process removes it again, another has to `adopt` it."""
+        data, buffers = encode(value)
+        large: list[Any] = [buffer.raw() for buffer in buffers]
+        is_large = len(data) >= SMALL_BYTES
+        if is_large:
+            large.insert(0, memoryview(data))
+        if not large:
+            return Packed(data, None, ())
+        path = f"{self._folder}/{self._owner}-{next(self._numbers)}"
+        pieces: list[Any] = []
+        spans, end = [], 0
+        for raw in large:
+            spans.append((end, raw.nbytes))
+            gap = -raw.nbytes % _ALIGNMENT
+            pieces += [raw, bytes(gap)] if gap else [raw]
+            end += raw.nbytes + gap
+        # Written, not mapped: the kernel then fills fresh pages without zeroing them first.
+        fd = self._emptied(path, end)
+        try:
+            self._filled(fd, pieces)
+            self._written.append((path, os.fstat(fd).st_size))
+        except OSError as error:
+            os.unlink(path)
+            raise MemoryError(
+                f"{end:,} bytes do not fit into shared memory at {self._folder} ({error.strerror}); "
+                f"make /dev/shm larger, or send less at once"
+            ) from error
+        finally:
+            os.close(fd)
+        packed = Packed(None if is_large else data, path, tuple(spans))
+        return self.adopt(packed) if self._is_keeper else packed
+
+    def _filled(self, fd: int, pieces: list[Any]) -> None:
+        try:
+            _write_all(fd, pieces)
+        except OSError:
+            # What waits to be written to again is all that can make room.
+            for file in Path(self._folder).glob(f"*{_FREE}"):
+                file.unlink(missing_ok=True)
+            os.lseek(fd, 0, os.SEEK_SET)
+            _write_all(fd, pieces)
+
+    def _emptied(self, path: str, num_bytes: int) -> int:
+        """A file of this process's whose value nobody wants any more, renamed, or a fresh one."""
+        for entry in list(self._written):
+            old, size = entry
+            if not num_bytes <= size <= 2 * num_bytes:
+                continue
+            with suppress(OSError):
+                os.rename(old + _FREE, path)  # not there unless all its handles are gone
+                self._written.remove(entry)
+                fd = os.open(path, os.O_WRONLY)
+                with suppress(BlockingIOError):
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return fd
+                # A tensor of it lives; the kernel keeps what is mapped.
+                os.close(fd)
+                os.unlink(path)
+                break
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def adopt(self, packed: Packed) -> Packed:
+        """Makes this process the one that gives the file free, when `packed` is collected."""
+        if packed.file is not None:
+            size = packed.spans[-1][0] + packed.spans[-1][1]
+            weakref.finalize(packed, self._give_free, packed.file, size)
+        return packed
+
+    def _give_free(self, path: str, size: int) -> None:
+        with suppress(OSError):  # the folder is removed when the engine ends
+            os.rename(path, path + _FREE)
+        self._free.append((path, size))
+        self._free_bytes += size
+        # Some of these have been written to again, under another name; that counts as free too.
+        while self._free and self._free_bytes > _FREE_BYTES:
+            old, freed = self._free.popleft()
+            self._free_bytes -= freed
+            with suppress(OSError):
+                os.unlink(old + _FREE)
+
+    def load(self, packed: Packed, wanted: Callable[[Any], Any] | None = None) -> Any:
+        """Reads a value, or what is wanted of it; its tensors are private mappings of the file."""
+        buffers = self._buffers(packed)
+        value = decode(buffers.pop(0) if packed.data is None else packed.data, buffers)
+        return value if wanted is None else wanted(value)
+
+    def _buffers(self, packed: Packed) -> list[memoryview]:
+        if packed.file is None:
+            return []
+        fd = os.open(packed.file, os.O_RDONLY)
+        try:
+            # The mapping has a duplicate of the descriptor, and with it the lock.
+            fcntl.flock(fd, fcntl.LOCK_SH)
+            size = packed.spans[-1][0] + packed.spans[-1][1]
+            view = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))
+        finally:
+            os.close(fd)
+        return [view[start : start + size] for start, size in packed.spans]
+
+
+def _write_all(fd: int, pieces: list[Any]) -> None:
+    views = [memoryview(piece).cast("B") for piece in pieces]
+    while views:
+        written = os.writev(fd, views[:_MAX_PIECES])
+        while views and written >= views[0].nbytes:
+            written -= views.pop(0).nbytes
+        if written:
+            views[0] = views[0][written:]

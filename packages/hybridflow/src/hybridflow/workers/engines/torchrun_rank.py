@@ -1,0 +1,211 @@
+"""One rank of torchrun's, as which a process serves until the controller says stop.
+
+Two connections lead from the controller to a rank. On one come calls, which the main thread runs.
+The other tells that the controller is alive: when it ends, so does the process, whatever its main
+thread waits for; and on it come the values that nobody wants any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hybridflow.workers.engines.rank import Seat
+from hybridflow.workers.engines.tcp import Link, Listener
+from hybridflow.workers.engines.torchrun_store import Place, PlacedStore
+from shared.comms.group import join, leave, open_torchrun_store
+from shared.errors import ConfigError, RankFailure
+
+__all__ = ["Member", "meeting_place", "serve"]
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A process that torchrun started.
+
+    Attributes:
+        rank: among all.
+        num_ranks: how many there are.
+        local_rank: among those of its machine.
+        num_local_ranks: how many these are.
+        first_host: name or address of rank 0's machine.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local_ranks: int
+    first_host: str
+
+    @staticmethod
+    def from_environment() -> Member:
+        """This process.
+
+        Raises:
+            ConfigError: if torchrun did not start it.
+        """
+        missing = [name for name in _VARIABLES if name not in os.environ]
+        if missing:
+            raise ConfigError(
+                f"torchrun's environment is not there: {', '.join(missing)} unset; start the "
+                f"script as `torchrun --nproc-per-node 2 train.py`, or use Workers.local(2), "
+                f"which starts processes itself"
+            )
+        *numbers, host, _ = (os.environ[name] for name in _VARIABLES)
+        rank, num_ranks, local_rank, num_local_ranks = map(int, numbers)
+        return Member(
+            rank=rank, num_ranks=num_ranks, local_rank=local_rank,
+            num_local_ranks=num_local_ranks, first_host=host,
+        )  # fmt: skip
+
+    @property
+    def machine(self) -> int:
+        """Rank of the first process on this machine: of one agent of torchrun's."""
+        return self.rank - self.local_rank
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether this machine has a GPU for each of its ranks."""
+        return torch.cuda.is_available() and torch.cuda.device_count() >= self.num_local_ranks
+
+    def place(self, port: int, folder: str) -> Place:
+        """Where this process is found."""
+        return Place(self.machine, self._host(), port, folder)
+
+    def _host(self) -> str:
+        # Rank 0's machine is known to all by this name; what the name means on itself may differ.
+        if self.machine == 0:
+            return self.first_host
+        family, kind, _, _, address = socket.getaddrinfo(
+            self.first_host, 9, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing, but chooses the way there
+            return str(probe.getsockname()[0])
+
+
+def meeting_place(timeout: timedelta) -> Any:
+    """The store in which the job's processes leave what each other has to know.
+
+    Raises:
+        RankFailure: if it can not be reached, or those who should do not come there.
+    """
+    try:
+        return open_torchrun_store("hybridflow", timeout)
+    except RuntimeError as error:
+        raise RankFailure(
+            f"the processes of torchrun's job did not meet within {timeout.total_seconds():g} s "
+            f"({str(error).splitlines()[0]}); each has to call Workers.torchrun(), and to reach "
+            f"MASTER_ADDR {os.environ['MASTER_ADDR']} at port {os.environ['MASTER_PORT']}"
+        ) from error
+
+
+def serve(member: Member, timeout: timedelta, threads_per_rank: int) -> None:
+    """Is a rank until the controller says stop; ends the process if the controller ends.
+
+    Raises:
+        RankFailure: if there is no controller within the timeout.
+    """
+    torch.set_num_threads(threads_per_rank)
+    store = meeting_place(timeout)
+    rank = _Rank(member, bytes.fromhex(_left(store, "key", timeout)))
+    signal.signal(signal.SIGTERM, lambda *_: rank.end(128 + signal.SIGTERM))
+    rank.serve(store, timeout)
+
+
+class _Rank:
+    def __init__(self, member: Member, key: bytes) -> None:
+        self._member = member
+        self._values = PlacedStore(member.rank, key)
+        self._calls: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        self._is_stopping = False
+        self._listener = Listener(key, self._answer)
+
+    def serve(self, store: Any, timeout: timedelta) -> None:
+        member, values = self._member, self._values
+        try:
+            place = member.place(self._listener.port, values.folder)
+            store.set(f"place/{member.rank}", json.dumps([place, member.has_gpu]))
+            world = json.loads(_left(store, "world", timeout))
+            values.places = {int(owner): Place(*found) for owner, found in world["places"].items()}
+            self._join(store, world["backend"], timeout)
+            calls = self._calls.get(timeout=timeout.total_seconds())
+            self._run(calls)
+            leave()
+        finally:
+            values.remove()
+            self._listener.close()
+        calls.close()  # which tells the controller that this rank has ended
+
+    def _run(self, calls: Link) -> None:
+        seat = Seat(self._values, self._member.rank)
+        try:
+            calls.send("ready")
+            while (task := calls.receive()) is not None:
+                calls.send(seat.run(task))
+        except (EOFError, OSError):
+            self.end(1)  # the controller is gone
+        # Whatever ends from here on is meant to.
+        self._is_stopping = True
+
+    def _join(self, store: Any, backend: str, timeout: timedelta) -> None:
+        member = self._member
+        is_one_machine = len({place.machine for place in self._values.places.values()}) == 1
+        if backend == "nccl":
+            torch.cuda.set_device(member.local_rank)
+        elif is_one_machine and sys.platform == "linux":
+            # The host's name may resolve to an address that is not there.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        join(member.rank, member.num_ranks, store, backend=backend, timeout=timeout)
+
+    def _answer(self, link: Link) -> None:
+        purpose = link.receive()
+        if purpose == "calls":
+            self._calls.put(link)
+        elif purpose == "life":
+            self._live_by(link)
+        else:
+            self._values.serve(link)
+
+    def _live_by(self, link: Link) -> None:
+        code = 1
+        with suppress(EOFError, OSError):
+            while (packed := link.receive()) is not None:
+                self._values.forget(packed)
+            code = 0  # to be ended by a controller that tells why is no failure of this rank
+        if not self._is_stopping:
+            self.end(code)
+
+    def end(self, code: int) -> None:
+        """Ends the process now, whatever it does."""
+        self._values.remove()
+        with suppress(OSError, RuntimeError):  # cut off in the midst of writing, or nobody reads
+            sys.stdout.flush()
+        os._exit(code)
+
+
+def _left(store: Any, name: str, timeout: timedelta) -> str:
+    """What the controller has left in the store."""
+    try:
+        return store.get(name).decode()
+    except RuntimeError as error:
+        raise RankFailure(
+            f"rank 0 did not call Workers.torchrun() within {timeout.total_seconds():g} s, or "
+            f"has ended; look at its output, or raise the timeout if it is slow to come there"
+        ) from error
+
+
+if __name__ == "__main__":
+    serve(Member.from_environment(), timedelta(seconds=float(sys.argv[1])), int(sys.argv[2]))

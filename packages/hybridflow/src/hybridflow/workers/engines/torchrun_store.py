@@ -1,0 +1,172 @@
+"""Values of processes on one machine or several, read from where they were made.
+
+What is large lies in shared memory of the machine that made it, where processes of that machine map
+it. A process of another machine asks the one that made it, which sends no more than is wanted: the
+values never pass the controller, nor a third machine.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+import shutil
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from hybridflow.workers.engines.packing import decode, encode
+from hybridflow.workers.engines.shared_memory import Packed, SharedMemory, make_folder
+from hybridflow.workers.engines.tcp import Link, connect
+from shared.errors import CommError
+
+__all__ = ["CONTROLLER", "Place", "Placed", "PlacedStore"]
+
+CONTROLLER = -1
+"""Stands for the controller where the others are known by their ranks."""
+
+_CONNECT_S = 60.0
+
+
+class Place(NamedTuple):
+    """Where a process keeps its values.
+
+    Attributes:
+        machine: rank of the first process on its machine.
+        host: name or address by which other machines reach it.
+        port: where it is asked for values.
+        folder: in shared memory.
+    """
+
+    machine: int
+    host: str
+    port: int
+    folder: str
+
+
+class Placed(NamedTuple):
+    """A value: how it is kept in shared memory, if it is not small, and by whom."""
+
+    packed: Packed
+    owner: int
+
+
+class PlacedStore:
+    """Writes and reads values of one process among those of a job.
+
+    Attributes:
+        folder: where its own values lie.
+        places: of all processes by rank, the controller's under `CONTROLLER`; to be set before
+            values of others are read.
+        gone: owners and values on other machines that are no longer wanted, for who keeps them.
+    """
+
+    def __init__(self, owner: int, key: bytes) -> None:
+        """Begins to write.
+
+        Args:
+            owner: rank of this process, or `CONTROLLER`, which keeps what it wrote or adopted until
+                its handle is collected.
+            key: of the job.
+        """
+        self._owner, self._key = owner, key
+        folder = make_folder()
+        self.folder = str(folder)
+        self._memory = SharedMemory(folder, "value", is_keeper=owner == CONTROLLER)
+        self.places: dict[int, Place] = {}
+        self.gone: queue.SimpleQueue[tuple[int, Packed] | None] = queue.SimpleQueue()
+        self._idle: defaultdict[int, deque[Link]] = defaultdict(deque)
+
+    def pack(self, value: Any) -> Placed:
+        """Writes a value; unless this is the controller, it has to `adopt` it."""
+        return Placed(self._memory.pack(value), self._owner)
+
+    def adopt(self, placed: Placed) -> None:
+        """Has the value removed, wherever it lies, when this process no longer holds the handle."""
+        packed = placed.packed
+        if self._is_near(placed.owner):
+            self._memory.adopt(packed)
+        elif packed.file is not None:
+            # Handles are collected at any moment, in which a queue may be written to, not a link.
+            weakref.finalize(packed, self.gone.put, (placed.owner, copy.copy(packed)))
+
+    def forget(self, packed: Packed) -> None:
+        """Removes a value of this process, for the controller."""
+        self._memory.adopt(copy.copy(packed))  # at once, whatever the caller holds
+
+    def load(self, placed: Placed, wanted: Callable[[Any], Any] | None = None) -> Any:
+        """Reads a value, or what is wanted of it.
+
+        Args:
+            placed: the handle.
+            wanted: picklable, as it is applied where the value lies.
+
+        Raises:
+            CommError: if its owner is on another machine, and gone.
+        """
+        if placed.packed.file is None or self._is_near(placed.owner):
+            return self._memory.load(placed.packed, wanted)
+        try:
+            with self._asking(placed.owner) as link:
+                link.send((placed.packed, wanted))
+                num_bytes, error = link.receive()
+                data, *buffers = [link.receive_bytes(count) for count in num_bytes]
+        except (EOFError, OSError) as lost:
+            raise CommError(
+                f"a value of {self._told(placed.owner)} can not be read, as it does not answer "
+                f"({lost}); start again from the last checkpoint"
+            ) from lost
+        if error is not None:
+            raise error
+        return decode(data, buffers)
+
+    def serve(self, link: Link) -> None:
+        """Hands out values of this process to one of another machine, until it closes the link."""
+        while True:
+            self._hand_out(link, *link.receive())
+
+    def _hand_out(self, link: Link, packed: Packed, wanted: Callable[[Any], Any] | None) -> None:
+        data, buffers, error = b"", [], None
+        try:
+            data, buffers = encode(self._memory.load(packed, wanted))
+        except Exception as raised:  # noqa: BLE001 - raised where the value is read
+            error = raised
+        pieces = [memoryview(data), *(buffer.raw() for buffer in buffers)]
+        link.send(([piece.nbytes for piece in pieces], error))
+        for piece in pieces:
+            link.send_bytes(piece)
+
+    def remove(self) -> None:
+        """Removes the values of all processes of this machine, some of which may have been killed.
+
+        For the end of a job: the first to end removes what nobody will read.
+        """
+        near = [place.folder for owner, place in self.places.items() if self._is_near(owner)]
+        for folder in {self.folder, *near}:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _is_near(self, owner: int) -> bool:
+        return (
+            owner == self._owner or self.places[owner].machine == self.places[self._owner].machine
+        )
+
+    @contextmanager
+    def _asking(self, owner: int) -> Iterator[Link]:
+        """A link to a process that nobody else uses meanwhile."""
+        idle = self._idle[owner]
+        try:
+            link = idle.pop()
+        except IndexError:
+            place = self.places[owner]
+            link = connect((place.host, place.port), self._key, _CONNECT_S)
+            link.send("values")
+        try:
+            yield link
+        except BaseException:
+            link.close()  # in the midst of a message, maybe
+            raise
+        idle.append(link)
+
+    def _told(self, owner: int) -> str:
+        return "the controller" if owner == CONTROLLER else f"rank {owner}"

@@ -1,0 +1,128 @@
+"""Recipes: what comes with the package is valid, and mistakes are told by name."""
+
+import json
+
+import pytest
+
+from hybridflow.cli import main
+from hybridflow.training.config import built_in, read_recipe
+from shared.errors import ConfigError
+
+
+@pytest.mark.parametrize("name", sorted(built_in()))
+def test_built_in_recipes_are_valid(name):
+    assert read_recipe(name).algorithm in name or name in ("reinforce-sort", "safe-sort")
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"stepz": "1"}, "stepz: there is no such key; did you mean 'steps'"),
+        ({"optimizer.lrr": "1"}, "optimizer.lrr: there is no such key; did you mean 'lr'"),
+        ({"algorithm": "gprp"}, "did you mean 'grpo'"),
+        ({"steps": "many"}, "steps: expected int, got 'many'"),
+        ({"steps": "true"}, "steps: expected int, got True"),
+        ({"optimizer": "3"}, "optimizer: expected keys and values, got 3"),
+        ({"num_samples": "1"}, "num_samples: grpo compares the responses"),
+        ({"batch_size": "9"}, "no whole number of prompts"),
+        ({"placement.engine": "threads"}, "placement.engine: expected one of inline, local, ray"),
+        ({"steps": "0"}, "steps: expected 1 or more"),
+        ({"algorithm.x": "1"}, "algorithm.x: algorithm is 'grpo', which has no keys in it"),
+        ({"placement.pools": "{a: 1"}, "placement.pools: no YAML"),
+        ({"algorithm": "remax", "num_samples": "1", "beta": "0.1"}, "beta: remax has no penalty"),
+        ({"cost": "a.py:b"}, "cost: grpo has none, only safe-rlhf has"),
+        (
+            {"per_token": "true", "reward": "a.py:b"},
+            "own reward to give to tokens, got a reward of",
+        ),
+        ({"per_token": "true", "task": "a.jsonl"}, "to tokens, got prompts of 'a.jsonl'"),
+        ({"max_prompt_tokens": "5"}, "max_prompt_tokens: digit-sort:2 has no longer prompts"),
+    ],
+)
+def test_mistakes_are_told(changes, told):
+    with pytest.raises(ConfigError, match=told.replace("(", r"\(")):
+        read_recipe("grpo-sort", changes)
+
+
+def test_values_are_read_as_yaml():
+    recipe = read_recipe("grpo-sort", {"optimizer.lr": "1e-4", "beta": "0", "per_token": "true"})
+    assert (recipe.optimizer.lr, recipe.beta, recipe.per_token) == (1e-4, 0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("steps: [", "no YAML"),
+        ("- a", "expected keys and values"),
+        ("steps: 3", "algorithm: is not"),
+    ],
+)
+def test_a_file_that_is_no_recipe(tmp_path, text, told):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        read_recipe(path)
+
+
+def test_a_name_that_is_none_lists_those_that_are():
+    with pytest.raises(ConfigError, match=r"built in are .*grpo-sort"):
+        read_recipe("grpo-srt")
+
+
+def test_train_writes_metrics_and_says_how_it_went(tmp_path, capsys):
+    arguments = ["train", "grpo-sort", "--set", "steps=3", "batch_size=32"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    assert "right answers" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(0 <= line["reward"] <= 1 and line["seconds"] > 0 for line in lines)
+
+
+def test_users_own_prompts_and_reward(tmp_path, capsys):
+    rows = [{"prompt": f"say {k}", "answer": str(k)} for k in range(8)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, rows)))
+    reward = tmp_path / "mine.py"
+    reward.write_text(
+        "from __future__ import annotations\nimport dataclasses\nimport hybridflow as hy\n\n\n"
+        "@dataclasses.dataclass\nclass Kept:\n    x: int = 0\n\n\n"
+        "def plain(sample, text):\n    return 0.0\n\n\n@hy.reward\ndef score(sample, text):\n"
+        "    return float(sample['answer'] in text)\n"
+    )
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"algorithm: rloo\ntask: {prompts}\nreward: {reward}:score\nnum_samples: 2\n"
+        "batch_size: 8\nmax_new_tokens: 5\nsteps: 2\n"
+    )
+    assert main(["train", str(recipe), "--out", str(tmp_path / "out")]) == 0
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert main(["train", str(recipe), "--set", f"reward={reward}:scor"]) == 1
+    assert "marked with @hybridflow.reward, got none" in capsys.readouterr().err
+    assert main(["train", str(recipe), "--set", f"reward={reward}:plain"]) == 1
+    assert "marked with @hybridflow.reward, got a function" in capsys.readouterr().err
+    assert main(["train", str(recipe), "--every", "0"]) == 1
+    assert main(["train", str(recipe), "--set", "reward="]) == 1
+
+
+def rewards_of(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    told = map(json.loads, lines)
+    return {line["step"]: (line["reward"], line["loss"], line["grad_norm"]) for line in told}
+
+
+def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
+    arguments = ["train", "ppo-sort", "--set", "steps=5", "batch_size=32"]
+    assert main([*arguments, "--out", str(tmp_path / "whole")]) == 0
+    kept = ["--checkpoint", str(tmp_path / "kept"), "--out", str(tmp_path / "parts")]
+    constant = ["optimizer.schedule=constant"]
+    whole = [*arguments, *constant, "--out", str(tmp_path / "constant")]
+    assert main(whole) == 0
+    short = [text.replace("steps=5", "steps=3") for text in arguments]
+    assert main([*short, *constant, *kept]) == 0
+    assert main([*arguments, *constant, *kept]) == 0
+    assert rewards_of(tmp_path / "parts") == rewards_of(tmp_path / "constant")
+    assert main([*arguments, "optimizer.lr=1", *kept]) == 1
+    out = ["--checkpoint", str(tmp_path / "kept"), "--out", str(tmp_path / "model")]
+    changes = [*arguments[2:], *constant]
+    assert main(["export", "ppo-sort", *changes, *out]) == 0
+    assert (tmp_path / "model" / "config.json").is_file()

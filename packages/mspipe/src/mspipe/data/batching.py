@@ -1,0 +1,123 @@
+"""Cuts events into batches: of one size, from a random start, or as far as memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from mspipe.data.events import Events
+from mspipe.data.negatives import Negatives
+from shared.errors import ConfigError
+
+__all__ = ["Batch", "Cut", "batches", "bounds"]
+
+Cut = Literal["uniform", "random-start", "adaptive"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Events that are looked at together, all as of the memory before the first of them.
+
+    Attributes:
+        index: number of the batch.
+        events: by time.
+        negatives: int64 [num_events, num_negatives], other destinations of each event.
+    """
+
+    index: int
+    events: Events
+    negatives: Int64[Tensor, "num_events num_negatives"]
+
+    @property
+    def roots(self) -> tuple[Tensor, Tensor]:
+        """Whom to embed and when: sources, destinations, then the negatives event by event."""
+        t, num_negatives = self.events.t, self.negatives.shape[1]
+        nodes = torch.cat([self.events.src, self.events.dst, self.negatives.flatten()])
+        return nodes, torch.cat([t, t, t.repeat_interleave(num_negatives)])
+
+
+def batches(
+    events: Events,
+    size: int = 600,
+    negatives: Negatives | None = None,
+    *,
+    num_negatives: int = 1,
+    cut: Cut = "uniform",
+    seed: int = 0,
+) -> Iterator[Batch]:
+    """Cuts events into batches with negatives.
+
+    Args:
+        events: by time.
+        size: events a batch.
+        negatives: what to draw them from; random destinations of the events by default.
+        num_negatives: an event; 0 for none.
+        cut: see `bounds`.
+        seed: of the draws and the random start; another one each epoch draws anew.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+    if num_negatives < 0:
+        raise ConfigError(f"expected num_negatives of 0 or more, got {num_negatives}")
+    source = negatives or Negatives(events)
+    ends = bounds(events, size, cut, seed)
+    # Not a generator itself, so that errors come from here and not from where batches are used.
+    parts = (events[first:end] for first, end in pairwise(ends))
+    return (
+        Batch(index, part, source.draw(part, num_negatives, seed))
+        for index, part in enumerate(parts)
+    )
+
+
+def bounds(events: Events, size: int, cut: Cut = "uniform", seed: int = 0) -> list[int]:
+    """Where batches begin, and the end.
+
+    `random-start` makes the first batch shorter by a random length, after TGL's random chunks
+    (arXiv 2203.14883), so that epochs cut elsewhere. `adaptive` is the rule of ETC (VLDB 2024): a batch
+    grows as long as the events in it that find their nodes' memory out of date, 2 x events - different
+    nodes, are no more than in the worst batch of the given size.
+
+    Raises:
+        ConfigError: the size is below 1, or the cut is none of these.
+    """
+    if size < 1:
+        raise ConfigError(f"expected batches of at least one event, got {size}")
+    if cut not in get_args(Cut):
+        raise ConfigError(f"cut: expected one of {', '.join(get_args(Cut))}, got {cut!r}")
+    count = len(events)
+    if cut == "adaptive":
+        return _adaptive(events, size)
+    first = 0
+    if cut == "random-start" and count > size:
+        first = int(np.random.default_rng([seed % (1 << 64), 0x5347]).integers(1, size + 1))
+    starts = list(range(first, count, size))
+    return [*([0] if first else []), *starts, count] if count else [0]
+
+
+def _adaptive(events: Events, size: int) -> list[int]:
+    pairs = torch.stack([events.src, events.dst], 1).numpy()
+    count = len(pairs)
+    most = 0
+    for first in range(0, count, size):
+        part = pairs[first : first + size]
+        most = max(most, part.size - len(np.unique(part)))
+    # By node, the number of the last batch that it was met in; a list, whose truths add up.
+    met = [-1] * events.num_nodes
+    ends, lost = [0], 0
+    for at, (src, dst) in enumerate(pairs.tolist()):
+        number = len(ends)
+        more = (met[src] == number) + (met[dst] == number or src == dst)
+        if lost + more > most and at > ends[-1]:
+            ends.append(at)
+            number, lost, more = number + 1, 0, int(src == dst)
+        met[src] = met[dst] = number
+        lost += more
+    return [*ends, count] if count else [0]

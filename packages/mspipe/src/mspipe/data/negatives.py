@@ -1,0 +1,135 @@
+"""Destinations that an event did not have, drawn by the event's own id."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from mspipe.data.events import Events
+from shared.errors import ConfigError, DataError
+from shared.kernels.philox import philox, stream_key
+
+__all__ = ["Kind", "Negatives"]
+
+Kind = Literal["random", "historical", "inductive"]
+
+
+class Negatives:
+    """Draws destinations for events, never an event's own.
+
+    After "Towards Better Evaluation for Dynamic Link Prediction" (arXiv 2207.10128): `random` ones
+    are any destination of the stream, `historical` ones those that the source has met before the
+    event, `inductive` ones those of them that it met first at `since` or later. Where a source has
+    none, a random one is drawn. A draw depends on the seed, the event's id and the number of the draw
+    alone.
+
+    Args:
+        events: the whole stream; from its destinations and meetings negatives are drawn.
+        kind: which.
+        since: for `inductive`, the time at which training ends.
+
+    Raises:
+        ConfigError: the kind is none of these, or `inductive` has no `since`.
+    """
+
+    def __init__(self, events: Events, kind: Kind = "random", since: float | None = None) -> None:
+        if kind not in get_args(Kind):
+            raise ConfigError(
+                f"negatives: expected one of {', '.join(get_args(Kind))}, got {kind!r}"
+            )
+        if kind == "inductive" and since is None:
+            raise ConfigError(
+                "negatives: inductive ones need since=, the time at which training ends"
+            )
+        self.kind = kind
+        self._pool = torch.unique(events.dst)
+        src, dst, t = (part.numpy() for part in (events.src, events.dst, events.t))
+        # Every pair once, as it met first: by source, then by time.
+        self._num_nodes = events.num_nodes
+        _, first = np.unique(src * self._num_nodes + dst, return_index=True)
+        first = first[np.lexsort((first, src[first]))]
+        self._src, self._dst, self._t = src[first], dst[first], t[first]
+        self._starts = np.searchsorted(self._src, np.arange(self._num_nodes + 1))
+        order = np.lexsort((self._dst, self._src))
+        self._pairs, self._place = (self._src * self._num_nodes + self._dst)[order], order
+        self._since = since
+
+    def draw(
+        self, events: Events, num_negatives: int = 1, seed: int = 0
+    ) -> Int64[Tensor, "num_events num_negatives"]:
+        """Destinations for each event; the same for the same events in any batches.
+
+        Raises:
+            ConfigError: `num_negatives` is negative.
+            DataError: a source is no node of the stream, or an event has no other destination.
+        """
+        if num_negatives < 0:
+            raise ConfigError(f"expected num_negatives of 0 or more, got {num_negatives}")
+        count = len(events)
+        if not count or not num_negatives:
+            return torch.empty(count, num_negatives, dtype=torch.int64)
+        if int(events.src.max()) >= self._num_nodes:
+            raise DataError(
+                f"negatives: expected nodes below {self._num_nodes}, as the stream has them"
+            )
+        numbers = torch.stack(
+            [
+                events.eid[:, None].expand(-1, num_negatives),
+                torch.arange(num_negatives).expand(count, -1),
+            ]
+        )
+        counter = torch.zeros(count, num_negatives, 4, dtype=torch.int64)
+        counter[..., 0], counter[..., 1] = numbers[0] & 0xFFFFFFFF, numbers[0] >> 32
+        counter[..., 2] = numbers[1]
+        words = philox(counter.view(-1, 4), stream_key(seed)).view(count, num_negatives, 4)
+        # 31 bits of each word: a remainder of less than 2^20 is even to one in two thousand.
+        bits = (words[..., :2] & 0x7FFFFFFF).numpy()
+        found = self._random(events, bits[..., 0])
+        if self.kind == "random":
+            return torch.from_numpy(found)
+        low, high, own = self._range(events)
+        num_candidates = high - low - ((own >= low) & (own < high))
+        at = low[:, None] + bits[..., 1] % np.maximum(num_candidates, 1)[:, None]
+        # The one that is left out gives its place to the last.
+        at = np.where(at == own[:, None], high[:, None] - 1, at)
+        is_there = num_candidates[:, None] > 0
+        met = self._dst[np.where(is_there, at, 0)]
+        return torch.from_numpy(np.where(is_there, met, found))
+
+    def _random(self, events: Events, bits: np.ndarray) -> np.ndarray:
+        pool = self._pool.numpy()
+        place = np.searchsorted(pool, events.dst.numpy())
+        is_in = (place < len(pool)) & (pool[np.minimum(place, len(pool) - 1)] == events.dst.numpy())
+        num_candidates = len(pool) - is_in
+        if (num_candidates < 1).any():
+            raise DataError("negatives: expected at least two different destinations in the stream")
+        at = bits % num_candidates[:, None]
+        return pool[at + (is_in[:, None] & (at >= place[:, None]))]
+
+    def _range(self, events: Events) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of each event, where its candidates begin and end in the list of pairs, and its own pair."""
+        src, dst, t = (part.numpy() for part in (events.src, events.dst, events.t))
+        begin, end = self._starts[src], self._starts[src + 1]
+        high = _bisect(self._t, begin, end, t)
+        low = begin
+        if self.kind == "inductive":
+            low = _bisect(self._t, begin, end, np.full(len(src), self._since))
+        key = src * self._num_nodes + dst
+        place = np.minimum(np.searchsorted(self._pairs, key), len(self._pairs) - 1)
+        own = np.where(self._pairs[place] == key, self._place[place], -1)
+        return low, np.maximum(high, low), own
+
+
+def _bisect(times: np.ndarray, begin: np.ndarray, end: np.ndarray, bound: np.ndarray) -> np.ndarray:
+    """The first place in each [begin, end) whose time is not below the bound."""
+    low, high = begin.copy(), end.copy()
+    while (low < high).any():
+        middle = (low + high) // 2
+        is_below = (low < high) & (times[np.minimum(middle, len(times) - 1)] < bound)
+        high = np.where((low < high) & ~is_below, middle, high)
+        low = np.where(is_below, middle + 1, low)
+    return low

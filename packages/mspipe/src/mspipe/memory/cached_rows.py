@@ -1,0 +1,138 @@
+"""Rows that lie elsewhere, the lately used ones kept here as well, so that a slow link carries fewer.
+
+Forwarding hides the time that rows are on their way; only rows that need not travel spare the link.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from mspipe.memory.rows import Rows
+from shared.errors import ConfigError
+
+__all__ = ["CachedRows"]
+
+
+class CachedRows:
+    """A table in front of other rows: the least recently used leave it, and writes go to both.
+
+    Reads give what reads of the rows behind give, as long as none but this process (and workers that
+    write the same) writes them. One thread may read while another writes.
+
+    Args:
+        rows: that lie elsewhere.
+        num_words: of a row.
+        num_kept: rows kept here.
+
+    Attributes:
+        num_asked, num_found: rows that were read so far, and those of them that were here.
+
+    Raises:
+        ConfigError: there is not room for a single row.
+    """
+
+    def __init__(self, rows: Rows, num_words: int, num_kept: int) -> None:
+        if num_kept < 1:
+            raise ConfigError(
+                f"cache_bytes: expected room for a row of {4 * num_words:,} bytes or more"
+            )
+        self._rows, self._num_kept = rows, num_kept
+        self.device = rows.device
+        self._table = torch.empty(num_kept, num_words, device=rows.device)
+        self.num_asked = self.num_found = 0
+        self._lock = threading.Lock()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._place = torch.full((self.num_rows,), -1, dtype=torch.int32)  # of each row, or -1
+        self._written = torch.zeros(self.num_rows, dtype=torch.int32)  # at which write it was last
+        self._row = torch.full((self._num_kept,), -1, dtype=torch.int64)  # in each place
+        self._used = torch.full((self._num_kept,), -1, dtype=torch.int64)  # when it was last
+        self._now = self._num_writes = 0
+
+    @property
+    def num_rows(self) -> int:
+        """How many there are behind."""
+        return self._rows.num_rows
+
+    @property
+    def version(self) -> int:
+        """Of the rows behind."""
+        return self._rows.version
+
+    def read(self, ids: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
+        """Copies of rows; those that are not here are asked for at once."""
+        ids = ids.cpu()
+        with self._lock:
+            place = self._place[ids].long()
+            is_here = place >= 0
+            here = place[is_here]
+            out = self._table.new_empty(len(ids), self._table.shape[1])
+            out[is_here] = self._table[here]
+            self._touch(here)
+            num_writes = self._num_writes
+            self.num_asked += len(ids)
+            self.num_found += len(here)
+        missing, again = torch.unique(ids[~is_here], return_inverse=True)
+        if len(missing):
+            found = self._rows.read(missing)
+            out[~is_here] = found[again]
+            with self._lock:
+                # What was written meanwhile is newer than what was read, or may be.
+                is_latest = self._written[missing] <= num_writes
+                self._keep(missing[is_latest], found[is_latest])
+        return out
+
+    def write(self, ids: Int64[Tensor, " n"], rows: Float[Tensor, "n words"]) -> None:
+        """Replaces rows, behind and here."""
+        ids = ids.cpu()
+        with self._lock:
+            # Already now: a read that began before the write may end after it.
+            self._num_writes += 1
+            self._written[ids] = self._num_writes
+        self._rows.write(ids, rows)
+        with self._lock:
+            self._num_writes += 1
+            self._written[ids] = self._num_writes
+            self._keep(ids, rows.to(self.device))
+
+    def reset(self) -> None:
+        """Has all rows as at first."""
+        self._rows.reset()
+        with self._lock:
+            self._forget()
+
+    def grow(self, num_rows: int) -> None:
+        """Adds rows as at first."""
+        self._rows.grow(num_rows)
+        with self._lock:
+            self._forget()
+
+    def close(self) -> None:
+        """Closes what is behind."""
+        self._rows.close()
+
+    def _touch(self, places: Tensor) -> None:
+        self._now += 1
+        self._used[places] = self._now
+
+    def _keep(self, ids: Tensor, rows: Tensor) -> None:
+        """Puts rows into the table, the newest of them where there is not room for all."""
+        place = self._place[ids].long()
+        is_here = place >= 0
+        self._table[place[is_here]] = rows[is_here]
+        self._touch(place[is_here])
+        ids, rows = ids[~is_here][-self._num_kept :], rows[~is_here][-self._num_kept :]
+        if not len(ids):
+            return
+        place = self._used.topk(len(ids), largest=False, sorted=False).indices
+        leaving = self._row[place]
+        self._place[leaving[leaving >= 0]] = -1
+        self._place[ids] = place.int()
+        self._row[place] = ids
+        self._table[place] = rows
+        self._touch(place)

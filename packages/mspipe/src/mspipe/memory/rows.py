@@ -1,0 +1,226 @@
+"""Where rows lie: in this machine's memory, on its GPU, in memory that processes share, or elsewhere."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from shared.errors import ConfigError, DataError
+from shared.kernels.gather import gather
+
+__all__ = ["LocalRows", "Rows", "SharedRows", "open_rows"]
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Rows of 32-bit words by number, and a count of writes."""
+
+    @property
+    def num_rows(self) -> int:
+        """How many."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """How many writes there were."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where rows that are read arrive."""
+        ...
+
+    def read(self, ids: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
+        """Copies of rows."""
+        ...
+
+    def write(self, ids: Int64[Tensor, " n"], rows: Float[Tensor, "n words"]) -> None:
+        """Replaces rows of different numbers, and counts a version."""
+        ...
+
+    def reset(self) -> None:
+        """Has all rows as at first."""
+        ...
+
+    def grow(self, num_rows: int) -> None:
+        """Adds rows as at first."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of what the system lent."""
+        ...
+
+
+def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> Rows:
+    """Rows at a place, all like `fresh`.
+
+    Raises:
+        ConfigError: there is no such place.
+    """
+    if place == "cpu":
+        return LocalRows(num_rows, fresh, torch.device("cpu"))
+    if place == "pinned" or place.split(":")[0] == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"place={place!r}: expected a GPU, torch finds none; use place='cpu'")
+        device = torch.device("cpu" if place == "pinned" else place)
+        return LocalRows(num_rows, fresh, device, is_pinned=place == "pinned")
+    if place.startswith("shm:") and len(place) > 4:
+        return SharedRows(place[4:], num_rows, fresh)
+    if place.startswith("tcp://"):
+        from mspipe.memory.remote_rows import RemoteRows
+
+        return RemoteRows(place, num_rows, fresh)
+    raise ConfigError(
+        f"place: expected 'cpu', 'pinned', 'cuda', 'shm:NAME' or 'tcp://host:port', got {place!r}"
+    )
+
+
+class LocalRows:
+    """Rows of one tensor.
+
+    Args:
+        num_rows: how many.
+        fresh: what each is at first.
+        device: where.
+        is_pinned: in pages that a GPU reads directly.
+    """
+
+    def __init__(
+        self, num_rows: int, fresh: Tensor, device: torch.device, *, is_pinned: bool = False
+    ) -> None:
+        self.device, self.version = device, 0
+        self._fresh, self._is_pinned = fresh.to(device), is_pinned
+        self._table = self._made(num_rows)
+
+    def _made(self, num_rows: int) -> Tensor:
+        shape = num_rows, len(self._fresh)
+        if self.device.type == "cpu" and not self._is_pinned:
+            # numpy asks for huge pages, torch does not; random rows are found sooner in them.
+            table = torch.from_numpy(np.empty(shape, np.float32))
+        else:
+            table = torch.empty(shape, device=self.device, pin_memory=self._is_pinned)
+        table[:] = self._fresh
+        return table
+
+    @property
+    def num_rows(self) -> int:
+        """How many."""
+        return len(self._table)
+
+    @property
+    def table(self) -> Float[Tensor, "num_rows words"]:
+        """The rows themselves, until there are more of them."""
+        return self._table
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Copies of rows."""
+        ids = ids.to(self.device)
+        if not self._is_pinned:
+            return gather(self._table, ids)
+        # Into pinned pages again, from which a copy to the GPU runs beside other work.
+        out = torch.empty(len(ids), self._table.shape[1], pin_memory=True)
+        return gather(self._table, ids, out)
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Replaces rows of different numbers, and counts a version."""
+        self._table.index_copy_(0, ids.to(self.device), rows.to(self.device))
+        self.version += 1
+
+    def reset(self) -> None:
+        """Has all rows as at first."""
+        self._table[:] = self._fresh
+        self.version += 1
+
+    def grow(self, num_rows: int) -> None:
+        """Adds rows as at first."""
+        table = self._made(num_rows)
+        table[: len(self._table)] = self._table
+        self._table = table
+
+    def close(self) -> None:
+        """Lets go of the rows."""
+        self._table = self._table[:0]
+
+
+class SharedRows:
+    """Rows in memory that all processes of the machine see by a name.
+
+    Whoever comes first makes it, and removes it on closing. Writers of different rows need no lock; a
+    reader may see half of a row that another process is writing, so that ranks meet between the two.
+
+    Raises:
+        ConfigError: the machine has no such memory, or rows are to be added.
+        DataError: there is one of that name with other rows.
+    """
+
+    _HEAD = 16  # words before the rows: the first two are the count of writes
+
+    def __init__(self, name: str, num_rows: int, fresh: Tensor) -> None:
+        self.device, self._fresh = torch.device("cpu"), fresh
+        folder = Path("/dev/shm")
+        if not folder.is_dir():
+            raise ConfigError(
+                "place='shm:...': expected /dev/shm, which Linux has; use place='cpu'"
+            )
+        self._path = folder / f"mspipe-{name}"
+        num_words = self._HEAD + num_rows * len(fresh)
+        with self._path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+            found = file.seek(0, os.SEEK_END)
+            self._is_maker = found == 0
+            if self._is_maker:
+                file.truncate(4 * num_words)
+            elif found != 4 * num_words:
+                raise DataError(
+                    f"{self._path}: expected {num_rows} rows of {len(fresh)} words, {4 * num_words} "
+                    f"bytes, there are {found}; take another name, or remove the file"
+                )
+            words = torch.from_file(str(self._path), shared=True, size=num_words)
+            self._version = words[: self._HEAD].view(torch.int64)
+            self._table = words[self._HEAD :].view(num_rows, len(fresh))
+            if self._is_maker:
+                self._table[:] = fresh
+
+    @property
+    def num_rows(self) -> int:
+        """How many."""
+        return len(self._table)
+
+    @property
+    def version(self) -> int:
+        """How many writes there were, of any process."""
+        return int(self._version[0])
+
+    def read(self, ids: Tensor) -> Tensor:
+        """Copies of rows."""
+        return gather(self._table, ids.cpu())
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        """Replaces rows of different numbers, and counts a version."""
+        self._table.index_copy_(0, ids.cpu(), rows.cpu())
+        self._version[0] += 1
+
+    def reset(self) -> None:
+        """Has all rows as at first."""
+        self._table[:] = self._fresh
+        self._version[0] += 1
+
+    def grow(self, num_rows: int) -> None:
+        """Is refused."""
+        raise ConfigError(
+            f"{self._path}: has {self.num_rows} rows and cannot grow to {num_rows}, since other "
+            f"processes look at it; make it as large as it will be"
+        )
+
+    def close(self) -> None:
+        """Removes the memory, if this process made it; others keep seeing it until they end."""
+        if self._is_maker:
+            self._path.unlink(missing_ok=True)
+            self._is_maker = False

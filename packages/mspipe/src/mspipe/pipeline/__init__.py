@@ -1,0 +1,1 @@
+"""The training pipeline: its stages, staleness, workers, and report."""

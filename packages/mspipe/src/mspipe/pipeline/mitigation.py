@@ -1,0 +1,165 @@
+"""Stale states mixed with those of similar nodes that are fresher, after MSPipe.
+
+Among the roots of a batch, those whose memory is older than that of 99 % of them take part of their
+state from the nodes that met most of the same others. How much is fitted as training goes: what a
+missing write brings is known a moment later, and the weight is the one that would have come closest.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from mspipe.data.events import Events
+from mspipe.memory.node_memory import State
+from shared.errors import ConfigError
+
+__all__ = ["Mitigation", "similar_nodes"]
+
+_NUM_BANDS, _BAND_ROWS, _BESIDE = 16, 2, 8
+
+
+class Mitigation:
+    """Finds what is most stale in a batch, and mixes it.
+
+    Args:
+        events: of the past; whom a node met in them makes it similar to others.
+        num_similar: nodes that are asked, at most.
+        quantile: of the roots' spans since their memory's time, above which they are mixed.
+        weight: of the own state in the mix; None fits it.
+        decay: of what was fitted before, an iteration.
+        seed: of the hashes.
+
+    Attributes:
+        similar: int64 [num_nodes, num_similar], -1 where there is none.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        events: Events,
+        num_similar: int = 10,
+        *,
+        quantile: float = 0.99,
+        weight: float | None = None,
+        decay: float = 0.99,
+        seed: int = 0,
+    ) -> None:
+        if num_similar < 1 or not 0 <= quantile < 1 or not 0 <= decay < 1:
+            raise ConfigError(
+                f"expected num_similar of at least 1, quantile and decay in [0, 1), got {num_similar}, "
+                f"{quantile}, {decay}"
+            )
+        if weight is not None and not 0 <= weight <= 1:
+            raise ConfigError(f"weight: expected a share in [0, 1], got {weight}")
+        self.similar = similar_nodes(events, num_similar, seed)
+        self._quantile, self._given, self._decay = quantile, weight, decay
+        self._dot = self._square = 0.0
+
+    @property
+    def weight(self) -> float:
+        """Of the own state; 1 as long as nothing is known that would be nearer."""
+        if self._given is not None:
+            return self._given
+        return min(1.0, max(0.0, self._dot / self._square)) if self._square > 0 else 1.0
+
+    def asked(
+        self, nodes: Int64[Tensor, " num_rows"], is_root: Bool[Tensor, " num_rows"], age: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows that are stale among the roots, and nodes that are asked for them.
+
+        Args:
+            nodes: of a batch.
+            is_root: which of them are roots whose state was written before.
+            age: [num_rows], from the memory's time to the latest event that asks.
+
+        Returns:
+            Places in `nodes` [num_stale], and nodes [num_stale, num_similar], -1 for none.
+        """
+        roots = (is_root & (nodes < len(self.similar))).nonzero()[:, 0]
+        if not len(roots):
+            return roots, self.similar[:0]
+        bound = torch.quantile(age[roots].float(), self._quantile)
+        stale = roots[age[roots].float() > bound]
+        return stale, self.similar[nodes[stale]]
+
+    def mixed(
+        self, own: Float[Tensor, "n dim"], times: Tensor, others: State, is_there: Tensor
+    ) -> tuple[Float[Tensor, "n dim"], Bool[Tensor, " n"], Float[Tensor, "n dim"]]:
+        """Mixes states with the mean of those of similar nodes that are fresher.
+
+        Args:
+            own: stale states, and their times [n].
+            others: of the similar nodes, [n * num_similar].
+            is_there: [n, num_similar], whether a node is similar.
+
+        Returns:
+            The states; which of them were mixed; and the means.
+        """
+        count, num_similar = is_there.shape
+        is_fresher = is_there & (others.memory_times.view(count, num_similar) > times[:, None])
+        weights = is_fresher.to(own.dtype)
+        total = weights.sum(1, keepdim=True)
+        rows = others.memory.reshape(count, num_similar, -1)
+        mean = (weights[:, None] @ rows)[:, 0] / total.clamp(min=1)
+        is_mixed = total[:, 0] > 0
+        mix = self.weight * own + (1 - self.weight) * mean
+        return torch.where(is_mixed[:, None], mix, own), is_mixed, mean
+
+    def fit(
+        self,
+        stale: Float[Tensor, "n dim"],
+        mean: Float[Tensor, "n dim"],
+        fresh: Float[Tensor, "n dim"],
+    ) -> None:
+        """Takes in what stale states and the means of others were, and what the states are in truth."""
+        apart = (stale - mean).double()
+        self._dot = self._decay * self._dot + float(((fresh - mean).double() * apart).sum())
+        self._square = self._decay * self._square + float((apart * apart).sum())
+
+
+def similar_nodes(events: Events, num_similar: int, seed: int = 0) -> Int64[Tensor, "nodes k"]:
+    """Of each node those that met most of the same others: the most similar first, -1 for none.
+
+    Jaccard similarity by MinHash (Broder, 1997): each band of hashes puts nodes with equal values side by
+    side, the next few there are candidates, and the share of equal hashes ranks them. O(nodes).
+    """
+    num_nodes, num_hashes = events.num_nodes, _NUM_BANDS * _BAND_ROWS
+    if not num_nodes:
+        return torch.empty(0, num_similar, dtype=torch.int64)
+    random = np.random.default_rng([seed, 0x4D48])
+    factors = random.integers(1, 2**31, (2, num_hashes), dtype=np.uint64) | np.uint64(1)
+    here = torch.cat([events.src, events.dst]).numpy()
+    there = torch.cat([events.dst, events.src]).numpy().astype(np.uint64)
+    signs = np.full((num_hashes, num_nodes), 2**63, np.uint64)
+    for number, (factor, shift) in enumerate(factors.T):
+        mixed = (there + np.uint64(1)) * factor * np.uint64(0x9E3779B97F4A7C15) + shift
+        mixed ^= mixed >> np.uint64(29)
+        np.minimum.at(signs[number], here, mixed >> np.uint64(1))
+    has_met = np.zeros(num_nodes, bool)
+    has_met[here] = True
+    nodes = np.flatnonzero(has_met)
+    candidates = np.full((num_nodes, _NUM_BANDS * _BESIDE), -1, np.int64)
+    for band in range(_NUM_BANDS):
+        rows = signs[band * _BAND_ROWS : (band + 1) * _BAND_ROWS, nodes]
+        order = np.lexsort((random.random(len(nodes)), *rows))
+        ordered, keys = nodes[order], rows[:, order]
+        for step in range(1, _BESIDE + 1):
+            is_equal = (keys == np.roll(keys, -step, 1)).all(0)
+            is_equal &= ordered != np.roll(ordered, -step)
+            found = np.where(is_equal, np.roll(ordered, -step), -1)
+            candidates[ordered, band * _BESIDE + step - 1] = found
+    found = np.full((num_nodes, num_similar), -1, np.int64)
+    for part in np.array_split(nodes, max(1, len(nodes) // 4096)):
+        mine = np.sort(candidates[part], 1)
+        mine[:, 1:][mine[:, 1:] == mine[:, :-1]] = -1  # each candidate once
+        share = (signs[:, mine] == signs[:, part][..., None]).mean(0)
+        share[mine < 0] = -1
+        best = np.argsort(-share, 1, kind="stable")[:, :num_similar]
+        taken = np.take_along_axis(mine, best, 1)
+        found[part, : taken.shape[1]] = taken
+    return torch.from_numpy(found)
