@@ -1,6 +1,6 @@
 """What every test of the yard needs, in hatch's environment and in a package's own.
 
-Runs before any test file is imported: it decides how Triton kernels run, has the shapes and types
+Runs before any test file is imported: it decides how Triton kernels run, gives torch one thread, has the shapes and types
 in signatures checked at call time, gives Hypothesis no deadlines, binds the name `shared` to the
 installed package and lets Sybil run the READMEs. Each part steps aside when its library is not
 installed, so that one package can be tested with nothing but its own `test` extra.
@@ -17,6 +17,9 @@ from typing import Any
 # The mode is fixed for a process by the first import of triton, so it is set before all else.
 if not shutil.which("nvidia-smi"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tensors of tests are small: OpenMP's threads would wait for one another far longer than they compute,
+# and would take the cores from the ranks beside them. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _ROOT = Path(__file__).parent
 _OURS = ["shared", *(path.parent.name for path in _ROOT.glob("packages/*/src/*/__init__.py"))]

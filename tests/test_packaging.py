@@ -205,15 +205,18 @@ def pins(wheel):
     return found
 
 
-@pytest.mark.parametrize("home", **packages_by_name)
-def test_no_index_is_asked_for_our_names(tmp_path, wheels, home):
-    extras = ",".join(metadata(wheels[home.name]).get_all("Provides-Extra"))
-    asked, chosen = asked_of_an_index(tmp_path, [f"{home}[{extras}]"], pins(wheels[home.name]))
+def test_no_index_is_asked_for_our_names(tmp_path, wheels):
+    """All packages with all extras in one request, which also shows that they can be installed together."""
+    wanted, versions = [], {}
+    for home in PACKAGES:
+        extras = ",".join(metadata(wheels[home.name]).get_all("Provides-Extra"))
+        wanted.append(f"{home}[{extras}]")
+        versions |= pins(wheels[home.name])
+    asked, chosen = asked_of_an_index(tmp_path, wanted, versions)
     assert {"torch", "numpy", "pytest"} <= asked, "the index did not note what it was asked"
-    ours = {name for h in HOMES for name in (h.name, f"meshyard-{h.name}")}
-    assert asked & ours == set()
+    assert asked & {name for h in HOMES for name in (h.name, f"meshyard-{h.name}")} == set()
     version = metadata(wheels["shared"])["Version"]
-    assert {f"meshyard-shared-{version}", f"meshyard-{home.name}-{version}"} <= chosen
+    assert {f"meshyard-{home.name}-{version}" for home in HOMES} <= chosen
 
 
 def test_the_index_would_have_noted_our_names(tmp_path):

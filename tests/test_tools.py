@@ -206,6 +206,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_peer_takes_turns_in_an_environment_of_its_own(tmp_path):
     """An empty pin file makes an environment that needs no index."""
     (tmp_path / "bench/peers").mkdir(parents=True)
