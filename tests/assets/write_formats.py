@@ -20,7 +20,8 @@ on; tensors stand there as hashes of their bytes. `tests/test_formats.py` reads 
 
 To write them anew, run `python tests/assets/write_formats.py` where the packages are installed; only a
 change of a format's version needs it. Contents repeat; seconds in reports, and the random name of a
-checkpoint's data folder, do not.
+checkpoint's data folder, do not. One file, though long, so that whoever looks at an asset finds at one
+place what it was made from.
 """
 
 import hashlib
