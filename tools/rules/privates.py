@@ -14,17 +14,54 @@ from pathlib import Path
 
 __all__ = ["FOREIGN", "Access", "find_private_accesses"]
 
-# A dotted name covers what lies below it; one that begins with a dot is an attribute of any object.
+# A name covers what lies below it; one that begins with a dot is an attribute of any object. A name
+# of a variable is given where a class of ours has a private name of the same spelling.
 FOREIGN = {
-    "._asdict": "public methods and fields of a namedtuple, whose other names are the user's",
-    "._fields": "as ._asdict",
-    "._make": "as ._asdict",
-    "._replace": "as ._asdict",
+    "._asdict": "namedtuple: its public methods begin with an underscore, as fields are the user's",
+    "._fields": "namedtuple",
+    "._replace": "namedtuple",
+    "atexit._run_exitfuncs": "a rank that leaves by os._exit still runs its exit functions",
+    "os._exit": "a forked process leaves without its parent's exit functions",
+    "sys._getframe": "a test looks at who calls, to stop a save at each of its lines",
+    "ray._private": "a test counts the references that a worker holds",
+    "torch._foreach_add_": "one launch for many tensors, as torch's optimizers do it",
+    "torch._foreach_copy_": "one launch for many tensors, as torch's optimizers do it",
+    "torch._utils": "functions that files of torch.save name",
+    "torch.autograd.Variable._execution_engine": "the end of a backward pass, as torch's DDP finds it",
+    "torch.cuda._sleep": "keeps a GPU busy for a given number of cycles",
+    "torch.distributed._shard": "sharded tensors of old checkpoints, written by a test",
+    "torch.distributed.checkpoint._fsspec_filesystem": "the peer of a benchmark",
+    "torch.distributed.checkpoint.filesystem._StorageInfo": "what torch's metadata file holds",
+    "torch.distributed.checkpoint.state_dict_loader._load_state_dict_from_keys": "as Megatron loads",
+    "torch.distributed.distributed_c10d._world": "names of process groups count those there are",
+    "torch.distributed.tensor.placement_types._StridedShard": "the placement of FSDP2 over TP",
+    "torch.storage._dtype_to_storage_type_map": "names of storages in files of torch.save",
+    "torch.Tensor._make_wrapper_subclass": "a test's tensor subclass",
+    "torch.utils._python_dispatch": "a test watches what torch runs",
+    "torch.utils._pytree": "a test watches what torch runs",
+    "process_group._get_backend": "the timeout of a group that the user made",
+    "(...).options._timeout": "the timeout of a group that the user made",
+    "._local_tensor": "DTensor: the shard without a step in the autograd graph",
+    "._spec": "DTensor: mesh, placements and shape as one object that is cached by identity",
+    "._split_tensor": "placement: torch's own split, which a test compares with",
+    "._schema": "operator: its name, in a test that watches what torch runs",
+    "._orig_mod": "torch.compile's wrapper: the user's module",
+    "._non_persistent_buffers_set": "torch.nn.Module: which buffers a state dict leaves out",
+    "module._buffers": "torch.nn.Module: the tensors that it holds itself",
+    "module._handle": "FSDP1: the flat parameter of a module",
+    "module._parameters": "torch.nn.Module: the tensors that it holds itself",
+    "flat._fqns": "FSDP1: what a flat parameter consists of",
+    "flat._local_shard": "FSDP1: the shard while the whole parameter is gathered",
+    "flat._numels": "FSDP1: what a flat parameter consists of",
+    "flat._params": "FSDP1: the parameters before they were flattened",
+    "flat._shapes": "FSDP1: what a flat parameter consists of",
+    "flat._shard_param_infos": "FSDP1: what a flat parameter consists of",
+    "hook._update": "tgm-lib: the part of a hook that inserts, which a benchmark times",
 }
 
+# Functions that take an object and an attribute's name, or a dotted name.
+_TAKE_NAMES = {"delattr", "getattr", "hasattr", "patch", "setattr", "__setattr__"}
 _OWN = ("self", "cls", "mcs")
-# Functions that take an attribute's name, and the position of the name behind the object.
-_BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "object", "__setattr__", "attrgetter"}
 
 
 @dataclass(frozen=True, order=True)
@@ -37,12 +74,11 @@ class Access:
     foreign: str | None = None
 
 
-def find_private_accesses(path: Path, module: str, ours: set[str]) -> Iterator[Access]:
+def find_private_accesses(path: Path, ours: set[str]) -> Iterator[Access]:
     """Yields the accesses of a file to private names of other objects.
 
     Args:
         path: The Python file.
-        module: Its dotted name, by which a private file of its own folder is known.
         ours: First parts of the dotted names of our own modules.
 
     Yields:
@@ -52,37 +88,37 @@ def find_private_accesses(path: Path, module: str, ours: set[str]) -> Iterator[A
     bound = _bound_modules(tree)
     own = _own_names(tree)
     for node in ast.walk(tree):
+        if not isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Call):
+            continue
         for name, is_import in _private_names(node, bound, own):
-            head = name.split(".")[0]
-            if is_import and head in ours and _is_private_file_of_the_folder(name, module):
-                continue
-            foreign = None if head in ours else _foreign(name)
-            yield Access(path, node.lineno, name, foreign)
+            is_ours = name.split(".")[0] in ours
+            if not (is_import and is_ours and _is_file_of_the_folder(name, path)):
+                yield Access(path, node.lineno, name, _foreign(name, is_ours))
 
 
 def _is_private(name: str) -> bool:
     return len(name) > 1 and name[0] == "_" and not name.startswith("__")
 
 
-def _foreign(name: str) -> str | None:
+def _foreign(name: str, is_ours: bool) -> str | None:
     """Returns the entry of FOREIGN that covers a dotted name."""
     for entry in FOREIGN:
         if entry.startswith("."):
             if name.endswith(entry):
                 return entry
-        elif f"{name}.".startswith(f"{entry}."):
+        elif not is_ours and f"{name}.".startswith(f"{entry}."):
             return entry
     return None
 
 
-def _is_private_file_of_the_folder(name: str, module: str) -> bool:
-    """Says whether all that is private in an import are files of folders the module lies in."""
+def _is_file_of_the_folder(name: str, path: Path) -> bool:
+    """Says whether all that is private in an import is a file of a folder that the path lies in."""
     parts = name.split(".")
-    private = [i for i, part in enumerate(parts) if _is_private(part)]
+    private = [at for at, part in enumerate(parts) if _is_private(part)]
     if len(private) != 1:
         return False
-    folder = ".".join(parts[: private[0]])
-    return module.startswith(folder + ".") and (private[0] < len(parts) - 1 or parts[-1] == "*")
+    folder, file = parts[private[0] - 1], parts[private[0]]
+    return any(p.name == folder and (p / f"{file}.py").is_file() for p in path.parents)
 
 
 def _bound_modules(tree: ast.Module) -> dict[str, str]:
@@ -164,16 +200,14 @@ def _is_own(value: ast.expr, name: str, bound: dict[str, str], own: set[str]) ->
 
 def _names_in_strings(call: ast.Call, bound: dict[str, str], own: set[str]) -> Iterator[str]:
     """Yields private names that a call takes as a string: getattr, setattr, patch and their like."""
-    function = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    function = call.func.id if isinstance(call.func, ast.Name) else function
-    if function not in {"getattr", "setattr", "hasattr", "delattr", "__setattr__", "patch"} and not (
-        isinstance(call.func, ast.Attribute) and _dotted(call.func, bound).endswith("patch.object")
-    ):
+    function = _dotted(call.func, bound)
+    if function.split(".")[-1] not in _TAKE_NAMES and not function.endswith("patch.object"):
         return
     texts = [a.value if isinstance(a, ast.Constant) else None for a in call.args[:2]]
     if texts and isinstance(texts[0], str) and "." in texts[0]:
         if any(_is_private(part) for part in texts[0].split(".")):
             yield texts[0]
     elif len(texts) == 2 and isinstance(texts[1], str) and _is_private(texts[1]):
-        if not _is_own(call.args[0], texts[1], bound, own):
-            yield f"{_dotted(call.args[0], bound)}.{texts[1]}"
+        owner, name = call.args[0], texts[1]
+        if not _is_own(owner, name, bound, own):
+            yield f"{_dotted(owner, bound)}.{name}"

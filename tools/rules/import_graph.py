@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-__all__ = ["Circle", "Import", "Module", "find_circles", "read_imports", "read_modules"]
+__all__ = [
+    "Circle",
+    "Import",
+    "Module",
+    "find_circles",
+    "find_home",
+    "read_imports",
+    "read_modules",
+]
 
 
 @dataclass(frozen=True)
@@ -134,13 +142,13 @@ def _nearest(name: str, modules: dict[str, Module]) -> str | None:
     return name or None
 
 
-def _home(base: str, name: str, modules: dict[str, Module], depth: int = 8) -> str | None:
-    """Returns the module that `from base import name` reaches in the end."""
+def find_home(base: str, name: str, modules: dict[str, Module], depth: int = 8) -> str | None:
+    """Returns the module that `from base import name` reaches in the end, None if not among them."""
     if f"{base}.{name}" in modules:
         return f"{base}.{name}"
     module = modules.get(base)
     if module and module.is_folder and name in module.re_exports and depth:
-        return _home(*module.re_exports[name], modules, depth - 1)
+        return find_home(*module.re_exports[name], modules, depth - 1)
     return base if module else None
 
 
@@ -149,7 +157,7 @@ def _targets(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, 
     bound = {}
 
     def through(base: str, name: str, line: int) -> Iterator[tuple[str, int]]:
-        home = _home(base, name, modules)
+        home = find_home(base, name, modules)
         if home:
             yield home, line
         # A room that is entered by its face is imported, whoever defines the name.
