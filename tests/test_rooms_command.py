@@ -35,17 +35,17 @@ def test_a_tracked_data_file_that_nothing_names(plant, git, tmp_path):
     package = plant({"run.py": 'FLIGHTS = "flights.csv"\nASSETS = "old_graph/"'})
     assets = package.folder / "tests/assets"
     (assets / "old_graph").mkdir(parents=True)
-    for name in ("flights.csv", "A.csv", "old_graph/0.bin", "stray_graph.npz"):
+    for name in ("flights.csv", "nobody_reads_this.csv", "old_graph/0.bin", "stray_graph.npz"):
         (assets / name).touch()
     assert refused("tiny", tmp_path) == []
     git("add", "-A")
     found = refused("tiny", tmp_path)
     assert [text.split(": ")[1] for text in found] == [
-        "packages/tiny/tests/assets/A.csv",
+        "packages/tiny/tests/assets/nobody_reads_this.csv",
         "packages/tiny/tests/assets/stray_graph.npz",
     ]
     # Another package that names the file does not read it.
-    plant({"run.py": 'NAME = "A.csv"'}, "two")
+    plant({"run.py": 'NAME = "nobody_reads_this.csv"'}, "two")
     git("add", "-A")
     assert len(refused("tiny", tmp_path)) == 2
     assert refused("two", tmp_path) == []

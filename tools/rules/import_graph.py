@@ -37,6 +37,11 @@ class Module:
         """The parsed file."""
         return ast.parse(self.path.read_text(encoding="utf-8"), self.path)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree."""
+        return list(ast.walk(self.tree))
+
     @property
     def is_folder(self) -> bool:
         """Whether the module is a folder's `__init__`."""
@@ -47,7 +52,7 @@ class Module:
         """For each name that a from-import of the file binds: the module it comes from, its name."""
         return {
             alias.asname or alias.name: (_base(self, node), alias.name)
-            for node in ast.walk(self.tree)
+            for node in self.nodes
             if isinstance(node, ast.ImportFrom)
             for alias in node.names
         }
@@ -164,7 +169,7 @@ def _targets(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, 
         if home and base in modules and not module.name.startswith(base + "."):
             yield base, line
 
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 nearest = _nearest(alias.name, modules)
@@ -188,7 +193,7 @@ def _targets(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, 
         return None
 
     calls_import_module = "import_module" in module.path.read_text(encoding="utf-8")
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute):
             base = module_of(node.value)
             if base in modules and modules[base].is_folder:

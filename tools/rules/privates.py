@@ -84,10 +84,10 @@ def find_private_accesses(path: Path, ours: set[str]) -> Iterator[Access]:
     Yields:
         Each access. `foreign` is the entry of `FOREIGN` that allows it, None where none does.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"), path)
-    bound = _bound_modules(tree)
-    own = _own_names(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"), path)))
+    bound = _bound_modules(nodes)
+    own = _own_names(nodes)
+    for node in nodes:
         if not isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Call):
             continue
         for name, is_import in _private_names(node, bound, own):
@@ -121,10 +121,10 @@ def _is_file_of_the_folder(name: str, path: Path) -> bool:
     return any(p.name == folder and (p / f"{file}.py").is_file() for p in path.parents)
 
 
-def _bound_modules(tree: ast.Module) -> dict[str, str]:
+def _bound_modules(nodes: list[ast.AST]) -> dict[str, str]:
     """Returns the dotted name behind each name that an import binds."""
     bound = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.split(".")[0]
@@ -135,10 +135,10 @@ def _bound_modules(tree: ast.Module) -> dict[str, str]:
     return bound
 
 
-def _own_names(tree: ast.Module) -> set[str]:
+def _own_names(nodes: list[ast.AST]) -> set[str]:
     """Returns the private names that the file's classes define."""
     own = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if isinstance(node.value, ast.Name) and node.value.id in _OWN:
                 own.add(node.attr)
