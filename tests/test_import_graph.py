@@ -1,0 +1,53 @@
+"""The import graph sees every import, so that no circle of rooms hides."""
+
+import pytest
+
+from rules import checks
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tiny.runtime import engine",
+        "import tiny.runtime.engine",
+        "def plan():\n    from tiny.runtime.engine import run",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tiny.runtime import run",
+        "from .runtime import run",
+        "from . import runtime",
+        "from tiny import run",  # by the package's face
+        "import tiny as t\ndef plan():\n    return t.run",
+        "from importlib import import_module\nimport_module('tiny.runtime.engine')",
+        "from importlib import import_module\nimport_module(f'tiny.runtime.{1}')",
+    ],
+)
+def test_rooms_that_import_each_other(plant, line):
+    package = plant({"planner.py": line})
+    (circle,) = package.circles
+    assert (circle.folder, circle.rooms) == ("tiny", ["planner", "runtime"])
+    found = [str(each) for each in checks.check_circles(package)]
+    assert "runtime/engine.py:1: runtime imports planner" in found[1]
+    number = len(line.splitlines()) if "import tiny as t" not in line else 3
+    assert f"tiny/planner.py:{number}: planner imports runtime" in found[0]
+
+
+def test_a_circle_of_three_files_inside_a_room(plant):
+    files = {
+        "runtime/a.py": "import tiny.runtime.b",
+        "runtime/b.py": "def f():\n    from tiny.runtime import c",
+        "runtime/c.py": "from tiny.runtime import FROM_A",
+        "runtime/__init__.py": "from tiny.runtime.a import FROM_A",
+    }
+    (circle,) = plant(files).circles
+    assert (circle.folder, circle.rooms) == ("tiny.runtime", ["a", "b", "c"])
+
+
+def test_a_file_that_imports_what_its_folders_init_defines(plant):
+    init = "from tiny.runtime.engine import run\nclass Clock: ..."
+    package = plant(
+        {"runtime/__init__.py": init, "runtime/engine.py": "import tiny.runtime._clock"}
+    )
+    assert package.circles == []
+    package = plant(
+        {"runtime/__init__.py": init, "runtime/engine.py": "from tiny.runtime import Clock"}
+    )
+    assert [circle.rooms for circle in package.circles] == [["__init__", "engine"]]

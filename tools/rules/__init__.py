@@ -1,0 +1,1 @@
+"""The rules that `tools/rooms.py` prints the violations of, and the tests hold."""

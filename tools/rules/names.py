@@ -1,0 +1,68 @@
+"""The words that names are checked against: roles, refused file names, shared class names."""
+
+__all__ = ["EXPORTED_CLASHES", "REFUSED", "ROLES", "SAME_ROLE"]
+
+# A second word for a role at a package's top level, and the word of the house.
+ROLES = {
+    **dict.fromkeys(("configuration", "setting", "settings", "options", "recipe"), "config"),
+    **dict.fromkeys(("plan", "planning", "scheduler"), "planner"),
+    **dict.fromkeys(("executor", "engine", "run"), "runtime"),
+    **dict.fromkeys(("profile", "profiling", "speed", "measuring"), "profiler"),
+    **dict.fromkeys(("simulation", "simulate", "sim", "replaying"), "simulator"),
+    **dict.fromkeys(("eval", "evaluate"), "evaluation"),
+    **dict.fromkeys(("dataset", "datasets"), "data"),
+    **dict.fromkeys(("example", "showcase"), "demo"),
+    **dict.fromkeys(("main", "command_line"), "cli"),
+}
+
+# Words of a file name by which nobody would search for what the file holds.
+REFUSED = frozenset(
+    [
+        "call",
+        "extra",
+        "found",
+        "guard",
+        "past",
+        "places",
+        "placing",
+        "plain",
+        "seat",
+        "speed",
+        "told",
+    ]
+)
+
+# Class names that several packages use for the same role. Classes of a `cli` are not compared: they
+# have the names of their commands.
+SAME_ROLE = {
+    "Batch": "rows that go through a model together",
+    "Checkpoint": "a training state on disk, or the folder of a run's states",
+    "Events": "a stream of timestamped edges",
+    "Failure": "what went wrong on a rank, as another process reads it",
+    "LinkHead": "scores a link between two embeddings",
+    "Negatives": "draws negative destinations",
+    "Piece": "the part of a tensor that one rank holds",
+    "Plan": "what a planner decided",
+    "Recipe": "a run as a file describes it",
+    "Run": "a training run that has been set up",
+    "Settings": "how a stream is learnt",
+    "Span": "one piece of work, with its start and its end",
+    "TimeEncoding": "cosines of a time difference",
+}
+
+# Exported class names that mean two things, and what they mean where. They keep their names for
+# those who import them.
+EXPORTED_CLASHES = {
+    "CheckpointCallback": {"bytecheckpoint": "the callback of Lightning, and that of transformers"},
+    "CostModel": {
+        "hybridflow": "a model that scores harm, and in `hybridflow.mapping` one of times"
+    },
+    "Mesh": {
+        "hybridflow": "a worker group's ranks in training and in generation",
+        "shared": "ranks as a box with named axes",
+    },
+    "Round": {
+        "gnnflow": "one increment of a stream: evaluated, then trained on",
+        "shared": "what one rank does in one round of an exchange",
+    },
+}
