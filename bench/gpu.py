@@ -391,12 +391,14 @@ def keep(rows: list[Row], out: Path, of_commit: str, tests: str, took_s: float) 
     import torch
 
     device = torch.cuda.get_device_properties(0)
+    definition = Definition(Path(__file__))
     told: dict[str, Any] = {
+        "revision": definition.revision,
         "command": "hatch run bench-gpu",
         "commit": of_commit,
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "machine": f"{device.name}, {device.total_memory / 2**30:.0f} GiB; {describe_machine()}",
-        "versions": versions(Definition(Path(__file__)), ROOT),
+        "versions": versions(definition, ROOT),
     }
     name = benchmark_name(device.name)
     append_history(out / "history.jsonl", [claim_run(row, told, name) for row in rows])

@@ -31,7 +31,7 @@ def claim_run(row: Row, told: dict[str, Any], benchmark: str) -> ClaimRun:
 
     Args:
         row: a measured kernel.
-        told: command, commit, date, machine and versions.
+        told: command, commit, date, machine, versions and the benchmark's revision.
         benchmark: what `benchmark_name` returned.
     """
     share = row.bytes_per_s / row.copy_bytes_per_s
@@ -57,7 +57,6 @@ def claim_run(row: Row, told: dict[str, Any], benchmark: str) -> ClaimRun:
     return ClaimRun(
         package="shared",
         benchmark=benchmark,
-        revision=1,
         name=f"{row.kernel}, {row.shape}",
         **figures,
         spread=None,
@@ -78,7 +77,7 @@ def render_gpu_report(
     Args:
         device: the device's name.
         rows: the measured kernels.
-        told: command, commit, date, machine and versions.
+        told: command, commit, date, machine, versions and the benchmark's revision.
         tests: the last line of the tests on the device.
         took_s: seconds of the whole run.
     """

@@ -32,7 +32,7 @@ class ClaimRun:
 
     `ratio` is None when it was not finite, and so are `ours` and `baseline`; `spread` is the lowest
     and the highest ratio within the run, where the benchmark gives them; `aim` is the ratio aimed
-    at; `date` is in ISO form with minutes; `versions` are by distribution.
+    at; `date` is UTC in ISO form with minutes, so that dates sort as texts; `versions` are by distribution.
     """
 
     package: str
@@ -172,7 +172,8 @@ def append_history(path: Path, runs: Iterable[ClaimRun]) -> None:
 
 def current_series(runs: Iterable[ClaimRun]) -> list[Series]:
     """Returns the runs that count, claim by claim, in the order of each claim's first run."""
-    runs = list(runs)
+    # Lines of two checkouts may have been merged in any order.
+    runs = sorted(runs, key=lambda run: run.date)
     revisions: dict[tuple[str, str], int] = {}
     for run in runs:
         key = (run.package, run.benchmark)

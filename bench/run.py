@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     told = {
         "command": f"hatch run bench {shlex.join(given)}",
         "commit": commit(ROOT),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "machine": describe_machine(),
     }
     store, results = ROOT / "bench/.results", ROOT / "bench/results"
