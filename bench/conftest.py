@@ -5,6 +5,7 @@ The root conftest is not loaded here, so that nothing checks types while the clo
 
 import importlib
 import json
+import math
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from peer import Peer, missing_peer
 from rankclock import RankClock
-from shared.claims import Claim
 
 _CLOCK = RankClock()
-_CLAIMS: list[tuple[str, float | None, Claim]] = []
+_CLAIMS: list[dict] = []
 
 
 def pytest_collection_modifyitems(items):
@@ -74,13 +74,31 @@ def peer():
 def record_claim(request):
     """Adds a `Claim`, and the ratio aimed at, to the table that `hatch run bench` prints.
 
+    `spread` is the lowest and the highest ratio (or the quartiles) of the repeats within the run.
     All claims of a benchmark are kept; it fails at its end when one of them is not correct. An aim
-    that was missed is marked in the table and fails nothing: it is a finding.
+    that was missed is marked in the table and fails nothing: it is a finding. A claim's name and
+    its baseline's tell it from all others of the file and stay from run to run, so that runs can be
+    put side by side.
     """
     wrong = []
+    path = request.node.path
+    where = {"package": path.parent.name, "benchmark": path.stem.removeprefix("bench_")}
 
-    def record(claim, *, aim=None):
-        _CLAIMS.append((request.node.nodeid, aim, claim))
+    def record(claim, *, aim=None, spread=None):
+        if spread is not None:
+            low, high = spread
+            if not (math.isfinite(low) and low <= high < math.inf):
+                wrong.append(f"{claim.name}: expected a spread from low to high, got {spread}")
+                spread = None
+        row = {**where, "aim": aim, "spread": spread, **claim.to_json()}
+        names = ("package", "benchmark", "name", "baseline_name")
+        if any(all(row[name] == other[name] for name in names) for other in _CLAIMS):
+            wrong.append(
+                f"{claim.name} against {claim.baseline_name}: recorded twice; expected a name or a "
+                "baseline's name of its own"
+            )
+        else:
+            _CLAIMS.append(row)
         if not claim.correct:
             wrong.append(f"{claim.name}: {claim.detail}")
 
@@ -95,5 +113,4 @@ def pytest_addoption(parser):
 def pytest_sessionfinish(session):
     path = session.config.getoption("--claims")
     if path:
-        rows = [{"benchmark": n, "aim": aim, **claim.to_json()} for n, aim, claim in _CLAIMS]
-        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        path.write_text(json.dumps(_CLAIMS, indent=1), encoding="utf-8")

@@ -2,11 +2,13 @@
 
 Needs torch >= 2.9, triton, numba, jaxtyping and pytest, nothing else of the yard:
 
-    PYTHONPATH=shared/src:packages/adaqp/src python bench/gpu.py --out bench/results
+    PYTHONPATH=shared/src python bench/gpu.py --out bench/results
 
 Runs the tests marked `gpu` of shared/tests, then measures each kernel beside a device copy in the
-same run, in turns, and writes `YYYY-MM-DD-gpu-<device>.md` and `.json` into `--out`. Takes a few
-minutes on one H100-class GPU. Exit status 1 when a test or a check fails, 2 without a CUDA device.
+same run, in turns. Appends each claim to `history.jsonl` in `--out` and replaces `gpu-<device>.md` there;
+what another machine has written goes to bench/results by appending its lines to the history there.
+Takes a few minutes on one H100-class GPU. Exit status 1 when a test or a check fails, 2 without a
+CUDA device.
 
 `--rehearse` runs the same code at tiny sizes in Triton's interpreter: it measures nothing and
 writes nothing, and shows that this file still fits the kernels.
@@ -14,22 +16,25 @@ writes nothing, and shows that this file still fits the kernels.
 
 import argparse
 import datetime
-import json
 import os
-import platform
-import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from gpu_clock import Row, line, measure
-
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "shared/src"
+sys.path.insert(0, str(SOURCES))
+
+from definition import Definition
+from gpu_clock import Row, measure
+from gpu_report import benchmark_name, claim_run, render_gpu_report
+from history import append_history
+from machine import commit, describe_machine, versions
+
 POLICIES: tuple[Literal["recent", "uniform"], ...] = ("recent", "uniform")
 ROUNDINGS: tuple[Literal["stochastic", "nearest"], ...] = ("stochastic", "nearest")
 TESTS = "shared/tests/kernels/test_on_gpu.py"
@@ -328,11 +333,12 @@ def log_probs_rows(device: str, num_rows: int, vocabulary: int, turns: int) -> l
                 for ours, theirs in zip(fused(backward), plain(backward), strict=True)
             )
             shape = f"{num_rows} rows, vocabulary {vocabulary}, D = {dim}, bfloat16"
+            note = ""
             if device == "cuda":
                 ours, theirs = (peak_bytes(partial(way, backward)) for way in (fused, plain))
                 # Beside the gradients, a block of slopes and what torch makes of it.
                 correct &= ours <= 2 * (hidden.nbytes + weight.nbytes) * backward + 2**29
-                shape += f"; {ours / 1e6:.0f} MB at most, torch {theirs / 1e6:.0f}"
+                note = f"{ours / 1e6:.0f} MB at most, torch {theirs / 1e6:.0f}"
             found.append(
                 measure(
                     name,
@@ -343,6 +349,7 @@ def log_probs_rows(device: str, num_rows: int, vocabulary: int, turns: int) -> l
                     correct=correct,
                     turns=turns,
                     baseline=("all logits in torch", partial(plain, backward)),
+                    note=note,
                 )
             )
     return found
@@ -379,49 +386,33 @@ def run_tests() -> tuple[bool, str]:
     return done.returncode == 0 and " passed" in f" {last}", last
 
 
-def report(rows: list[Row], tests: str, started: float) -> tuple[str, dict]:
-    """The dated summary, as Markdown and as JSON."""
+def keep(rows: list[Row], out: Path, of_commit: str, tests: str, took_s: float) -> Path:
+    """Appends the claims to the history in `out` and replaces the device's report there."""
     import torch
-    import triton
 
-    today = datetime.date.today().isoformat()
-    device = torch.cuda.get_device_name(0)
-    versions = (
-        f"torch {torch.__version__}, triton {triton.__version__}, "
-        f"Python {platform.python_version()}"
-    )
-    text = [
-        f"# Kernels on {device}, {today}",
-        "",
-        f"Measured with {versions}; {time.time() - started:.0f} s in all. Command:",
-        "`PYTHONPATH=shared/src:packages/adaqp/src python bench/gpu.py --out bench/results`.",
-        "",
-        f"Tests on the device (integers equal numba's on 10^7 values at 2, 4 and 8 bits): {tests}.",
-        "",
-        "Times are medians and quartiles over interleaved turns, by CUDA events. Bandwidth counts",
-        "what the operation must read and write once; the share is of a device copy in the same",
-        "turns. SpMM and attention count each edge's row, of which caches serve some. What bounds",
-        "log-probabilities is products: they are to be read by their speed against torch.",
-        "",
-        "| kernel | input | ms | GB/s | share of copy | speed against | correct |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        *(line(row) for row in rows),
-        "",
-    ]
-    data = {
-        "date": today,
-        "device": device,
-        "versions": versions,
-        "tests": tests,
-        "rows": [asdict(row) for row in rows],
+    device = torch.cuda.get_device_properties(0)
+    definition = Definition(Path(__file__))
+    told: dict[str, Any] = {
+        "revision": definition.revision,
+        "command": "hatch run bench-gpu",
+        "commit": of_commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "machine": f"{device.name}, {device.total_memory / 2**30:.0f} GiB; {describe_machine()}",
+        "versions": versions(definition, ROOT),
     }
-    return "\n".join(text), data
+    name = benchmark_name(device.name)
+    append_history(out / "history.jsonl", [claim_run(row, told, name) for row in rows])
+    path = out / f"{name}.md"
+    text = render_gpu_report(device.name, rows, told, tests, took_s)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def main() -> int:
     """Tests, measures, writes; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=ROOT / "bench/results", metavar="DIR")
+    parser.add_argument("--commit", default=commit(ROOT), help="of sources copied without git")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, interpreter, no files")
     args = parser.parse_args()
     started = time.time()
@@ -453,18 +444,10 @@ def main() -> int:
         *attention_rows("cuda", 200_000, 20),
         *log_probs_rows("cuda", 4_096, 151_936, 20),
     ]
-    text, data = report(rows, tests, started)
-    name = re.sub(r"[^a-z0-9]+", "-", data["device"].lower()).strip("-")
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{data['date']}-gpu-{name}.md"
-    path.write_text(text, encoding="utf-8")
-    path.with_suffix(".json").write_text(json.dumps(data, indent=1), encoding="utf-8")
-    print(f"bench-gpu: wrote {path} and .json")
+    path = keep(rows, args.out, args.commit, tests, time.time() - started)
+    print(f"bench-gpu: wrote {path} and appended to history.jsonl")
     return 0 if passed and all(row.correct for row in rows) else 1
 
-
-SOURCES = ROOT / "shared/src"
-sys.path.insert(0, str(SOURCES))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Row:
     """One measured kernel.
 
-    `bytes_moved` is what the operation must read and write once; `baseline_s` the time of
+    `shape` is the input's, the same in every run; what a run found goes into `note`. `bytes_moved` is what the operation must read and write once; `baseline_s` the time of
     `baseline` on the same input, None where there is none.
     """
 
@@ -24,6 +24,7 @@ class Row:
     correct: bool
     baseline: str = ""
     baseline_s: float | None = None
+    note: str = ""
 
     @property
     def bytes_per_s(self) -> float:
@@ -68,6 +69,7 @@ def measure(
     correct: bool,
     turns: int,
     baseline: tuple[str, Callable[[], object]] | None = None,
+    note: str = "",
 ) -> Row:
     """Times `ours` in turns with a device copy and a baseline."""
     functions = {"ours": ours, "copy": copy[0]}
@@ -86,20 +88,18 @@ def measure(
         correct=correct,
         baseline=baseline[0] if baseline else "",
         baseline_s=statistics.median(times["baseline"]) if baseline else None,
+        note=note,
     )
     print(line(row), flush=True)
     return row
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
-    cells = [
-        row.kernel,
-        row.shape,
-        f"{row.median_s * 1e3:.3f} ({row.low_s * 1e3:.3f} to {row.high_s * 1e3:.3f})",
-        f"{row.bytes_per_s / 1e9:.0f}",
-        f"{row.bytes_per_s / row.copy_bytes_per_s:.0%}",
-        "" if row.baseline_s is None else f"{row.baseline_s / row.median_s:.2f}x {row.baseline}",
-        "yes" if row.correct else "NO",
-    ]
-    return f"| {' | '.join(cells)} |"
+    """What a run prints of a kernel as soon as it is measured."""
+    against = (
+        "" if row.baseline_s is None else f", {row.baseline_s / row.median_s:.2f}x {row.baseline}"
+    )
+    return (
+        f"{row.kernel}, {row.shape}: {row.median_s * 1e3:.3f} ms, {row.bytes_per_s / 1e9:.0f} GB/s"
+        f"{against}{'' if row.correct else ', NOT CORRECT'}"
+    )

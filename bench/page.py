@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import Protocol
 
+from machine import processor
 from shared.claims import Claim, Demo
 
 __all__ = ["counted", "inline_svg", "render_page"]
@@ -81,7 +82,7 @@ def render_page(visits: list, *, full: bool) -> str:
     )
     meta = [
         f"{counted(len(visits), 'package')}, {counted(len(claims), 'claim')}, {verdict}",
-        html.escape(f"{platform.node()}: {_processor()}, {os.cpu_count()} cores"),
+        html.escape(f"{platform.node()}: {processor()}, {os.cpu_count()} cores"),
         datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         "<code>hatch run demo --full</code>" if full else "<code>hatch run demo</code>",
     ]
@@ -109,15 +110,6 @@ def render_page(visits: list, *, full: bool) -> str:
 def counted(number: int, noun: str) -> str:
     """Writes a number of things: "1 package", "3 packages"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        match = re.search(r"model name\s*:\s*(.+)", info.read_text(encoding="utf-8"))
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def _bars(claims: list[tuple[str, Claim]]) -> str:

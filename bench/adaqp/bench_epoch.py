@@ -98,7 +98,7 @@ def bench_epoch(benchmark, record_claim, parts, hosts, rate, blocks, epochs, tar
     chosen = min(zip(plans, timings, strict=True), key=lambda pair: pair[0].epoch_s)[1]
     record_claim(
         Claim(
-            name=f"{where}: largest error of an epoch planned before any run ({worst})",
+            name=f"{where}: largest error of an epoch planned before any run",
             unit="share of the measured epoch",
             ours=abs(errors[worst]),
             baseline=0.15,

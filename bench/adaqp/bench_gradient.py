@@ -21,7 +21,7 @@ from shared.comms import RankPool
 from shared.kernels.segment import CSR, spmm
 
 DRAWS = 100
-PICTURE = Path(__file__).parents[1] / ".results/adaqp-variance.svg"
+PICTURE = Path(__file__).parents[1] / ".results/adaqp-gradient.svg"
 
 
 def bench_gradient_error(benchmark, record_claim, tmp_path):

@@ -58,10 +58,10 @@ def bench_time_to_accuracy(benchmark, record_claim, tmp_path):
                 unit="s",
                 ours=median(reached[name]),
                 baseline=median(reached[rival]),
-                baseline_name=f"{rival}, the best of {', '.join(RIVALS)}",
+                baseline_name=f"the best of {', '.join(RIVALS)}",
                 higher_is_better=False,
                 correct=max(reached[name]) < float("inf"),
-                detail=f"{SEEDS} seeds, every one reached the accuracy",
+                detail=f"{SEEDS} seeds, every one reached the accuracy; the best of the others: {rival}",
             ),
             aim=1.2,
         )

@@ -217,11 +217,11 @@ def bench_checkpoint(benchmark, record_claim, tmp_path):
                 unit="s",
                 ours=median(ours),
                 baseline=median(theirs),
-                baseline_name=f"DCP's own storage, {ways.num_threads} writing threads a rank",
+                baseline_name="DCP's own storage, its best number of writing threads",
                 higher_is_better=False,
                 correct=ways.is_right,
                 detail=f"{num_bytes / 1e6:.0f} MB, {TURNS} turns; {spread(ours)} against "
-                f"{spread(theirs)}; whole tensors gathered from both layouts equal to the bit those "
+                f"{spread(theirs)}, which has {ways.num_threads} threads a rank; whole tensors gathered from both layouts equal to the bit those "
                 f"that were saved",
                 source=COMMAND,
             )

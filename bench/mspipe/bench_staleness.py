@@ -65,7 +65,7 @@ def bench_staleness(benchmark, record_claim):
     draw(
         {variant.name: [one.scores for one in each] for variant, each in runs.items()},
         bank,
-        RESULTS / "mspipe-accuracy.svg",
+        RESULTS / "mspipe-staleness.svg",
     )
     faults = [fault for variant, each in runs.items() for fault in faults_of(variant, each)]
 
