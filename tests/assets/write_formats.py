@@ -19,9 +19,9 @@ on; tensors stand there as hashes of their bytes. `tests/test_formats.py` reads 
 - `shared`: `demo.json`, a demo's claims, and `cluster.yaml`, a cluster.
 
 To write them anew, run `python tests/assets/write_formats.py` where the packages are installed; only a
-change of a format's version needs it. Contents repeat; seconds in reports, and the random name of a
-checkpoint's data folder, do not. One file, though long, so that whoever looks at an asset finds at one
-place what it was made from.
+change of a format's version needs it. `expected.json` repeats to the byte on one machine; the archives
+do not, since seconds and random ids of checkpoints are in them. One file, though long, so that whoever
+looks at an asset finds at one place what it was made from.
 """
 
 import hashlib
