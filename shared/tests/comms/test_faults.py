@@ -220,7 +220,13 @@ with RankPool(2) as pool:
 """
 
 
-@pytest.mark.parametrize("body", ["time.sleep(1000)", "pool.run(time.sleep, 1000)"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "pool.run(time.sleep, 1000)",
+        pytest.param("time.sleep(1000)", marks=pytest.mark.slow),
+    ],
+)
 def test_dead_parent_leaves_no_rank(tmp_path, monkeypatch, body):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = tmp_path / "parent.py"

@@ -36,7 +36,7 @@ def _measure(values: np.ndarray, starts: np.ndarray, stops: np.ndarray, repeats:
     ours, theirs, is_equal = [], [], True
     for _ in range(repeats):
         ours_s, mine = _timed(lambda: range_sums(values, starts, stops))
-        plain_s, others = _timed(lambda: range_sums(values, starts, stops, method="plain"))
+        plain_s, others = _timed(lambda: range_sums(values, starts, stops, method="loop"))
         ours.append(ours_s)
         theirs.append(plain_s)
         is_equal &= bool(np.array_equal(mine, others))

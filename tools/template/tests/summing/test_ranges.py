@@ -25,5 +25,5 @@ def test_range_outside_the_array_is_named():
 
 
 def test_unknown_method_is_told_the_known():
-    with pytest.raises(ConfigError, match="method: expected one of prefix, plain, got 'prefx'"):
+    with pytest.raises(ConfigError, match="method: expected one of prefix, loop, got 'prefx'"):
         range_sums(np.arange(3), np.array([0]), np.array([3]), method="prefx")

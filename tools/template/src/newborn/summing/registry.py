@@ -13,4 +13,4 @@ Method = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 METHODS: Registry[str, Method] = Registry("method")
 METHODS.add("prefix", "newborn.summing.prefix:sum_ranges", "prefix sums: one subtraction a range")
-METHODS.add("plain", "newborn.summing.plain:sum_ranges", "one numpy sum a range")
+METHODS.add("loop", "newborn.summing.loop:sum_ranges", "one numpy sum a range")
