@@ -73,7 +73,7 @@ def lost_update(folder):
     with dg.messages(Fixed(8)) as messages:
         dg.aggregate(x).sum().backward()
         if dg.rank == 0:
-            channel = messages.channels["forward0"]
+            channel = messages.sides["forward0"]
             channel.set_bits(channel.send_bits, channel.recv_bits)
         dg.aggregate(x)
 

@@ -25,7 +25,7 @@ from adaqp.messages.network import LinkTable, probe
 from adaqp.simulator.profiler import Profile, measure
 from adaqp.simulator.simulator import predict
 from adaqp.training.comparison import Timing, compare_in_rank
-from adaqp.training.config import ModelConfig, PolicyConfig, RunConfig
+from adaqp.training.config import POLICIES, ModelConfig, PolicyConfig, RunConfig
 from adaqp.training.trainer import History, Trainer
 from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
 from shared.errors import ConfigError, DataError
@@ -205,10 +205,7 @@ def plan(
     table = Table(
         "policy", "epoch s", "compute s", "quantise s", "wait s", "MB", "bits", box=SIMPLE_HEAD
     )
-    names = ("exact-no-overlap", "exact", "stale")
-    policies = [PolicyConfig(name=name) for name in names]
-    policies += [PolicyConfig(name="fixed", width=width) for width in (8, 4, 2)]
-    for policy in [*policies, PolicyConfig(name="adaptive")]:
+    for policy in _planned_policies():
         built, settings = policy.build()
         guess = predict(profiles, links, built, overlap=settings["overlap"])
         table.add_row(
@@ -219,6 +216,16 @@ def plan(
             f"{guess.mean_bits:.1f}",
         )
     _console.print(table)
+
+
+def _planned_policies() -> Iterator[PolicyConfig]:
+    """Every policy but controls, those of one width at each that the adaptive one has."""
+    for name in POLICIES:
+        kind = POLICIES.get(name)
+        if kind.has_width:
+            yield from (PolicyConfig(name=name, width=b) for b in reversed(PolicyConfig().bits))
+        elif not kind.is_control:
+            yield PolicyConfig(name=name)
 
 
 def profile_in_rank(

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from adaqp.graphs import generated as data
+from adaqp.graphs import generated
 from adaqp.messages.distgraph import load
 from adaqp.partitioning.partitioner import partition
 from adaqp.training.comparison import Timing, compare_in_rank
 from adaqp.training.config import ModelConfig, PolicyConfig
 from adaqp.training.figure import draw
 from adaqp.training.trainer import Trainer
-from shared.claims import Claim, write_demo
+from shared.claims import Claim, finish
 from shared.comms import NetLab, RankPool, netlab
 
 __all__ = ["run"]
@@ -76,8 +76,8 @@ def run(out: Path, *, is_full: bool) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         sbm, flights = Path(folder) / "sbm", Path(folder) / "flights"
         with console.status("adaqp: making and cutting the graphs"):
-            partition(data.hard_sbm(size.sbm_nodes), 2, out=sbm)
-            by_airline = data.flights(size.months, label="carrier")
+            partition(generated.hard_sbm(size.sbm_nodes), 2, out=sbm)
+            by_airline = generated.flights(size.months, label="carrier")
             partition(by_airline, 2, method="random", out=flights)
         with ExitStack() as stack:
             pool = stack.enter_context(RankPool(2, timeout=_LIMIT))
@@ -93,15 +93,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     claims = _flight_claims(scores, size) + _sbm_claims(timings, size, not unavailable)
     draw(timings, f"GCN on a block model of {size.sbm_nodes:,} nodes, {where}", out / "epoch.svg")
     figures = {"timings": [asdict(t) for t in timings], "flights": [asdict(s) for s in scores]}
-    write_demo(out, "adaqp", claims, figures)
-    for claim in claims:
-        verdict = "" if claim.correct else "  NOT CORRECT"
-        console.print(
-            f"adaqp: {claim.name}: {claim.ours:.4g} {claim.unit} against {claim.baseline:.4g} "
-            f"({claim.baseline_name}), {claim.ratio:.2f}x{verdict}",
-            soft_wrap=True,
-        )
-    return all(claim.correct for claim in claims)
+    return finish(out, "adaqp", claims, figures)
 
 
 def _train_on_flights(folder: str, epochs: int) -> list[_Score]:

@@ -94,16 +94,17 @@ def test_a_checkpoint_of_another_run_is_refused(sbm, directed, cut, tmp_path):
         resumed_with(cut(sbm, 1), tmp_path / "nowhere", Fixed(4))
 
 
-def test_a_crash_between_two_renames_loses_nothing(sbm, cut, tmp_path):
+@pytest.mark.parametrize("replaced", ["here.replaced", "here.old"])
+def test_a_crash_between_two_renames_loses_nothing(replaced, sbm, cut, tmp_path):
     dg = adaqp.load(cut(sbm, 1))
     with dg.messages(Fixed(4)):
         trainer = make(dg, Fixed(4))
         trainer.fit(2)
         trainer.save(tmp_path / "here")
-        # As a process leaves it that is killed after the first rename.
-        (tmp_path / "here").rename(tmp_path / "here.old")
+        # As a process leaves it that is killed after the first rename; release 0.1.0 named it .old.
+        (tmp_path / "here").rename(tmp_path / replaced)
         (tmp_path / "here.new").mkdir()
-        assert find(tmp_path / "here") == tmp_path / "here.old"
+        assert find(tmp_path / "here") == tmp_path / replaced
         again = make(dg, Fixed(4))
         again.resume(tmp_path / "here")
         assert again.epoch == 2

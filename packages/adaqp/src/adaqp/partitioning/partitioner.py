@@ -156,7 +156,7 @@ def partition(
     if cluster_rows and not (find_spec("pymetis") or find_spec("dgl")):
         logger.warning("rows stay in order of their ids, slower to train on: pip install pymetis")
         cluster_rows = 0
-    layout = _Layout(graph, parts, owner, _clusters(graph, cluster_rows, seed))
+    layout = _PartLayout(graph, parts, owner, _clusters(graph, cluster_rows, seed))
     digest = hashlib.blake2b(graph.fingerprint().encode(), digest_size=16)
     digest.update(owner.tobytes())
     digest.update(layout.nodes.tobytes())
@@ -273,7 +273,7 @@ def _indptr(rows: np.ndarray, num_rows: int) -> np.ndarray:
     return indptr
 
 
-class _Layout:
+class _PartLayout:
     # Who holds what in which order; `files` then yields one part's tensors at a time.
 
     def __init__(self, graph: Graph, parts: int, owner: np.ndarray, cluster: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol, SupportsFloat, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from adaqp.policy import WIDTHS
+from adaqp.planner.widths import WIDTHS
 from shared.errors import ConfigError
 
 __all__ = ["Assignment"]
@@ -39,7 +39,8 @@ class Assignment:
 
     Channel c needs `latency_s[c] + s_per_byte[c] * bytes` seconds and belongs to one round; the
     rounds run one after another, each as long as its slowest channel. A group costs
-    `beta / (2**bits - 1)**2` variance, and none at 16 and 32 bits, which are sent unquantised.
+    `beta / (2**bits - 1)**2` variance, and none at widths that are not quantised, such as 16 and 32
+    bits.
 
     The objective is `lam * V / dV + (1 - lam) * max(0, sum_r Z_r - hidden_s) / dT`, where V is the
     total variance, Z_r the time of round r, and dV and dT how much V and the sum of Z_r change
@@ -51,7 +52,8 @@ class Assignment:
         channel: [groups] channel of each group, 0 <= channel < channels.
         bytes: [groups, options] bytes of each group at each bit-width, parameters included. Need
             be neither convex nor monotone in the bits.
-        bits: [options] the bit-widths to choose from, ascending, out of 1, 2, 4, 8, 16, 32.
+        bits: [options] the bit-widths to choose from, ascending, out of
+            `adaqp.planner.widths.WIDTHS`.
         round_of: [channels] any integer naming the round of each channel.
         s_per_byte: [channels] seconds a byte.
         latency_s: [channels] seconds a message, counted for every channel listed here.
@@ -102,10 +104,10 @@ class Assignment:
 
     def _check_options(self) -> None:
         bits = self.bits
-        known = np.isin(bits, WIDTHS).all()
+        known = np.isin(bits, WIDTHS.names()).all()
         if bits.ndim != 1 or bits.size == 0 or not known or (np.diff(bits) <= 0).any():
             raise ConfigError(
-                f"bits: expected one or more of {WIDTHS}, ascending, came {bits.tolist()}; "
+                f"bits: expected one or more of {WIDTHS.names()}, ascending, came {bits.tolist()}; "
                 "list the bit-widths to choose from, such as (2, 4, 8)"
             )
         if not 0.0 <= self.lam <= 1.0:
@@ -161,7 +163,8 @@ class Assignment:
     def option_variance(self) -> Float64[np.ndarray, "groups options"]:
         """Variance of each group at each bit-width."""
         steps = (2.0**self.bits - 1.0) ** 2
-        return np.where(self.bits >= 16, 0.0, self.beta[:, None] / steps)
+        is_quantised = np.array([WIDTHS.get(b).is_quantised for b in self.bits.tolist()])
+        return np.where(is_quantised, self.beta[:, None] / steps, 0.0)
 
     def channel_bytes(
         self, choice: Int64[np.ndarray, " groups"]
