@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from adaqp.graphs import generated as data
+from adaqp.graphs import generated
 from adaqp.graphs.graph import Graph, from_edge_index
 from adaqp.partitioning.partitioner import partition
 from shared.comms import RankPool
@@ -19,7 +19,7 @@ def pool2():
 
 @pytest.fixture(scope="session")
 def sbm() -> Graph:
-    return data.sbm(600, blocks=6, degree=8, feat=20, seed=3)
+    return generated.sbm(600, blocks=6, degree=8, feat=20, seed=3)
 
 
 @pytest.fixture(scope="session")

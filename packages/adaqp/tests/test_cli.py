@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from adaqp import LinkTable
-from adaqp import commands as jobs
+from adaqp import LinkTable, commands
 from adaqp.partitioning.partitioner import partition
 from adaqp.training.config import ModelConfig, PolicyConfig, RunConfig
 from shared.errors import ConfigError, DataError
@@ -97,20 +96,20 @@ def test_settings_out_of_range_are_refused():
 def test_jobs_refuse_what_cannot_be_done(parts, tmp_path, monkeypatch):
     config = RunConfig(epochs=1)
     with pytest.raises(ConfigError, match="save_every must be 1 or more epochs, got 0"):
-        jobs.train(parts, config, tmp_path / "saved", 0, None, None)
+        commands.train(parts, config, tmp_path / "saved", 0, None, None)
     with pytest.raises(DataError, match=r"nowhere\.json is no file; write one with"):
-        jobs.train(parts, config, None, 50, None, tmp_path / "nowhere.json")
+        commands.train(parts, config, None, 50, None, tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match=r"bench needs an epoch and a policy, got 0 and 1"):
-        jobs.bench(parts, ModelConfig(), [PolicyConfig()], 0, None)
+        commands.bench(parts, ModelConfig(), [PolicyConfig()], 0, None)
     with pytest.raises(ConfigError, match="no links between 1 ranks; name 2 or more"):
-        jobs.probe_links(1, None, 1.0, None)
+        commands.probe_links(1, None, 1.0, None)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="--rate builds hosts of its own"):
-        jobs.bench(parts, ModelConfig(), [PolicyConfig()], 3, "100mbit")
+        commands.bench(parts, ModelConfig(), [PolicyConfig()], 3, "100mbit")
 
 
 def test_one_part_has_no_plan(tmp_path, sbm):
     partition(sbm, 1, method="random", out=tmp_path / "one")
     with pytest.raises(DataError, match="has one part, which sends nothing"):
-        jobs.plan(tmp_path / "one", ModelConfig(), None, None, 0.2)
+        commands.plan(tmp_path / "one", ModelConfig(), None, None, 0.2)

@@ -5,7 +5,6 @@ from datetime import timedelta
 import numpy as np
 import pytest
 
-from adaqp.messages import network as links
 from adaqp.messages.network import LinkTable, probe
 from shared.comms import Group, NetLab, RankPool
 from shared.comms import netlab as lab
@@ -57,17 +56,18 @@ def test_one_rank_has_no_links(pool):
 def falling(fallback):
     """Probe a network on which large messages seem faster than small ones."""
     group = Group.world()
-    measure = links._round_times_s
     seen: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())
     logger = logging.getLogger()
     logger.addHandler(handler)
-    links._round_times_s = lambda group, num_bytes: np.full(group.world_size - 1, 1.0 / num_bytes)
+
+    def measure(group, num_bytes):
+        return np.full(group.world_size - 1, 1.0 / num_bytes)
+
     try:
-        return probe(group, [1000, 2000], 1.0, fallback), seen
+        return probe(group, [1000, 2000], 1.0, fallback, measure=measure), seen
     finally:
-        links._round_times_s = measure
         logger.removeHandler(handler)
 
 
@@ -84,6 +84,12 @@ def test_an_impossible_line_is_replaced_marked_and_reported_once(pool, fallback,
     assert quiet == []
 
 
+def refused(arguments):
+    with pytest.raises(ConfigError) as caught:
+        probe(Group.world(), **arguments)
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -93,12 +99,9 @@ def test_an_impossible_line_is_replaced_marked_and_reported_once(pool, fallback,
         ({"fallback_bytes_per_s": -1.0}, "fallback_bytes_per_s > 0"),
     ],
 )
-def test_impossible_requests_are_refused(arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        links._checked_sizes(
-            **{"sizes_bytes": None, "budget_s": 1.0, "fallback": None}
-            | {k.replace("fallback_bytes_per_s", "fallback"): v for k, v in arguments.items()}
-        )
+def test_impossible_requests_are_refused(arguments, message, pool):
+    for refusal in pool.run(refused, arguments).results:
+        assert message in refusal
 
 
 def test_uniform_table():

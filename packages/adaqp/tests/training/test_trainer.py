@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import adaqp
-from adaqp.graphs import generated as data
+from adaqp.graphs import generated
 from adaqp.graphs.graph import from_edge_index
 from adaqp.policy import Adaptive, Exact, Fixed, Stale
 from adaqp.simulator.profiler import measure
@@ -179,7 +179,7 @@ def test_an_evaluation_is_on_no_epochs_clock(sbm, cut, pool2):
 
 def test_multilabel_targets_train(cut, pool2):
     draw = torch.Generator().manual_seed(2)
-    base = data.sbm(400, blocks=4, degree=8, feat=10, seed=1)
+    base = generated.sbm(400, blocks=4, degree=8, feat=10, seed=1)
     target = torch.nn.functional.one_hot(base.label, 4).float()
     target = torch.maximum(
         target, target.roll(1, dims=1) * (torch.rand(400, 1, generator=draw) < 0.5)

@@ -107,17 +107,17 @@ class Assignment:
         known = np.isin(bits, WIDTHS.names()).all()
         if bits.ndim != 1 or bits.size == 0 or not known or (np.diff(bits) <= 0).any():
             raise ConfigError(
-                f"bits: expected one or more of {WIDTHS.names()}, ascending, came {bits.tolist()}; "
+                f"bits: expected one or more of {WIDTHS.names()}, ascending, got {bits.tolist()}; "
                 "list the bit-widths to choose from, such as (2, 4, 8)"
             )
         if not 0.0 <= self.lam <= 1.0:
             raise ConfigError(
-                f"lam: expected a number from 0 (only time) to 1 (only variance), came {self.lam}; "
+                f"lam: expected a number from 0 (only time) to 1 (only variance), got {self.lam}; "
                 "0.5 weighs both alike"
             )
         if not 0.0 <= self.hidden_s < np.inf:
             raise ConfigError(
-                f"hidden_s: expected finite seconds >= 0, came {self.hidden_s}; "
+                f"hidden_s: expected finite seconds >= 0, got {self.hidden_s}; "
                 "give 0 when nothing hides the messages"
             )
 
@@ -137,13 +137,13 @@ class Assignment:
             if shape != expected or not expected:
                 raise ConfigError(
                     f"{name}: expected shape {expected} (one entry a group, option or channel), "
-                    f"came {shape}; build all arrays over the same groups and channels"
+                    f"got {shape}; build all arrays over the same groups and channels"
                 )
         if self.channel.size and not 0 <= self.channel.min() <= self.channel.max() < channels[0]:
             wrong = int(((self.channel < 0) | (self.channel >= channels[0])).argmax())
             raise ConfigError(
                 f"channel[{wrong}]: expected 0 <= channel < {channels[0]} (the length of "
-                f"round_of), came {self.channel[wrong]}; list every channel that carries a group"
+                f"round_of), got {self.channel[wrong]}; list every channel that carries a group"
             )
 
     @property
@@ -240,10 +240,10 @@ def fields_from_json(text: str, record: type, number: int) -> dict:
     values = json.loads(text)
     expected = {f.name for f in fields(record) if f.init} | {"format"}
     if not isinstance(values, dict) or set(values) != expected or values["format"] != number:
-        came = sorted(values) if isinstance(values, dict) else type(values).__name__
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(
-            f"{record.__name__}: expected format {number} with the keys {sorted(expected)}, came "
-            f"{came}; read it with the release that wrote it"
+            f"{record.__name__}: expected format {number} with the keys {sorted(expected)}, got "
+            f"{found}; read it with the release that wrote it"
         )
     del values["format"]
     return values
@@ -253,7 +253,7 @@ def _integers(name: str, values: object) -> np.ndarray:
     array = np.asarray(values)
     if array.size and (array.dtype.kind not in "iuf" or (array % 1 != 0).any()):
         raise ConfigError(
-            f"{name}: expected integers, came {array.dtype} {array}; give whole numbers"
+            f"{name}: expected integers, got {array.dtype} {array}; give whole numbers"
         )
     return array.astype(np.int64)
 
@@ -264,7 +264,7 @@ def _costs(name: str, values: object) -> np.ndarray:
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ConfigError(
-            f"{name}{list(first)}: expected a finite number >= 0, came {array[first]}; "
+            f"{name}{list(first)}: expected a finite number >= 0, got {array[first]}; "
             "look for NaN or infinity in what was traced or probed"
         )
     return array
