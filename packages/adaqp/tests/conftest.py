@@ -18,6 +18,12 @@ def pool2():
 
 
 @pytest.fixture(scope="session")
+def pool3():
+    with RankPool(3, timeout=timedelta(seconds=60)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def sbm() -> Graph:
     return generated.sbm(600, blocks=6, degree=8, feat=20, seed=3)
 

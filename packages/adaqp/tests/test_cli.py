@@ -1,18 +1,34 @@
 """The command line end to end: partition, train, interrupt, resume, plan, probe, bench."""
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
 from adaqp import LinkTable, commands
+from adaqp.cli import main
 from adaqp.partitioning.partitioner import partition
 from adaqp.training.config import ModelConfig, PolicyConfig, RunConfig
 from shared.errors import ConfigError, DataError
 
 
+def run_here(*args, expect=0):
+    """What the command line prints when it runs in this process, with its exit status checked."""
+    text = io.StringIO()
+    with redirect_stdout(text), redirect_stderr(text):
+        try:
+            status = main([*map(str, args)])
+        except SystemExit as ended:
+            status = ended.code
+    assert status == expect, text.getvalue()
+    return text.getvalue()
+
+
 def adaqp_cli(*args, expect=0):
+    """What the command line prints as a process of its own, with its exit status checked."""
     done = subprocess.run(
         [sys.executable, "-m", "adaqp", *map(str, args)],
         capture_output=True,
@@ -26,7 +42,7 @@ def adaqp_cli(*args, expect=0):
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "parts"
-    text = adaqp_cli("partition", "sbm", "--num-nodes", 4000, "--out", folder, "--parts", 2)
+    text = run_here("partition", "sbm", "--num-nodes", 4000, "--out", folder, "--parts", 2)
     assert "edges cut" in text
     return folder
 
@@ -76,12 +92,18 @@ def test_plan_bench_and_probe_print_tables(parts, tmp_path):
 
 
 def test_errors_say_what_to_do_and_exit_1(parts, tmp_path):
-    text = adaqp_cli("train", tmp_path / "nowhere", expect=1)
+    text = run_here("train", tmp_path / "nowhere", expect=1)
     assert "holds no partition; make one: adaqp partition" in text
-    text = adaqp_cli("partition", tmp_path / "graph.xyz", "--out", tmp_path / "p", expect=1)
+    text = run_here("partition", tmp_path / "graph.xyz", "--out", tmp_path / "p", expect=1)
     assert text.startswith("adaqp: ")
     assert "Traceback" not in text
-    adaqp_cli("train", parts, "--epoch", 3, expect=2)
+    run_here("train", parts, "--epoch", 3, expect=2)
+
+
+def test_an_error_of_a_process_is_one_sentence_and_status_1(tmp_path):
+    text = adaqp_cli("train", tmp_path / "nowhere", expect=1)
+    assert text.startswith("adaqp: ")
+    assert text.count("\n") == 1
 
 
 def test_settings_out_of_range_are_refused():

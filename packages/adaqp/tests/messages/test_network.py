@@ -1,21 +1,14 @@
 import json
 import logging
-from datetime import timedelta
 
 import numpy as np
 import pytest
 
 from adaqp.messages.network import LinkTable, probe
-from shared.comms import Group, NetLab, RankPool
+from shared.comms import Group, NetLab
 from shared.comms import netlab as lab
 from shared.errors import ConfigError
 from shared.units import KiB, MiB, parse_rate
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(3, timeout=timedelta(seconds=60)) as ranks:
-        yield ranks
 
 
 def probed(sizes, budget_s):
@@ -25,8 +18,8 @@ def probed(sizes, budget_s):
     return table.to_json(), before != group.ledger.snapshot()
 
 
-def test_all_ranks_get_the_same_plausible_table(pool):
-    answers = pool.run(probed, None, 0.5).results
+def test_all_ranks_get_the_same_plausible_table(pool3):
+    answers = pool3.run(probed, None, 0.5).results
     assert len({text for text, _ in answers}) == 1
     assert all(sent for _, sent in answers)
     table = LinkTable.from_json(answers[0][0])
@@ -37,8 +30,8 @@ def test_all_ranks_get_the_same_plausible_table(pool):
     assert (np.diag(table.latency_s) == 0).all()
 
 
-def test_given_sizes_are_all_sent(pool):
-    text, _ = pool.run(probed, [4 * KiB, 64 * KiB, MiB], 0.001).results[0]
+def test_given_sizes_are_all_sent(pool3):
+    text, _ = pool3.run(probed, [4 * KiB, 64 * KiB, MiB], 0.001).results[0]
     assert LinkTable.from_json(text).world_size == 3
 
 
@@ -48,8 +41,8 @@ def alone():
     return probe(singles[world.rank])
 
 
-def test_one_rank_has_no_links(pool):
-    for table in pool.run(alone).results:
+def test_one_rank_has_no_links(pool3):
+    for table in pool3.run(alone).results:
         assert table.s_per_byte.tolist() == [[0.0]]
 
 
@@ -72,8 +65,8 @@ def falling(fallback):
 
 
 @pytest.mark.parametrize(("fallback", "expected"), [(1e6, 1e-6), (None, 1 / 2000 / 2000)])
-def test_an_impossible_line_is_replaced_marked_and_reported_once(pool, fallback, expected):
-    (table, seen), (other, quiet), _ = pool.run(falling, fallback).results
+def test_an_impossible_line_is_replaced_marked_and_reported_once(pool3, fallback, expected):
+    (table, seen), (other, quiet), _ = pool3.run(falling, fallback).results
     others = ~np.eye(3, dtype=bool)
     assert table.to_json() == other.to_json()
     assert table.s_per_byte[others] == pytest.approx(expected)
@@ -99,8 +92,8 @@ def refused(arguments):
         ({"fallback_bytes_per_s": -1.0}, "fallback_bytes_per_s > 0"),
     ],
 )
-def test_impossible_requests_are_refused(arguments, message, pool):
-    for refusal in pool.run(refused, arguments).results:
+def test_impossible_requests_are_refused(arguments, message, pool3):
+    for refusal in pool3.run(refused, arguments).results:
         assert message in refusal
 
 
