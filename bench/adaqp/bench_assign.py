@@ -1,4 +1,4 @@
-"""Bit assignment: the greedy solver against HiGHS, on the same problems and in turns.
+"""Bit assignment: the greedy solver against HiGHS, alternating on the same problems.
 
 What is compared is HiGHS's own solution, not the better of the two that `solver="milp"` returns.
 Problems: all ordered pairs of ranks, SBM-like halo sizes, log-normal variances, uneven links,

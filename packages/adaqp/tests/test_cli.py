@@ -107,17 +107,17 @@ def test_an_error_of_a_process_is_one_sentence_and_status_1(tmp_path):
 
 
 def test_settings_out_of_range_are_refused():
-    with pytest.raises(ConfigError, match="epochs must be 1 or more"):
+    with pytest.raises(ConfigError, match="epochs, eval_every: expected 1 or more"):
         RunConfig(epochs=0)
-    with pytest.raises(ConfigError, match="lr must be above 0, got -1"):
+    with pytest.raises(ConfigError, match="lr: expected a learning rate above 0, got -1"):
         RunConfig(lr=-1.0)
-    with pytest.raises(ConfigError, match=r"model\.dropout must be in"):
+    with pytest.raises(ConfigError, match=r"model\.dropout: expected a share in"):
         ModelConfig(dropout=1.0)
 
 
 def test_jobs_refuse_what_cannot_be_done(parts, tmp_path, monkeypatch):
     config = RunConfig(epochs=1)
-    with pytest.raises(ConfigError, match="save_every must be 1 or more epochs, got 0"):
+    with pytest.raises(ConfigError, match="save_every: expected 1 or more epochs, got 0"):
         commands.train(parts, config, tmp_path / "saved", 0, None, None)
     with pytest.raises(DataError, match=r"nowhere\.json is no file; write one with"):
         commands.train(parts, config, None, 50, None, tmp_path / "nowhere.json")

@@ -24,8 +24,9 @@ class Partition:
         parts: number of ranks that will train.
         method: METIS cuts few edges; random is the worst case.
         num_nodes: size of the generated graph.
-        seed: of the generator and of METIS.
-        cluster_rows: rows METIS places together within a part, about a core's cache; 0: by id.
+        seed: seeds the generator and METIS.
+        cluster_rows: rows METIS places together within a part, so that they fit a core's cache;
+            0: rows in order of their ids.
     """
 
     graph: Annotated[str, tyro.conf.Positional]
@@ -62,8 +63,8 @@ class Partition:
 class Plan:
     """Predict an epoch's seconds under each policy, without training or using the network.
 
-    Every rank measures its own compute and packing; what the links cost is probed, read from
-    `adaqp probe-links`, or told with --rate.
+    Every rank measures its own compute and packing; what the links cost is probed, read from a
+    file (`--links`), or assumed (`--rate`).
 
     Args:
         folder: a partition.
@@ -160,13 +161,13 @@ class Bench:
 class ProbeLinks:
     """Measure what a message and a byte cost between every two ranks.
 
-    Under torchrun it measures those ranks; alone it starts `ranks` here.
+    Under torchrun it measures between those ranks, otherwise it starts `ranks` here.
 
     Args:
         ranks: ranks to start when not under torchrun.
         out: JSON file for `adaqp plan --links`.
         budget_s: seconds the measurement may take.
-        fallback_rate: rate ("1gbit") of pairs whose measurement noise spoiled.
+        fallback_rate: rate ("1gbit") of pairs whose measured times do not rise with the size.
     """
 
     ranks: int = 2

@@ -80,7 +80,7 @@ def train(
 ) -> None:
     """Trains and prints the outcome; continues from `checkpoint` where one lies there."""
     if save_every < 1:
-        raise ConfigError(f"save_every must be 1 or more epochs, got {save_every}")
+        raise ConfigError(f"save_every: expected 1 or more epochs, got {save_every}")
     links = _read_links(links_file)
     # Built here, since ranks know no policy that was registered from outside.
     policy, settings = config.policy.build()

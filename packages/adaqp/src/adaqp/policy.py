@@ -79,7 +79,7 @@ class Fixed(Policy):
 
 @dataclass(frozen=True, slots=True)
 class Adaptive(Policy):
-    """Widths chosen for groups of rows by what they cost and what their noise does.
+    """Widths chosen for groups of rows, weighing their time against their variance.
 
     Args:
         bits: widths to choose from, ascending.
@@ -89,10 +89,10 @@ class Adaptive(Policy):
         scope: one problem a layer and direction ("layer"), or one over all of them ("global").
         group_size: rows that share a width.
         first_bits: width before the first assignment.
-        first_at: step of an assignment beside those at multiples of `every` (rows' ranges settle
-            within a few steps).
+        first_at: step of the first assignment, before those at multiples of `every`; rows' ranges
+            settle within a few steps.
         overlap_aware: bits that hide behind the local aggregation count as free.
-        decay: memory of the moving average over rows' squared ranges, per step.
+        decay: weight of the moving average so far against a step's squared ranges, in [0, 1).
 
     Raises:
         ConfigError: a value outside its range.

@@ -98,7 +98,7 @@ class DistGraph(GraphShare):
 
     @property
     def current_messages(self) -> Messages:
-        """What carries exchanges out now; exact ones with overlap by edges unless told."""
+        """What carries exchanges out now: exact, overlapped by edges, outside `messages()`."""
         return self._messages
 
     def aggregate(self, h: Float[Tensor, "num_local dim"], weight: str = "gcn") -> Tensor:

@@ -1,11 +1,12 @@
-"""The bytes of one message buffer: which rows go at which width, where, and how they are checked.
+"""The bytes of one message buffer: the width of each row, its place, and how it is checked.
 
-A buffer carries the rows one rank sends to one peer in one exchange. Rows of equal width form a
-block; a header names the table of widths both sides must hold, so that a lost update is refused
-before a byte is unpacked. Scale and zero point travel in front of the blocks, where they stay
-aligned. After AdaQP (arXiv 2306.01381); one buffer instead of two, no pickled index lists.
+A buffer holds the rows that one rank sends to one peer in one exchange. Rows of equal width form a
+block. A header holds the version of the table of widths, which sender and receiver must agree on,
+so that a lost update is refused before a byte is unpacked. Scale and zero point stand in front of
+the blocks, where they are aligned. After AdaQP (arXiv 2306.01381); one buffer instead of two, no
+pickled index lists.
 
-    header (version, bytes) | zero point and scale of each quantised row | 32 | 16 | 8 | 4 | 2 | 1
+    header (version, bytes) | zero point and scale of each quantised row | 32 | 16 | 8 | 4 | 2 | 1 bits
 
 A buffer whose rows all travel as they are has no header: it is received in place.
 """

@@ -50,11 +50,10 @@ class ModelConfig:
         MODELS.check(self.conv)
         if self.hidden < 1 or self.layers < 1:
             raise ConfigError(
-                f"model.hidden and model.layers must be 1 or more, got {self.hidden} and "
-                f"{self.layers}"
+                f"model.hidden, model.layers: expected 1 or more, got {self.hidden} and {self.layers}"
             )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout}")
+            raise ConfigError(f"model.dropout: expected a share in [0, 1), got {self.dropout}")
 
     def build(self, dg: "DistGraph") -> "nn.Module":
         """The model for a rank's share, in its features' dtype and on their device."""
@@ -187,8 +186,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.eval_every < 0:
             raise ConfigError(
-                f"epochs must be 1 or more and eval_every 0 or more, got {self.epochs} and "
+                f"epochs, eval_every: expected 1 or more and 0 or more, got {self.epochs} and "
                 f"{self.eval_every}"
             )
         if not self.lr > 0:
-            raise ConfigError(f"lr must be above 0, got {self.lr}")
+            raise ConfigError(f"lr: expected a learning rate above 0, got {self.lr}")

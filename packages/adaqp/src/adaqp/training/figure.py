@@ -11,7 +11,7 @@ from adaqp.training.comparison import Timing
 
 __all__ = ["draw"]
 
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _PHASE_COLOURS = dict(
     zip(PHASES, ("#0072B2", "#E69F00", "#D55E00", "#999999", "#CC79A7"), strict=True)
 )
