@@ -131,7 +131,7 @@ class Checkpointer:
             _log.warning("step %d is not saved: another save is under way", step)
             return Handle(step, Trace(team.rank), is_skipped=True)
         self._last = self._saver.save(
-            commit.step_folder(step),
+            commit.format_step(step),
             state,
             step=step,
             overwrite=self._overwrite,
@@ -152,7 +152,7 @@ class Checkpointer:
             DataError: it is damaged or does not fit.
         """
         self._saver.wait()
-        path = commit.step_folder(step)
+        path = commit.format_step(step)
         report = load_state(self._saver.team, self._storage, path, state, **options)
         later = [one for one in self._steps if one > step]
         if later and self._saver.team.is_coordinator:
@@ -189,7 +189,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps that can be loaded, ascending; looks at the storage."""
-        return commit.steps(self._storage)
+        return commit.list_steps(self._storage)
 
     def close(self) -> None:
         """Waits for the save under way, and raises what went wrong with the last one.
@@ -207,7 +207,7 @@ class Checkpointer:
         found, error = [], None
         try:
             if self._saver.team.is_coordinator:
-                found = commit.steps(self._storage)
+                found = commit.list_steps(self._storage)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
             error = caught
         self._saver.team.agree(error)
@@ -221,13 +221,13 @@ class Checkpointer:
         self._steps = sorted({*self._steps, step})
         if self._went_back_to is not None and self._overwrite:
             for later in [s for s in self._steps if s > self._went_back_to and s != step]:
-                commit.remove_checkpoint(self._storage, commit.step_folder(later))
+                commit.remove_checkpoint(self._storage, commit.format_step(later))
                 self._steps.remove(later)
         self._went_back_to = None
         while self._keep is not None and len(self._steps) > self._keep:
             # The one just written stays, also when training went back to before the others.
             oldest = next(one for one in self._steps if one != step)
-            commit.remove_checkpoint(self._storage, commit.step_folder(oldest))
+            commit.remove_checkpoint(self._storage, commit.format_step(oldest))
             self._steps.remove(oldest)
 
 

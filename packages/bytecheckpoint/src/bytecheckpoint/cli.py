@@ -45,10 +45,10 @@ class Ls:
 
     def execute(self) -> int:
         """Prints the table; 1 if a checkpoint is damaged or there is none."""
-        from bytecheckpoint.tools.inventory import entries
+        from bytecheckpoint.tools.inventory import list_checkpoints
         from shared.units import format_bytes
 
-        found = entries(self.run)
+        found = list_checkpoints(self.run)
         table = _table("checkpoint", "step>", "size>", "ranks>", "files>", "tensors>", "damage")
         for one in found:
             numbers = (one.step, one.num_bytes, one.world_size, one.num_files, one.num_tensors)
@@ -82,11 +82,11 @@ class Inspect:
         """Prints the table; 1 if nothing matches."""
         import json
 
-        from bytecheckpoint.loading import checkpoint as opened
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.loading.checkpoint import open as open_checkpoint
+        from bytecheckpoint.tools.inventory import find_newest
         from shared.units import format_bytes
 
-        with opened.open(newest(self.checkpoint)) as checkpoint:
+        with open_checkpoint(find_newest(self.checkpoint)) as checkpoint:
             index = checkpoint.index
             table = _table("tensor", "type", "shape", "size>", "chunks>")
             total, count = 0, 0
@@ -126,11 +126,11 @@ class Verify:
 
     def execute(self) -> int:
         """Prints damages; 1 if there are any or nothing to check."""
-        from bytecheckpoint.tools.inventory import entries
+        from bytecheckpoint.tools.inventory import list_checkpoints
         from bytecheckpoint.tools.verify import verify
         from shared.units import format_bytes
 
-        found = entries(self.run)
+        found = list_checkpoints(self.run)
         total = sum(one.num_bytes or 0 for one in found)
         num_damages = 0
         with _progress("reading", total, is_shown=self.deep) as progress:
@@ -168,13 +168,13 @@ class Diff:
 
     def execute(self) -> int:
         """Prints what differs; 1 if anything does."""
-        from bytecheckpoint.loading import checkpoint as opened
+        from bytecheckpoint.loading.checkpoint import open as open_checkpoint
         from bytecheckpoint.tools.diff import diff_tensors, diff_values
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.tools.inventory import find_newest
 
         table = _table("tensor", "differs in", "A", "B", "elements>", "max abs>")
         num_equal = 0
-        with opened.open(newest(self.a)) as a, opened.open(newest(self.b)) as b:
+        with open_checkpoint(find_newest(self.a)) as a, open_checkpoint(find_newest(self.b)) as b:
             total = a.index.total_bytes
             with _progress("comparing", total, is_shown=True) as progress:
                 for one in diff_tensors(a, b, _matcher(self.filter), progress):
@@ -215,10 +215,11 @@ class Convert:
 
     def execute(self) -> int:
         """Converts, with a progress bar."""
-        from bytecheckpoint.formats import convert, open_any
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.loading.checkpoint import open_any
+        from bytecheckpoint.tools.convert import convert
+        from bytecheckpoint.tools.inventory import find_newest
 
-        src = newest(self.src)
+        src = find_newest(self.src)
         with open_any(src) as checkpoint:
             total = checkpoint.index.total_bytes
         with _progress("writing", total, is_shown=True) as progress:
@@ -247,13 +248,13 @@ class Reshard:
 
     def execute(self) -> int:
         """Rewrites, with a progress bar."""
-        from bytecheckpoint.loading import checkpoint as opened
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.loading.checkpoint import open as open_checkpoint
+        from bytecheckpoint.tools.inventory import find_newest
         from bytecheckpoint.tools.reshard import reshard
         from shared.units import format_bytes
 
-        src = newest(self.src)
-        with opened.open(src) as checkpoint:
+        src = find_newest(self.src)
+        with open_checkpoint(src) as checkpoint:
             total = checkpoint.index.total_bytes
         with _progress("writing", total, is_shown=True) as progress:
             sizes = reshard(src, self.dst, self.world, progress=progress)
@@ -279,19 +280,19 @@ class Timeline:
         """Prints seconds by stage and writes the files; 1 if the checkpoint has no trace."""
         import json
 
-        from bytecheckpoint.loading import checkpoint as opened
+        from bytecheckpoint.loading.checkpoint import open as open_checkpoint
         from bytecheckpoint.tools import report
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.tools.inventory import find_newest
         from shared.units import format_bytes, format_s
 
-        url = newest(self.checkpoint)
-        with opened.open(url) as checkpoint:
-            spans = report.spans_of(checkpoint.source.extra.get("trace", []))
+        url = find_newest(self.checkpoint)
+        with open_checkpoint(url) as checkpoint:
+            spans = report.parse_spans(checkpoint.source.extra.get("trace", []))
         if not spans:
             print(f"{url}: was saved without a trace", file=sys.stderr)
             return 1
         table = _table("stage", "median>", "slowest>", "on rank>", "bytes>", "GB/s a rank>")
-        for one in report.stage_times(spans):
+        for one in report.sum_stages(spans):
             slowest = float(one.seconds.max())
             busy = float(one.seconds.sum())
             rate = f"{one.num_bytes / busy / 1e9:.2f}" if one.num_bytes and busy else ""
@@ -301,7 +302,7 @@ class Timeline:
         _show(table)
         if self.out is not None:
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "trace.json").write_text(json.dumps(report.chrome_trace(spans)))
+            (self.out / "trace.json").write_text(json.dumps(report.make_chrome_trace(spans)))
             report.draw_heat(spans, f"save of {url}", self.out / "heat.svg")
             print(f"{self.out / 'trace.json'}\n{self.out / 'heat.svg'}")
         return 0
@@ -324,10 +325,10 @@ class Gc:
     def execute(self) -> int:
         """Prints what is, or would be, removed."""
         from bytecheckpoint.storage import open_storage
-        from bytecheckpoint.storage.files.commit import garbage, remove_garbage
+        from bytecheckpoint.storage.files.commit import find_garbage, remove_garbage
 
         storage = open_storage(self.run)
-        found = garbage(storage)
+        found = find_garbage(storage)
         for path in found:
             print(f"{'removed' if self.yes else 'would remove'} {path}")
             if self.yes:

@@ -22,10 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
-from bytecheckpoint.formats import convert, pickles
-from bytecheckpoint.formats.dcp import read_index, write_dcp
+from bytecheckpoint.formats import pickles
+from bytecheckpoint.formats.dcp import read_index
 from bytecheckpoint.formats.tree import encode
 from bytecheckpoint.storage import open_storage
+from bytecheckpoint.tools.convert import convert
+from bytecheckpoint.tools.writers.dcp import write_dcp
 from shared.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,9 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 
 import bytecheckpoint as bcp
-from bytecheckpoint.formats import convert
-from bytecheckpoint.formats.hf import INDEX_NAME, write_hf
-from bytecheckpoint.tools.writers.output import slabs
+from bytecheckpoint.formats.hf import INDEX_NAME
+from bytecheckpoint.tools.convert import convert
+from bytecheckpoint.tools.writers.hf import write_hf
+from bytecheckpoint.tools.writers.slabs import cut_slabs
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
@@ -246,7 +247,7 @@ def test_damaged_headers_are_data_errors_or_harmless(repository):
 def test_slabs_are_the_elements_in_order_and_none_too_large(offsets, sizes, limit, itemsize):
     box = Box(tuple(offsets[: len(sizes)]), tuple(sizes))
     grid = torch.arange(box.numel).view(sizes)
-    parts = list(slabs(box, itemsize, limit))
+    parts = list(cut_slabs(box, itemsize, limit))
     assert all(part.numel * itemsize <= max(limit, itemsize) for part in parts)
     seen = [grid[part.within(box)].reshape(-1) for part in parts]
     assert torch.equal(torch.cat(seen) if seen else grid.reshape(-1), torch.arange(box.numel))

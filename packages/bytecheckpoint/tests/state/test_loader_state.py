@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import bytecheckpoint as bcp
 from bytecheckpoint.state.loader_state import LoaderState
-from bytecheckpoint.state.shuffle import shuffled
+from bytecheckpoint.state.shuffle import shuffle_samples
 from bytecheckpoint.state.tracked_loader import TrackedLoader
 from shared.errors import ConfigError, DataError
 
@@ -67,23 +67,25 @@ def split(world_size, states, **options):
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 64, 65, 1000])
 def test_shuffled_is_a_permutation_that_differs_by_seed_and_epoch(num_samples):
     places = np.arange(num_samples)
-    orders = [shuffled(places, num_samples, seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [
+        shuffle_samples(places, num_samples, seed, epoch) for seed in (0, 1) for epoch in (0, 1)
+    ]
     for order in orders:
         assert sorted(order.tolist()) == places.tolist()
     if num_samples >= 64:
         assert len({tuple(order.tolist()) for order in orders}) == 4
-        assert np.array_equal(shuffled(places[7:9], num_samples, 0, 0), orders[0][7:9])
+        assert np.array_equal(shuffle_samples(places[7:9], num_samples, 0, 0), orders[0][7:9])
 
 
 def test_shuffled_has_no_preference():
     # Sample 3 of 10 stands anywhere equally often; so does each sample at place 0.
     num_epochs = 600
-    orders = np.array([shuffled(np.arange(10), 10, 5, epoch) for epoch in range(num_epochs)])
+    orders = np.array([shuffle_samples(np.arange(10), 10, 5, epoch) for epoch in range(num_epochs)])
     for seen in (orders[:, 0], np.argmax(orders == 3, axis=1)):
         counts = np.bincount(seen, minlength=10)
         chi_squared = ((counts - num_epochs / 10) ** 2 / (num_epochs / 10)).sum()
         assert chi_squared < 27.9, "nine degrees of freedom exceed this once in a thousand"
-    neighbours = np.abs(np.diff(shuffled(np.arange(5000), 5000, 5, 0)))
+    neighbours = np.abs(np.diff(shuffle_samples(np.arange(5000), 5000, 5, 0)))
     assert 5000 / 3 * 0.95 < neighbours.mean() < 5000 / 3 * 1.05
 
 
@@ -129,7 +131,9 @@ def test_even_ranks_take_the_stream_in_step_and_lose_nothing(num_samples, legs, 
         states = [order.state_dict() for order in orders]
         assert all(state["ahead"] == b"" for state in states)
     epochs = -(-len(seen) // num_samples)
-    stream = [shuffled(np.arange(num_samples), num_samples, 2, epoch) for epoch in range(epochs)]
+    stream = [
+        shuffle_samples(np.arange(num_samples), num_samples, 2, epoch) for epoch in range(epochs)
+    ]
     assert Counter(seen) == Counter(np.concatenate([*stream, []]).tolist()[: len(seen)])
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.state.local_tensors import _shard_boxes
+from bytecheckpoint.state.shard_boxes import list_shard_boxes
 from shared.comms import RankPool
 from shared.errors import DataError
 
@@ -793,7 +793,7 @@ def test_boxes_of_sharded_tensors_are_torchs_own(seed):
             coordinate = np.unravel_index(at, mesh_shape)
             coordinate = tuple(int(c) for c in coordinate)
             local = _local_of(whole, mesh_shape, coordinate, placements)
-            boxes = _shard_boxes(shape, mesh_shape, coordinate, placements)
+            boxes = list_shard_boxes(shape, mesh_shape, coordinate, placements)
             found = _of_boxes(whole, boxes)
             assert torch.equal(found.reshape(-1), local.reshape(-1)), (
                 shape, mesh_shape, placements, coordinate, boxes,

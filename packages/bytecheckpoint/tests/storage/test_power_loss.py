@@ -49,7 +49,7 @@ def life(record, root):
     for step, version in ((1, 0), (2, 0), (2, 1)):
         save(storage, step, version, overwrite=version > 0)
         record.report((step, version))
-    commit.remove_checkpoint(storage, commit.step_folder(1))
+    commit.remove_checkpoint(storage, commit.format_step(1))
 
 
 def died_replacing(record, root):
@@ -66,7 +66,7 @@ def died_replacing(record, root):
     with record.killed(after_replacing):
         save(storage, 1, 1, overwrite=True)
     storage = LocalStorage(root)
-    left = commit.garbage(storage)
+    left = commit.find_garbage(storage)
     assert len(left) == 1
     commit.remove_garbage(storage, left)
 
@@ -84,10 +84,10 @@ def died_removing(record, root):
         return "unlink" in seen[:-1]
 
     with record.killed(after_unlinking):
-        commit.remove_checkpoint(storage, commit.step_folder(1))
+        commit.remove_checkpoint(storage, commit.format_step(1))
     storage = LocalStorage(root)
-    assert commit.garbage(storage) == [commit.step_folder(1)]
-    commit.remove_garbage(storage, commit.garbage(storage))
+    assert commit.find_garbage(storage) == [commit.format_step(1)]
+    commit.remove_garbage(storage, commit.find_garbage(storage))
 
 
 def died_early(record, root):
@@ -113,7 +113,7 @@ def trained(record, root):
 def loaded_version(storage, step):
     """The version of a real checkpoint, every byte of it read."""
     state = {"values": torch.zeros(3_000), "version": 0}
-    bcp.load(f"{storage.url}/{commit.step_folder(step)}", state)
+    bcp.load(f"{storage.url}/{commit.format_step(step)}", state)
     if set(state["values"].tolist()) != {state["version"]}:
         raise DataError(f"version {state['version']} with the values of another")
     return state["version"]

@@ -60,24 +60,24 @@ def run(out: Path, *, is_full: bool) -> bool:
         saved = folder / "run"
         with RankPool(2, timeout=_TIMEOUT) as pool:
             with console.status("bytecheckpoint: training on two ranks, undisturbed"):
-                whole = pool.run(training.losses, size.num_layers, size.num_steps).results[0][1]
+                whole = pool.run(training.train, size.num_layers, size.num_steps).results[0][1]
             with console.status("bytecheckpoint: saving, ours and DCP's in turn"):
                 args = (size.num_layers, folder, size.rounds)
-                blocked = pool.run(training.blocked, *args).results[0]
+                blocked = pool.run(training.measure_blocking, *args).results[0]
             with (
                 console.status("bytecheckpoint: training until every rank is killed"),
                 suppress(RankFailure),
             ):
                 args = (size.num_layers, saved, size.every_n, size.kill_at)
-                pool.run(training.losses_until_killed, *args)
+                pool.run(training.train_until_killed, *args)
         with console.status("bytecheckpoint: going on in one process"):
-            alone = training.losses(size.num_layers, size.num_steps, saved)
+            alone = training.train(size.num_layers, size.num_steps, saved)
         with (
             console.status("bytecheckpoint: going on on four ranks"),
             RankPool(4, timeout=_TIMEOUT) as pool,
         ):
-            four = pool.run(training.losses, size.num_layers, size.num_steps, saved).results[0]
-            read = pool.run(training.read_bytes, size.num_layers, saved).results[0]
+            four = pool.run(training.train, size.num_layers, size.num_steps, saved).results[0]
+            read = pool.run(training.measure_read_bytes, size.num_layers, saved).results[0]
     claims = [
         _resumed("one process", whole, alone, size),
         _resumed("four ranks", whole, four, size),

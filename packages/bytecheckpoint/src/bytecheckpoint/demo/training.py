@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.demo.text import bible
+from bytecheckpoint.demo.text import load_bible
 from shared.comms import Group, all_reduce, barrier
 from shared.topology import Mesh
 
-__all__ = ["Run", "blocked", "losses", "losses_until_killed", "read_bytes"]
+__all__ = ["Run", "measure_blocking", "measure_read_bytes", "train", "train_until_killed"]
 
 _CONTEXT = 64
 _BATCH = 8
@@ -71,7 +71,7 @@ class Run:
             fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
-        self.text = bible()
+        self.text = load_bible()
         self.order = bcp.LoaderState(len(self.text) // (_CONTEXT + 1), dataset="bible")
         self.state: dict[str, Any] = {
             "model": self.model,
@@ -106,7 +106,7 @@ class Run:
         return self.state["extra"]["step"]
 
 
-def losses(num_layers: int, num_steps: int, folder: Path | None = None) -> tuple[int, list[float]]:
+def train(num_layers: int, num_steps: int, folder: Path | None = None) -> tuple[int, list[float]]:
     """Trains to a step, from a folder's newest checkpoint where one is given.
 
     Returns:
@@ -117,7 +117,7 @@ def losses(num_layers: int, num_steps: int, folder: Path | None = None) -> tuple
     return first, [run.step() for _ in range(first, num_steps)]
 
 
-def losses_until_killed(num_layers: int, folder: Path, every_n: int, kill_at: int) -> None:
+def train_until_killed(num_layers: int, folder: Path, every_n: int, kill_at: int) -> None:
     """Trains and saves behind training's back, until every rank is killed without warning."""
     run = Run(num_layers)
     checkpointer = bcp.Checkpointer(folder, every_n=every_n, keep=2)
@@ -132,7 +132,7 @@ def losses_until_killed(num_layers: int, folder: Path, every_n: int, kill_at: in
             handle.committed.result()
 
 
-def blocked(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]]:
+def measure_blocking(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]]:
     """How long a save keeps training from going on, ours and DCP's in turn.
 
     Returns:
@@ -170,7 +170,7 @@ def blocked(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]
     return found
 
 
-def read_bytes(num_layers: int, folder: Path) -> dict[str, int]:
+def measure_read_bytes(num_layers: int, folder: Path) -> dict[str, int]:
     """Bytes that all ranks read from storage when each wants the whole model."""
     found = {}
     for dedupe in ("never", "always"):

@@ -21,39 +21,40 @@ from bytecheckpoint.formats.archive import Archive
 from bytecheckpoint.formats.pickles import (
     Metadata,
     StoredTensor,
-    contiguous_strides,
+    compute_strides,
     load_metadata,
     load_tree,
 )
-from bytecheckpoint.formats.ranges import Chunk, Window, build_index, joined
+from bytecheckpoint.formats.ranges import Chunk, Window, build_index, join_path
 from bytecheckpoint.formats.tree import Path, encode, nest
 from bytecheckpoint.storage import Storage
-from bytecheckpoint.storage.files.index import File, Index, plain_name
-from bytecheckpoint.tools.writers.dcp import METADATA_NAME, write_dcp
+from bytecheckpoint.storage.files.index import File, Index, check_file_name
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
 __all__ = [
     "METADATA_NAME",
+    "ByteRange",
     "Folder",
-    "Part",
     "load_entry",
+    "locate_elements",
     "read_folder",
     "read_index",
-    "write_dcp",
+    "read_paths",
 ]
 
+METADATA_NAME = ".metadata"
 _NUM_THREADS = 8
 _MAX_DEPTH = 100
 _log = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
-    """A part of a file.
+class ByteRange(NamedTuple):
+    """A range of a file's bytes.
 
     Attributes:
         file: its name.
-        start: offset of the part's first byte.
+        start: offset of its first byte.
         num_bytes: its length.
     """
 
@@ -72,7 +73,7 @@ class Folder(NamedTuple):
     """
 
     index: Index
-    entries: dict[str, Part]
+    entries: dict[str, ByteRange]
     paths: dict[str, Path] | None
 
 
@@ -111,12 +112,12 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
     Raises:
         DataError: as `read_index`.
     """
-    where = joined(path, METADATA_NAME)
+    where = join_path(path, METADATA_NAME)
     metadata = load_metadata(storage.read(where), where, trust_pickle=trust_pickle)
     try:
         tensors, boxes, others = _described(metadata)
         parts = _parts(metadata, where)
-        paths = paths_of(metadata)
+        paths = read_paths(metadata)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{where}: expected the metadata of DCP, {error}") from error
     entries = {}
@@ -124,7 +125,7 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
         if (name, None) not in parts:
             raise DataError(f"{where}: does not say where {name!r} lies; it is damaged")
         entries[name] = parts[name, None]
-    lying: dict[str, list[tuple[Box, Part]]] = {name: [] for name in tensors}
+    lying: dict[str, list[tuple[Box, ByteRange]]] = {name: [] for name in tensors}
     for name, box in boxes:
         if (name, box.offsets) not in parts:
             raise DataError(
@@ -132,7 +133,7 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
             )
         lying[name].append((box, parts[name, box.offsets]))
     aliases = _same_bytes(lying, tensors)
-    by_file: dict[str, list[tuple[str, Box, Part]]] = {}
+    by_file: dict[str, list[tuple[str, Box, ByteRange]]] = {}
     for part in entries.values():
         by_file.setdefault(part.file, [])
     for name, found in lying.items():
@@ -146,14 +147,14 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
     files = [File(*item) for item in sizes.items()]
     for name, part in entries.items():
         if part.start + part.num_bytes > sizes[part.file]:
-            raise DataError(f"{joined(path, part.file)}: cut off before the end of {name!r}")
+            raise DataError(f"{join_path(path, part.file)}: cut off before the end of {name!r}")
     chunks = [chunk for _, found in scans for chunk in found]
     stored = {name: described for name, described in tensors.items() if name not in aliases}
     return Folder(build_index(stored, chunks, files, where, aliases), entries, paths)
 
 
 def load_entry(
-    storage: Storage, path: str, name: str, part: Part, *, trust_pickle: bool = False
+    storage: Storage, path: str, name: str, part: ByteRange, *, trust_pickle: bool = False
 ) -> Any:
     """Reads a value that is no tensor.
 
@@ -161,14 +162,14 @@ def load_entry(
         DataError: it holds objects that torch.load(weights_only=True) refuses, or is damaged.
     """
     buffer = bytearray(part.num_bytes)
-    storage.read_into(joined(path, part.file), part.start, memoryview(buffer))
+    storage.read_into(join_path(path, part.file), part.start, memoryview(buffer))
     try:
         return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=not trust_pickle)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = next((line for line in lines if "GLOBAL" in line), lines[0] if lines else "damaged")
         raise DataError(
-            f"{joined(path, part.file)}: the value {name!r} was refused: {why}; trust_pickle=True "
+            f"{join_path(path, part.file)}: the value {name!r} was refused: {why}; trust_pickle=True "
             f"lets its code run, if you trust its source"
         ) from error
 
@@ -201,7 +202,7 @@ def _described(
 
 
 def _same_bytes(
-    lying: Mapping[str, list[tuple[Box, Part]]], described: Mapping[str, tuple]
+    lying: Mapping[str, list[tuple[Box, ByteRange]]], described: Mapping[str, tuple]
 ) -> dict[str, str]:
     """Names of tensors that lie where another does, and the other's."""
     first: dict[tuple, str] = {}
@@ -214,7 +215,7 @@ def _same_bytes(
     return aliases
 
 
-def _parts(metadata: Metadata, where: str) -> dict[tuple[str, tuple[int, ...] | None], Part]:
+def _parts(metadata: Metadata, where: str) -> dict[tuple[str, tuple[int, ...] | None], ByteRange]:
     parts = {}
     for item, info in vars(metadata)["storage_data"].items():
         if getattr(info, "transform_descriptors", None):
@@ -227,11 +228,13 @@ def _parts(metadata: Metadata, where: str) -> dict[tuple[str, tuple[int, ...] | 
         offset = getattr(item, "offset", None)
         offset = None if offset is None else _whole_numbers(offset)
         start, num_bytes = _whole_numbers((info.offset, info.length))
-        parts[item.fqn, offset] = Part(plain_name(info.relative_path, where), start, num_bytes)
+        parts[item.fqn, offset] = ByteRange(
+            check_file_name(info.relative_path, where), start, num_bytes
+        )
     return parts
 
 
-def paths_of(metadata: object) -> dict[str, Path] | None:
+def read_paths(metadata: object) -> dict[str, Path] | None:
     """The paths of flat names, as torch's default planner leaves them in a `Metadata`."""
     data = getattr(metadata, "planner_data", None)
     if not isinstance(data, dict):
@@ -257,14 +260,14 @@ def _scan(
     storage: Storage,
     path: str,
     file: str,
-    wanted: list[tuple[str, Box, Part]],
+    wanted: list[tuple[str, Box, ByteRange]],
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> tuple[int, list[Chunk]]:
     """Size of a file, and where in it the elements of each chunk lie."""
-    window = Window(storage, joined(path, file))
+    window = Window(storage, join_path(path, file))
     chunks = []
     for name, box, part in sorted(wanted, key=lambda one: one[2].start):
-        where = f"{joined(path, file)} at {part.start}, tensor {name!r}"
+        where = f"{join_path(path, file)} at {part.start}, tensor {name!r}"
         # The beginning first: it is in the window of the end of the archive before.
         window.read(part.start, min(part.num_bytes, 1024))
         archive = Archive(window.read, part.start, part.num_bytes, where)
@@ -276,11 +279,11 @@ def _scan(
                 f"{where}: expected {tensors[name][0]} of shape {list(box.sizes)}, got "
                 f"{stored.dtype} of {list(stored.shape)}; .metadata belongs to another save"
             )
-        chunks.append(Chunk(name, box, file, elements_start(archive, stored, where)))
+        chunks.append(Chunk(name, box, file, locate_elements(archive, stored, where)))
     return window.num_bytes, chunks
 
 
-def elements_start(archive: Archive, stored: StoredTensor, where: str) -> int:
+def locate_elements(archive: Archive, stored: StoredTensor, where: str) -> int:
     """Where a tensor's first element lies in the archive's file.
 
     Raises:
@@ -288,7 +291,7 @@ def elements_start(archive: Archive, stored: StoredTensor, where: str) -> int:
     """
     if "byteorder" in archive.names and archive.read("byteorder") != b"little":
         raise DataError(f"{where}: written on a big-endian machine; save it again with torch")
-    steps = zip(stored.shape, stored.strides, contiguous_strides(stored.shape), strict=True)
+    steps = zip(stored.shape, stored.strides, compute_strides(stored.shape), strict=True)
     if not stored.is_plain or any(size > 1 and step != flat for size, step, flat in steps):
         raise DataError(
             f"{where}: its elements are stored with strides {list(stored.strides)} for shape "

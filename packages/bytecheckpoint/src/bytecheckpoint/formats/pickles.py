@@ -1,4 +1,4 @@
-"""The pickles in torch's files, read without running what they name, and written without tensors.
+"""The pickles in torch's files, read without running what they name.
 
 A pickle may name any function of any module and have it called, so the ones read here name ours
 only: each class that torch's files need is replaced by a record of plain values, and any other is
@@ -14,24 +14,24 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
-from torch import _utils
-from torch.storage import UntypedStorage, _dtype_to_storage_type_map
+from torch.storage import _dtype_to_storage_type_map
 
 from shared.errors import DataError
 
 __all__ = [
+    "TYPED_STORAGES",
     "Metadata",
+    "StorageRecord",
     "StoredTensor",
-    "contiguous_strides",
-    "dump_tree",
+    "compute_strides",
     "load_metadata",
     "load_tree",
 ]
 
-_TYPED = {
+TYPED_STORAGES = {
     dtype: name for dtype, name in _dtype_to_storage_type_map().items() if hasattr(torch, name)
 }
-_DTYPES = {name: dtype for dtype, name in _TYPED.items()}
+_DTYPES = {name: dtype for dtype, name in TYPED_STORAGES.items()}
 _FAILURES = (
     pickle.UnpicklingError,
     ArithmeticError,
@@ -46,7 +46,7 @@ _FAILURES = (
 
 
 # Tuples, because a pickle may set the attributes of objects it makes.
-class _Storage(NamedTuple):
+class StorageRecord(NamedTuple):
     """A record of elements in an archive; without a type its length is in bytes."""
 
     dtype: torch.dtype | None
@@ -76,7 +76,7 @@ class StoredTensor(NamedTuple):
     is_plain: bool = True
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a row-major tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
@@ -129,7 +129,7 @@ class _Rebuild:
 
     def v2(
         self,
-        storage: _Storage,
+        storage: StorageRecord,
         offset: int,
         shape: tuple,
         strides: tuple,
@@ -143,7 +143,7 @@ class _Rebuild:
 
     def v3(
         self,
-        storage: _Storage,
+        storage: StorageRecord,
         offset: int,
         shape: tuple,
         strides: tuple,
@@ -167,7 +167,7 @@ class _Rebuild:
 
 
 def _stored(
-    storage: _Storage,
+    storage: StorageRecord,
     dtype: torch.dtype,
     offset: int,
     shape: tuple,
@@ -213,12 +213,12 @@ class _Reader(pickle.Unpickler):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> StorageRecord:
         kind, dtype, key, _, num_elements = pid
         is_typed = dtype is None or isinstance(dtype, torch.dtype)
         if kind != "storage" or not is_typed or not isinstance(key, str) or not key.isalnum():
             raise pickle.UnpicklingError("it refers to something that is no storage")
-        return _Storage(dtype, key, num_elements)
+        return StorageRecord(dtype, key, num_elements)
 
 
 def _loaded(
@@ -257,29 +257,3 @@ def load_tree(data: bytes, where: str) -> Any:
         DataError: it holds objects other than tensors, containers and plain values.
     """
     return _loaded(data, _TREE_GLOBALS, where)
-
-
-class _Writer(pickle.Pickler):
-    # What torch's own restricted reader takes: protocol 2, and tensors rebuilt from storages.
-    def persistent_id(self, obj: Any) -> tuple | None:
-        if not isinstance(obj, _Storage):
-            return None
-        kind = UntypedStorage if obj.dtype is None else getattr(torch, _TYPED[obj.dtype])
-        return ("storage", kind, obj.key, "cpu", obj.num_elements)
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, StoredTensor):
-            return NotImplemented
-        place = (obj.offset, obj.shape, obj.strides, False, OrderedDict())
-        if obj.dtype in _TYPED:
-            storage = _Storage(obj.dtype, obj.key, obj.storage_bytes // obj.dtype.itemsize)
-            return _utils._rebuild_tensor_v2, (storage, *place)
-        storage = _Storage(None, obj.key, obj.storage_bytes)
-        return _utils._rebuild_tensor_v3, (storage, *place, obj.dtype)
-
-
-def dump_tree(tree: Any) -> bytes:
-    """The `data.pkl` of a tree of containers, plain values and `StoredTensor`."""
-    buffer = io.BytesIO()
-    _Writer(buffer, protocol=2).dump(tree)
-    return buffer.getvalue()

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from bytecheckpoint.storage import Storage
-from bytecheckpoint.storage.files.dtypes import name_of
+from bytecheckpoint.storage.files.dtypes import get_dtype_name
 from bytecheckpoint.storage.files.index import ChunkTable, File, Index
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
-__all__ = ["Chunk", "Window", "build_index", "joined"]
+__all__ = ["Chunk", "Window", "build_index", "join_path"]
 
 _WINDOW_BYTES = 64 * 1024
 
@@ -73,7 +73,7 @@ class Window:
         return data[:num_bytes]
 
 
-def joined(path: str, name: str) -> str:
+def join_path(path: str, name: str) -> str:
     """A path below another, which may be empty."""
     return posixpath.join(path, name) if path else name
 
@@ -109,7 +109,7 @@ def build_index(
         sizes[row, : len(chunk.box.sizes)] = chunk.box.sizes
     index = Index(
         names=names,
-        dtypes=[name_of(dtype) for dtype, _ in tensors.values()],
+        dtypes=[get_dtype_name(dtype) for dtype, _ in tensors.values()],
         shapes=[shape for _, shape in tensors.values()],
         chunks=ChunkTable(
             np.array([numbers[chunk.name] for chunk in rows], dtype=np.int32), offsets, sizes

@@ -20,7 +20,7 @@ from bytecheckpoint.checkpointer import Checkpointer
 from bytecheckpoint.loading.checkpoint import open as open_checkpoint
 from bytecheckpoint.state.rng import rng_state
 from bytecheckpoint.storage import open_storage
-from bytecheckpoint.tools.inventory import newest
+from bytecheckpoint.tools.inventory import find_newest
 
 __all__ = ["CheckpointCallback"]
 
@@ -64,7 +64,7 @@ class CheckpointCallback(TrainerCallback):
 
     def resume_folder(self) -> str | None:
         """What to give to `Trainer.train(resume_from_checkpoint=...)`; None to start anew."""
-        url = newest(self._url)
+        url = find_newest(self._url)
         if not open_storage(url).list(""):
             return None
         with open_checkpoint(url) as checkpoint:

@@ -20,19 +20,19 @@ from bytecheckpoint.loading.saved_values import SavedValues
 from bytecheckpoint.loading.source import Source
 from bytecheckpoint.state.describe import LocalState, describe, is_per_rank, is_stateful, join
 from bytecheckpoint.state.local_tensors import FlatShard
-from bytecheckpoint.state.modules import clean, fill_missing_state, parameter_names, unwrapped
+from bytecheckpoint.state.modules import clean, fill_missing_state, list_parameter_names, unwrap
 from bytecheckpoint.state.values import decode_tree
-from bytecheckpoint.storage.files.dtypes import dtype_named, name_of
+from bytecheckpoint.storage.files.dtypes import get_dtype_name, parse_dtype
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
-__all__ = ["Destinations", "Place", "destinations"]
+__all__ = ["Destination", "Destinations", "find_destinations"]
 
 _MAX_NAMED = 20
 _log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where a box of a tensor goes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Destinations:
         made: optimizer state that was made so that it can be loaded.
     """
 
-    places: list[Place] = field(default_factory=list)
+    places: list[Destination] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Destinations:
                 del optimizer.state[parameter]
 
 
-def destinations(
+def find_destinations(
     state: dict[str, Any],
     source: Source,
     rank: int,
@@ -118,7 +118,7 @@ def destinations(
     local = describe(state, rank)
     stored_as = _names_here(state, source, local)
     stored = {
-        here: (dtype_named(index.dtypes[at]), index.shapes[at])
+        here: (parse_dtype(index.dtypes[at]), index.shapes[at])
         for here, name in stored_as.items()
         for at in (index.position[name],)
     }
@@ -131,7 +131,7 @@ def destinations(
         local = describe(state, rank)
     saved = SavedValues(source.extra, rank)
     walk = _Restore(local, saved, stored, rank, world_size)
-    has_values = source.summary.kind != "hf"  # which holds nothing but tensors
+    has_values = source.has_values
     found = Destinations(missing=walk.missing, unexpected=walk.unexpected, made=made)
     try:
         if has_values:
@@ -182,7 +182,7 @@ def _fill(
             )
         elif stored_dtype != dtype and not cast:
             found.wrong.append(
-                f"{name}: {name_of(stored_dtype)} in the checkpoint, {name_of(dtype)} here "
+                f"{name}: {get_dtype_name(stored_dtype)} in the checkpoint, {get_dtype_name(dtype)} here "
                 f"(cast=True converts)"
             )
         found.wrong += [
@@ -194,12 +194,12 @@ def _fill(
             )
         ]
         found.places += [
-            Place(stored_as[name], piece.box, piece.tensor, stored_dtype) for piece in pieces
+            Destination(stored_as[name], piece.box, piece.tensor, stored_dtype) for piece in pieces
         ]
     for name, tensor in walk.fresh.items():
         box = Box((0,) * tensor.dim(), tuple(tensor.shape))
         if tensor.numel():
-            found.places.append(Place(stored_as[name], box, tensor, tensor.dtype))
+            found.places.append(Destination(stored_as[name], box, tensor, tensor.dtype))
     wanted = {*local.tensors, *local.aliases, *walk.fresh}
     roots = tuple(f"{key}." for key in state)
     found.unexpected += [
@@ -223,7 +223,7 @@ def _names_here(state: dict[str, Any], source: Source, local: LocalState) -> dic
     name parameters so as well.
     """
     names = list(source.index.position)
-    if source.summary.kind == "hf":
+    if not source.has_values:
         if len(state) != 1:
             raise DataError(
                 f"a folder of safetensors holds one model: load it into {{'model': model}}, got "
@@ -333,7 +333,7 @@ class _Restore:
         return value
 
     def _module(self, path: str, module: nn.Module, nodes: list[Any]) -> None:
-        root = unwrapped(module)
+        root = unwrap(module)
         for name, inner in root.named_modules():
             if type(inner).get_extra_state is nn.Module.get_extra_state:
                 continue
@@ -357,7 +357,7 @@ class _Restore:
                 for name in group["params"]:
                     settings[here.get(name, name)] = group["settings"]
             values.update(node.get("$optimizer", {}).get("values", {}))
-        names = iter(parameter_names(optimizer, known))
+        names = iter(list_parameter_names(optimizer, known))
         for at, group in enumerate(optimizer.param_groups):
             own = [name for _ in group["params"] for name in next(names)]
             lost = [name for name in own if name not in settings]

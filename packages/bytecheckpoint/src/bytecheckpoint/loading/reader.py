@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bytecheckpoint.loading.source import Source
 from bytecheckpoint.ranks.trace import Trace
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import BLOCK_BYTES, Index
 from shared.topology.boxes import Box, decompose, intersect
 
@@ -29,11 +29,11 @@ __all__ = [
     "Unit",
     "Want",
     "copy_parts",
-    "held_boxes",
+    "find_held_boxes",
+    "list_wants",
+    "match_parts",
     "plan_units",
     "read_units",
-    "wanted_parts",
-    "wants_of",
 ]
 
 # Largest read, and how many run at a time, by whether storage is a file system: requests to an
@@ -74,7 +74,7 @@ class Unit(NamedTuple):
     wants: list[int]
 
 
-def wants_of(index: Index, places: Iterable[tuple[str, Box]]) -> list[Want]:
+def list_wants(index: Index, places: Iterable[tuple[str, Box]]) -> list[Want]:
     """The parts of chunks that make up boxes of tensors.
 
     Args:
@@ -193,7 +193,9 @@ def _cuts(source: Source, file: int, start: int, stop: int) -> Iterator[int]:
                 return
 
 
-def held_boxes(source: Source, unit: Unit, row: int, buffer: Tensor) -> list[tuple[Box, Tensor]]:
+def find_held_boxes(
+    source: Source, unit: Unit, row: int, buffer: Tensor
+) -> list[tuple[Box, Tensor]]:
     """The part of a chunk that a unit holds, as boxes and views of the unit's buffer.
 
     Args:
@@ -204,7 +206,7 @@ def held_boxes(source: Source, unit: Unit, row: int, buffer: Tensor) -> list[tup
     """
     index = source.index
     tensors, _, starts, itemsizes = index.columns
-    dtype, itemsize = dtype_named(index.dtypes[tensors[row]]), itemsizes[row]
+    dtype, itemsize = parse_dtype(index.dtypes[tensors[row]]), itemsizes[row]
     chunk, begin = index.box(row), starts[row]
     first = max(0, -(-(unit.start - begin) // itemsize))
     last = min(chunk.numel, (unit.stop - begin) // itemsize)
@@ -275,7 +277,7 @@ def read_units(
             raise
 
 
-def wanted_parts(
+def match_parts(
     held: list[tuple[Box, Tensor]], want: Want, destination: Box, place: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What a destination wants of the boxes at hand: where each part goes, and its values."""

@@ -17,7 +17,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from bytecheckpoint.loading.reader import NUM_THREADS, Unit, Want, held_boxes, plan_units
+from bytecheckpoint.loading.reader import NUM_THREADS, Unit, Want, find_held_boxes, plan_units
 from bytecheckpoint.loading.source import Source
 from bytecheckpoint.ranks.trace import Trace
 from shared.comms import Group, reshard
@@ -164,7 +164,7 @@ def _moves(
         want, owner = plan.wants[position], plan.owner[position]
         if want.row not in held_of:
             assert buffer is not None, "some of the unit is wanted"
-            held_of[want.row] = held_boxes(source, unit, want.row, buffer)
+            held_of[want.row] = find_held_boxes(source, unit, want.row, buffer)
         held = held_of[want.row]
         parts = [part for box, _ in held if (part := intersect(box, want.box)) is not None]
         if owner == rank and parts:

@@ -16,14 +16,15 @@ from typing import Any
 import msgspec
 import xxhash
 
-from bytecheckpoint.state.values import parse
+from bytecheckpoint.formats.registry import FORMATS, Format, find_folder_format
+from bytecheckpoint.state.values import dump, parse
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.files import commit
-from bytecheckpoint.storage.files.index import BLOCK_BYTES, Index, num_blocks
+from bytecheckpoint.storage.files.index import BLOCK_BYTES, Index, count_blocks
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME, FileRecord
 from shared.errors import DataError
 
-__all__ = ["Source", "Summary", "open_source", "split_url"]
+__all__ = ["Source", "Summary", "open_source", "read_summary", "split_url"]
 
 # With one slash too few it is refused when it is opened.
 _PROTOCOL = re.compile(r"[^/]+:/+")
@@ -33,7 +34,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """All that is to be known of a checkpoint before its tensors are read; travels between ranks.
 
     Attributes:
-        kind: "native", "hf" or "dcp".
+        kind: "native", or the kind of a format in `bytecheckpoint.formats.registry`.
         folder: of the data files, from the storage's root.
         index: encoded.
         extra: everything that is no tensor, as JSON.
@@ -90,6 +91,11 @@ class Source:
         if not isinstance(found, dict):
             raise DataError(f"{where}: expected an object with a tree; the file is damaged")
         return found
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it says more than tensors; a folder of safetensors files does not."""
+        return self.summary.kind == "native" or self.extra["tree"] is not None
 
     def has_checksums(self, file: int) -> bool:
         """Whether blocks of a file are verified."""
@@ -157,7 +163,7 @@ class Source:
             if file not in self._tables:
                 entry = self.index.files[file]
                 hashed = entry.hashed_bytes or 0
-                table = memoryview(bytearray(8 * num_blocks(hashed)))
+                table = memoryview(bytearray(8 * count_blocks(hashed)))
                 self._fill(file, hashed, table)
                 if xxhash.xxh3_128_hexdigest(table) != self.summary.files[file].xxh3_128:
                     raise DataError(
@@ -215,17 +221,10 @@ def open_source(storage: Storage, path: str) -> Summary:
             step=manifest.step,
             world_size=manifest.world_size,
         )
-    # Their readers are imported for those who read them.
-    if ".metadata" in names:
-        from bytecheckpoint.formats import dcp
-
-        index, tree = dcp.read_index(storage, path)
-        return Summary(kind="dcp", folder=path, index=index.encode(), extra=_extra_of(tree))
-    if any(name.endswith(".safetensors") for name in names):
-        from bytecheckpoint.formats import hf
-
-        index = hf.read_index(storage, path)
-        return Summary(kind="hf", folder=path, index=index.encode(), extra=_extra_of(None))
+    other = find_folder_format(names)
+    if other is not None:
+        return read_summary(other, storage, path, folder=path)
+    patterns = [one.pattern for one in map(FORMATS.get, FORMATS) if not one.is_file]
     found = f"it holds {', '.join(names[:5])}" if names else "there is nothing"
     hint = (
         "; it is a folder of steps: open one of them, or use Checkpointer.load_latest"
@@ -233,10 +232,23 @@ def open_source(storage: Storage, path: str) -> Summary:
         else ""
     )
     raise FileNotFoundError(
-        f"{storage.url}/{path}: expected a checkpoint ({MANIFEST_NAME}), a DCP folder (.metadata) "
-        f"or *.safetensors files, but {found}{hint}"
+        f"{storage.url}/{path}: expected a checkpoint ({MANIFEST_NAME}), or a folder with "
+        f"{' or '.join(patterns)}, but {found}{hint}"
     )
 
 
-def _extra_of(tree: Any) -> bytes:
-    return msgspec.json.encode({"tree": tree, "ranks": {}, "trace": []})
+def read_summary(other: Format, storage: Storage, path: str, *, folder: str) -> Summary:
+    """Reads a checkpoint of another format, as far as `Summary` says.
+
+    Args:
+        other: its format.
+        storage: where it lies.
+        path: of its folder, or of its file.
+        folder: that holds its data files.
+
+    Raises:
+        DataError: it is damaged, or cannot be read by ranges.
+    """
+    index, tree = other.read(storage, path)
+    extra = dump({"tree": tree, "ranks": {}, "trace": []})
+    return Summary(kind=other.kind, folder=folder, index=index.encode(), extra=extra)

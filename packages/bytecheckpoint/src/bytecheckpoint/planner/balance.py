@@ -17,7 +17,7 @@ import numpy as np
 
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Assignment", "Shares", "assign_writers", "place"]
+__all__ = ["Shares", "WriterAssignment", "assign_writers", "place"]
 
 _MIB = 1024 * 1024
 # A rank's share is rounded by at most one granule, here to 1/32 of what an average rank writes.
@@ -27,7 +27,7 @@ _PASSES = 64
 _SETTLED = 1e-3
 
 
-class Assignment(NamedTuple):
+class WriterAssignment(NamedTuple):
     """Writers of chunks.
 
     Attributes:
@@ -58,7 +58,7 @@ def assign_writers(
     owners: Sequence[Iterable[SupportsIndex]],
     *,
     split: int | bool = False,
-) -> Assignment:
+) -> WriterAssignment:
     """Gives each chunk to one of its owners, or parts of it to several, so that loads are even.
 
     O(chunks log chunks + entries of owners), a few times the latter where sets of owners overlap.
@@ -93,11 +93,11 @@ def assign_writers(
     load = np.zeros(owner.max(initial=-1) + 1, dtype=np.int64)
     np.add.at(load, shares.rank, shares.num_bytes)
     if not cap:
-        return Assignment(shares.rank.tolist(), load)
+        return WriterAssignment(shares.rank.tolist(), load)
     parts: list[list[tuple[int, int]]] = [[] for _ in sets]
     for chunk, rank, count in zip(*(column.tolist() for column in shares), strict=True):
         parts[chunk].append((rank, count))
-    return Assignment(parts, load)
+    return WriterAssignment(parts, load)
 
 
 def place(

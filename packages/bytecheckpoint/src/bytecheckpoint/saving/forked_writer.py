@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.trace import Trace
-from bytecheckpoint.saving.image import Image, as_array
+from bytecheckpoint.saving.image import Image, view_as_array
 from bytecheckpoint.saving.writer import write_image
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.files.manifest import FileRecord
@@ -56,7 +56,7 @@ class ChildWriter:
         self._trace = trace
         with trace.span("stage"):
             # Views are made before the fork: the child stays out of torch.
-            slots, arrays = image.arrays, [as_array(value) for value in values]
+            slots, arrays = image.arrays, [view_as_array(value) for value in values]
             self._read_end, write_end = os.pipe()
             try:
                 self._pid = os.fork()

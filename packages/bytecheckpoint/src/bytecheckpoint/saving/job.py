@@ -172,8 +172,8 @@ class Job:
                     step=self.handle.step,
                     world_size=self.team.world_size,
                     data=self.folder,
-                    index=commit.record("index.msgpack", self.index),
-                    extra=commit.record("extra.json", extra),
+                    index=commit.describe_file("index.msgpack", self.index),
+                    extra=commit.describe_file("extra.json", extra),
                     files=[one.file for one in reports if one.file is not None],
                 )
                 commit.commit(

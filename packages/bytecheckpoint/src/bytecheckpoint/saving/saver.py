@@ -25,17 +25,17 @@ from bytecheckpoint.planner import planner
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.forked_writer import ChildWriter
-from bytecheckpoint.saving.image import Image, sources
+from bytecheckpoint.saving.image import Image, find_sources
 from bytecheckpoint.saving.job import Handle, Job
 from bytecheckpoint.saving.writer import Writer
-from bytecheckpoint.state.describe import LocalState, describe, no_collection
+from bytecheckpoint.state.describe import LocalState, describe, pause_collection
 from bytecheckpoint.state.values import dump
 from bytecheckpoint.storage import Storage
-from bytecheckpoint.storage.files.dtypes import name_of
+from bytecheckpoint.storage.files.dtypes import get_dtype_name
 from shared.errors import ConfigError
 from shared.topology.boxes import Box
 
-__all__ = ["Saver", "StageKind", "rows_of"]
+__all__ = ["Saver", "StageKind", "list_rows"]
 
 StageKind = Literal["arena", "fork"]
 Row = tuple[str, str, tuple[int, ...], Box]
@@ -56,7 +56,7 @@ class _Plan:
 
     rows: list[Row]
     aliases: dict[str, str]
-    part: planner.Part
+    part: planner.RankPart
     index: bytes
     token: bytes
     image: Image | None = None
@@ -165,9 +165,9 @@ class Saver:
         try:
             if self.team.is_coordinator:
                 check()
-            with trace.span("extract"), no_collection():
+            with trace.span("extract"), pause_collection():
                 local = describe(state, self.team.rank)
-                rows = rows_of(local)
+                rows = list_rows(local)
                 digest = xxhash.xxh3_64_intdigest(dump(local.tree)) >> 2
             plan = self._plan if self._is_of(rows, local.aliases) else None
             if plan is not None and self._stage == "arena":
@@ -224,7 +224,7 @@ class Saver:
         """Copies what this rank writes into its image; the events behind copies only queued."""
         if plan.part.file is None:
             return []
-        values = list(sources(plan.part, local.tensors))
+        values = list(find_sources(plan.part, local.tensors))
         is_cuda = any(value.is_cuda for value in values)
         if plan.image is None or plan.image.memory.is_pinned() != is_cuda:
             plan.image = Image(plan.part, is_pinned=is_cuda)
@@ -254,7 +254,7 @@ class Saver:
             error = caught
         self.team.agree(error)
         mine = msgspec.msgpack.decode(self.team.scatter(parts), type=_Planned)
-        part = planner.Part.decode(mine.part)
+        part = planner.RankPart.decode(mine.part)
         return _Plan(rows=rows, aliases=aliases, part=part, index=index, token=mine.token)
 
     def _plan_all(self, merged: bytes) -> tuple[bytes, list[bytes]]:
@@ -302,7 +302,7 @@ class Saver:
         if self._stage == "arena":
             assert plan.image is not None, "the copy made it"
             return Writer(self._storage, file, plan.image, copied, trace)
-        values = list(sources(plan.part, job.state.tensors))
+        values = list(find_sources(plan.part, job.state.tensors))
         if any(value.is_cuda for value in values):
             raise ConfigError("stage='fork' cannot read a GPU's memory; use stage='arena'")
         plan.image = plan.image or Image(plan.part)
@@ -332,13 +332,13 @@ def _memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     return found
 
 
-def rows_of(local: LocalState) -> list[Row]:
+def list_rows(local: LocalState) -> list[Row]:
     """Every box this rank holds: name, type, the tensor's shape, box; an empty one for a tensor of
     which it holds nothing.
     """
     rows = []
     for name, (dtype, shape, pieces) in local.tensors.items():
-        type_name = name_of(dtype)
+        type_name = get_dtype_name(dtype)
         if pieces:
             rows.extend((name, type_name, shape, piece.box) for piece in pieces)
         else:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bytecheckpoint.state.shard_boxes import list_shard_boxes
 from shared.errors import DataError
 from shared.topology.boxes import Box, decompose
 
-__all__ = ["FlatShard", "LocalTensor", "Piece", "local_tensor"]
+__all__ = ["FlatShard", "LocalTensor", "Piece", "describe_tensor"]
 
 
 class Piece(NamedTuple):
@@ -79,7 +80,7 @@ class FlatShard:
             )
 
 
-def local_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
+def describe_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
     """What this rank holds of a tensor of any kind.
 
     Args:
@@ -171,7 +172,9 @@ def _boxes_of(value: Any, name: str) -> tuple[tuple[int, ...], list[Box]]:
     coordinate = mesh.get_coordinate()
     boxes: list[Box] | None = []
     if coordinate is not None:
-        boxes = _shard_boxes(shape, tuple(mesh.shape), tuple(coordinate), tuple(value.placements))
+        boxes = list_shard_boxes(
+            shape, tuple(mesh.shape), tuple(coordinate), tuple(value.placements)
+        )
     if boxes is None:
         raise DataError(
             f"{name}: expected placements Shard and Replicate, got {value.placements}; reduce "
@@ -202,63 +205,3 @@ def _dtensor(value: Any, name: str) -> LocalTensor:
                 break
             at[d] = 0
     return LocalTensor(value.dtype, shape, tuple(pieces))
-
-
-@functools.lru_cache(maxsize=65536)
-def _shard_boxes(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple,
-) -> list[Box] | None:
-    """The boxes of a DTensor's local tensor in its row-major order; None for a placement unknown.
-
-    Placements apply in the mesh's order, each cutting what those before it left, as torch.chunk
-    does; a strided shard (FSDP over tensor parallelism) takes its part of each of several pieces.
-    """
-    runs = [[(0, size)] for size in shape]
-    for size, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if placement.is_replicate():
-            continue
-        kind = type(placement).__name__
-        if kind not in ("Shard", "_StridedShard"):
-            return None
-        dim = placement.dim % len(shape)
-        parts = _chunks(runs[dim], getattr(placement, "split_factor", 1))
-        cut = [_chunks(part, size) for part in parts]
-        runs[dim] = _joined([run for chunks in cut if at < len(chunks) for run in chunks[at]])
-    boxes = [Box((), ())]
-    for dim_runs in runs:
-        boxes = [
-            Box((*box.offsets, start), (*box.sizes, length))
-            for box in boxes
-            for start, length in dim_runs
-        ]
-    return boxes
-
-
-def _chunks(runs: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """Cuts a sequence of index runs as torch.chunk does: ceil(n / count) each, the rest in the last."""
-    total = sum(length for _, length in runs)
-    each = -(-total // count)
-    chunks: list[list[tuple[int, int]]] = []
-    room = 0
-    for start, length in runs:
-        while length:
-            if not room:
-                chunks.append([])
-                room = each
-            take = min(room, length)
-            chunks[-1].append((start, take))
-            start, length, room = start + take, length - take, room - take
-    return chunks
-
-
-def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for start, length in runs:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        else:
-            joined.append((start, length))
-    return joined

@@ -11,12 +11,12 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["shuffled"]
+__all__ = ["shuffle_samples"]
 
 _ROUNDS = 6
 
 
-def shuffled(positions: np.ndarray, num_samples: int, seed: int, epoch: int) -> np.ndarray:
+def shuffle_samples(positions: np.ndarray, num_samples: int, seed: int, epoch: int) -> np.ndarray:
     """The samples at some positions of an epoch's random order.
 
     Args:

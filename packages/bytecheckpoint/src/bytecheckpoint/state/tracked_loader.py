@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bytecheckpoint.state.loader_state import LoaderState, records
+from bytecheckpoint.state.read_order import ReadOrder, find_records
 from shared.errors import ConfigError, DataError
 
 __all__ = ["TrackedLoader"]
@@ -26,7 +26,7 @@ class TrackedLoader:
 
     per_rank = True
 
-    def __init__(self, loader: Any, position: LoaderState | None = None) -> None:
+    def __init__(self, loader: Any, position: ReadOrder | None = None) -> None:
         """Wrap a loader.
 
         Args:
@@ -127,7 +127,7 @@ class TrackedLoader:
             self._loader.load_state_dict(state["loader"])
             self.epoch, self._is_open = state["epoch"], False
             self._is_finished = state["is_finished"]
-            record = next(records(state), None)
+            record = next(find_records(state), None)
             if self._position is not None and record is not None:
                 self._position.epoch, self._position.counters = self.epoch, record["counters"]
         else:
@@ -159,7 +159,7 @@ class TrackedLoader:
         if self._position is None or (is_same and not any(s["is_finished"] for s in states)):
             self.load_state_dict(states[rank])
             return
-        found = list(records(states))
+        found = list(find_records(states))
         if not found:
             raise ConfigError(
                 "the saved loaders tell no LoaderState's position; the dataset's state_dict must "
@@ -190,7 +190,7 @@ class TrackedLoader:
         position = self._position
         if isinstance(tree, dict):
             copy = {key: self._patched(value) for key, value in tree.items()}
-            if position is not None and next(records(copy), None) is copy:
+            if position is not None and next(find_records(copy), None) is copy:
                 copy |= {"epoch": self.epoch, "counters": dict(position.counters)}
                 if self._is_sampler:
                     copy["buffer"] = list(position.buffer)

@@ -13,7 +13,7 @@ import posixpath
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TypeVar
@@ -21,18 +21,16 @@ from typing import TypeVar
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
-from bytecheckpoint.storage import WRITE_BYTES, Buffer, Sink
+from bytecheckpoint.storage.base import WRITE_BYTES, Buffer, Sink
 from shared.errors import ConfigError
 
-__all__ = ["FsspecStorage"]
+__all__ = ["WAITS_S", "FsspecStorage"]
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# Pauses between tries, each drawn from half to one and a half of this.
-_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
-# A larger read is split into requests of this size: one connection gives a part of the bandwidth.
-_READ_BYTES = WRITE_BYTES
+# Seconds between the tries of a request: 13 s in all.
+WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _NUM_THREADS = 16
 # Python knows the class of an error by its number, but not the number by the class.
 _NUMBERS = {
@@ -49,6 +47,8 @@ class FsspecStorage:
 
     Args:
         url: with its protocol.
+        waits_s: seconds between the tries of a request that fails for reasons that pass; each is
+            drawn from half to one and a half of these.
         options: for the file system's constructor; credentials and endpoints are better given by
             the environment or fsspec's configuration, where every rank finds them.
 
@@ -60,8 +60,9 @@ class FsspecStorage:
     _library_errors: tuple[type[Exception], ...] = ()
     """What the protocol's library raises beside OSError."""
 
-    def __init__(self, url: str, **options: object) -> None:
+    def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, **options: object) -> None:
         self.url = url.rstrip("/")
+        self._waits_s = waits_s
         try:
             # Another rank's files must be seen, so listings are never remembered.
             self._fs, root = url_to_fs(url, use_listings_cache=False, **options)
@@ -89,12 +90,13 @@ class FsspecStorage:
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fills the buffer, a large one by several requests at once."""
         view = buffer.cast("B")
-        starts = range(0, len(view), _READ_BYTES)
+        # Several requests at once: one connection gives a part of the bandwidth.
+        starts = range(0, len(view), WRITE_BYTES)
         if len(starts) <= 1:
             return self._fetch(path, offset, view)
         threads = self._pool()
         parts = [
-            threads.submit(self._fetch, path, offset + start, view[start : start + _READ_BYTES])
+            threads.submit(self._fetch, path, offset + start, view[start : start + WRITE_BYTES])
             for start in starts
         ]
         wait(parts)  # even if one fails: nobody may write to the buffer afterwards
@@ -170,7 +172,7 @@ class FsspecStorage:
         Raises:
             OSError: the last failure, naming the file.
         """
-        for wait_s in (*_WAITS_S, None):
+        for wait_s in (*self._waits_s, None):
             try:
                 return request()
             except (OSError, *self._library_errors) as error:

@@ -17,14 +17,13 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from bytecheckpoint.storage import Buffer
+from bytecheckpoint.storage.base import Buffer
 from shared.errors import ConfigError
 
 __all__ = ["LocalStorage"]
 
 # Address, offset and length of a direct write are multiples of this on every device in use.
 _ALIGN_BYTES = 4096
-_MAX_OPEN_FILES = 64
 # No hard links there (FAT, many FUSE file systems).
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 # Some network file systems cannot sync a folder; their servers sync names by themselves.
@@ -32,11 +31,17 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 class LocalStorage:
-    """A folder; see `bytecheckpoint.storage.Storage` for what each method promises."""
+    """A folder; see `bytecheckpoint.storage.Storage` for what each method promises.
+
+    Args:
+        root: the folder; made by the first file that is written.
+        max_open_files: how many files stay open for reading.
+    """
 
     has_rename = True
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, max_open_files: int = 64) -> None:
+        self._max_open_files = max_open_files
         self.url = os.path.abspath(os.path.expanduser(root))
         self._is_root_synced = False
         self._open: dict[str, _OpenFile] = {}
@@ -58,7 +63,7 @@ class LocalStorage:
             return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fills the buffer; the file stays open until `close`, or until 64 others were read."""
+        """Fills the buffer; the file stays open until `close`, or until many others were read."""
         full = self._full(path)
         file = self._opened(full)
         view = buffer.cast("B")
@@ -160,7 +165,7 @@ class LocalStorage:
             file = self._open.get(full)
             if file is None:
                 file = self._open[full] = _OpenFile(full)
-                if len(self._open) > _MAX_OPEN_FILES:
+                if len(self._open) > self._max_open_files:
                     del self._open[next(iter(self._open))]
             return file
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,8 +16,8 @@ import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from bytecheckpoint.storage import WRITE_BYTES, Buffer
-from bytecheckpoint.storage.fsspec import FsspecStorage
+from bytecheckpoint.storage.base import WRITE_BYTES, Buffer
+from bytecheckpoint.storage.fsspec import WAITS_S, FsspecStorage
 
 __all__ = ["S3Storage"]
 
@@ -38,10 +39,10 @@ class S3Storage(FsspecStorage):
 
     _library_errors = (BotoCoreError, aiohttp.ClientError)
 
-    def __init__(self, url: str, **options: object) -> None:
+    def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, **options: object) -> None:
         # One layer retries, ours. fsspec shares file systems of equal options: nobody else's, then.
         config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": _MAX_CONNECTIONS}
-        super().__init__(url, config_kwargs=config, **options)
+        super().__init__(url, waits_s=waits_s, config_kwargs=config, **options)
         self._fs.retries = 1
 
     def create(self, path: str, num_bytes: int) -> S3Sink:

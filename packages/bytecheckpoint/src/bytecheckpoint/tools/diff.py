@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from bytecheckpoint.loading.checkpoint import Checkpoint
-from bytecheckpoint.storage.files.dtypes import dtype_named
-from bytecheckpoint.tools.writers.output import slabs
+from bytecheckpoint.storage.files.dtypes import parse_dtype
+from bytecheckpoint.tools.writers.slabs import cut_slabs
 from shared.topology.boxes import Box
 
 __all__ = ["Difference", "diff_tensors", "diff_values"]
@@ -84,9 +84,9 @@ def _compared(
     progress: Callable[[int], None] | None,
 ) -> Difference:
     at = a.index.position[name]
-    shape, itemsize = a.index.shapes[at], dtype_named(a.index.dtypes[at]).itemsize
+    shape, itemsize = a.index.shapes[at], parse_dtype(a.index.dtypes[at]).itemsize
     num_different, max_abs = 0, 0.0
-    for slab in slabs(Box((0,) * len(shape), tuple(shape)), itemsize):
+    for slab in cut_slabs(Box((0,) * len(shape), tuple(shape)), itemsize):
         one, other = (checkpoint.read(name, slab).reshape(-1) for checkpoint in (a, b))
         bits = [values.contiguous().view(torch.uint8) for values in (one, other)]
         if not torch.equal(*bits):

@@ -10,7 +10,7 @@ from bytecheckpoint.storage.files import commit
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from shared.errors import DataError
 
-__all__ = ["Entry", "entries", "newest"]
+__all__ = ["Entry", "find_newest", "list_checkpoints"]
 
 
 class Entry(NamedTuple):
@@ -37,7 +37,7 @@ class Entry(NamedTuple):
     damage: str = ""
 
 
-def entries(url: str) -> list[Entry]:
+def list_checkpoints(url: str) -> list[Entry]:
     """All checkpoints at a place that have a manifest, damaged ones too, by step.
 
     A Hugging Face or DCP folder is one entry without numbers.
@@ -46,7 +46,7 @@ def entries(url: str) -> list[Entry]:
     names = storage.list("")
     if MANIFEST_NAME in names:
         return [_entry(storage, url, "")]
-    steps = sorted((step, name) for name in names if (step := commit.step_of(name)) is not None)
+    steps = sorted((step, name) for name in names if (step := commit.parse_step(name)) is not None)
     if not steps and any(name == ".metadata" or name.endswith(".safetensors") for name in names):
         return [Entry(url, "")]
     return [
@@ -56,13 +56,13 @@ def entries(url: str) -> list[Entry]:
     ]
 
 
-def newest(url: str) -> str:
+def find_newest(url: str) -> str:
     """The newest whole checkpoint of a run; a place that is none is itself what was meant."""
     storage = open_storage(url)
-    steps = commit.steps(storage)
+    steps = commit.list_steps(storage)
     if MANIFEST_NAME in storage.list("") or not steps:
         return url
-    return posixpath.join(url, commit.step_folder(steps[-1]))
+    return posixpath.join(url, commit.format_step(steps[-1]))
 
 
 def _entry(storage: Storage, url: str, path: str) -> Entry:

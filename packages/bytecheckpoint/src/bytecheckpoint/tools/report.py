@@ -17,7 +17,7 @@ from bytecheckpoint.ranks.trace import Span
 from shared.errors import DataError
 from shared.units import format_s
 
-__all__ = ["STAGES", "StageTimes", "chrome_trace", "draw_heat", "spans_of", "stage_times"]
+__all__ = ["STAGES", "StageTimes", "draw_heat", "make_chrome_trace", "parse_spans", "sum_stages"]
 
 STAGES = (
     *("extract", "stage", "agree", "plan", "checksum", "write", "sync", "commit"),
@@ -49,7 +49,7 @@ class StageTimes(NamedTuple):
         return int(self.ranks[self.seconds.argmax()])
 
 
-def spans_of(rows: Any) -> list[Span]:
+def parse_spans(rows: Any) -> list[Span]:
     """Spans as a checkpoint stores them: [stage, rank, start_s, seconds, num_bytes] each.
 
     Raises:
@@ -69,7 +69,7 @@ def spans_of(rows: Any) -> list[Span]:
     return spans
 
 
-def stage_times(spans: Sequence[Span]) -> list[StageTimes]:
+def sum_stages(spans: Sequence[Span]) -> list[StageTimes]:
     """Seconds of each stage on each rank, stages in the order of the work."""
     ranks = sorted({span.rank for span in spans})
     row = {rank: at for at, rank in enumerate(ranks)}
@@ -87,7 +87,7 @@ def stage_times(spans: Sequence[Span]) -> list[StageTimes]:
     return found
 
 
-def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
+def make_chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     """The spans in the Trace Event Format, which chrome://tracing and ui.perfetto.dev open.
 
     Ranks are its processes and stages its threads; spans of a stage that overlap lie in several
@@ -146,7 +146,7 @@ def draw_heat(spans: Sequence[Span], title: str, path: Path) -> None:
     # Imported here: a text report needs none of it.
     from matplotlib.figure import Figure
 
-    times = stage_times(spans)
+    times = sum_stages(spans)
     if not times:
         raise DataError("there are no spans to draw; the checkpoint was saved without a trace")
     ranks = times[0].ranks
