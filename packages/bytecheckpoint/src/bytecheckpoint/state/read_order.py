@@ -348,4 +348,4 @@ def find_records(tree: Any) -> Iterator[dict[str, Any]]:
         tree = list(tree.values())
     if isinstance(tree, list | tuple):
         for branch in tree:
-            yield from records(branch)
+            yield from find_records(branch)
