@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-NUM_KILLS = 20
+NUM_KILLS = 12
 NUM_KILLS_SLOW = 200
 WORLD_SIZE = 2
 

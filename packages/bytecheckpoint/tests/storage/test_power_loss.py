@@ -154,12 +154,18 @@ def test_every_sync_is_needed(tmp_path):
     assert syncs <= seen
 
 
-def test_training_stands_it_and_needs_every_sync(tmp_path):
+check_trained = functools.partial(check, version_in=loaded_version, is_newest_kept=True)
+
+
+def test_training_stands_it(tmp_path):
+    assert power.violation(log_of(trained, tmp_path), check_trained) is None
+
+
+@pytest.mark.slow
+def test_training_needs_every_sync(tmp_path):
     log = log_of(trained, tmp_path)
-    check_real = functools.partial(check, version_in=loaded_version, is_newest_kept=True)
-    assert power.violation(log, check_real) is None
     sites = power.sites(log)
     # Data, index and extra, their folder, the step's and the root's, the manifest twice.
     assert len(sites) >= 7
-    useless = [s for s in sites if not power.violation(power.without(log, s), check_real)]
+    useless = [s for s in sites if not power.violation(power.without(log, s), check_trained)]
     assert useless == []

@@ -376,7 +376,8 @@ def test_many_threads_read_many_files(tmp_path):
     num_files = 3 * 16
     for at in range(num_files):
         folder.publish(f"{at}", b"%06d" % at * 100, overwrite=False)
-    order = [random.Random(0).randrange(num_files) for _ in range(1000)]
+    draw = random.Random(0)
+    order = [draw.randrange(num_files) for _ in range(1000)]
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda at: read(folder, f"{at}", 6, 6), order))
     assert found == [b"%06d" % at for at in order]

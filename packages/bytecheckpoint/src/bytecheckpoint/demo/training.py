@@ -99,7 +99,7 @@ class Run:
             all_reduce(Group.world(), mean)
         return mean.item() / self.world_size
 
-    def resumed(self, checkpointer: bcp.Checkpointer) -> int:
+    def resume(self, checkpointer: bcp.Checkpointer) -> int:
         """Goes on from the newest checkpoint; the step it stands at."""
         checkpointer.load_latest(self.state)
         self._samples = iter(self.order)
@@ -113,7 +113,7 @@ def train(num_layers: int, num_steps: int, folder: Path | None = None) -> tuple[
         The step it began at, and the loss of each step from there.
     """
     run = Run(num_layers)
-    first = 0 if folder is None else run.resumed(bcp.Checkpointer(folder))
+    first = 0 if folder is None else run.resume(bcp.Checkpointer(folder))
     return first, [run.step() for _ in range(first, num_steps)]
 
 
@@ -141,19 +141,19 @@ def measure_blocking(num_layers: int, folder: Path, rounds: int) -> dict[str, li
     """
     run = Run(num_layers)
     run.step()
-    state = {"model": run.model.state_dict(), "optimizer": _tensors_of(run.optimizer)}
+    state = {"model": run.model.state_dict(), "optimizer": _list_tensors(run.optimizer)}
     found: dict[str, list[float]] = {
         key: [] for key in ("ours", "ours total", "dcp", "dcp total", "correct")
     }
     checkpointer = bcp.Checkpointer(folder / "ours", keep=1)
     for number in range(rounds + 1):
-        begin = _together()
+        begin = _start_together()
         handle = checkpointer.save(number, state)
         ours = time.perf_counter() - begin
         handle.committed.result(timeout=timedelta(minutes=5).total_seconds())
         ours_total = time.perf_counter() - begin
         writer = dcp.FileSystemWriter(folder / "dcp")
-        begin = _together()
+        begin = _start_together()
         future = dcp.async_save(state, storage_writer=writer)
         theirs = time.perf_counter() - begin
         assert isinstance(future, Future)
@@ -185,12 +185,12 @@ def measure_read_bytes(num_layers: int, folder: Path) -> dict[str, int]:
     return found
 
 
-def _together() -> float:
+def _start_together() -> float:
     barrier(Group.world())
     return time.perf_counter()
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _list_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as a dictionary of tensors, which both ways can save."""
     return {
         f"{at}.{key}": value

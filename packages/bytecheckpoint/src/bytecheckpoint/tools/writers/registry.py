@@ -12,7 +12,7 @@ from shared.registry import Registry
 
 __all__ = ["WRITERS"]
 
-WRITERS: Registry[str, Callable[..., None]] = Registry("format to convert to")
+WRITERS: Registry[str, Callable[..., None]] = Registry("format")
 WRITERS.add(
     "dcp",
     "bytecheckpoint.tools.writers.dcp:write_dcp",
