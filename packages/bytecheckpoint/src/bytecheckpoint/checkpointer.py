@@ -84,7 +84,7 @@ class Checkpointer:
         self._overwrite = overwrite
         self._last: Handle | None = None
         # Threads may not ask a storage for its listing while the interpreter ends.
-        self._steps = self._listed()
+        self._steps = self._list_steps_together()
         self._went_back_to: int | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -181,7 +181,7 @@ class Checkpointer:
         self._saver.wait()
         team = self._saver.team
         # All load what the coordinator found, whatever else appears meanwhile.
-        newest = team.maximum([max(self._listed(), default=-1)])[0]
+        newest = team.maximum([max(self._list_steps_together(), default=-1)])[0]
         if newest < 0:
             return None
         self.load(newest, state, **options)
@@ -202,7 +202,7 @@ class Checkpointer:
         if self._last is not None and self._last.committed.done():
             self._last.committed.result()
 
-    def _listed(self) -> list[int]:
+    def _list_steps_together(self) -> list[int]:
         """The steps that the coordinator finds; none on other ranks."""
         found, error = [], None
         try:

@@ -200,7 +200,7 @@ def test_destinations_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="local path"):
         convert(tmp_path / "native", "s3://bucket/state.pt", "torch")
     with pytest.raises(
-        ConfigError, match="format: expected one of dcp, safetensors, torch, got .onnx"
+        ConfigError, match=r"format: expected one of dcp, safetensors, torch, got .onnx"
     ):
         convert(tmp_path / "native", tmp_path / "out", "onnx")
 

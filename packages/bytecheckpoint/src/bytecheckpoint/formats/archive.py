@@ -71,9 +71,9 @@ class Archive:
         self._read, self._start, self._where = read, start, where
         self._field_limit = limit
         self._end = start + num_bytes
-        count, size, offset = self._directory(num_bytes)
+        count, size, offset = self._find_directory(num_bytes)
         self._limit = start + offset
-        self._entries = self._listed(self._bytes(start + offset, size), count)
+        self._entries = self._list_records(self._read_bytes(start + offset, size), count)
 
     @property
     def names(self) -> list[str]:
@@ -87,12 +87,12 @@ class Archive:
             DataError: there is none of that name.
         """
         if name not in self._entries:
-            raise self._damaged(f"it has no record {name!r}")
+            raise self._make_error(f"it has no record {name!r}")
         header, num_bytes = self._entries[name]
-        fields = LOCAL.unpack(self._bytes(self._start + header, LOCAL.size))
+        fields = LOCAL.unpack(self._read_bytes(self._start + header, LOCAL.size))
         start = self._start + header + LOCAL.size + fields[9] + fields[10]
         if fields[0] != LOCAL_SIGN or start + num_bytes > self._limit:
-            raise self._damaged(f"its record {name!r} is not where the directory says")
+            raise self._make_error(f"its record {name!r} is not where the directory says")
         return Record(start, num_bytes)
 
     def read(self, name: str, max_bytes: int = 1 << 28) -> bytes:
@@ -103,38 +103,38 @@ class Archive:
         """
         record = self.locate(name)
         if record.num_bytes > max_bytes:
-            raise self._damaged(f"its record {name!r} has {record.num_bytes} bytes")
-        return self._bytes(record.start, record.num_bytes)
+            raise self._make_error(f"its record {name!r} has {record.num_bytes} bytes")
+        return self._read_bytes(record.start, record.num_bytes)
 
-    def _directory(self, num_bytes: int) -> tuple[int, int, int]:
+    def _find_directory(self, num_bytes: int) -> tuple[int, int, int]:
         """Number of records, and length and offset of the directory."""
         if num_bytes < END.size:
-            raise self._damaged(f"{num_bytes} bytes are none")
+            raise self._make_error(f"{num_bytes} bytes are none")
         sign, *_, count, size, offset, comment = END.unpack(
-            self._bytes(self._end - END.size, END.size)
+            self._read_bytes(self._end - END.size, END.size)
         )
         if sign != END_SIGN or comment:
-            raise self._damaged("its end is missing")
+            raise self._make_error("its end is missing")
         end = num_bytes - END.size
         if count == COUNT_LIMIT or self._field_limit in (size, offset):
             end -= END64_LOCATOR.size
-            sign, _, at, _ = self._unpacked(END64_LOCATOR, end)
+            sign, _, at, _ = self._unpack(END64_LOCATOR, end)
             if sign != LOCATOR_SIGN or at + END64.size > end:
-                raise self._damaged("its end is missing")
-            sign, *_, count, size, offset = self._unpacked(END64, at)
+                raise self._make_error("its end is missing")
+            sign, *_, count, size, offset = self._unpack(END64, at)
             if sign != END64_SIGN:
-                raise self._damaged("its end is missing")
+                raise self._make_error("its end is missing")
             end = at
         if offset + size > end or size > _MAX_DIRECTORY_BYTES:
-            raise self._damaged("its directory lies outside of it")
+            raise self._make_error("its directory lies outside of it")
         return count, size, offset
 
-    def _unpacked(self, form: struct.Struct, offset: int) -> tuple:
+    def _unpack(self, form: struct.Struct, offset: int) -> tuple:
         if offset < 0:
-            raise self._damaged("its end is missing")
-        return form.unpack(self._bytes(self._start + offset, form.size))
+            raise self._make_error("its end is missing")
+        return form.unpack(self._read_bytes(self._start + offset, form.size))
 
-    def _listed(self, directory: bytes, count: int) -> dict[str, tuple[int, int]]:
+    def _list_records(self, directory: bytes, count: int) -> dict[str, tuple[int, int]]:
         entries: dict[str, tuple[int, int]] = {}
         at = 0
         try:
@@ -149,25 +149,25 @@ class Archive:
                 extra = directory[at + name_len : at + name_len + extra_len]
                 at += name_len + extra_len + fields[12]
                 if sign != CENTRAL_SIGN:
-                    raise self._damaged("its directory is not one")
+                    raise self._make_error("its directory is not one")
                 num_bytes, stored, header = _widen(
                     extra, self._field_limit, num_bytes, stored, header
                 )
                 if method or flags & 1 or stored != num_bytes:
-                    raise self._damaged(
+                    raise self._make_error(
                         f"its record {name!r} is compressed or encrypted, which torch.save never does"
                     )
                 entries[name.partition("/")[2]] = (header, num_bytes)
         except (struct.error, UnicodeDecodeError) as error:
-            raise self._damaged(f"its directory is not one, {error}") from error
+            raise self._make_error(f"its directory is not one, {error}") from error
         return entries
 
-    def _bytes(self, offset: int, num_bytes: int) -> bytes:
+    def _read_bytes(self, offset: int, num_bytes: int) -> bytes:
         if offset < self._start or offset + num_bytes > self._end:
-            raise self._damaged("a part of it lies outside")
+            raise self._make_error("a part of it lies outside")
         return self._read(offset, num_bytes)
 
-    def _damaged(self, what: str) -> DataError:
+    def _make_error(self, what: str) -> DataError:
         return DataError(
             f"{self._where}: expected an archive of torch.save, but {what}; the file is cut off "
             f"or damaged, or another program wrote it"

@@ -115,8 +115,8 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
     where = join_path(path, METADATA_NAME)
     metadata = load_metadata(storage.read(where), where, trust_pickle=trust_pickle)
     try:
-        tensors, boxes, others = _described(metadata)
-        parts = _parts(metadata, where)
+        tensors, boxes, others = _describe_contents(metadata)
+        parts = _list_ranges(metadata, where)
         paths = read_paths(metadata)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{where}: expected the metadata of DCP, {error}") from error
@@ -132,7 +132,7 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
                 f"{where}: does not say where {name!r} at {list(box.offsets)} lies; it is damaged"
             )
         lying[name].append((box, parts[name, box.offsets]))
-    aliases = _same_bytes(lying, tensors)
+    aliases = _find_aliases(lying, tensors)
     by_file: dict[str, list[tuple[str, Box, ByteRange]]] = {}
     for part in entries.values():
         by_file.setdefault(part.file, [])
@@ -174,7 +174,7 @@ def load_entry(
         ) from error
 
 
-def _described(
+def _describe_contents(
     metadata: Metadata,
 ) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], list[tuple[str, Box]], list[str]]:
     """Types and shapes of tensors, boxes of their chunks, and names of other values."""
@@ -188,11 +188,11 @@ def _described(
         dtype = found.properties.dtype
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"no element type for {name!r}")
-        shape = _whole_numbers(found.size)
+        shape = _check_whole_numbers(found.size)
         tensors[name] = (dtype, shape)
         known = set()
         for chunk in found.chunks:
-            box = Box(_whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes))
+            box = Box(_check_whole_numbers(chunk.offsets), _check_whole_numbers(chunk.sizes))
             if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
                 raise ValueError(f"a chunk of {name!r} has other dimensions than the tensor")
             if box.numel and box not in known:
@@ -201,7 +201,7 @@ def _described(
     return tensors, boxes, others
 
 
-def _same_bytes(
+def _find_aliases(
     lying: Mapping[str, list[tuple[Box, ByteRange]]], described: Mapping[str, tuple]
 ) -> dict[str, str]:
     """Names of tensors that lie where another does, and the other's."""
@@ -215,7 +215,9 @@ def _same_bytes(
     return aliases
 
 
-def _parts(metadata: Metadata, where: str) -> dict[tuple[str, tuple[int, ...] | None], ByteRange]:
+def _list_ranges(
+    metadata: Metadata, where: str
+) -> dict[tuple[str, tuple[int, ...] | None], ByteRange]:
     parts = {}
     for item, info in vars(metadata)["storage_data"].items():
         if getattr(info, "transform_descriptors", None):
@@ -226,8 +228,8 @@ def _parts(metadata: Metadata, where: str) -> dict[tuple[str, tuple[int, ...] | 
             )
         # A value that is no tensor has no offset, and DCP pickles none for it.
         offset = getattr(item, "offset", None)
-        offset = None if offset is None else _whole_numbers(offset)
-        start, num_bytes = _whole_numbers((info.offset, info.length))
+        offset = None if offset is None else _check_whole_numbers(offset)
+        start, num_bytes = _check_whole_numbers((info.offset, info.length))
         parts[item.fqn, offset] = ByteRange(
             check_file_name(info.relative_path, where), start, num_bytes
         )
@@ -249,7 +251,7 @@ def read_paths(metadata: object) -> dict[str, Path] | None:
     }
 
 
-def _whole_numbers(numbers: Iterable[Any]) -> tuple[int, ...]:
+def _check_whole_numbers(numbers: Iterable[Any]) -> tuple[int, ...]:
     numbers = tuple(numbers)
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
         raise ValueError(f"{numbers!r:.80} are no sizes")

@@ -52,8 +52,8 @@ def read_index(storage: Storage, path: str) -> Index:
     Raises:
         DataError: a file is missing, damaged or claims another's tensors.
     """
-    where, weight_map = _weight_map(storage, path)
-    files = sorted(set(weight_map.values())) if weight_map else _lone_files(storage, path)
+    where, weight_map = _read_weight_map(storage, path)
+    files = sorted(set(weight_map.values())) if weight_map else _list_lone_files(storage, path)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         headers = dict(
             zip(files, threads.map(lambda f: _read_header(storage, path, f), files), strict=True)
@@ -99,7 +99,7 @@ def read_folder(storage: Storage, path: str) -> tuple[Index, None]:
     return read_index(storage, path), None
 
 
-def _weight_map(storage: Storage, path: str) -> tuple[str, dict[str, str]]:
+def _read_weight_map(storage: Storage, path: str) -> tuple[str, dict[str, str]]:
     """The index file, or what stands for it in errors, and the file of each tensor."""
     found = [name for name in storage.list(path) if name.endswith(f"{_SUFFIX}.index.json")]
     if not found:
@@ -116,7 +116,7 @@ def _weight_map(storage: Storage, path: str) -> tuple[str, dict[str, str]]:
     return where, {str(name): check_file_name(file, where) for name, file in weight_map}
 
 
-def _lone_files(storage: Storage, path: str) -> list[str]:
+def _list_lone_files(storage: Storage, path: str) -> list[str]:
     files = [name for name in storage.list(path) if name.endswith(_SUFFIX)]
     if not files:
         raise DataError(f"{path}: expected files *{_SUFFIX}, found none")
@@ -136,7 +136,8 @@ def _read_header(storage: Storage, path: str, file: str) -> _Header:
         metadata = entries.pop("__metadata__", {})
         sharding = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
         pieces = {
-            name: _piece(entry, sharding.get(name), 8 + length) for name, entry in entries.items()
+            name: _read_piece(entry, sharding.get(name), 8 + length)
+            for name, entry in entries.items()
         }
         metadata = {str(key): str(value) for key, value in metadata.items()}
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
@@ -144,7 +145,7 @@ def _read_header(storage: Storage, path: str, file: str) -> _Header:
     return _Header(window.num_bytes, pieces, bool(sharding), metadata)
 
 
-def _piece(
+def _read_piece(
     entry: dict[str, Any], sharding: dict[str, Any] | None, data_start: int
 ) -> tuple[torch.dtype, Box, int]:
     if entry["dtype"] not in _DTYPES:

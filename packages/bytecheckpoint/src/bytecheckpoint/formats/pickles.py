@@ -94,7 +94,7 @@ class _TensorProperties:
         self.dtype = state[0]
 
 
-def _metadata_globals() -> dict[tuple[str, str], Any]:
+def _allow_metadata_globals() -> dict[tuple[str, str], Any]:
     """What a `.metadata` may name; new at each call, because a pickle may write to classes."""
     dcp = "torch.distributed.checkpoint"
     records = [
@@ -139,7 +139,7 @@ class _Rebuild:
     ) -> StoredTensor:
         if storage.dtype is None:
             raise TypeError("a tensor of version 2 needs a typed storage")
-        return _stored(storage, storage.dtype, offset, shape, strides, not metadata)
+        return _make_stored(storage, storage.dtype, offset, shape, strides, not metadata)
 
     def v3(
         self,
@@ -152,7 +152,7 @@ class _Rebuild:
         dtype: torch.dtype,
         metadata: dict | None = None,
     ) -> StoredTensor:
-        return _stored(storage, dtype, offset, shape, strides, not metadata)
+        return _make_stored(storage, dtype, offset, shape, strides, not metadata)
 
     def parameter(self, tensor: StoredTensor, requires_grad: bool, hooks: Any) -> StoredTensor:
         if not isinstance(tensor, StoredTensor):
@@ -166,7 +166,7 @@ class _Rebuild:
         return text.encode("latin1")
 
 
-def _stored(
+def _make_stored(
     storage: StorageRecord,
     dtype: torch.dtype,
     offset: int,
@@ -221,7 +221,7 @@ class _Reader(pickle.Unpickler):
         return StorageRecord(dtype, key, num_elements)
 
 
-def _loaded(
+def _load(
     data: bytes, allowed: dict[tuple[str, str], Any], where: str, *, trusted: bool = False
 ) -> Any:
     try:
@@ -244,7 +244,7 @@ def load_metadata(data: bytes, where: str, *, trust_pickle: bool = False) -> Met
     Raises:
         DataError: it names something else, or is no such pickle.
     """
-    found = _loaded(data, _metadata_globals(), where, trusted=trust_pickle)
+    found = _load(data, _allow_metadata_globals(), where, trusted=trust_pickle)
     if not isinstance(found, Metadata):
         raise DataError(f"{where}: expected a pickle of Metadata, got a {type(found).__name__}")
     return found
@@ -256,4 +256,4 @@ def load_tree(data: bytes, where: str) -> Any:
     Raises:
         DataError: it holds objects other than tensors, containers and plain values.
     """
-    return _loaded(data, _TREE_GLOBALS, where)
+    return _load(data, _TREE_GLOBALS, where)

@@ -161,7 +161,7 @@ class DCPWriter(StorageWriter):
                 if item.type == WriteItemType.BYTE_IO:
                     data = planner.resolve_data(item)
                     assert isinstance(data, io.BytesIO), "values come pickled"
-                    tree = _tree_of(data, item.index.fqn)
+                    tree = _decode_tree(data, item.index.fqn)
                     results.append(WriteResult(item.index, len(dump(tree)), tree))
                 else:
                     pieces.append(item)
@@ -180,7 +180,7 @@ class DCPWriter(StorageWriter):
         """
         storage = open_storage(self._url)
         with commit.discard_on_error(storage, "", self._folder):
-            manifest, index, extra = self._assembled(metadata, results)
+            manifest, index, extra = self._assemble(metadata, results)
         with commit.discard_on_error(storage, "", self._folder, may_appear=True):
             commit.commit(storage, "", manifest, index, extra, overwrite=self._overwrite)
 
@@ -189,7 +189,7 @@ class DCPWriter(StorageWriter):
         """Any path or URL will do."""
         return True
 
-    def _assembled(
+    def _assemble(
         self, metadata: dcp.Metadata, results: list[list[WriteResult]]
     ) -> tuple[Manifest, bytes, bytes]:
         """The manifest, and the contents of the two small files it names."""
@@ -267,7 +267,7 @@ class DCPWriter(StorageWriter):
         ]
 
 
-def _tree_of(data: io.BytesIO, name: str) -> Any:
+def _decode_tree(data: io.BytesIO, name: str) -> Any:
     # What was pickled in this very process may be unpickled in it.
     data.seek(0)
     return encode(torch.load(data, map_location="cpu", weights_only=False), name)
@@ -340,7 +340,7 @@ class DCPReader(StorageReader):
         described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {
             name: dcp.BytesStorageMetadata() for name in self._values
         }
-        described |= _described(self._source.index, self._names)
+        described |= _describe_tensors(self._source.index, self._names)
         return dcp.Metadata(described, planner_data=paths)
 
     def set_up_storage_reader(
@@ -366,7 +366,7 @@ class DCPReader(StorageReader):
         wanted = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._pickled(item.storage_index.fqn))
+                planner.load_bytes(item, self._pickle(item.storage_index.fqn))
             else:
                 wanted.append(item)
         targets = [planner.resolve_tensor(item).detach() for item in wanted]
@@ -390,7 +390,7 @@ class DCPReader(StorageReader):
         """Any path or URL will do."""
         return True
 
-    def _pickled(self, name: str) -> io.BytesIO:
+    def _pickle(self, name: str) -> io.BytesIO:
         source = self._source
         assert source is not None, "read_metadata is called first"
         value = self._values[name]
@@ -403,7 +403,9 @@ class DCPReader(StorageReader):
         return data
 
 
-def _described(index: Index, names: Mapping[str, str]) -> dict[str, dcp.TensorStorageMetadata]:
+def _describe_tensors(
+    index: Index, names: Mapping[str, str]
+) -> dict[str, dcp.TensorStorageMetadata]:
     found = {}
     for name, stored_name in names.items():
         at = index.position[stored_name]

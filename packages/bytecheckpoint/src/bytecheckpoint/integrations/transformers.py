@@ -90,7 +90,7 @@ class CheckpointCallback(TrainerCallback):
         """Opens the run, and loads the step that `resume_folder` found."""
         self._checkpointer = Checkpointer(self._url, **self._options)
         if self._resume_step is not None:
-            self._checkpointer.load(self._resume_step, self._state_of(state, objects))
+            self._checkpointer.load(self._resume_step, self._collect_state(state, objects))
             self._rng = rng_state().state_dict()
             self._resume_step = None
         if self._folder is not None:
@@ -131,9 +131,9 @@ class CheckpointCallback(TrainerCallback):
 
     def _save(self, state: TrainerState, objects: dict[str, Any]) -> None:
         assert self._checkpointer is not None, "training begins before its first step ends"
-        self._checkpointer.save(state.global_step, self._state_of(state, objects))
+        self._checkpointer.save(state.global_step, self._collect_state(state, objects))
 
-    def _state_of(self, state: TrainerState, objects: dict[str, Any]) -> dict[str, Any]:
+    def _collect_state(self, state: TrainerState, objects: dict[str, Any]) -> dict[str, Any]:
         optimizer = objects["optimizer"]
         return {
             "model": objects["model"],

@@ -116,7 +116,7 @@ def find_destinations(
     """
     index = source.index
     local = describe(state, rank)
-    stored_as = _names_here(state, source, local)
+    stored_as = _map_names(state, source, local)
     stored = {
         here: (parse_dtype(index.dtypes[at]), index.shapes[at])
         for here, name in stored_as.items()
@@ -216,7 +216,7 @@ def _is_of_rank(name: str, local: LocalState) -> bool:
     return any(name.startswith(f"{path}.rank") for path in local.rank_trees)
 
 
-def _names_here(state: dict[str, Any], source: Source, local: LocalState) -> dict[str, str]:
+def _map_names(state: dict[str, Any], source: Source, local: LocalState) -> dict[str, str]:
     """The checkpoint's names by the names that a state of this form gives the same tensors.
 
     A folder of safetensors names a model's tensors from the model on; torch's own optimizer states
@@ -284,9 +284,9 @@ class _Restore:
             if not nodes:
                 self.missing.append(path)
             elif self.apply:
-                value.load_state_dict(self._decoded(nodes[0]))
+                value.load_state_dict(self._decode(nodes[0]))
             else:
-                self._decoded(nodes[0])
+                self._decode(nodes[0])
         elif isinstance(value, dict) and value:
             self._dict(path, value, nodes)
         elif isinstance(value, list | tuple) and value:
@@ -294,7 +294,7 @@ class _Restore:
         elif not nodes:
             self.missing.append(path)
         else:
-            return self._decoded(nodes[0])
+            return self._decode(nodes[0])
         return value
 
     def _dict(self, path: str, value: dict[Any, Any], nodes: list[Any]) -> None:
@@ -320,7 +320,7 @@ class _Restore:
                 self.missing += [join(path, at) for at in range(len(saved), len(value))]
                 self.unexpected += [join(path, at) for at in range(len(value), len(saved))]
                 return value
-            return self._decoded(nodes[0]) if nodes else value
+            return self._decode(nodes[0]) if nodes else value
         items = [
             self.visit(join(path, at), item, self._saved.child(join(path, at), nodes, at))
             for at, item in enumerate(value)
@@ -341,19 +341,21 @@ class _Restore:
             found = self._saved.child(key, nodes, key)
             if not found:
                 self.missing.append(key)
-            elif isinstance(decoded := self._decoded(found[0]), Tensor) and not self.apply:
+            elif isinstance(decoded := self._decode(found[0]), Tensor) and not self.apply:
                 continue
             elif self.apply:
                 inner.set_extra_state(decoded)
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer, nodes: list[Any]) -> None:
         known = self.local.parameters
-        stored = [name for node in nodes for group in _groups(node) for name in group["params"]]
+        stored = [
+            name for node in nodes for group in _list_groups(node) for name in group["params"]
+        ]
         here = known.known_as(stored, self.local.modules)
         settings: dict[str, Any] = {}
         values: dict[str, Any] = {}
         for node in reversed(nodes):
-            for group in _groups(node):
+            for group in _list_groups(node):
                 for name in group["params"]:
                     settings[here.get(name, name)] = group["settings"]
             values.update(node.get("$optimizer", {}).get("values", {}))
@@ -370,7 +372,7 @@ class _Restore:
                 )
             if self.apply and found:
                 # Capturable and scheduled settings may be tensors, which are loaded in place.
-                new = self._decoded(found[0])
+                new = self._decode(found[0])
                 for key, setting in new.items():
                     if isinstance(group.get(key), Tensor) and isinstance(setting, Tensor):
                         group[key].copy_(setting)
@@ -378,7 +380,7 @@ class _Restore:
                         group[key] = setting
             for parameter, name in zip(group["params"], own, strict=False):
                 for key, content in values.get(name, {}).items():
-                    decoded = self._decoded(content)
+                    decoded = self._decode(content)
                     if self.apply:
                         optimizer.state[parameter][key] = decoded
 
@@ -387,7 +389,7 @@ class _Restore:
         if not trees or (len(trees) == self._world_size and trees[self._rank] is None):
             self.missing.append(path)
         elif len(trees) == self._world_size:
-            decoded = self._decoded(trees[self._rank])
+            decoded = self._decode(trees[self._rank])
             if self.apply:
                 value.load_state_dict(decoded)
         elif not hasattr(value, "load_rank_states"):
@@ -397,11 +399,11 @@ class _Restore:
                 f"put what its track() returns into the state"
             )
         else:
-            decoded = [self._decoded(tree) for tree in trees if tree is not None]
+            decoded = [self._decode(tree) for tree in trees if tree is not None]
             if self.apply:
                 value.load_rank_states(decoded, self._rank, self._world_size)
 
-    def _decoded(self, tree: Any) -> Any:
+    def _decode(self, tree: Any) -> Any:
         return decode_tree(tree, self._tensor)
 
     def _tensor(self, name: str) -> Any:
@@ -422,7 +424,7 @@ class _Restore:
         return name in self._stored
 
 
-def _groups(node: dict[str, Any]) -> list[dict[str, Any]]:
+def _list_groups(node: dict[str, Any]) -> list[dict[str, Any]]:
     """An optimizer's groups as ours: names of parameters, and settings; torch's own form too."""
     if "$optimizer" in node:
         return node["$optimizer"]["groups"]

@@ -108,7 +108,7 @@ def load_state(
     begin = time.perf_counter()
     trace = Trace(team.rank)
     with trace.span("open"):
-        source = _opened(team, storage, path, verify)
+        source = _open_together(team, storage, path, verify)
     found: Destinations | None = None
     try:
         with trace.span("plan"):
@@ -141,7 +141,7 @@ def load_state(
     )
 
 
-def _opened(team: Team, storage: Storage, path: str, verify: bool) -> Source:
+def _open_together(team: Team, storage: Storage, path: str, verify: bool) -> Source:
     """The checkpoint, whose small files the coordinator reads for all."""
     sent, error = None, None
     if team.is_coordinator:
@@ -241,7 +241,7 @@ class _Loading:
             alone = plan_units(source, self._wants)
             group, plan = team.group, None
             if group is not None and self._is_shared(dedupe, rates, alone):
-                everyone = [list_wants(source.index, p) for p in self._everyones_places()]
+                everyone = [list_wants(source.index, p) for p in self._gather_places()]
                 plan = plan_shared(source, everyone)
         if group is None or plan is None:
             self._check_fronts()
@@ -346,7 +346,7 @@ class _Loading:
             num_ranks=team.world_size,
         )
 
-    def _everyones_places(self) -> list[list[tuple[str, Box]]]:
+    def _gather_places(self) -> list[list[tuple[str, Box]]]:
         own = [(place.name, place.box) for place in self._found.places]
         return [
             [(name, Box(*box)) for name, box in msgspec.msgpack.decode(data, type=_Boxes)]

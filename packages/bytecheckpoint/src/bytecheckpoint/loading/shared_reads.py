@@ -137,13 +137,13 @@ def run_shared(
                     following = number + num_ahead
                     if following < len(mine):
                         ahead[mine[following]] = threads.submit(read, mine[following])
-                moves += _moves(group.rank, source, plan, at, buffer, places, touched)
+                moves += _plan_moves(group.rank, source, plan, at, buffer, places, touched)
             with trace.span("exchange"):
                 reshard.run(group, moves)
     return error
 
 
-def _moves(
+def _plan_moves(
     rank: int,
     source: Source,
     plan: SharedReads,

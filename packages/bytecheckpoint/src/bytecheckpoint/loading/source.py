@@ -120,7 +120,7 @@ class Source:
         self._fill(file, start, buffer)
         if not self.has_checksums(file):
             return
-        table = self._table(file)
+        table = self._get_table(file)
         for at in range(0, len(buffer), BLOCK_BYTES):
             block = (start + at) // BLOCK_BYTES
             digest = xxhash.xxh3_64_intdigest(buffer[at : at + BLOCK_BYTES])
@@ -128,7 +128,7 @@ class Source:
                 raise DataError(
                     f"{self.path(file)}: block {block} (bytes {block * BLOCK_BYTES} to "
                     f"{block * BLOCK_BYTES + len(buffer[at : at + BLOCK_BYTES])}) does not have its "
-                    f"checksum; it holds parts of {self._held(file, block)}. The file is damaged: "
+                    f"checksum; it holds parts of {self._name_held(file, block)}. The file is damaged: "
                     f"load another step"
                 )
 
@@ -141,13 +141,13 @@ class Source:
         for file in range(first, len(self.index.files), step):
             if not self.has_checksums(file):
                 continue
-            self._table(file)
+            self._get_table(file)
             starts = self.index.start[self.index.file == file]
             hashed = self.index.files[file].hashed_bytes or 0
             end = -(-int(starts.min(initial=hashed)) // BLOCK_BYTES) * BLOCK_BYTES
             self.read(file, 0, memoryview(bytearray(min(end, hashed))))
 
-    def _held(self, file: int, block: int) -> str:
+    def _name_held(self, file: int, block: int) -> str:
         """The tensors with elements in a block, for errors."""
         index, first = self.index, block * BLOCK_BYTES
         rows = (index.file == file) & (index.start < first + BLOCK_BYTES)
@@ -158,7 +158,7 @@ class Source:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(map(repr, names[:3])) + more
 
-    def _table(self, file: int) -> memoryview:
+    def _get_table(self, file: int) -> memoryview:
         with self._lock:
             if file not in self._tables:
                 entry = self.index.files[file]

@@ -124,9 +124,9 @@ def place(
     if granule_bytes:
         mean = num_bytes.sum() / max(len(np.unique(owner)), 1)
         fine = max(1 << (int(mean) // _GRANULES).bit_length() >> 1, _LEAST_GRANULE_BYTES)
-        shared = _poured(num_bytes, owned, load, min(granule_bytes, fine), mean * _SETTLED)
+        shared = _pour(num_bytes, owned, load, min(granule_bytes, fine), mean * _SETTLED)
     else:
-        shared = _whole(num_bytes, owned, load)
+        shared = _place_whole(num_bytes, owned, load)
     columns = np.array(shared, dtype=np.int64).reshape(-1, 3).T
     chunk = np.concatenate((single, columns[0]))
     order = np.argsort(chunk, kind="stable")
@@ -137,7 +137,7 @@ def place(
     )
 
 
-def _whole(
+def _place_whole(
     num_bytes: np.ndarray, owned: dict[int, np.ndarray], load: np.ndarray
 ) -> list[tuple[int, int, int]]:
     shares = []
@@ -148,7 +148,7 @@ def _whole(
     return shares
 
 
-def _poured(
+def _pour(
     num_bytes: np.ndarray,
     owned: dict[int, np.ndarray],
     load: np.ndarray,
@@ -169,7 +169,7 @@ def _poured(
         moved = 0.0
         for at, (ranks, _) in enumerate(sets):
             load[ranks] -= amounts[at]
-            poured = _level(load[ranks], totals[at])
+            poured = _find_level(load[ranks], totals[at])
             moved = max(moved, float(np.abs(poured - amounts[at]).max()))
             amounts[at] = poured
             load[ranks] += poured
@@ -179,17 +179,17 @@ def _poured(
     for at, (ranks, chunks) in enumerate(sets):
         # Poured once more, so that a set makes up for the rounding of those before.
         load[ranks] -= amounts[at]
-        room = _level(load[ranks], totals[at])
+        room = _find_level(load[ranks], totals[at])
         given = np.zeros(len(ranks))
         for chunk in chunks:
-            for place, count in _filled(int(num_bytes[chunk]), room, granule_bytes).items():
+            for place, count in _fill(int(num_bytes[chunk]), room, granule_bytes).items():
                 shares.append((chunk, int(ranks[place]), count))
                 given[place] += count
         load[ranks] += given
     return shares
 
 
-def _level(load: np.ndarray, amount: float) -> np.ndarray:
+def _find_level(load: np.ndarray, amount: float) -> np.ndarray:
     """What each rank gets when an amount is poured where least is, until all reached are level."""
     rising = np.sort(load)
     levels = (np.cumsum(rising) + amount) / np.arange(1, len(load) + 1)
@@ -198,7 +198,7 @@ def _level(load: np.ndarray, amount: float) -> np.ndarray:
     return np.maximum(levels[reached - 1] - load, 0.0)
 
 
-def _filled(num_bytes: int, room: np.ndarray, granule_bytes: int) -> dict[int, int]:
+def _fill(num_bytes: int, room: np.ndarray, granule_bytes: int) -> dict[int, int]:
     """Pours a chunk into the most room, again and again; `room` becomes what is left."""
     parts: dict[int, int] = {}
     while num_bytes or not parts:

@@ -209,17 +209,17 @@ def plan(
             f"expected pieces of ranks below {world_size}, got some of rank {pieces.owner.max()}"
         )
     pieces = pieces.sorted()
-    chunks, first, owner = _distinct(pieces)
+    chunks, first, owner = _find_distinct(pieces)
     itemsizes = np.array([parse_dtype(name).itemsize for name in pieces.dtypes], dtype=np.int64)
     num_bytes = chunks.sizes.prod(axis=1) * itemsizes[chunks.tensor]
     granule = -(-split_bytes // _CUT_BYTES) * _CUT_BYTES
     chunks, writer = _cut(chunks, itemsizes, num_bytes, place(num_bytes, first, owner, granule))
-    index, ranks = _laid_out(pieces, chunks, writer, itemsizes, dict(aliases or {}))
+    index, ranks = _lay_out(pieces, chunks, writer, itemsizes, dict(aliases or {}))
     index.check("plan")
     return SavePlan(index=index, ranks=ranks, world_size=world_size)
 
 
-def _distinct(pieces: Pieces) -> tuple[ChunkTable, np.ndarray, np.ndarray]:
+def _find_distinct(pieces: Pieces) -> tuple[ChunkTable, np.ndarray, np.ndarray]:
     """Boxes without their replicas, and owners of box b: owner[first[b]:first[b + 1]]."""
     table = pieces.chunks
     used = np.flatnonzero((table.sizes > 0).all(axis=1))
@@ -246,7 +246,7 @@ def _cut(
         parts.setdefault(chunk, []).append((rank, count))
     for chunk, of_chunk in parts.items():
         itemsize = int(itemsizes[chunks.tensor[chunk]])
-        for rank, box in _boxes_of(chunks.sizes[chunk].tolist(), itemsize, of_chunk):
+        for rank, box in _list_boxes(chunks.sizes[chunk].tolist(), itemsize, of_chunk):
             tensor.append(chunks.tensor[chunk : chunk + 1])
             offsets.append(chunks.offsets[chunk : chunk + 1] + box.offsets)
             sizes.append(np.array([box.sizes], dtype=np.int64))
@@ -257,7 +257,7 @@ def _cut(
     return table, np.concatenate(writer)[order]
 
 
-def _boxes_of(
+def _list_boxes(
     sizes: list[int], itemsize: int, parts: list[tuple[int, int]]
 ) -> list[tuple[int, Box]]:
     """Cuts a box of some sizes, at whole slices along its first dimension where they are small."""
@@ -274,7 +274,7 @@ def _boxes_of(
     return boxes
 
 
-def _laid_out(
+def _lay_out(
     pieces: Pieces,
     chunks: ChunkTable,
     writer: np.ndarray,

@@ -78,7 +78,7 @@ class ChildWriter:
         with self._trace.span("write", self._image.num_bytes):
             with os.fdopen(self._read_end, "rb") as pipe:
                 answer = pipe.read()
-            status = _reaped(self._pid)
+            status = _reap(self._pid)
         if not answer:
             raise CommError(
                 f"the child process {self._pid} that wrote {self._path} ended with status {status} "
@@ -106,7 +106,7 @@ class ChildWriter:
             os._exit(0)
 
 
-def _reaped(pid: int) -> int | None:
+def _reap(pid: int) -> int | None:
     """The status of a child that ended; None where the application itself reaps its children."""
     try:
         return os.waitpid(pid, 0)[1]

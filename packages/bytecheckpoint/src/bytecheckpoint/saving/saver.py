@@ -173,7 +173,7 @@ class Saver:
             if plan is not None and self._stage == "arena":
                 # Before the ranks agree: a rank that is done waits for the others then, and its
                 # writing does not slow their copies down.
-                copied = self._copied(plan, local, trace)
+                copied = self._copy(plan, local, trace)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
             plan, error = None, caught
         with trace.span("agree"):
@@ -185,10 +185,10 @@ class Saver:
         if any_new:
             self._plan = None  # its image goes before the next one comes
             with trace.span("plan"):
-                self._plan = plan = self._planned(rows, local.aliases)
+                self._plan = plan = self._plan_together(rows, local.aliases)
             try:
                 if self._stage == "arena":
-                    copied = self._copied(plan, local, trace)
+                    copied = self._copy(plan, local, trace)
             except Exception as caught:  # noqa: BLE001 - raised on all ranks together
                 error = caught
             self.team.agree(error)
@@ -220,7 +220,7 @@ class Saver:
         plan = self._plan
         return plan is not None and plan.rows == rows and plan.aliases == aliases
 
-    def _copied(self, plan: _Plan, local: LocalState, trace: Trace) -> list[torch.cuda.Event]:
+    def _copy(self, plan: _Plan, local: LocalState, trace: Trace) -> list[torch.cuda.Event]:
         """Copies what this rank writes into its image; the events behind copies only queued."""
         if plan.part.file is None:
             return []
@@ -230,13 +230,13 @@ class Saver:
             plan.image = Image(plan.part, is_pinned=is_cuda)
         with trace.span("stage", plan.image.num_bytes):
             if is_cuda:
-                owned = _memory_of(local.optimizers.values())
+                owned = _find_memory(local.optimizers.values())
                 is_lazy = [value.untyped_storage().data_ptr() in owned for value in values]
                 return plan.image.fill_on_streams(values, is_lazy)
             plan.image.fill(values)
         return []
 
-    def _planned(self, rows: list[Row], aliases: dict[str, str]) -> _Plan:
+    def _plan_together(self, rows: list[Row], aliases: dict[str, str]) -> _Plan:
         """Gathers what the ranks hold, plans on the coordinator, hands each rank its part."""
         listed, error = b"", None
         try:
@@ -247,7 +247,7 @@ class Saver:
         self.team.agree(error)
         index, parts = b"", None
         try:
-            merged = self.team.gather(listed, _merged)
+            merged = self.team.gather(listed, _merge)
             if merged is not None:
                 index, parts = self._plan_all(merged)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
@@ -319,7 +319,7 @@ def _finish_all() -> None:
         thread.join()
 
 
-def _memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+def _find_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     """Addresses of the memory that steps of optimizers change."""
     found = set()
     for optimizer in optimizers:
@@ -346,7 +346,7 @@ def list_rows(local: LocalState) -> list[Row]:
     return rows
 
 
-def _merged(parts: list[bytes]) -> bytes:
+def _merge(parts: list[bytes]) -> bytes:
     """Joins what some ranks listed; called at every branch of the tree."""
     listed = [msgspec.msgpack.decode(part, type=_Listed) for part in parts]
     pieces = planner.Pieces.merge([planner.Pieces.decode(one.pieces) for one in listed])

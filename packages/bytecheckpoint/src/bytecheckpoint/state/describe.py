@@ -96,14 +96,14 @@ def describe(state: dict[str, Any], rank: int) -> LocalState:
         )
     walk = _Walk(rank)
     # Optimizers are named after the parameters of modules that may come later.
-    for path, module in _modules(state, ""):
+    for path, module in _find_modules(state, ""):
         walk.found.modules.append(path)
         walk.modules[path] = list(list_module_entries(path, module, walk.found.parameters))
     walk.found.tree = walk.value("", state)
     return walk.found
 
 
-def _modules(value: Any, path: str) -> list[tuple[str, nn.Module]]:
+def _find_modules(value: Any, path: str) -> list[tuple[str, nn.Module]]:
     if isinstance(value, nn.Module):
         return [(path, value)]
     if isinstance(value, dict):
@@ -112,10 +112,10 @@ def _modules(value: Any, path: str) -> list[tuple[str, nn.Module]]:
         items = enumerate(value)
     else:
         return []
-    return [found for key, item in items for found in _modules(item, join(path, key))]
+    return [found for key, item in items for found in _find_modules(item, join(path, key))]
 
 
-def _of_array(array: np.ndarray, path: str) -> Tensor:
+def _describe_array(array: np.ndarray, path: str) -> Tensor:
     try:
         # torch warns of arrays that must not be written to; what is read from a copy is the same.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -159,7 +159,7 @@ class _Walk:
             items = [self.value(join(path, at), item) for at, item in enumerate(value)]
             return {"$tuple": items} if isinstance(value, tuple) else items
         if isinstance(value, np.ndarray):
-            return {"$array": self.tensor(path, _of_array(value, path))["$tensor"]}
+            return {"$array": self.tensor(path, _describe_array(value, path))["$tensor"]}
         if isinstance(value, nn.Module):
             return self.module(path)
         if isinstance(value, torch.optim.Optimizer):

@@ -92,19 +92,19 @@ def describe_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
             and meta tensors, DTensors with partial sums.
     """
     if type(value) in _PLAIN:
-        return _plain(value, name)
+        return _describe_plain(value, name)
     if isinstance(value, FlatShard):
-        return _flat(value)
-    kind = _kind(type(value))
+        return _describe_flat(value)
+    kind = _get_kind(type(value))
     if kind == "DTensor":
-        return _dtensor(value, name)
+        return _describe_dtensor(value, name)
     if kind == "ShardedTensor":
-        return _sharded(value)
-    return _plain(value, name)
+        return _describe_sharded(value)
+    return _describe_plain(value, name)
 
 
 @functools.lru_cache
-def _kind(of: type) -> str:
+def _get_kind(of: type) -> str:
     """Which of the two a class is, by name: their modules load slowly, and who has one has them."""
     names = {base.__name__ for base in of.__mro__}
     return next((name for name in ("DTensor", "ShardedTensor") if name in names), "")
@@ -114,7 +114,7 @@ _MAX_KNOWN = 65536
 _PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
-def _plain(value: Any, name: str) -> LocalTensor:
+def _describe_plain(value: Any, name: str) -> LocalTensor:
     if hasattr(value, "__tensor_flatten__"):
         raise DataError(
             f"{name}: expected a tensor of plain elements, got a {type(value).__name__}, whose "
@@ -127,16 +127,16 @@ def _plain(value: Any, name: str) -> LocalTensor:
             f"put its parts into the state"
         )
     shape = value.shape
-    pieces = (Piece(_whole(shape), value),) if value.numel() else ()
+    pieces = (Piece(_describe_whole(shape), value),) if value.numel() else ()
     return LocalTensor(value.dtype, tuple(shape), pieces)
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole(shape: torch.Size) -> Box:
+def _describe_whole(shape: torch.Size) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def _flat(value: FlatShard) -> LocalTensor:
+def _describe_flat(value: FlatShard) -> LocalTensor:
     flat, shape = value.tensor, tuple(value.shape)
     pieces, at = [], 0
     for box in decompose(shape, value.start, value.start + flat.numel()):
@@ -145,7 +145,7 @@ def _flat(value: FlatShard) -> LocalTensor:
     return LocalTensor(flat.dtype, shape, tuple(pieces))
 
 
-def _sharded(value: Any) -> LocalTensor:
+def _describe_sharded(value: Any) -> LocalTensor:
     metadata = value.metadata()
     pieces = tuple(
         Piece(
@@ -162,7 +162,7 @@ def _sharded(value: Any) -> LocalTensor:
 _known: dict[int, tuple[Any, tuple[int, ...], list[Box]]] = {}
 
 
-def _boxes_of(value: Any, name: str) -> tuple[tuple[int, ...], list[Box]]:
+def _list_boxes(value: Any, name: str) -> tuple[tuple[int, ...], list[Box]]:
     """A DTensor's shape, and the boxes that this rank holds of it."""
     spec = value._spec
     known = _known.get(id(spec))
@@ -186,12 +186,12 @@ def _boxes_of(value: Any, name: str) -> tuple[tuple[int, ...], list[Box]]:
     return shape, boxes
 
 
-def _dtensor(value: Any, name: str) -> LocalTensor:
-    shape, boxes = _boxes_of(value, name)
+def _describe_dtensor(value: Any, name: str) -> LocalTensor:
+    shape, boxes = _list_boxes(value, name)
     if not boxes:
         return LocalTensor(value.dtype, shape, ())
     local = value._local_tensor
-    whole = _plain(local, name).pieces
+    whole = _describe_plain(local, name).pieces
     if len(boxes) == 1:
         return LocalTensor(value.dtype, shape, tuple(Piece(boxes[0], p.tensor) for p in whole))
     pieces, at = [], [0] * len(shape)

@@ -113,7 +113,7 @@ class ReadOrder:
         """What this reader holds; see the class."""
         if self._undealt:
             # Only now, because the reader may be a worker that was not there at load time.
-            reader, num_readers = self._reader()
+            reader, num_readers = self._find_reader()
             count = len(self._undealt)
             self._buffer = self._undealt[
                 reader * count // num_readers : (reader + 1) * count // num_readers
@@ -123,15 +123,19 @@ class ReadOrder:
 
     def __len__(self) -> int:
         """Samples of the epoch that this reader takes, those it has taken included."""
-        return self._end(self.epoch, *self._reader()) - self._end(self.epoch - 1, *self._reader())
+        return self._count_taken(self.epoch, *self._find_reader()) - self._count_taken(
+            self.epoch - 1, *self._find_reader()
+        )
 
     def __iter__(self) -> Iterator[int]:
         """Indices of samples, to the end of the epoch."""
-        reader, num_readers = self._reader()
-        self._taken, end = self.taken, self._end(self.epoch, reader, num_readers)
+        reader, num_readers = self._find_reader()
+        self._taken, end = self.taken, self._count_taken(self.epoch, reader, num_readers)
         while self._taken < end:
             counts = np.arange(self._taken, min(self._taken + _BLOCK, end), dtype=np.int64)
-            for index in self._samples(self._positions(reader + num_readers * counts)).tolist():
+            for index in self._find_samples(
+                self._find_positions(reader + num_readers * counts)
+            ).tolist():
                 self._taken += 1
                 yield index
         self.epoch += 1
@@ -160,7 +164,7 @@ class ReadOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """This reader's record."""
-        reader, num_readers = self._reader()
+        reader, num_readers = self._find_reader()
         return {
             _MARK: _VERSION,
             "dataset": self.dataset,
@@ -185,7 +189,7 @@ class ReadOrder:
             DataError: if the record is of another dataset, order or reader.
         """
         self._check(state)
-        mine, saved = self._reader(), (state["reader"], state["num_readers"])
+        mine, saved = self._find_reader(), (state["reader"], state["num_readers"])
         if mine != saved:
             raise DataError(
                 f"expected the position of reader {mine[0]} of {mine[1]}, got that of reader "
@@ -243,11 +247,11 @@ class ReadOrder:
             return
         self._set_origin(first["seen"], first["ahead"], first["since"])
         taken = [
-            max(state["taken"], self._end(state["epoch"] - 1, reader, len(states)))
+            max(state["taken"], self._count_taken(state["epoch"] - 1, reader, len(states)))
             for reader, state in enumerate(states)
         ]
         self.epoch, self._taken = min(state["epoch"] for state in states), 0
-        self._set_origin(*self._merged(np.array(taken)), self.epoch)
+        self._set_origin(*self._merge(np.array(taken)), self.epoch)
         self._undealt = [item for state in states for item in state["buffer"]]
         self._buffer = []
         self.counters = dict(first["counters"])
@@ -255,14 +259,14 @@ class ReadOrder:
     @property
     def taken(self) -> int:
         """Samples this reader has taken since the readers were last split anew."""
-        return max(self._taken, self._end(self.epoch - 1, *self._reader()))
+        return max(self._taken, self._count_taken(self.epoch - 1, *self._find_reader()))
 
     @property
     def remaining(self) -> int:
         """Samples of the epoch that this reader has yet to take."""
-        return self._end(self.epoch, *self._reader()) - self.taken
+        return self._count_taken(self.epoch, *self._find_reader()) - self.taken
 
-    def _reader(self) -> tuple[int, int]:
+    def _find_reader(self) -> tuple[int, int]:
         worker = get_worker_info()
         if worker is None:
             return self.rank, self.world_size
@@ -279,14 +283,14 @@ class ReadOrder:
         self._head = seen + np.flatnonzero(bits == 0)
         self._tail = seen + len(bits)
 
-    def _positions(self, places: np.ndarray) -> np.ndarray:
+    def _find_positions(self, places: np.ndarray) -> np.ndarray:
         """Positions in the whole stream of places in the one that remains."""
         found = self._tail + places - len(self._head)
         in_head = places < len(self._head)
         found[in_head] = self._head[places[in_head]]
         return found
 
-    def _samples(self, positions: np.ndarray) -> np.ndarray:
+    def _find_samples(self, positions: np.ndarray) -> np.ndarray:
         epochs, found = positions // self.num_samples, positions % self.num_samples
         if self.shuffle:
             for epoch in np.unique(epochs).tolist():
@@ -294,7 +298,7 @@ class ReadOrder:
                 found[mine] = shuffle_samples(found[mine], self.num_samples, self.seed, epoch)
         return found
 
-    def _end(self, epoch: int, reader: int, num_readers: int) -> int:
+    def _count_taken(self, epoch: int, reader: int, num_readers: int) -> int:
         """How many samples a reader will have taken since the origin when an epoch ends."""
         if epoch < self._since:
             return 0
@@ -303,7 +307,7 @@ class ReadOrder:
         # Places reader, reader + num_readers, ... below `left`.
         return left // num_readers if self.even else max(0, -(-(left - reader) // num_readers))
 
-    def _merged(self, taken: np.ndarray) -> tuple[int, bytes]:
+    def _merge(self, taken: np.ndarray) -> tuple[int, bytes]:
         """The origin after every reader took its count from the present one."""
         num_readers = len(taken)
         readers = np.arange(num_readers)
@@ -311,9 +315,9 @@ class ReadOrder:
         last = int((readers + num_readers * taken).max())
         places = np.arange(first, last, dtype=np.int64)
         done = places[places // num_readers < taken[places % num_readers]]
-        seen = int(self._positions(np.array([first]))[0])
+        seen = int(self._find_positions(np.array([first]))[0])
         old = np.setdiff1d(np.arange(seen, max(seen, self._tail)), self._head)
-        ahead = np.concatenate([self._positions(done), old]) - seen
+        ahead = np.concatenate([self._find_positions(done), old]) - seen
         bits = np.zeros(int(ahead.max()) + 1 if len(ahead) else 0, dtype=bool)
         bits[ahead] = True
         return seen, np.packbits(bits, bitorder="little").tobytes()

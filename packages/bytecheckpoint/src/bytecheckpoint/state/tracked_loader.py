@@ -75,22 +75,22 @@ class TrackedLoader:
     def __iter__(self) -> Iterator[Any]:
         """What the loader yields, from where it stands to the end of the epoch."""
         was_left, num_batches = self._is_open, 0
-        for batch in self._rest():
+        for batch in self._read_rest():
             num_batches += 1
             yield batch
         if was_left and not num_batches:
             # Who left it had all batches and, knowing their number, did not ask for another.
-            yield from self._rest()
+            yield from self._read_rest()
 
-    def _rest(self) -> Iterator[Any]:
+    def _read_rest(self) -> Iterator[Any]:
         """The rest of the epoch; afterwards the next one is the present one."""
         was_left, self._is_open, self._is_finished = self._is_open, True, False
         if self.is_stateful:
             if was_left:
-                self._loader.load_state_dict(self._patched(self._loader.state_dict()))
+                self._loader.load_state_dict(self._patch(self._loader.state_dict()))
             yield from self._loader
         else:
-            yield from self._counted()
+            yield from self._count_batches()
         self._is_open, self._is_finished = False, True
         self.epoch += 1
         if self._position is not None:
@@ -106,7 +106,7 @@ class TrackedLoader:
             record = self._position.state_dict()
             return {"position": record | {"epoch": self.epoch, "taken": self._taken}}
         return {
-            "loader": self._patched(self._loader.state_dict()),
+            "loader": self._patch(self._loader.state_dict()),
             "num_workers": self._loader.num_workers,
             "epoch": self.epoch,
             "is_finished": self._is_finished,
@@ -150,8 +150,8 @@ class TrackedLoader:
         is_same = self.is_stateful and layouts == {(world_size, self._loader.num_workers)}
         if self._position is None and not is_same:
             raise ConfigError(
-                f"this StatefulDataLoader was saved by {_described(layouts)} and would be loaded "
-                f"by {_described({(world_size, self._loader.num_workers)})}, but has no "
+                f"this StatefulDataLoader was saved by {_describe(layouts)} and would be loaded "
+                f"by {_describe({(world_size, self._loader.num_workers)})}, but has no "
                 f"LoaderState that could be split anew; load on as many, or pass a LoaderState as "
                 f"its sampler and wrap it by `track`"
             )
@@ -174,7 +174,7 @@ class TrackedLoader:
         if self.is_stateful:
             self._loader.load_state_dict({})
 
-    def _counted(self) -> Iterator[Any]:
+    def _count_batches(self) -> Iterator[Any]:
         position = self._position
         assert position is not None, "checked at the start"
         position.load_state_dict(self.state_dict()["position"])
@@ -185,20 +185,20 @@ class TrackedLoader:
             yield batch
         self._taken = start + left
 
-    def _patched(self, tree: Any) -> Any:
+    def _patch(self, tree: Any) -> Any:
         """A copy in which all positions have what the training loop, not a prefetch, last set."""
         position = self._position
         if isinstance(tree, dict):
-            copy = {key: self._patched(value) for key, value in tree.items()}
+            copy = {key: self._patch(value) for key, value in tree.items()}
             if position is not None and next(find_records(copy), None) is copy:
                 copy |= {"epoch": self.epoch, "counters": dict(position.counters)}
                 if self._is_sampler:
                     copy["buffer"] = list(position.buffer)
             return copy
         if isinstance(tree, list):
-            return [self._patched(value) for value in tree]
+            return [self._patch(value) for value in tree]
         return tree
 
 
-def _described(layouts: set[tuple[int, int | None]]) -> str:
+def _describe(layouts: set[tuple[int, int | None]]) -> str:
     return " or ".join(f"{ranks} ranks of {workers or 0} workers" for ranks, workers in layouts)

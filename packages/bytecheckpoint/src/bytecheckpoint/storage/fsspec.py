@@ -79,13 +79,13 @@ class FsspecStorage:
 
     def create(self, path: str, num_bytes: int) -> Sink:
         """Opens a file that is written from its start; blocks that come early wait in memory."""
-        full = self._full(path)
+        full = self._make_full(path)
         self.call(path, lambda: self._fs.makedirs(posixpath.dirname(full), exist_ok=True))
         return _StreamSink(self, path)
 
     def read(self, path: str) -> bytes:
         """A whole small file."""
-        return self.call(path, lambda: self._fs.cat_file(self._full(path)))
+        return self.call(path, lambda: self._fs.cat_file(self._make_full(path)))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fills the buffer, a large one by several requests at once."""
@@ -94,7 +94,7 @@ class FsspecStorage:
         starts = range(0, len(view), WRITE_BYTES)
         if len(starts) <= 1:
             return self._fetch(path, offset, view)
-        threads = self._pool()
+        threads = self._get_threads()
         parts = [
             threads.submit(self._fetch, path, offset + start, view[start : start + WRITE_BYTES])
             for start in starts
@@ -106,7 +106,7 @@ class FsspecStorage:
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
-        found = self.call(path, lambda: self._fs.info(self._full(path)))
+        found = self.call(path, lambda: self._fs.info(self._make_full(path)))
         if found["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "expected a file, found a folder", path)
         return found["size"]
@@ -115,13 +115,13 @@ class FsspecStorage:
         """Names of the files directly in a folder, and their bytes."""
         return {
             name: entry["size"]
-            for name, entry in self._entries(path).items()
+            for name, entry in self._list_entries(path).items()
             if entry["type"] == "file"
         }
 
     def list(self, path: str) -> list[str]:
         """Names directly in a folder, sorted."""
-        return sorted(self._entries(path))
+        return sorted(self._list_entries(path))
 
     def publish(self, path: str, data: Buffer, *, overwrite: bool) -> None:
         """Puts a file.
@@ -132,15 +132,15 @@ class FsspecStorage:
         content = bytes(data)
         mode = "overwrite" if overwrite else "create"
         try:
-            self.call(path, lambda: self._fs.pipe_file(self._full(path), content, mode=mode))
+            self.call(path, lambda: self._fs.pipe_file(self._make_full(path), content, mode=mode))
         except FileExistsError:
             # A repeated put meets what the first one left, when only its answer was lost.
             if self.read(path) != content:
                 raise
         except (NotImplementedError, TypeError, ValueError):
-            if self._fs.exists(self._full(path)):
+            if self._fs.exists(self._make_full(path)):
                 raise FileExistsError(errno.EEXIST, "there is a file already", path) from None
-            self.call(path, lambda: self._fs.pipe_file(self._full(path), content))
+            self.call(path, lambda: self._fs.pipe_file(self._make_full(path), content))
 
     def sync_folders(self, paths: Iterable[str]) -> None:
         """Nothing to do: a put that was answered is durable, and so is its name."""
@@ -148,12 +148,12 @@ class FsspecStorage:
     def remove(self, path: str) -> None:
         """Removes a file."""
         with suppress(FileNotFoundError):
-            self.call(path, lambda: self._fs.rm_file(self._full(path)))
+            self.call(path, lambda: self._fs.rm_file(self._make_full(path)))
 
     def remove_tree(self, path: str) -> None:
         """Removes a folder and all in it, or a file."""
         with suppress(FileNotFoundError):
-            self.call(path, lambda: self._fs.rm(self._full(path), recursive=True))
+            self.call(path, lambda: self._fs.rm(self._make_full(path), recursive=True))
 
     def close(self) -> None:
         """Ends the threads that read."""
@@ -176,29 +176,29 @@ class FsspecStorage:
             try:
                 return request()
             except (OSError, *self._library_errors) as error:
-                if wait_s is None or not self._will_pass(error):
-                    raise self._named(path, error) from error
+                if wait_s is None or not self._can_pass(error):
+                    raise self._name_error(path, error) from error
                 logger.info("%s/%s: %s; trying again", self.url, path, error)
                 time.sleep(wait_s * random.uniform(0.5, 1.5))
         raise AssertionError("the last try returns or raises")
 
-    def _will_pass(self, error: Exception) -> bool:
+    def _can_pass(self, error: Exception) -> bool:
         """Whether the same request may succeed later."""
         return isinstance(error, OSError) and not isinstance(error, tuple(_NUMBERS))
 
-    def _named(self, path: str, error: Exception) -> OSError:
+    def _name_error(self, path: str, error: Exception) -> OSError:
         number = next((n for kind, n in _NUMBERS.items() if isinstance(error, kind)), None)
         number = number or getattr(error, "errno", None) or errno.EIO
         message = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return OSError(number, message, f"{self.url}/{path}")
 
-    def _full(self, path: str) -> str:
+    def _make_full(self, path: str) -> str:
         if path.startswith("/") or ".." in path.split("/"):
             raise ConfigError(f"expected a path below {self.url}, got {path!r}")
         return f"{self._root}/{path}" if path else self._root
 
-    def _entries(self, path: str) -> dict[str, dict]:
-        full = self._full(path)
+    def _list_entries(self, path: str) -> dict[str, dict]:
+        full = self._make_full(path)
         try:
             found = self.call(path, lambda: self._fs.ls(full, detail=True))
         except (FileNotFoundError, NotADirectoryError):
@@ -211,7 +211,7 @@ class FsspecStorage:
         end = offset + len(view)
         try:
             data = self.call(
-                path, lambda: self._fs.cat_file(self._full(path), start=offset, end=end)
+                path, lambda: self._fs.cat_file(self._make_full(path), start=offset, end=end)
             )
         except OSError as error:
             # A range that begins after the end is an error of its own.
@@ -225,7 +225,7 @@ class FsspecStorage:
             )
         view[:] = data
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _get_threads(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_NUM_THREADS, "bytecheckpoint-read")
@@ -238,7 +238,7 @@ class _StreamSink:
     def __init__(self, storage: FsspecStorage, path: str) -> None:
         self._storage = storage
         self._path = path
-        full = storage._full(path)
+        full = storage._make_full(path)
         self._file = storage.call(
             path, lambda: storage._fs.open(full, "wb", block_size=WRITE_BYTES)
         )

@@ -53,22 +53,22 @@ class LocalStorage:
         Raises:
             FileExistsError: it is there.
         """
-        full = self._full(path)
+        full = self._make_full(path)
         _make_folder(os.path.dirname(full))
         return LocalSink(full)
 
     def read(self, path: str) -> bytes:
         """A whole small file."""
-        with open(self._full(path), "rb") as file:
+        with open(self._make_full(path), "rb") as file:
             return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fills the buffer; the file stays open until `close`, or until many others were read."""
-        full = self._full(path)
-        file = self._opened(full)
+        full = self._make_full(path)
+        file = self._get_open_file(full)
         view = buffer.cast("B")
         done = 0
-        with _naming(full):
+        with _name_in_errors(full):
             while done < len(view):
                 count = os.preadv(file.descriptor, [view[done:]], offset + done)
                 if not count:
@@ -80,19 +80,22 @@ class LocalStorage:
 
     def size(self, path: str) -> int:
         """Bytes of a file; NFS asks its server when a file is opened, but not for a mere stat."""
-        with open(self._full(path), "rb", buffering=0) as file:
+        with open(self._make_full(path), "rb", buffering=0) as file:
             return os.fstat(file.fileno()).st_size
 
     def sizes(self, path: str) -> dict[str, int]:
         """Names of the files directly in a folder, and their bytes."""
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._full(path)) as found:
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(self._make_full(path)) as found,
+        ):
             return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
         return {}
 
     def list(self, path: str) -> list[str]:
         """Names directly in a folder, sorted."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(os.listdir(self._full(path)))
+            return sorted(os.listdir(self._make_full(path)))
         return []
 
     def publish(self, path: str, data: Buffer, *, overwrite: bool) -> None:
@@ -100,14 +103,14 @@ class LocalStorage:
 
         Where there are no hard links, the check that `overwrite=False` asks for is not atomic.
         """
-        full = self._full(path)
+        full = self._make_full(path)
         folder, name = os.path.split(full)
         temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}")
         _make_folder(folder)
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                with _naming(temporary):
+                with _name_in_errors(temporary):
                     _write(descriptor, memoryview(data), 0)
                     os.fsync(descriptor)
             finally:
@@ -125,7 +128,7 @@ class LocalStorage:
         Who made the root, and whether they lived to sync it, cannot be known.
         """
         for path in paths:
-            folder = self._full(path)
+            folder = self._make_full(path)
             _sync_folder(folder)
             if path == "" and not self._is_root_synced:
                 while not os.path.ismount(folder):
@@ -137,7 +140,7 @@ class LocalStorage:
 
     def remove(self, path: str) -> None:
         """Removes a file and syncs its folder, even if another removed it just before."""
-        full = self._full(path)
+        full = self._make_full(path)
         self.close()
         with suppress(FileNotFoundError):
             os.unlink(full)
@@ -148,19 +151,19 @@ class LocalStorage:
         """Removes a folder and all in it, or a file; parts may come back at power loss."""
         self.close()
         with suppress(FileNotFoundError):
-            _remove_tree(self._full(path))
+            _remove_tree(self._make_full(path))
 
     def close(self) -> None:
         """Closes the files that reading left open; a removed file keeps its space until then."""
         with self._lock:
             self._open.clear()
 
-    def _full(self, path: str) -> str:
+    def _make_full(self, path: str) -> str:
         if path.startswith("/") or ".." in path.split("/"):
             raise ConfigError(f"expected a path below {self.url}, got {path!r}")
         return os.path.join(self.url, path) if path else self.url
 
-    def _opened(self, full: str) -> _OpenFile:
+    def _get_open_file(self, full: str) -> _OpenFile:
         with self._lock:
             file = self._open.get(full)
             if file is None:
@@ -191,7 +194,7 @@ class LocalSink:
     def write_at(self, offset: int, data: Buffer) -> None:
         """Writes a block."""
         view = memoryview(data).cast("B")
-        with _naming(self._path):
+        with _name_in_errors(self._path):
             # Direct as far as it goes; what is left, at least the end of the last page, follows.
             done = self._write_direct(offset, view) if self._is_direct else 0
             _write(self._descriptors[0], view[done:], offset + done)
@@ -199,7 +202,7 @@ class LocalSink:
     def finish(self) -> None:
         """Syncs and closes the file."""
         try:
-            with _naming(self._path):
+            with _name_in_errors(self._path):
                 os.fsync(self._descriptors[0])
         finally:
             self._close()
@@ -245,7 +248,7 @@ class _OpenFile:
 
 
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
+def _name_in_errors(path: str) -> Iterator[None]:
     """Adds the file to errors of calls that know only its descriptor."""
     try:
         yield
@@ -274,7 +277,7 @@ def _make_folder(path: str) -> None:
 def _sync_folder(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with _naming(path):
+        with _name_in_errors(path):
             os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:

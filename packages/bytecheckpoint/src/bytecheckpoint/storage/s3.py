@@ -62,18 +62,18 @@ class S3Storage(FsspecStorage):
 
     def remove_tree(self, path: str) -> None:
         """Removes all objects below a prefix, but never the bucket."""
-        found = self.call(path, lambda: self._fs.find(self._full(path)))
+        found = self.call(path, lambda: self._fs.find(self._make_full(path)))
         if found:
             self.call(path, lambda: self._fs.rm(found))
 
     def request(self, method: str, path: str, **arguments: object) -> dict[str, Any]:
         """One of boto's methods on an object, tried again while that may help."""
-        bucket, key, _ = self._fs.split_path(self._full(path))
+        bucket, key, _ = self._fs.split_path(self._make_full(path))
         return self.call(
             path, lambda: self._fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
         )
 
-    def _will_pass(self, error: Exception) -> bool:
+    def _can_pass(self, error: Exception) -> bool:
         answer = error.__cause__
         if isinstance(answer, ClientError):
             status = answer.response["ResponseMetadata"].get("HTTPStatusCode", 500)
@@ -82,11 +82,11 @@ class S3Storage(FsspecStorage):
         lost = (BotoConnectionError, HTTPClientError, aiohttp.ClientError, TimeoutError)
         return isinstance(error, (*lost, ConnectionError))
 
-    def _named(self, path: str, error: Exception) -> OSError:
+    def _name_error(self, path: str, error: Exception) -> OSError:
         answer = error.__cause__
         if isinstance(answer, ClientError) and answer.response["Error"].get("Code") == _THERE:
             return FileExistsError(errno.EEXIST, "there is an object", f"{self.url}/{path}")
-        return super()._named(path, error)
+        return super()._name_error(path, error)
 
 
 class S3Sink:

@@ -45,12 +45,12 @@ def list_checkpoints(url: str) -> list[Entry]:
     storage = open_storage(url)
     names = storage.list("")
     if MANIFEST_NAME in names:
-        return [_entry(storage, url, "")]
+        return [_read_entry(storage, url, "")]
     steps = sorted((step, name) for name in names if (step := commit.parse_step(name)) is not None)
     if not steps and any(name == ".metadata" or name.endswith(".safetensors") for name in names):
         return [Entry(url, "")]
     return [
-        _entry(storage, posixpath.join(url, name), name)
+        _read_entry(storage, posixpath.join(url, name), name)
         for _, name in steps
         if MANIFEST_NAME in storage.list(name)
     ]
@@ -65,7 +65,7 @@ def find_newest(url: str) -> str:
     return posixpath.join(url, commit.format_step(steps[-1]))
 
 
-def _entry(storage: Storage, url: str, path: str) -> Entry:
+def _read_entry(storage: Storage, url: str, path: str) -> Entry:
     entry = Entry(url, path)
     try:
         manifest = commit.read_manifest(storage, path)

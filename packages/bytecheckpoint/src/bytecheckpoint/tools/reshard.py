@@ -63,7 +63,7 @@ def reshard(
         is_model = not checkpoint.source.has_values
         prefix = "model." if is_model else ""
         plan = planner.plan(
-            _held_by_all(checkpoint.index, prefix, world_size),
+            _give_to_all(checkpoint.index, prefix, world_size),
             world_size,
             aliases={prefix + a: prefix + b for a, b in checkpoint.index.aliases.items()},
         )
@@ -90,7 +90,7 @@ def reshard(
     return [file.num_bytes for file in files]
 
 
-def _held_by_all(index: Index, prefix: str, world_size: int) -> planner.Pieces:
+def _give_to_all(index: Index, prefix: str, world_size: int) -> planner.Pieces:
     """Whole tensors as every rank's, so that planning may give any part to any."""
     num_tensors = len(index.names)
     ndim = index.chunks.offsets.shape[1]

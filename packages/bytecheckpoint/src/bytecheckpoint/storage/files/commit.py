@@ -185,8 +185,8 @@ def commit(
         assert file == describe_file(file.name, content), f"{file.name} is not as the manifest says"
         _write_whole(storage, _join(data, file.name), content)
     # Folders above the path may be new as well, or left unsynced by a save that died.
-    storage.sync_folders([data, *_upwards(path)])
-    replaced = _data_of(storage, path) if overwrite else None
+    storage.sync_folders([data, *_list_upwards(path)])
+    replaced = _find_data_folder(storage, path) if overwrite else None
     storage.publish(_join(path, MANIFEST_NAME), manifest.encode(), overwrite=overwrite)
     if replaced is not None and replaced != manifest.data:
         try:
@@ -272,13 +272,13 @@ def find_garbage(storage: Storage, path: str = "") -> list[str]:
         and manifests that were never published.
     """
     names = storage.list(path)
-    found = _leavings(storage, path, names)
+    found = _list_leavings(storage, path, names)
     files = storage.sizes(path)
     for name in names:
         if parse_step(name) is not None and name not in files:
             step = _join(path, name)
             inside = storage.list(step)
-            left = _leavings(storage, step, inside)
+            left = _list_leavings(storage, step, inside)
             found += left if len(left) < len(inside) else [step]
     return found
 
@@ -295,7 +295,7 @@ def remove_garbage(storage: Storage, paths: Iterable[str]) -> None:
             storage.remove_tree(path)
 
 
-def _leavings(storage: Storage, path: str, names: list[str]) -> list[str]:
+def _list_leavings(storage: Storage, path: str, names: list[str]) -> list[str]:
     """Garbage directly in a checkpoint's folder."""
     found = [name for name in names if _UNPUBLISHED.fullmatch(name)]
     try:
@@ -314,7 +314,7 @@ def _is_checkpoint(storage: Storage, path: str) -> bool:
     return True
 
 
-def _data_of(storage: Storage, path: str) -> str | None:
+def _find_data_folder(storage: Storage, path: str) -> str | None:
     """The data folder of the checkpoint that is there; of a damaged one it is not known."""
     try:
         return read_manifest(storage, path).data
@@ -369,7 +369,7 @@ def _join(*parts: str) -> str:
     return posixpath.join(*(part for part in parts if part))
 
 
-def _upwards(path: str) -> list[str]:
+def _list_upwards(path: str) -> list[str]:
     """A folder and all above it up to the root."""
     folders = [path]
     while folders[-1]:

@@ -68,7 +68,7 @@ def encode_header(
     texts, position = [], 0
     for name, dtype, box in entries:
         end = position + box.numel * parse_dtype(dtype).itemsize
-        texts.append(_entry(name, dtype, box, position, end))
+        texts.append(_encode_entry(name, dtype, box, position, end))
         position = end
     body = b"".join(texts)
     data_start = count_header_bytes(len(body))
@@ -87,7 +87,7 @@ def encode_header(
     return (data_start - 8).to_bytes(8, "little") + text.ljust(data_start - 8)
 
 
-def _entry(name: str, dtype: str, box: Box, begin: int, end: int) -> bytes:
+def _encode_entry(name: str, dtype: str, box: Box, begin: int, end: int) -> bytes:
     known = get_safetensors_name(parse_dtype(dtype))
     shape = box.sizes if known else (*box.sizes, parse_dtype(dtype).itemsize)
     key = msgspec.json.encode(f"{name}@{','.join(map(str, box.offsets))}")
@@ -116,12 +116,14 @@ def count_entry_bytes(
     """
     # An entry at [0, 0, ...] of size [1, 1, ...] is as long as the shortest: a digit a number.
     tensors = zip(names, dtypes, ndims, strict=True)
-    least = [len(_entry(n, t, Box((0,) * d, (1,) * d), 0, 0)) for n, t, d in tensors]
-    more = _more_digits(chunks.offsets).sum(axis=1) + _more_digits(chunks.sizes).sum(axis=1)
-    more += _more_digits(begin) + _more_digits(end)
+    least = [len(_encode_entry(n, t, Box((0,) * d, (1,) * d), 0, 0)) for n, t, d in tensors]
+    more = _count_more_digits(chunks.offsets).sum(axis=1) + _count_more_digits(chunks.sizes).sum(
+        axis=1
+    )
+    more += _count_more_digits(begin) + _count_more_digits(end)
     return np.array(least, dtype=np.int64)[chunks.tensor] + more
 
 
-def _more_digits(numbers: np.ndarray) -> np.ndarray:
+def _count_more_digits(numbers: np.ndarray) -> np.ndarray:
     """How many decimal digits beyond the first."""
     return np.searchsorted(10 ** np.arange(1, 19), numbers, side="right")

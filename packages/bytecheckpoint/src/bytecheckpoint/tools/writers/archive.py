@@ -57,7 +57,7 @@ class ArchiveWriter:
 
     def write(self, name: str, data: Buffer) -> None:
         """Writes a record."""
-        self._header(name, len(data), zlib.crc32(data))
+        self._write_header(name, len(data), zlib.crc32(data))
         self._file.write(data)
 
     def stream(self, name: str, num_bytes: int, blocks: Iterable[Buffer]) -> None:
@@ -67,7 +67,7 @@ class ArchiveWriter:
             DataError: the blocks have more or fewer bytes than announced.
         """
         header = self._file.tell()
-        self._header(name, num_bytes, 0)
+        self._write_header(name, num_bytes, 0)
         begin, checksum = self._file.tell(), 0
         for block in blocks:
             self._file.write(block)
@@ -80,7 +80,7 @@ class ArchiveWriter:
         # The checksum is known last and stands in both headers.
         self._file.seek(header)
         del self._central[-1]
-        self._header(name, num_bytes, checksum)
+        self._write_header(name, num_bytes, checksum)
         self._file.seek(end)
 
     def finish(self) -> int:
@@ -103,7 +103,7 @@ class ArchiveWriter:
         )
         return self._file.tell() - self._start
 
-    def _header(self, name: str, num_bytes: int, checksum: int) -> None:
+    def _write_header(self, name: str, num_bytes: int, checksum: int) -> None:
         path = f"{self._folder}/{name}".encode()
         at = self._file.tell()
         offset = at - self._start

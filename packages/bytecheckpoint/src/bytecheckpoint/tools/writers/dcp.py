@@ -84,7 +84,7 @@ def write_dcp(
                     continue
                 written[at] = name
                 chunks = []
-                for box in _cut(index, at, max_chunk_bytes):
+                for box in _cut_stored(index, at, max_chunk_bytes):
                     start = file.tell()
                     data = checkpoint.read(stored_name, box)
                     length = _write_tensor(ArchiveWriter(file), data)
@@ -109,7 +109,7 @@ def write_dcp(
         (making / METADATA_NAME).write_bytes(pickle.dumps(metadata))
 
 
-def _cut(index: Index, tensor: int, max_bytes: int) -> Iterator[Box]:
+def _cut_stored(index: Index, tensor: int, max_bytes: int) -> Iterator[Box]:
     """The stored boxes of a tensor, none larger than asked."""
     shape, itemsize = index.shapes[tensor], int(index.itemsizes[tensor])
     for row in range(int(index.rows[tensor]), int(index.rows[tensor + 1])):

@@ -54,7 +54,7 @@ def write_hf(
             f"expected tensors with names that begin with {prefix!r}, got "
             f"{', '.join(index.names[:3])}, ...; pass the prefix of the model's names"
         )
-    shards = _grouped(index, names, max_shard_bytes)
+    shards = _group_names(index, names, max_shard_bytes)
     metadata = {"format": "pt"}
     for alias, name in index.aliases.items():
         if alias.startswith(prefix) and name.startswith(prefix):
@@ -69,21 +69,21 @@ def write_hf(
                 _write_file(file, checkpoint, shard, prefix, metadata, progress)
             weight_map.update((name.removeprefix(prefix), file_name) for name in shard)
         if len(shards) > 1:
-            total = sum(_num_bytes(index, name) for name in names)
+            total = sum(_count_bytes(index, name) for name in names)
             content = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (making / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _num_bytes(index: Index, name: str) -> int:
+def _count_bytes(index: Index, name: str) -> int:
     at = index.position[name]
     return math.prod(index.shapes[at]) * int(index.itemsizes[at])
 
 
-def _grouped(index: Index, names: list[str], max_bytes: int) -> list[list[str]]:
+def _group_names(index: Index, names: list[str], max_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     held = 0
     for name in names:
-        num_bytes = _num_bytes(index, name)
+        num_bytes = _count_bytes(index, name)
         if held and held + num_bytes > max_bytes:
             shards.append([])
             held = 0
@@ -112,7 +112,7 @@ def _write_file(
             raise DataError(
                 f"{name}: safetensors has no name for {index.dtypes[at]}; write DCP or torch files"
             )
-        begin, end = end, end + _num_bytes(index, name)
+        begin, end = end, end + _count_bytes(index, name)
         entries[name.removeprefix(prefix)] = {
             "dtype": dtype,
             "shape": list(index.shapes[at]),

@@ -54,13 +54,13 @@ def write_torch(
             archive.stream(
                 f"data/{tensor.key}",
                 tensor.storage_bytes,
-                _blocks(checkpoint, name, tensor, progress),
+                _read_blocks(checkpoint, name, tensor, progress),
             )
         archive.write("version", b"3\n")
         archive.finish()
 
 
-def _blocks(
+def _read_blocks(
     checkpoint: Checkpoint, name: str, tensor: StoredTensor, progress: Callable[[int], None] | None
 ) -> Iterator[memoryview]:
     whole = Box((0,) * len(tensor.shape), tensor.shape)
