@@ -73,9 +73,13 @@ class Checkpointer:
             ConfigError: a setting is out of range, or the URL cannot be opened.
         """
         if every_n < 1 or (keep is not None and keep < 1):
-            raise ConfigError(f"every_n and keep must be at least 1, got {every_n} and {keep}")
+            raise ConfigError(
+                f"expected every_n and keep to be at least 1, got {every_n} and {keep}"
+            )
         if when_busy not in ("wait", "drop", "fail"):
-            raise ConfigError(f"when_busy must be 'wait', 'drop' or 'fail', got {when_busy!r}")
+            raise ConfigError(
+                f"expected when_busy to be 'wait', 'drop' or 'fail', got {when_busy!r}"
+            )
         self._storage = open_storage(url)
         self._saver = Saver(self._storage, stage=stage, timeout=timeout)
         self._keep = keep
@@ -118,7 +122,7 @@ class Checkpointer:
             ConfigError: the step is negative, or a save is under way and `when_busy` is "fail".
         """
         if step < 0:
-            raise ConfigError(f"a step is 0 or more, got {step}")
+            raise ConfigError(f"expected a step of at least 0, got {step}")
         team = self._saver.team
         if step % self._every_n:
             return Handle(step, Trace(team.rank), is_skipped=True)

@@ -73,7 +73,7 @@ def owners_of(pieces: list[Pieces], name: str, box: Box) -> set[int]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(worlds(), st.sampled_from([0, 1, 100, MIB]))
 def test_every_element_is_written_once_by_one_who_holds_it(pieces, split_bytes):
     planned = plan(Pieces.merge(pieces), len(pieces), split_bytes=split_bytes)

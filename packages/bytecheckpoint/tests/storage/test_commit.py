@@ -15,7 +15,7 @@ from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from bytecheckpoint.storage.local import LocalStorage
 from shared.errors import DataError
 
-from ..toy import save, version_of
+from .toy import save, version_of
 
 
 @pytest.fixture(params=["local", "memory", "s3"])

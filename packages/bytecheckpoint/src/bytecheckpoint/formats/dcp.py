@@ -123,13 +123,16 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
     entries = {}
     for name in others:
         if (name, None) not in parts:
-            raise DataError(f"{where}: does not say where {name!r} lies; it is damaged")
+            raise DataError(
+                f"{where}: expected a place of {name!r}, got none; it is damaged: fetch the folder again"
+            )
         entries[name] = parts[name, None]
     lying: dict[str, list[tuple[Box, ByteRange]]] = {name: [] for name in tensors}
     for name, box in boxes:
         if (name, box.offsets) not in parts:
             raise DataError(
-                f"{where}: does not say where {name!r} at {list(box.offsets)} lies; it is damaged"
+                f"{where}: expected a place of {name!r} at {list(box.offsets)}, got none; it is "
+                f"damaged: fetch the folder again"
             )
         lying[name].append((box, parts[name, box.offsets]))
     aliases = _find_aliases(lying, tensors)
@@ -147,7 +150,9 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
     files = [File(*item) for item in sizes.items()]
     for name, part in entries.items():
         if part.start + part.num_bytes > sizes[part.file]:
-            raise DataError(f"{join_path(path, part.file)}: cut off before the end of {name!r}")
+            raise DataError(
+                f"{join_path(path, part.file)}: expected the file to hold all of {name!r}, but it is cut off; fetch it again"
+            )
     chunks = [chunk for _, found in scans for chunk in found]
     stored = {name: described for name, described in tensors.items() if name not in aliases}
     return Folder(build_index(stored, chunks, files, where, aliases), entries, paths)
@@ -237,7 +242,7 @@ def _list_ranges(
 
 
 def read_paths(metadata: object) -> dict[str, Path] | None:
-    """The paths of flat names, as torch's default planner leaves them in a `Metadata`."""
+    """Reads the paths of flat names, as torch's default planner leaves them in a `Metadata`."""
     data = getattr(metadata, "planner_data", None)
     if not isinstance(data, dict):
         return None
@@ -286,19 +291,21 @@ def _scan(
 
 
 def locate_elements(archive: Archive, stored: StoredTensor, where: str) -> int:
-    """Where a tensor's first element lies in the archive's file.
+    """Finds where a tensor's first element lies in the archive's file, in bytes.
 
     Raises:
         DataError: the elements do not lie there in row-major order, or not all of them.
     """
     if "byteorder" in archive.names and archive.read("byteorder") != b"little":
-        raise DataError(f"{where}: written on a big-endian machine; save it again with torch")
+        raise DataError(
+            f"{where}: expected little-endian elements, got big-endian ones; save it again with torch on a little-endian machine"
+        )
     steps = zip(stored.shape, stored.strides, compute_strides(stored.shape), strict=True)
     if not stored.is_plain or any(size > 1 and step != flat for size, step, flat in steps):
         raise DataError(
-            f"{where}: its elements are stored with strides {list(stored.strides)} for shape "
-            f"{list(stored.shape)}, or as a lazy conjugate; ranges need row-major order: load it "
-            f"with torch and save `tensor.resolve_conj().contiguous()`"
+            f"{where}: expected elements in row-major order, got strides {list(stored.strides)} for "
+            f"shape {list(stored.shape)}, or a lazy conjugate; load it with torch and save "
+            f"`tensor.resolve_conj().contiguous()`"
         )
     numel = 1
     for size in stored.shape:
@@ -306,5 +313,7 @@ def locate_elements(archive: Archive, stored: StoredTensor, where: str) -> int:
     record = archive.locate(f"data/{stored.key}")
     begin = stored.offset * stored.dtype.itemsize
     if begin + numel * stored.dtype.itemsize > min(record.num_bytes, stored.storage_bytes):
-        raise DataError(f"{where}: its storage is smaller than its shape; the file is damaged")
+        raise DataError(
+            f"{where}: expected a storage of at least the tensor's size, got a smaller one; the file is damaged: fetch it again"
+        )
     return record.start + begin

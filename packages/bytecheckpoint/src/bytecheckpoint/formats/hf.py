@@ -60,7 +60,9 @@ def read_index(storage: Storage, path: str) -> Index:
         )
     for name, file in weight_map.items():
         if name not in headers[file].pieces:
-            raise DataError(f"{where}: says that {name!r} lies in {file}, which does not hold it")
+            raise DataError(
+                f"{where}: expected {name!r} in {file}, which does not hold it; fetch the whole folder"
+            )
     dtypes: dict[str, torch.dtype] = {}
     ends: dict[str, tuple[int, ...]] = {}
     chunks = []
@@ -72,13 +74,14 @@ def read_index(storage: Storage, path: str) -> Index:
             known = ends.get(name)
             if known is not None and not header.is_sharded:
                 raise DataError(
-                    f"{join_path(path, file)}: {name!r} stands in another file of the folder too; "
-                    f"keep one set of weights in it, or an {INDEX_NAME}"
+                    f"{join_path(path, file)}: expected {name!r} in one file of the folder, got it in "
+                    f"another too; keep one set of weights in it, or an {INDEX_NAME}"
                 )
             if known is not None and (len(known) != len(end) or dtypes[name] != dtype):
                 raise DataError(
-                    f"{join_path(path, file)}: {name!r} is {dtype} of {len(end)} dimensions here, in "
-                    f"another file {dtypes[name]} of {len(known)}; the files are of two saves"
+                    f"{join_path(path, file)}: expected {name!r} to be {dtypes[name]} of {len(known)} "
+                    f"dimensions as in another file, got {dtype} of {len(end)}; the files are of two "
+                    f"saves: keep those of one"
                 )
             dtypes[name] = dtype
             ends[name] = end if known is None else tuple(map(max, known, end))

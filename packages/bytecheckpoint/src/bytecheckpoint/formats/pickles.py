@@ -77,7 +77,7 @@ class StoredTensor(NamedTuple):
 
 
 def compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major tensor, in elements."""
+    """Computes the strides of a row-major tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

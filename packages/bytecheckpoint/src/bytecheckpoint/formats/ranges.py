@@ -48,11 +48,13 @@ class Window:
         try:
             self.num_bytes = storage.size(path)
         except FileNotFoundError as error:
-            raise DataError(f"{path}: the file is missing; fetch the whole folder") from error
+            raise DataError(
+                f"{path}: expected a file, found none; fetch the whole folder"
+            ) from error
         self._windows: list[tuple[int, bytes]] = []
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """The bytes at an offset.
+        """Reads bytes at an offset.
 
         Raises:
             DataError: the file ends before.
@@ -74,7 +76,7 @@ class Window:
 
 
 def join_path(path: str, name: str) -> str:
-    """A path below another, which may be empty."""
+    """Joins a path and a name below it; the path may be empty."""
     return posixpath.join(path, name) if path else name
 
 
@@ -85,7 +87,7 @@ def build_index(
     where: str,
     aliases: Mapping[str, str] | None = None,
 ) -> Index:
-    """The index of chunks in files.
+    """Builds the index of chunks in files.
 
     Args:
         tensors: type and global shape by name.

@@ -63,7 +63,9 @@ def read_index(storage: Storage, path: str) -> tuple[Index, dict[str, Any]]:
 
     tree = encode(found, "", leaf)
     if len({name for name, _ in stored}) != len(stored):
-        raise DataError(f"{path}: two tensors have one name, keys joined by dots; rename a key")
+        raise DataError(
+            f"{path}: expected names that differ, got two tensors of one name (keys joined by dots); rename a key"
+        )
     first: dict[StoredTensor, str] = {}
     aliases = {}
     for name, tensor in stored:

@@ -46,7 +46,9 @@ def encode(value: Any, path: str, leaf: Callable[[Any, str], Any] = encode_leaf)
     try:
         return _encode(value, path, leaf)
     except RecursionError:
-        raise DataError(f"{path or 'the state'}: a value lies too deep, or in itself") from None
+        raise DataError(
+            f"{path or 'the state'}: expected nested values, got one that is nested too deep or in itself"
+        ) from None
 
 
 def _encode(value: Any, path: str, leaf: Callable[[Any, str], Any]) -> Any:
@@ -78,7 +80,9 @@ def nest(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
             if not isinstance(node, dict):
                 break
         if not isinstance(node, dict) or path[-1] in node:
-            raise DataError(f"two values stand at {'.'.join(map(str, path))!r}; rename one")
+            raise DataError(
+                f"expected one value at {'.'.join(map(str, path))!r}, got two; rename one"
+            )
         node[path[-1]] = _Leaf(tree)
     return _close(root)
 
@@ -135,7 +139,7 @@ def _flatten(path: Path, tree: Any, found: Flat) -> None:
     else:
         name = ".".join(map(str, path))
         if name in found.paths:
-            raise DataError(f"two values are named {name!r}; rename a key")
+            raise DataError(f"expected one value named {name!r}, got two; rename a key")
         found.paths[name] = path
         if _get_kind(tree) == "$tensor":
             found.tensors[name] = tree["$tensor"]
@@ -174,7 +178,9 @@ def _list_items(tree: Any) -> list[Any]:
 
 
 def _refuse_tensor(name: str) -> Any:
-    raise DataError(f"tensor {name!r} stands inside of a value that is no container")
+    raise DataError(
+        f"expected tensors in containers only, got {name!r} inside another value; the file is damaged"
+    )
 
 
 def _get_kind(tree: Any) -> str:

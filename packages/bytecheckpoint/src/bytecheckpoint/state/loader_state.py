@@ -32,7 +32,7 @@ class LoaderState(ReadOrder):
     """
 
     def track(self, loader: Any) -> TrackedLoader:
-        """A loader over this order, ready for a checkpoint: counts what it yields, not prefetches.
+        """Wraps a loader over this order so that a checkpoint counts what it yields, not prefetches.
 
         Args:
             loader: a DataLoader or StatefulDataLoader with this object as its sampler; or a

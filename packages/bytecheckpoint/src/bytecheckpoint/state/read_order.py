@@ -69,7 +69,7 @@ class ReadOrder:
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Stand at the beginning of the first epoch.
+        """Starts at the beginning of the first epoch.
 
         Args:
             num_samples: in an epoch.
@@ -163,7 +163,7 @@ class ReadOrder:
             yield from self._cut(min(length, sum(map(len, self.buffer))))
 
     def state_dict(self) -> dict[str, Any]:
-        """This reader's record."""
+        """Returns this reader's position as a record of plain values."""
         reader, num_readers = self._find_reader()
         return {
             _MARK: _VERSION,
@@ -183,7 +183,7 @@ class ReadOrder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to where the same reader of equally many stood.
+        """Restores the position of the same reader of equally many.
 
         Raises:
             DataError: if the record is of another dataset, order or reader.
@@ -208,7 +208,7 @@ class ReadOrder:
         *,
         is_split: bool = False,
     ) -> None:
-        """Goes on from where other readers stopped; exactly where their number is the same.
+        """Restores the position of any number of readers; exactly where their number is the same.
 
         Args:
             states: the `state_dict` of every one of them, in any order.
@@ -230,7 +230,10 @@ class ReadOrder:
                     f"{first['num_readers']} and of {state['num_readers']}"
                 )
             if any(state[key] != first[key] for key in ("seen", "ahead", "since")):
-                raise DataError("the readers' positions are from different checkpoints")
+                raise DataError(
+                    "expected positions from one checkpoint, got readers that stood in different ones; "
+                    "load all readers' states of one step"
+                )
             if state["counters"] != first["counters"]:
                 raise DataError(
                     f"expected equal counters on all ranks, got {first['counters']} on reader 0 "
@@ -334,17 +337,20 @@ class ReadOrder:
             raise DataError(f"expected a loader's position, version {_VERSION}, got {state!r:.80}")
         for key, kind in _FIELDS.items():
             if not isinstance(state.get(key), kind):
-                raise DataError(f"a loader's position needs {key!r}, got {state.get(key)!r:.80}")
+                raise DataError(
+                    f"expected {key!r} in a loader's position to be of type {kind.__name__}, got "
+                    f"{state.get(key)!r:.80}; the checkpoint is damaged: load another step"
+                )
         for key in ("dataset", "num_samples", "seed", "shuffle"):
             if state[key] != getattr(self, key):
                 raise DataError(
-                    f"the checkpoint stands in data of {key} {state[key]!r}, this run's is "
-                    f"{getattr(self, key)!r}; positions in one order say nothing in another"
+                    f"expected a position in data of {key} {getattr(self, key)!r}, as this run reads, got "
+                    f"one in data of {key} {state[key]!r}; use the data and order that were saved"
                 )
 
 
 def find_records(tree: Any) -> Iterator[dict[str, Any]]:
-    """All positions that lie anywhere in a nested state, themselves and not copies."""
+    """Yields all positions that lie anywhere in a nested state, themselves and not copies."""
     if isinstance(tree, dict):
         if _MARK in tree:
             yield tree

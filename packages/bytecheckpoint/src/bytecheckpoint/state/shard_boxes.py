@@ -16,7 +16,7 @@ def list_shard_boxes(
     coordinate: tuple[int, ...],
     placements: tuple,
 ) -> list[Box] | None:
-    """The boxes of a DTensor's local tensor in its row-major order; None for a placement unknown.
+    """Lists the boxes of a DTensor's local tensor in row-major order; None for an unknown placement.
 
     Placements apply in the mesh's order, each cutting what those before it left, as torch.chunk
     does; a strided shard (FSDP over tensor parallelism) takes its part of each of several pieces.

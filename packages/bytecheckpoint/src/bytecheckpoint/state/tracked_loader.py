@@ -1,4 +1,4 @@
-"""A data loader whose checkpoint says what it yielded, whatever its workers have fetched ahead."""
+"""A data loader that saves what it has yielded, not what its workers have prefetched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["TrackedLoader"]
 
 
 class TrackedLoader:
-    """Iterates a loader, goes on where a checkpoint or a `break` left it, and tells where it is.
+    """Iterates a loader, resumes where a checkpoint or a `break` left it, and saves its position.
 
     A StatefulDataLoader of torchdata goes on exactly, its workers' own states included, on as many
     ranks and workers as saved it. On other numbers the LoaderState it reads by is split anew. A
@@ -43,11 +43,13 @@ class TrackedLoader:
         self._position = position
         self._is_open = self._is_finished = False
         if not getattr(loader, "in_order", True):
-            raise ConfigError("expected a loader that yields in order; leave in_order=False out")
+            raise ConfigError(
+                "expected a loader that yields in order, got in_order=False; leave it out"
+            )
         if position is not None and not self._is_sampler:
             if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
                 raise ConfigError(
-                    "the loader does not read by this LoaderState; pass it as the loader's "
+                    "expected a loader that reads by this LoaderState; pass it as the loader's "
                     "`sampler`, with a batch_size instead of a batch_sampler"
                 )
             if not self.is_stateful:
@@ -57,8 +59,8 @@ class TrackedLoader:
                 )
         if position is not None and getattr(loader, "snapshot_every_n_steps", 1) != 1:
             raise ConfigError(
-                f"a LoaderState needs the position of every batch; leave snapshot_every_n_steps "
-                f"at 1, got {loader.snapshot_every_n_steps}"
+                f"expected snapshot_every_n_steps to be 1, got {loader.snapshot_every_n_steps}; a "
+                f"LoaderState needs the position of every batch"
             )
         if position is None and not self.is_stateful:
             raise ConfigError(
@@ -73,7 +75,7 @@ class TrackedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """What the loader yields, from where it stands to the end of the epoch."""
+        """Yields the loader's batches, from its position to the end of the epoch."""
         was_left, num_batches = self._is_open, 0
         for batch in self._read_rest():
             num_batches += 1
@@ -83,7 +85,7 @@ class TrackedLoader:
             yield from self._read_rest()
 
     def _read_rest(self) -> Iterator[Any]:
-        """The rest of the epoch; afterwards the next one is the present one."""
+        """Yields the rest of the epoch; afterwards the next epoch begins."""
         was_left, self._is_open, self._is_finished = self._is_open, True, False
         if self.is_stateful:
             if was_left:
@@ -100,7 +102,7 @@ class TrackedLoader:
                 self._position.buffer.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's loader stands."""
+        """Returns the position of this rank's loader."""
         if not self.is_stateful:
             assert self._position is not None, "checked at the start"
             record = self._position.state_dict()
@@ -113,7 +115,7 @@ class TrackedLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to where the same rank of equally many stood.
+        """Restores the position of the same rank of equally many.
 
         Raises:
             DataError: if the state is of another kind of loader, or of other numbers.
@@ -139,7 +141,7 @@ class TrackedLoader:
     def load_rank_states(
         self, states: Sequence[dict[str, Any]], rank: int, world_size: int
     ) -> None:
-        """Goes on from where the loaders of any number of ranks stopped.
+        """Restores the positions of the loaders of any number of ranks.
 
         Raises:
             ConfigError: if the numbers of ranks or workers changed and what they read cannot be

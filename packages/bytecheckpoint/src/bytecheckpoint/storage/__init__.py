@@ -18,7 +18,7 @@ _CUT_URL = re.compile(r"[a-z0-9]+:/(?!/)")
 
 
 def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """The storage of a URL: a path or file:// is local, else fsspec finds it (s3://, memory://).
+    """Opens the storage of a URL: a path or file:// is local, fsspec finds others (s3://, memory://).
 
     Raises:
         ConfigError: no such protocol, or its library is not installed; names the pip command. Or a

@@ -19,7 +19,7 @@ Buffer = bytes | bytearray | memoryview
 
 @runtime_checkable
 class Sink(Protocol):
-    """A file being written; nobody sees it before `finish`, or it does not matter if they do."""
+    """A file being written; it counts for nobody before `finish`."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Writes a block; any order, any thread.
@@ -42,7 +42,10 @@ class Sink(Protocol):
         ...
 
     def abort(self) -> None:
-        """Gives the file up and frees what it holds, when no write is under way; never raises."""
+        """Removes the unfinished file and frees its resources; called when no write is under way.
+
+        Never raises.
+        """
         ...
 
 
@@ -59,7 +62,7 @@ class Storage(Protocol):
         ...
 
     def read(self, path: str) -> bytes:
-        """A whole small file. FileNotFoundError if there is none."""
+        """Reads a whole small file; raises FileNotFoundError if there is none."""
         ...
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -72,15 +75,15 @@ class Storage(Protocol):
         ...
 
     def size(self, path: str) -> int:
-        """Bytes of a file. FileNotFoundError if there is none."""
+        """Returns the size of a file in bytes; raises FileNotFoundError if there is none."""
         ...
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Names of the files directly in a folder and their bytes, by one listing; may be empty."""
+        """Lists the files directly in a folder with their sizes in bytes; may be empty."""
         ...
 
     def list(self, path: str) -> list[str]:
-        """Names directly in a folder, sorted; empty if there is no such folder."""
+        """Lists the names directly in a folder, sorted; empty if there is no such folder."""
         ...
 
     def publish(self, path: str, data: Buffer, *, overwrite: bool) -> None:

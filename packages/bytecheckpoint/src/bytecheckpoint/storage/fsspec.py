@@ -1,8 +1,8 @@
 """Checkpoints wherever fsspec reaches: memory://, gs://, abfs://, and s3:// by `storage.s3`.
 
-An object appears whole by one put, so there is nothing to rename or sync. What object stores have
-instead is failures that pass: every request is repeated with growing pauses, and a request whose
-answer was lost must not take its own effect for somebody else's.
+An object appears whole by one put, so there is nothing to rename or sync. Object stores fail
+transiently instead: every request is repeated with growing pauses, and a request whose answer was
+lost must not mistake its own effect for another writer's.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class FsspecStorage:
 
     Args:
         url: with its protocol.
-        waits_s: seconds between the tries of a request that fails for reasons that pass; each is
-            drawn from half to one and a half of these.
+        waits_s: pauses between the tries of a request that fails transiently, in seconds; each is
+            multiplied by a random factor between 0.5 and 1.5.
         options: for the file system's constructor; credentials and endpoints are better given by
             the environment or fsspec's configuration, where every rank finds them.
 
@@ -84,7 +84,7 @@ class FsspecStorage:
         return _StreamSink(self, path)
 
     def read(self, path: str) -> bytes:
-        """A whole small file."""
+        """Reads a whole small file."""
         return self.call(path, lambda: self._fs.cat_file(self._make_full(path)))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -105,14 +105,14 @@ class FsspecStorage:
         return None
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """Returns the size of a file in bytes."""
         found = self.call(path, lambda: self._fs.info(self._make_full(path)))
         if found["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "expected a file, found a folder", path)
         return found["size"]
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Names of the files directly in a folder, and their bytes."""
+        """Lists the files directly in a folder with their sizes in bytes."""
         return {
             name: entry["size"]
             for name, entry in self._list_entries(path).items()
@@ -120,7 +120,7 @@ class FsspecStorage:
         }
 
     def list(self, path: str) -> list[str]:
-        """Names directly in a folder, sorted."""
+        """Lists the names directly in a folder, sorted."""
         return sorted(self._list_entries(path))
 
     def publish(self, path: str, data: Buffer, *, overwrite: bool) -> None:
@@ -163,7 +163,7 @@ class FsspecStorage:
             threads.shutdown()
 
     def call(self, path: str, request: Callable[[], Result]) -> Result:
-        """Makes a request, again while it fails for reasons that pass.
+        """Makes a request, and repeats it while it fails transiently.
 
         Args:
             path: what it is about, for errors.
@@ -183,7 +183,7 @@ class FsspecStorage:
         raise AssertionError("the last try returns or raises")
 
     def _can_pass(self, error: Exception) -> bool:
-        """Whether the same request may succeed later."""
+        """Says whether the same request may succeed later."""
         return isinstance(error, OSError) and not isinstance(error, tuple(_NUMBERS))
 
     def _name_error(self, path: str, error: Exception) -> OSError:

@@ -58,7 +58,7 @@ class LocalStorage:
         return LocalSink(full)
 
     def read(self, path: str) -> bytes:
-        """A whole small file."""
+        """Reads a whole small file."""
         with open(self._make_full(path), "rb") as file:
             return file.read()
 
@@ -84,7 +84,7 @@ class LocalStorage:
             return os.fstat(file.fileno()).st_size
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Names of the files directly in a folder, and their bytes."""
+        """Lists the files directly in a folder with their sizes in bytes."""
         with (
             suppress(FileNotFoundError, NotADirectoryError),
             os.scandir(self._make_full(path)) as found,
@@ -93,7 +93,7 @@ class LocalStorage:
         return {}
 
     def list(self, path: str) -> list[str]:
-        """Names directly in a folder, sorted."""
+        """Lists the names directly in a folder, sorted."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return sorted(os.listdir(self._make_full(path)))
         return []

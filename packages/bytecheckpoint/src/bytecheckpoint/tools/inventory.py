@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 from typing import NamedTuple
 
+from bytecheckpoint.formats.registry import find_folder_format
 from bytecheckpoint.storage import Storage, open_storage
 from bytecheckpoint.storage.files import commit
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
@@ -38,16 +39,16 @@ class Entry(NamedTuple):
 
 
 def list_checkpoints(url: str) -> list[Entry]:
-    """All checkpoints at a place that have a manifest, damaged ones too, by step.
+    """Lists the checkpoints at a place that have a manifest, damaged ones too, by step.
 
-    A Hugging Face or DCP folder is one entry without numbers.
+    A folder of another format is one entry without numbers.
     """
     storage = open_storage(url)
     names = storage.list("")
     if MANIFEST_NAME in names:
         return [_read_entry(storage, url, "")]
     steps = sorted((step, name) for name in names if (step := commit.parse_step(name)) is not None)
-    if not steps and any(name == ".metadata" or name.endswith(".safetensors") for name in names):
+    if not steps and find_folder_format(names) is not None:
         return [Entry(url, "")]
     return [
         _read_entry(storage, posixpath.join(url, name), name)
@@ -57,7 +58,7 @@ def list_checkpoints(url: str) -> list[Entry]:
 
 
 def find_newest(url: str) -> str:
-    """The newest whole checkpoint of a run; a place that is none is itself what was meant."""
+    """Returns the URL of a run's newest whole checkpoint; of any other place, its own URL."""
     storage = open_storage(url)
     steps = commit.list_steps(storage)
     if MANIFEST_NAME in storage.list("") or not steps:

@@ -36,7 +36,7 @@ class _Writer(pickle.Pickler):
 
 
 def dump_tree(tree: Any) -> bytes:
-    """The `data.pkl` of a tree of containers, plain values and `StoredTensor`."""
+    """Writes the `data.pkl` of a tree of containers, plain values and `StoredTensor`."""
     buffer = io.BytesIO()
     _Writer(buffer, protocol=2).dump(tree)
     return buffer.getvalue()

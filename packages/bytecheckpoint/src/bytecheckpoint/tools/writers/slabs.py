@@ -41,6 +41,6 @@ def cut_slabs(box: Box, itemsize: int, max_bytes: int = SLAB_BYTES) -> Iterator[
 
 
 def view_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor's elements in row-major order."""
+    """Returns the bytes of a tensor's elements in row-major order, copied only where needed."""
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
