@@ -188,7 +188,7 @@ def test_files_that_cannot_be_read_by_ranges_are_refused(tmp_path):
     with pytest.raises(DataError, match="expected a dictionary, got a list"):
         read(tmp_path / "list.pt")
     torch.save({"a": {"b": base}, "a.b": base + 1}, tmp_path / "names.pt")
-    with pytest.raises(DataError, match="two tensors have one name"):
+    with pytest.raises(DataError, match="got two tensors of one name"):
         read(tmp_path / "names.pt")
 
 

@@ -324,9 +324,13 @@ def test_buffers_are_dealt_out_whole_and_in_order():
 def test_what_does_not_belong_together_is_refused():
     orders = split(2, None, num_samples=10, dataset="a")
     states = [order.state_dict() for order in orders]
-    with pytest.raises(DataError, match="dataset 'a', this run's is 'b'"):
+    with pytest.raises(
+        DataError, match="dataset 'b', as this run reads, got one in data of dataset 'a'"
+    ):
         split(1, states, num_samples=10, dataset="b")
-    with pytest.raises(DataError, match="num_samples 10, this run's is 11"):
+    with pytest.raises(
+        DataError, match="num_samples 11, as this run reads, got one in data of num_samples 10"
+    ):
         split(2, states, num_samples=11, dataset="a")
     with pytest.raises(DataError, match="all 2 readers"):
         split(1, states[:1], num_samples=10, dataset="a")
@@ -353,7 +357,7 @@ def test_loaders_that_cannot_be_counted_are_refused():
         order.track(DataLoader(Numbers(10), batch_size=2))
     with pytest.raises(ConfigError, match="StatefulDataLoader"):
         order.track(DataLoader(Documents(order), batch_size=None))
-    with pytest.raises(ConfigError, match="snapshot_every_n_steps at 1, got 4"):
+    with pytest.raises(ConfigError, match="snapshot_every_n_steps to be 1, got 4"):
         order.track(StatefulDataLoader(Numbers(10), sampler=order, snapshot_every_n_steps=4))
     with pytest.raises(ConfigError, match="in_order"):
         order.track(DataLoader(Numbers(10), sampler=order, num_workers=2, in_order=False))

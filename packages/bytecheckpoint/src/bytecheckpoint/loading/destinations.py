@@ -239,7 +239,7 @@ def _map_names(state: dict[str, Any], source: Source, local: LocalState) -> dict
             if name.startswith(prefix)
         }
         parameters = {parameter for parameter, _ in split.values()}
-        known = local.parameters.known_as(parameters, local.modules)
+        known = local.parameters.find_names_of(parameters, local.modules)
         for name in split:
             del found[name]
         for name, (parameter, key) in split.items():
@@ -351,7 +351,7 @@ class _Restore:
         stored = [
             name for node in nodes for group in _list_groups(node) for name in group["params"]
         ]
-        here = known.known_as(stored, self.local.modules)
+        here = known.find_names_of(stored, self.local.modules)
         settings: dict[str, Any] = {}
         values: dict[str, Any] = {}
         for node in reversed(nodes):

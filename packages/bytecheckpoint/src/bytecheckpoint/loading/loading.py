@@ -113,7 +113,7 @@ def load_state(
     try:
         with trace.span("plan"):
             found = _destinations(team, source, state, strict=strict, cast=cast)
-            loading = _Loading.prepared(team, source, found, trace, num_threads, is_apart=atomic)
+            loading = _Loading.prepare(team, source, found, trace, num_threads, is_apart=atomic)
         is_shared = loading.read(dedupe, rates)
         loading.finish()
     except BaseException:
@@ -211,7 +211,7 @@ class _Loading:
         self._wants = list_wants(source.index, [(p.name, p.box) for p in found.places])
 
     @classmethod
-    def prepared(
+    def prepare(
         cls,
         team: Team,
         source: Source,

@@ -152,7 +152,7 @@ class Pieces:
             names=self.names,
             dtypes=self.dtypes,
             shapes=self.shapes,
-            **self.chunks.packed(),
+            **self.chunks.pack(),
             owner=self.owner.astype("<i4").tobytes(),
         )
         return msgspec.msgpack.encode(stored)
@@ -174,7 +174,7 @@ class Pieces:
             names=stored.names,
             dtypes=stored.dtypes,
             shapes=stored.shapes,
-            chunks=ChunkTable.unpacked(stored),
+            chunks=ChunkTable.unpack(stored),
             owner=np.frombuffer(stored.owner, "<i4"),
         )
 

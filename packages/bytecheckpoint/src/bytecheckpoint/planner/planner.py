@@ -96,7 +96,7 @@ class RankPart:
             names=self.names,
             dtypes=self.dtypes,
             ndims=self.ndims,
-            **self.chunks.packed(),
+            **self.chunks.pack(),
             start=self.start.astype("<i8").tobytes(),
         )
         return msgspec.msgpack.encode(stored)
@@ -120,7 +120,7 @@ class RankPart:
             names=stored.names,
             dtypes=stored.dtypes,
             ndims=stored.ndims,
-            chunks=ChunkTable.unpacked(stored),
+            chunks=ChunkTable.unpack(stored),
             start=np.frombuffer(stored.start, "<i8"),
         )
 

@@ -34,7 +34,7 @@ class ParameterNames:
     names: dict[int, list[str]] = field(default_factory=dict)
     ranges: dict[int, list[FlatRange]] = field(default_factory=dict)
 
-    def known_as(self, stored: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
+    def find_names_of(self, stored: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
         """Names by what a stored optimizer calls them: ours are from the state's root on, torch's
         from the module on.
 
@@ -95,7 +95,7 @@ def list_module_entries(
         for tensor, ranges in flat.shards:
             for one in ranges:
                 yield f"{path}.{one.name}", one.of(tensor)
-        entries = _entries_beside_flat(root, flat.owners)
+        entries = _list_entries_beside_flat(root, flat.owners)
     else:
         entries = root.state_dict(keep_vars=True).items()
     for key, value in entries:
@@ -105,7 +105,7 @@ def list_module_entries(
         yield name, value
 
 
-def _entries_beside_flat(
+def _list_entries_beside_flat(
     root: nn.Module, flattened: dict[int, list[FlatRange]]
 ) -> Iterator[tuple[str, Any]]:
     # state_dict() of an FSDP1 module gathers; this reads what the module has.

@@ -80,7 +80,7 @@ class ChunkTable:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def packed(self) -> dict[str, Any]:
+    def pack(self) -> dict[str, Any]:
         """The number of dimensions, and the columns as little-endian bytes."""
         return {
             "ndim": self.offsets.shape[1],
@@ -90,7 +90,7 @@ class ChunkTable:
         }
 
     @classmethod
-    def unpacked(cls, stored: Any) -> ChunkTable:
+    def unpack(cls, stored: Any) -> ChunkTable:
         """The table whose parts, as `packed` gives them, are attributes of an object.
 
         Raises:
@@ -282,7 +282,7 @@ class Index:
             shapes=[list(shape) for shape in self.shapes],
             aliases=self.aliases,
             files=[(file.name, file.num_bytes, file.hashed_bytes) for file in self.files],
-            **self.chunks.packed(),
+            **self.chunks.pack(),
             file=self.file.astype("<i4").tobytes(),
             start=self.start.astype("<i8").tobytes(),
         )
@@ -311,7 +311,7 @@ class Index:
         if not 0 <= stored.ndim <= 64:
             raise DataError(f"{where}: expected at most 64 dimensions, got {stored.ndim}")
         try:
-            chunks = ChunkTable.unpacked(stored)
+            chunks = ChunkTable.unpack(stored)
             index = cls(
                 names=stored.names,
                 dtypes=stored.dtypes,

@@ -20,7 +20,7 @@ from bytecheckpoint.loading.checkpoint import Checkpoint
 from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import Index
 from bytecheckpoint.tools.writers.archive import ArchiveWriter
-from bytecheckpoint.tools.writers.new_path import make_folder
+from bytecheckpoint.tools.writers.new_path import make_new
 from bytecheckpoint.tools.writers.pickles import dump_tree
 from bytecheckpoint.tools.writers.slabs import SLAB_BYTES, cut_slabs, view_bytes
 from shared.topology.boxes import Box
@@ -61,7 +61,8 @@ def write_dcp(
     file_name = "__0_0.distcp"
     described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    with make_folder(Path(folder)) as making:
+    with make_new(Path(folder)) as making:
+        making.mkdir()
         with (making / file_name).open("wb") as file:
             for name, value in flat.values.items():
                 start = file.tell()

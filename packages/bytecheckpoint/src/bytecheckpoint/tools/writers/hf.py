@@ -14,7 +14,7 @@ from bytecheckpoint.formats.hf import INDEX_NAME
 from bytecheckpoint.loading.checkpoint import Checkpoint
 from bytecheckpoint.storage.files.dtypes import get_safetensors_name, parse_dtype
 from bytecheckpoint.storage.files.index import Index
-from bytecheckpoint.tools.writers.new_path import make_folder
+from bytecheckpoint.tools.writers.new_path import make_new
 from bytecheckpoint.tools.writers.slabs import cut_slabs, view_bytes
 from shared.errors import DataError
 from shared.topology.boxes import Box
@@ -60,7 +60,8 @@ def write_hf(
         if alias.startswith(prefix) and name.startswith(prefix):
             metadata[alias.removeprefix(prefix)] = name.removeprefix(prefix)
     weight_map = {}
-    with make_folder(Path(folder)) as making:
+    with make_new(Path(folder)) as making:
+        making.mkdir()
         for at, shard in enumerate(shards, 1):
             file_name = f"model-{at:05d}-of-{len(shards):05d}.safetensors"
             if len(shards) == 1:

@@ -12,7 +12,7 @@ from bytecheckpoint.loading.checkpoint import Checkpoint
 from bytecheckpoint.state.values import decode_tree
 from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.tools.writers.archive import ArchiveWriter
-from bytecheckpoint.tools.writers.new_path import make_file
+from bytecheckpoint.tools.writers.new_path import make_new
 from bytecheckpoint.tools.writers.pickles import dump_tree
 from bytecheckpoint.tools.writers.slabs import cut_slabs, view_bytes
 from shared.topology.boxes import Box
@@ -46,7 +46,7 @@ def write_torch(
         stored.append(StoredTensor(parse_dtype(dtype), str(at), num_bytes, 0, shape, strides))
     tree = expand(checkpoint.source.extra, checkpoint.names)
     state = decode_tree(tree, lambda name: stored[index.position[name]])
-    with make_file(Path(file)) as making, making.open("wb") as out:
+    with make_new(Path(file)) as making, making.open("wb") as out:
         archive = ArchiveWriter(out)
         archive.write("data.pkl", dump_tree(state))
         archive.write("byteorder", b"little")
