@@ -361,7 +361,7 @@ def test_loaders_that_cannot_be_counted_are_refused():
         order.track(StatefulDataLoader(Numbers(10), sampler=order, snapshot_every_n_steps=4))
     with pytest.raises(ConfigError, match="in_order"):
         order.track(DataLoader(Numbers(10), sampler=order, num_workers=2, in_order=False))
-    with pytest.raises(ConfigError, match="tells nothing about where it is"):
+    with pytest.raises(ConfigError, match="expected a loader that saves its position"):
         TrackedLoader(DataLoader(Numbers(10)))
 
 

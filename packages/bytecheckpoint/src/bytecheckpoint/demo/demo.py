@@ -1,9 +1,9 @@
-"""`bytecheckpoint demo`: training that is killed, and goes on elsewhere as if nothing had happened.
+"""`bytecheckpoint demo`: training that is killed and resumed elsewhere with the same losses.
 
-A small Transformer learns English text on two ranks, saving every few steps behind training's back.
-All ranks are killed in the middle; training goes on from the newest checkpoint, in one process and
-on four ranks, and each step's loss is compared with that of a run nobody killed. Beside it, how long
-a save blocks, ours and torch DCP's in turn.
+A small Transformer learns English text on two ranks, saving every few steps in the background.
+All ranks are killed in the middle. Training resumes from the newest checkpoint, in one process and on
+four ranks, and each step's loss is compared with that of an uninterrupted run. The demo also measures
+how long a save blocks training, ours and torch DCP's in turn.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The demo's training: a small Transformer on text, the same run on any number of ranks.
 
-A step takes the next samples of the whole run, whoever computes them, and averages over all: so the
-loss of a step is the same on one rank, two or four, but for the order in which floats are added.
+A step averages over the next samples of the whole run, whichever ranks compute them, so its loss is
+the same on one rank, two or four, except for the order in which floats are added.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def train(num_layers: int, num_steps: int, folder: Path | None = None) -> tuple[
 
 
 def train_until_killed(num_layers: int, folder: Path, every_n: int, kill_at: int) -> None:
-    """Trains and saves behind training's back, until every rank is killed without warning."""
+    """Trains and saves in the background, until every rank is killed without warning."""
     run = Run(num_layers)
     checkpointer = bcp.Checkpointer(folder, every_n=every_n, keep=2)
     while True:

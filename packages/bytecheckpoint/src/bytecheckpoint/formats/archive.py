@@ -155,7 +155,8 @@ class Archive:
                 )
                 if method or flags & 1 or stored != num_bytes:
                     raise self._make_error(
-                        f"its record {name!r} is compressed or encrypted, which torch.save never does"
+                        f"its record {name!r} is compressed or encrypted, which torch.save "
+                        f"never does"
                     )
                 entries[name.partition("/")[2]] = (header, num_bytes)
         except (struct.error, UnicodeDecodeError) as error:

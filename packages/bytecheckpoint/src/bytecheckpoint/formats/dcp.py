@@ -124,7 +124,8 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
     for name in others:
         if (name, None) not in parts:
             raise DataError(
-                f"{where}: expected a place of {name!r}, got none; it is damaged: fetch the folder again"
+                f"{where}: expected a place of {name!r}, got none; it is damaged: fetch the "
+                f"folder again"
             )
         entries[name] = parts[name, None]
     lying: dict[str, list[tuple[Box, ByteRange]]] = {name: [] for name in tensors}
@@ -151,7 +152,8 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
     for name, part in entries.items():
         if part.start + part.num_bytes > sizes[part.file]:
             raise DataError(
-                f"{join_path(path, part.file)}: expected the file to hold all of {name!r}, but it is cut off; fetch it again"
+                f"{join_path(path, part.file)}: expected the file to hold all of {name!r}, but "
+                f"it is cut off; fetch it again"
             )
     chunks = [chunk for _, found in scans for chunk in found]
     stored = {name: described for name, described in tensors.items() if name not in aliases}
@@ -174,7 +176,8 @@ def load_entry(
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = next((line for line in lines if "GLOBAL" in line), lines[0] if lines else "damaged")
         raise DataError(
-            f"{join_path(path, part.file)}: the value {name!r} was refused: {why}; trust_pickle=True "
+            f"{join_path(path, part.file)}: the value {name!r} was refused: {why}; "
+            f"trust_pickle=True "
             f"lets its code run, if you trust its source"
         ) from error
 
@@ -298,12 +301,14 @@ def locate_elements(archive: Archive, stored: StoredTensor, where: str) -> int:
     """
     if "byteorder" in archive.names and archive.read("byteorder") != b"little":
         raise DataError(
-            f"{where}: expected little-endian elements, got big-endian ones; save it again with torch on a little-endian machine"
+            f"{where}: expected little-endian elements, got big-endian ones; save it again with "
+            f"torch on a little-endian machine"
         )
     steps = zip(stored.shape, stored.strides, compute_strides(stored.shape), strict=True)
     if not stored.is_plain or any(size > 1 and step != flat for size, step, flat in steps):
         raise DataError(
-            f"{where}: expected elements in row-major order, got strides {list(stored.strides)} for "
+            f"{where}: expected elements in row-major order, got strides {list(stored.strides)} "
+            f"for "
             f"shape {list(stored.shape)}, or a lazy conjugate; load it with torch and save "
             f"`tensor.resolve_conj().contiguous()`"
         )
@@ -314,6 +319,7 @@ def locate_elements(archive: Archive, stored: StoredTensor, where: str) -> int:
     begin = stored.offset * stored.dtype.itemsize
     if begin + numel * stored.dtype.itemsize > min(record.num_bytes, stored.storage_bytes):
         raise DataError(
-            f"{where}: expected a storage of at least the tensor's size, got a smaller one; the file is damaged: fetch it again"
+            f"{where}: expected a storage of at least the tensor's size, got a smaller one; the "
+            f"file is damaged: fetch it again"
         )
     return record.start + begin

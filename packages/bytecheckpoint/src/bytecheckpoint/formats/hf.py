@@ -61,7 +61,8 @@ def read_index(storage: Storage, path: str) -> Index:
     for name, file in weight_map.items():
         if name not in headers[file].pieces:
             raise DataError(
-                f"{where}: expected {name!r} in {file}, which does not hold it; fetch the whole folder"
+                f"{where}: expected {name!r} in {file}, which does not hold it; fetch the whole "
+                f"folder"
             )
     dtypes: dict[str, torch.dtype] = {}
     ends: dict[str, tuple[int, ...]] = {}
@@ -74,13 +75,16 @@ def read_index(storage: Storage, path: str) -> Index:
             known = ends.get(name)
             if known is not None and not header.is_sharded:
                 raise DataError(
-                    f"{join_path(path, file)}: expected {name!r} in one file of the folder, got it in "
+                    f"{join_path(path, file)}: expected {name!r} in one file of the folder, got "
+                    f"it in "
                     f"another too; keep one set of weights in it, or an {INDEX_NAME}"
                 )
             if known is not None and (len(known) != len(end) or dtypes[name] != dtype):
                 raise DataError(
-                    f"{join_path(path, file)}: expected {name!r} to be {dtypes[name]} of {len(known)} "
-                    f"dimensions as in another file, got {dtype} of {len(end)}; the files are of two "
+                    f"{join_path(path, file)}: expected {name!r} to be {dtypes[name]} of "
+                    f"{len(known)} "
+                    f"dimensions as in another file, got {dtype} of {len(end)}; the files are "
+                    f"of two "
                     f"saves: keep those of one"
                 )
             dtypes[name] = dtype

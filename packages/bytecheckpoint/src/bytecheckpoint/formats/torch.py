@@ -36,8 +36,8 @@ def read_index(storage: Storage, path: str) -> tuple[Index, dict[str, Any]]:
         path: of the file. The index names it without its folder.
 
     Returns:
-        The index, and the tree of everything else (see `bytecheckpoint.state.values`). Tensors are named
-        by their keys joined with dots.
+        The index, and the tree of everything else (see `bytecheckpoint.state.values`). Tensors are
+        named by their keys joined with dots.
 
     Raises:
         DataError: it is no such file, is damaged, holds other objects than tensors, containers and
@@ -64,7 +64,8 @@ def read_index(storage: Storage, path: str) -> tuple[Index, dict[str, Any]]:
     tree = encode(found, "", leaf)
     if len({name for name, _ in stored}) != len(stored):
         raise DataError(
-            f"{path}: expected names that differ, got two tensors of one name (keys joined by dots); rename a key"
+            f"{path}: expected names that differ, got two tensors of one name (keys joined by "
+            f"dots); rename a key"
         )
     first: dict[StoredTensor, str] = {}
     aliases = {}

@@ -47,7 +47,8 @@ def encode(value: Any, path: str, leaf: Callable[[Any, str], Any] = encode_leaf)
         return _encode(value, path, leaf)
     except RecursionError:
         raise DataError(
-            f"{path or 'the state'}: expected nested values, got one that is nested too deep or in itself"
+            f"{path or 'the state'}: expected nested values, got one that is nested too deep or "
+            f"in itself"
         ) from None
 
 
@@ -179,7 +180,8 @@ def _list_items(tree: Any) -> list[Any]:
 
 def _refuse_tensor(name: str) -> Any:
     raise DataError(
-        f"expected tensors in containers only, got {name!r} inside another value; the file is damaged"
+        f"expected tensors in containers only, got {name!r} inside another value; the file is "
+        f"damaged"
     )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints for the Trainer of Hugging Face transformers, written behind training.
+"""Checkpoints for the Trainer of Hugging Face transformers, written in the background.
 
 The Trainer's own loop decides what it skips when it resumes, by a folder with its counters. It gets
 one that is empty of weights, and the callback then loads everything in place.
@@ -63,7 +63,7 @@ class CheckpointCallback(TrainerCallback):
         self._rng: dict[str, Any] | None = None
 
     def resume_folder(self) -> str | None:
-        """What to give to `Trainer.train(resume_from_checkpoint=...)`; None to start anew."""
+        """Makes the folder for `Trainer.train(resume_from_checkpoint=...)`; None at the start."""
         url = find_newest(self._url)
         if not open_storage(url).list(""):
             return None

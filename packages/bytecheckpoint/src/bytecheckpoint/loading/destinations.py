@@ -182,7 +182,8 @@ def _fill(
             )
         elif stored_dtype != dtype and not cast:
             found.wrong.append(
-                f"{name}: {get_dtype_name(stored_dtype)} in the checkpoint, {get_dtype_name(dtype)} here "
+                f"{name}: {get_dtype_name(stored_dtype)} in the checkpoint, "
+                f"{get_dtype_name(dtype)} here "
                 f"(cast=True converts)"
             )
         found.wrong += [
@@ -395,7 +396,8 @@ class _Restore:
         elif not hasattr(value, "load_rank_states"):
             raise DataError(
                 f"{path}: {len(trees)} ranks saved the positions of their {type(value).__name__}, "
-                f"and {self._world_size} load; give the loader a bcp.LoaderState as its sampler and "
+                f"and {self._world_size} load; give the loader a bcp.LoaderState as its sampler "
+                f"and "
                 f"put what its track() returns into the state"
             )
         else:

@@ -87,7 +87,7 @@ def run_shared(
         source: of the checkpoint.
         plan: the same on all ranks.
         places: this rank's destinations, by the position that wants name: box and tensor.
-        touched: told a destination's position before it is written to.
+        touched: called with a destination's position before it is written to.
         before_use: called while the first units are read, before any is used; what it raises is
             raised.
         trace: of the load.

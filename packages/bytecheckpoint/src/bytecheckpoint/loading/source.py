@@ -127,8 +127,10 @@ class Source:
             if digest.to_bytes(8, "little") != table[8 * block : 8 * block + 8]:
                 raise DataError(
                     f"{self.path(file)}: block {block} (bytes {block * BLOCK_BYTES} to "
-                    f"{block * BLOCK_BYTES + len(buffer[at : at + BLOCK_BYTES])}) does not have its "
-                    f"checksum; it holds parts of {self._name_held(file, block)}. The file is damaged: "
+                    f"{block * BLOCK_BYTES + len(buffer[at : at + BLOCK_BYTES])}) does not have "
+                    f"its "
+                    f"checksum; it holds parts of {self._name_held(file, block)}. The file is "
+                    f"damaged: "
                     f"load another step"
                 )
 

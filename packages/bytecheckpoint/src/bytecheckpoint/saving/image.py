@@ -5,8 +5,8 @@ from save to save, because a copy into memory that is not mapped yet is several 
 begins when the copy has ended: beside it, the writing threads only slowed the copy down, and the
 whole save took no less.
 
-On a GPU the copies are queued on streams of their own. For parameters and optimizer state nobody waits
-but the optimizer's next step, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707):
+On a GPU the copies are queued on streams of their own. For parameters and optimizer state only the
+optimizer's next step waits, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707):
 only that step changes them. Anything else, as statistics that a forward pass updates, is copied
 first, and the caller's stream waits for that. With `stage="fork"` nothing is copied at all: a child
 process writes the memory as it was at the fork.

@@ -52,7 +52,7 @@ class Handle:
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank tells the coordinator.
+    """What one rank reports to the coordinator.
 
     Attributes:
         failure: what went wrong there.

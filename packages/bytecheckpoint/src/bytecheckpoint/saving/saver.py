@@ -1,4 +1,4 @@
-"""One save after another by the same ranks: plan once, copy, write behind training's back.
+"""Saves of one training, one after another: plan once, copy, write in the background.
 
 The first save is planned by the coordinator. A later one, of a state with the same tensors, costs
 one reduction of four numbers before the copy, and everything after the copy happens on threads.
@@ -121,7 +121,7 @@ class Saver:
     def finish(self) -> None:
         """Blocks until what follows a commit, the removal of old checkpoints, is done too.
 
-        The memory for copies is given back; another save makes it anew.
+        Frees the memory for copies; the next save allocates it again.
         """
         self.wait()
         if self._thread is not None and self._pid == os.getpid():

@@ -27,7 +27,7 @@ class LoaderState(ReadOrder):
     Attributes:
         epoch: the one being read, from 0.
         buffer: what this reader took from its samples and has not used, in order; tensors or
-            JSON-like values. Items are dealt out anew, whole, when the number of readers changes.
+            JSON-like values. Items are dealt out again, whole, when the number of readers changes.
         counters: further numbers to keep; equal on all ranks.
     """
 

@@ -52,7 +52,7 @@ class ReadOrder:
     Attributes:
         epoch: the one being read, from 0.
         buffer: what this reader took from its samples and has not used, in order; tensors or
-            JSON-like values. Items are dealt out anew, whole, when the number of readers changes.
+            JSON-like values. Items are dealt out again, whole, when the number of readers changes.
         counters: further numbers to keep; equal on all ranks.
     """
 
@@ -214,7 +214,7 @@ class ReadOrder:
             states: the `state_dict` of every one of them, in any order.
             rank: this one.
             world_size: number of ranks now.
-            is_split: whether to split anew in any case: readers may run in workers, and how many
+            is_split: whether to split again in any case: readers may run in workers, and how many
                 they are is not known here.
 
         Raises:
@@ -231,7 +231,8 @@ class ReadOrder:
                 )
             if any(state[key] != first[key] for key in ("seen", "ahead", "since")):
                 raise DataError(
-                    "expected positions from one checkpoint, got readers that stood in different ones; "
+                    "expected positions from one checkpoint, got readers that stood in "
+                    "different ones; "
                     "load all readers' states of one step"
                 )
             if state["counters"] != first["counters"]:
@@ -261,7 +262,7 @@ class ReadOrder:
 
     @property
     def taken(self) -> int:
-        """Samples this reader has taken since the readers were last split anew."""
+        """Samples this reader has taken since the readers were last split again."""
         return max(self._taken, self._count_taken(self.epoch - 1, *self._find_reader()))
 
     @property
@@ -344,7 +345,8 @@ class ReadOrder:
         for key in ("dataset", "num_samples", "seed", "shuffle"):
             if state[key] != getattr(self, key):
                 raise DataError(
-                    f"expected a position in data of {key} {getattr(self, key)!r}, as this run reads, got "
+                    f"expected a position in data of {key} {getattr(self, key)!r}, as this run "
+                    f"reads, got "
                     f"one in data of {key} {state[key]!r}; use the data and order that were saved"
                 )
 

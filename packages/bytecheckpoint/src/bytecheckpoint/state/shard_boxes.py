@@ -43,7 +43,7 @@ def list_shard_boxes(
 
 
 def _split_runs(runs: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """Cuts a sequence of index runs as torch.chunk does: ceil(n / count) each, the rest in the last."""
+    """Cuts a sequence of index runs as torch.chunk does: ceil(n / count) each, fewer in the last."""
     total = sum(length for _, length in runs)
     each = -(-total // count)
     chunks: list[list[tuple[int, int]]] = []

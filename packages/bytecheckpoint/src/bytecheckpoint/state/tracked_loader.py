@@ -17,7 +17,7 @@ class TrackedLoader:
     """Iterates a loader, resumes where a checkpoint or a `break` left it, and saves its position.
 
     A StatefulDataLoader of torchdata goes on exactly, its workers' own states included, on as many
-    ranks and workers as saved it. On other numbers the LoaderState it reads by is split anew. A
+    ranks and workers as saved it. On other numbers the LoaderState it reads by is split again. A
     plain DataLoader always goes on by its LoaderState.
 
     Attributes:
@@ -32,7 +32,7 @@ class TrackedLoader:
         Args:
             loader: a DataLoader or StatefulDataLoader.
             position: what it reads by, as its sampler or in the dataset's workers; None if nothing
-                can be split anew, so that only the same number of ranks can load.
+                can be split again, so that only the same number of ranks can load.
 
         Raises:
             ConfigError: if what the loader yields cannot be counted.
@@ -54,7 +54,8 @@ class TrackedLoader:
                 )
             if not self.is_stateful:
                 raise ConfigError(
-                    "what workers read for a plain DataLoader cannot be known; use torchdata's "
+                    "expected a loader that reports what its workers read, got a plain "
+                    "DataLoader; use torchdata's "
                     "StatefulDataLoader, or a map-style dataset with the LoaderState as its sampler"
                 )
         if position is not None and getattr(loader, "snapshot_every_n_steps", 1) != 1:
@@ -64,7 +65,8 @@ class TrackedLoader:
             )
         if position is None and not self.is_stateful:
             raise ConfigError(
-                "a plain DataLoader tells nothing about where it is; pass it a LoaderState as "
+                "expected a loader that saves its position, got a plain DataLoader; pass it a "
+                "LoaderState as "
                 "`sampler` and wrap it by the LoaderState's `track`"
             )
         self.epoch = 0 if position is None else position.epoch
@@ -145,7 +147,7 @@ class TrackedLoader:
 
         Raises:
             ConfigError: if the numbers of ranks or workers changed and what they read cannot be
-                split anew.
+                split again.
             DataError: if the states do not belong together.
         """
         layouts = {(len(states), state.get("num_workers")) for state in states}
@@ -154,7 +156,7 @@ class TrackedLoader:
             raise ConfigError(
                 f"this StatefulDataLoader was saved by {_describe(layouts)} and would be loaded "
                 f"by {_describe({(world_size, self._loader.num_workers)})}, but has no "
-                f"LoaderState that could be split anew; load on as many, or pass a LoaderState as "
+                f"LoaderState that could be split again; load on as many, or pass a LoaderState as "
                 f"its sampler and wrap it by `track`"
             )
         # Between two epochs there is nothing to go on with, and the next begins everywhere.
@@ -164,7 +166,8 @@ class TrackedLoader:
         found = list(find_records(states))
         if not found:
             raise ConfigError(
-                "the saved loaders tell no LoaderState's position; the dataset's state_dict must "
+                "expected a LoaderState's position in the saved loaders, got none; the "
+                "dataset's state_dict must "
                 "return (or hold) that of the LoaderState it iterates"
             )
         # Of other numbers than before, as many readers may be a rank's workers now.

@@ -33,7 +33,7 @@ def convert(
         to: a name in `bytecheckpoint.tools.writers.registry.WRITERS`.
         prefix: for "safetensors", the beginning of the names of the model's tensors, which is cut
             from them; by default "model." unless the source has no such names or is such a folder.
-        progress: told the bytes written since it was last told.
+        progress: called with the number of bytes written since its last call.
 
     Raises:
         ConfigError: there is no such format, or `dst` exists or is no local path.

@@ -1,4 +1,4 @@
-"""Compares two checkpoints, whatever their formats and layouts: bits, and how far values are apart."""
+"""Compares two checkpoints of any formats and layouts: bits, and the distance of values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def diff_tensors(
     Args:
         a, b: the checkpoints.
         wanted: which names to compare.
-        progress: told the bytes compared since it was last told.
+        progress: called with the number of bytes compared since its last call.
     """
     for name in sorted(filter(wanted, {*a.names, *b.names})):
         in_a, in_b = (_describe(one, name) if name in one else "" for one in (a, b))
@@ -60,7 +60,7 @@ def diff_tensors(
 
 
 def diff_values(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Where two trees of values that are no tensors differ: path, value in each, None if absent."""
+    """Yields where two trees of values differ: path, value in each, None if absent."""
     if isinstance(a, dict) and isinstance(b, dict):
         for key in sorted({*a, *b}):
             yield from diff_values(a.get(key), b.get(key), f"{path}.{key}" if path else key)

@@ -1,4 +1,4 @@
-"""What a save's or load's spans say: seconds by stage, a heat table, a trace for chrome://tracing.
+"""Reports of a save's or load's spans: seconds by stage, a heat table, a trace for chrome://tracing.
 
 Spans of one stage on one rank may overlap (several threads write); its seconds are those in which
 at least one of them ran.
@@ -99,9 +99,9 @@ def make_chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
         free_at = lanes.setdefault((span.rank, span.stage), [])
         lane = next((at for at, end in enumerate(free_at) if end <= span.start_s), len(free_at))
         free_at[lane : lane + 1] = [span.start_s + span.seconds]
-        told: dict[str, float] = {"bytes": span.num_bytes}
+        details: dict[str, float] = {"bytes": span.num_bytes}
         if span.num_bytes and span.seconds:
-            told["GB/s"] = round(span.num_bytes / span.seconds / 1e9, 3)
+            details["GB/s"] = round(span.num_bytes / span.seconds / 1e9, 3)
         event = {
             "name": span.stage,
             "ph": "X",
@@ -109,7 +109,7 @@ def make_chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
             "tid": _number_thread(span.stage, lane),
             "ts": span.start_s * 1e6,
             "dur": span.seconds * 1e6,
-            "args": told,
+            "args": details,
         }
         events.append(event)
     for rank in sorted({rank for rank, _ in lanes}):

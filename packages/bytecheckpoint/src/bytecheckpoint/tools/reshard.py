@@ -35,7 +35,7 @@ def reshard(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Writes a checkpoint anew, in our format, as `world_size` files.
+    """Rewrites a checkpoint in our format as `world_size` files.
 
     Names stay as they are, but for those of a Hugging Face folder: a state of ours has its model
     under a key, so that `load(dst, {"model": model})` finds it.
@@ -44,7 +44,7 @@ def reshard(
         src: path or URL of a checkpoint of any kind that can be opened.
         dst: path or URL of the new checkpoint's folder.
         world_size: number of files; fewer where tensors are too small to be cut.
-        progress: told the bytes of tensors written since it was last told.
+        progress: called with the number of bytes of tensors written since its last call.
 
     Returns:
         Bytes of each file.

@@ -54,7 +54,8 @@ def verify(
     Args:
         url: of one checkpoint's folder.
         deep: read every byte and compare it with its checksum.
-        progress: told the bytes read from data files since it was last told; any thread.
+        progress: called with the number of bytes read from data files since its last call, from any
+            thread.
 
     Returns:
         Nothing if the checkpoint is whole, as far as was looked. Folders of other formats have no

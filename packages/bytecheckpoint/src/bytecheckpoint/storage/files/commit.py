@@ -91,7 +91,8 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
     manifest = Manifest.decode(storage.read(where), where)
     if not _DATA.fullmatch(manifest.data):
         raise DataError(
-            f"{where}: expected a data folder like {draw_folder_name()}, got {manifest.data!r}; do not "
+            f"{where}: expected a data folder like {draw_folder_name()}, got {manifest.data!r}; "
+            f"do not "
             f"load checkpoints from sources you do not trust"
         )
     records = [manifest.index, manifest.extra, *manifest.files]

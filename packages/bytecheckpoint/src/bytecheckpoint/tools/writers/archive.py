@@ -75,7 +75,8 @@ class ArchiveWriter:
         end = self._file.tell()
         if end - begin != num_bytes:
             raise DataError(
-                f"record {name!r}: expected {num_bytes} bytes, got {end - begin}; the source changed"
+                f"record {name!r}: expected {num_bytes} bytes, got {end - begin}; the source "
+                f"changed"
             )
         # The checksum is known last and stands in both headers.
         self._file.seek(header)

@@ -47,7 +47,7 @@ def write_dcp(
         folder: made here; appears when it is whole and on disk.
         max_chunk_bytes: tensors are cut into chunks of at most this size, since torch reads whole
             chunks; rows that are larger are cut too.
-        progress: told the bytes written since it was last told.
+        progress: called with the number of bytes written since its last call.
 
     Raises:
         ConfigError: the folder exists.

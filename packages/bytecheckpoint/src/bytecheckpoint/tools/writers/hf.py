@@ -38,7 +38,7 @@ def write_hf(
         max_shard_bytes: no file has more bytes of tensors, unless a single one is larger.
         prefix: which tensors are written, and what is cut from their names; by default "model."
             where names begin with it, unless the source is a folder of safetensors itself.
-        progress: told the bytes written since it was last told.
+        progress: called with the number of bytes written since its last call.
 
     Raises:
         ConfigError: the folder exists.

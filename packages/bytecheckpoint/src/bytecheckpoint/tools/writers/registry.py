@@ -1,9 +1,9 @@
-"""The formats that a checkpoint is converted into: `convert`, its command and its help read this list.
+"""The formats that a checkpoint is converted into; `convert`, its command and its help read them.
 
-A writer is called with an open `Checkpoint`, the local path of what to make, and `progress`, a
-function that is told the bytes written since it was last told, or None. One with a parameter
-`prefix` also takes the beginning of the names of the tensors to write. Writers are imported when
-they are first asked for, so that the command line lists them without loading torch.
+A writer is called with an open `Checkpoint`, the local path of what to make, and `progress`: None,
+or a function that takes the number of bytes written since its last call. One with a parameter
+`prefix` also takes the prefix of the names of the tensors to write. Writers are imported on first
+use, so that the command line lists them without loading torch.
 """
 
 from collections.abc import Callable

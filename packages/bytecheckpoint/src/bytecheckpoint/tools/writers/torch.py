@@ -31,7 +31,7 @@ def write_torch(
     Args:
         checkpoint: the source.
         file: made here; appears when it is whole and on disk.
-        progress: told the bytes written since it was last told.
+        progress: called with the number of bytes written since its last call.
 
     Raises:
         ConfigError: the file exists.
