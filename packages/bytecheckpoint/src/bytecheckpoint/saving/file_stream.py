@@ -12,7 +12,7 @@ import xxhash
 
 from bytecheckpoint.saving.writer import hash_blocks
 from bytecheckpoint.storage import WRITE_BYTES, Buffer, Storage
-from bytecheckpoint.storage.files.index import BLOCK_BYTES, File, num_blocks
+from bytecheckpoint.storage.files.index import BLOCK_BYTES, File, count_blocks
 from bytecheckpoint.storage.files.manifest import FileRecord
 from shared.errors import DataError
 
@@ -39,7 +39,7 @@ class FileStream:
         self._sink = storage.create(f"{folder}/{file.name}", file.num_bytes)
         # Memory of its own, at the start of a page: written past the page cache.
         self._buffers = [mmap.mmap(-1, min(WRITE_BYTES, file.num_bytes)) for _ in range(2)]
-        self._table = memoryview(bytearray(8 * num_blocks(file.hashed_bytes)))
+        self._table = memoryview(bytearray(8 * count_blocks(file.hashed_bytes)))
         self._position = 0
         self._writing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="bytecheckpoint-stream")

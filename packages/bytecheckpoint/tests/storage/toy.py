@@ -22,8 +22,8 @@ def content(step, version, rank):
 
 def save(storage, step, version, *, overwrite=False, path=None):
     """A checkpoint of `NUM_FILES` tensors, each the whole of a file; its manifest."""
-    path = commit.step_folder(step) if path is None else path
-    data = commit.data_folder()
+    path = commit.format_step(step) if path is None else path
+    data = commit.draw_folder_name()
     ranks = range(NUM_FILES)
     parts = [content(step, version, rank) for rank in ranks]
     names = [f"rank-{rank:05d}.safetensors" for rank in ranks]
@@ -51,9 +51,9 @@ def save(storage, step, version, *, overwrite=False, path=None):
         step=step,
         world_size=NUM_FILES,
         data=data,
-        index=commit.record("index.msgpack", index),
-        extra=commit.record("extra.json", extra),
-        files=[commit.record(name, part) for name, part in zip(names, parts, strict=True)],
+        index=commit.describe_file("index.msgpack", index),
+        extra=commit.describe_file("extra.json", extra),
+        files=[commit.describe_file(name, part) for name, part in zip(names, parts, strict=True)],
     )
     commit.commit(storage, path, manifest, index, extra, overwrite=overwrite)
     return manifest
@@ -61,7 +61,7 @@ def save(storage, step, version, *, overwrite=False, path=None):
 
 def version_of(storage, step, path=None):
     """Loads a checkpoint whole; which version of the step it is."""
-    path = commit.step_folder(step) if path is None else path
+    path = commit.format_step(step) if path is None else path
     manifest = commit.read_manifest(storage, path)
     index = commit.read_index(storage, path, manifest)
     found_step, version = json.loads(commit.read_extra(storage, path, manifest))
