@@ -18,9 +18,9 @@ import pytest
 import torch
 
 import gnnflow as gf
-from gnnflow.features.belady import belady_hits
+from gnnflow.features.belady import count_belady_hits
 from gnnflow.training.replay import UniformReplay
-from gnnflow.training.rounds import increments
+from gnnflow.training.rounds import cut_increments
 from shared.claims import Claim
 
 BATCH, FANOUT = 600, 10
@@ -57,7 +57,7 @@ def rounds_of(events, fanouts, *, replay=0.0, last=None):
     graph = gf.TemporalGraph(undirected=True)
     graph.add_edges(events.src, events.dst, events.t, events.eid)
     sampler = gf.TemporalSampler(graph, fanouts)
-    _, ends = increments(events, 0.0, "1D")
+    _, ends = cut_increments(events, 0.0, "1D")
     random, policy = torch.Generator().manual_seed(0), UniformReplay(replay)
     first = int(events.dst.min())
     found = []
@@ -98,7 +98,9 @@ def measure(rounds, num_rows, sizes):
     store = gf.FeatureStore(edge=torch.arange(float(num_rows))[:, None])
     batches = [ids for _, batches in rounds for ids in batches]
     num_asked = sum(map(len, batches))
-    bounds = {size: belady_hits(batches, round(size * num_rows)) / num_asked for size in sizes}
+    bounds = {
+        size: count_belady_hits(batches, round(size * num_rows)) / num_asked for size in sizes
+    }
     found = {
         (size, policy, is_restored): run(rounds, store, size, policy, is_restored=is_restored)
         for size in sizes

@@ -19,10 +19,10 @@ from rich.console import Console
 from gnnflow.config import Recipe
 from gnnflow.data.events import Events
 from gnnflow.data.streams import flights
-from gnnflow.features.belady import belady_hits
+from gnnflow.features.belady import count_belady_hits
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import FeatureStore
-from gnnflow.profiler import insert_s
+from gnnflow.profiler import time_insertion
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training import report
 from gnnflow.training.continual import ContinualTrainer
@@ -72,7 +72,7 @@ def run(out: Path, *, is_full: bool) -> bool:
 def _grown(events: Events) -> list[Claim]:
     inserted, rebuilt, graph, adjacency = [], [], None, None
     for repeat in range(_REPEATS + 1):
-        seconds, graph = insert_s(events, _INCREMENT)
+        seconds, graph = time_insertion(events, _INCREMENT)
         begin = time.perf_counter()
         for end in range(_INCREMENT, len(events) + _INCREMENT, _INCREMENT):
             adjacency = _rebuilt(events[:end])
@@ -116,7 +116,7 @@ def _rebuilt(events: Events) -> Adjacency:
 
 def _cached(events: Events) -> Claim:
     assert events.features is not None, "flights have features"
-    _, graph = insert_s(events, _INCREMENT)
+    _, graph = time_insertion(events, _INCREMENT)
     sampler = TemporalSampler(graph, [10, 10])
     store = FeatureStore(edge=events.features)
     cache = FeatureCache(store, edge=_SHARE)
@@ -129,7 +129,7 @@ def _cached(events: Events) -> Claim:
         is_same &= torch.equal(cache.fetch("edge", ids), store.gather("edge", ids))
     found = cache.stats()["edge"]
     total = sum(len(ids) for ids in batches)
-    best = belady_hits(batches, found.num_slots) / total
+    best = count_belady_hits(batches, found.num_slots) / total
     return Claim(
         name=f"edge features found in a cache of {100 * _SHARE:.0f} % of them",
         unit="of all asked for",

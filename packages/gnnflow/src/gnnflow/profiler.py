@@ -11,13 +11,13 @@ from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.sampler import TemporalSampler
 from shared.errors import ConfigError, DataError
 
-__all__ = ["insert_s", "measure", "sample_s"]
+__all__ = ["measure", "time_insertion", "time_sampling"]
 
 _REPEATS = 5
 _BATCH = 600
 
 
-def insert_s(events: Events, increment: int) -> tuple[float, TemporalGraph]:
+def time_insertion(events: Events, increment: int) -> tuple[float, TemporalGraph]:
     """Seconds to insert a stream by increments, both directions; and the graph."""
     graph = TemporalGraph(undirected=True, time_dtype=_time_dtype(events))
     parts = [events[at : at + increment] for at in range(0, len(events), increment)]
@@ -27,7 +27,7 @@ def insert_s(events: Events, increment: int) -> tuple[float, TemporalGraph]:
     return time.perf_counter() - begin, graph
 
 
-def sample_s(sampler: TemporalSampler, events: Events) -> tuple[float, int]:
+def time_sampling(sampler: TemporalSampler, events: Events) -> tuple[float, int]:
     """Seconds to sample both ends of all events, batch by batch; and how many neighbours."""
     num_sampled = 0
     begin = time.perf_counter()
@@ -52,13 +52,13 @@ def measure(events: Events, increment: int, fanout: int) -> Iterator[str]:
     if not len(events):
         raise DataError("expected at least one event to measure with, got none")
     events = events.sorted()
-    runs = [insert_s(events, increment) for _ in range(_REPEATS + 1)][1:]
+    runs = [time_insertion(events, increment) for _ in range(_REPEATS + 1)][1:]
     graph = runs[-1][1]
     rate = len(events) / median(seconds for seconds, _ in runs) / 1e6
     yield f"insertion by {increment:,}: {rate:.2f} M events/s"
     for policy in ("recent", "uniform"):
         sampler = TemporalSampler(graph, [fanout], policy=policy)
-        times = [sample_s(sampler, events) for _ in range(_REPEATS + 1)][1:]
+        times = [time_sampling(sampler, events) for _ in range(_REPEATS + 1)][1:]
         rate = times[0][1] / median(seconds for seconds, _ in times) / 1e6
         yield f"sampling, {policy}, {fanout} a root: {rate:.1f} M neighbours/s"
     stats = graph.stats()

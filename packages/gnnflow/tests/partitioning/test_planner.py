@@ -152,12 +152,12 @@ def test_parts_do_not_depend_on_batches(seed, cuts, num_parts, method):
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_sources_by_turns_and_by_fewest_edges(num_parts):
     events = random_events(200, 40, 1)
-    turns, by_edges, edges = {}, {}, [0] * num_parts
+    turns, assign_by_edges, edges = {}, {}, [0] * num_parts
     for node in events.src.tolist():
         turns.setdefault(node, len(turns) % num_parts)
-        part = by_edges.setdefault(node, edges.index(min(edges)))
+        part = assign_by_edges.setdefault(node, edges.index(min(edges)))
         edges[part] += 1
-    for method, expected in (("round-robin", turns), ("least-edges", by_edges)):
+    for method, expected in (("round-robin", turns), ("least-edges", assign_by_edges)):
         found = in_batches(ONLINE[method](num_parts), events, [50]).tolist()
         assert {node: part for node, part in enumerate(found) if part >= 0} == expected
 

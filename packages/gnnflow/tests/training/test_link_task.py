@@ -143,7 +143,7 @@ def test_passes_draw_apart_and_evaluations_alike(toy, monkeypatch):
 
 def fingerprint(trainer):
     """A digest of everything an evaluation might touch."""
-    graph = trainer.past.graph
+    graph = trainer.history.graph
     found = hashlib.sha256(str((graph.stats(), graph.version, graph.newest)).encode())
     for column in graph.edges():
         found.update(column.numpy().tobytes())
@@ -153,7 +153,7 @@ def fingerprint(trainer):
         found.update(str([part.training for part in module.modules()]).encode())
     for state in trainer.optimizer.state_dict()["state"].values():
         found.update(str({name: value.tolist() for name, value in state.items()}).encode())
-    cache = trainer.past.features
+    cache = trainer.history.features
     for kind in ("node", "edge"):
         found.update(cache.held(kind).numpy().tobytes())
     found.update(str(cache.stats()).encode())

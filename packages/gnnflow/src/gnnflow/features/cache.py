@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from gnnflow.features.cached_rows import CachedRows, CacheStats
+from gnnflow.features.row_cache import CacheStats, RowCache
 from gnnflow.features.slot_map import POLICIES, Policy
 from gnnflow.features.store import Features, Kind, check_ids
 from shared.errors import ConfigError, DataError
@@ -66,8 +66,8 @@ class FeatureCache:
                 f"expected a device there is, came {str(device)!r} ({reason}); use 'cpu'"
             ) from error
         self.store, self.policy = store, policy
-        self._parts: dict[Kind, CachedRows] = {
-            kind: CachedRows(store, kind, fraction, policy, self.device)
+        self._parts: dict[Kind, RowCache] = {
+            kind: RowCache(store, kind, fraction, policy, self.device)
             for kind, fraction in fractions.items()
         }
 
@@ -178,7 +178,7 @@ class FeatureCache:
             self.store.gather(kind, ids)
             raise
 
-    def _part(self, kind: Kind) -> CachedRows:
+    def _part(self, kind: Kind) -> RowCache:
         if kind not in self._parts:
             raise ConfigError(f"expected kind 'node' or 'edge', came {kind!r}")
         return self._parts[kind]

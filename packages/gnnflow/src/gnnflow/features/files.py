@@ -24,7 +24,7 @@ from torch import Tensor
 from shared.errors import ConfigError, DataError
 from shared.units import KiB, MiB
 
-__all__ = ["RemoteMatrix", "open_matrix", "view_of"]
+__all__ = ["RemoteMatrix", "open_matrix", "view_array"]
 
 # A request costs about what this many bytes cost on their way, so that shorter gaps are read along.
 _GAP_BYTES = 64 * KiB
@@ -165,7 +165,7 @@ def open_matrix(location: str) -> Tensor | RemoteMatrix:
     return _rows_of(data, layout.dtype, layout.shape[1])
 
 
-def view_of(array: np.ndarray) -> Tensor:
+def view_array(array: np.ndarray) -> Tensor:
     """A tensor on an array's memory, which is never written to.
 
     Raises:
@@ -178,7 +178,7 @@ def view_of(array: np.ndarray) -> Tensor:
 
 
 def _rows_of(data: np.ndarray, dtype: torch.dtype, dim: int) -> Tensor:
-    return view_of(data).view(dtype).view(-1, dim)
+    return view_array(data).view(dtype).view(-1, dim)
 
 
 def _split(location: str) -> tuple[str, str | None]:

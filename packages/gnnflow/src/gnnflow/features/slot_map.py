@@ -52,8 +52,8 @@ from gnnflow.features.slot_table import (
     TAIL,
     UNVISITED,
     USED,
+    count_late,
     fill_table,
-    num_late,
 )
 
 __all__ = ["POLICIES", "Policy", "SlotMap"]
@@ -211,7 +211,7 @@ class SlotMap:
         if self._policy == LFU:
             num_next = max(1, np.count_nonzero(self._slots[: self.used, COUNT] == 1))
         else:
-            num_next = num_late(self._state)
+            num_next = count_late(self._state)
         num_missed = self._state[LATE] * self._num_restored // num_next
         num_saved = int(self._state[REVISITED] - num_missed)
         if 5 * num_saved >= 4 * self._num_restored:

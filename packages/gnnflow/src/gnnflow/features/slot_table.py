@@ -44,11 +44,11 @@ __all__ = [
     "USED",
     "WANTED",
     "add",
+    "count_late",
     "fill_table",
     "has",
     "home",
     "insert",
-    "num_late",
     "remove",
 ]
 
@@ -150,6 +150,6 @@ def add(ids: Array, key: int) -> bool:
 
 @compiled
 @no_type_check
-def num_late(state: Array) -> int:
+def count_late(state: Array) -> int:
     """About how many slots the oldest quarter of the queue has, judged by its beginning."""
     return (state[CLOCK] - state[TAIL]) * (state[TAKEN] + 1) // (4 * (state[PASSED] + 1)) + 1

@@ -41,7 +41,7 @@ from gnnflow.features.slot_table import (
     insert,
     remove,
 )
-from gnnflow.features.slots_leaving import adapt, least_used, oldest, rise
+from gnnflow.features.slots_leaving import adapt, rise, take_least_used, take_oldest
 from shared.kernels._jit import compiled
 
 __all__ = ["admit", "look_up", "requeue"]
@@ -203,9 +203,9 @@ def admit(
     excess = max(0, used + misses.size - num_slots)
     if policy == LFU:
         num_free = min(excess, used)
-        least_used(heap, slots, used, num_free, entered)
+        take_least_used(heap, slots, used, num_free, entered)
     else:
-        num_free = oldest(stamps, slots, queue, kept, state, excess, entered)
+        num_free = take_oldest(stamps, slots, queue, kept, state, excess, entered)
     first = excess - num_free
     for number in range(num_free):
         ahead = entered[min(number + _AHEAD, num_free - 1)]

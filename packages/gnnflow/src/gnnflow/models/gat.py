@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gnnflow.models.hops import Hop
 from gnnflow.models.propagation import MFGModel, check_sizes
-from gnnflow.sampling.distinct_roots import rows_of
+from gnnflow.sampling.distinct_roots import find_rows
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
 
@@ -59,7 +59,7 @@ class GATLayer(nn.Module):
         # s . (W x) = (s W) . x: one query a head serves all roots.
         query = torch.einsum("hd,hdi->hi", self.of_neighbor, weight)
         asking = torch.einsum("hd,hdi->hi", self.of_root, weight[..., : rows.shape[1]])
-        distinct, place = rows_of(hop.own, len(rows))
+        distinct, place = find_rows(hop.own, len(rows))
         bias = F.embedding(place, rows[distinct] @ asking.T)
         none = rows.new_zeros(0)
         mixed = attend(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gnnflow.features.inputs import Inputs, Rows
 from gnnflow.models.hops import Hop
-from gnnflow.sampling.distinct_roots import distinct_roots
+from gnnflow.sampling.distinct_roots import find_distinct_roots
 from gnnflow.sampling.mfg import MFG, Sequences, TemporalBlock
 from shared.errors import ConfigError, DataError
 
@@ -128,7 +128,7 @@ class MFGModel(nn.Module):
             rows = like.new_zeros(1, 0)
             index = torch.zeros(num_inputs, dtype=torch.int64, device=like.device)
         for depth, layer in zip(reversed(range(self.num_layers)), layers, strict=True):
-            kept, place = distinct_roots(blocks[depth])
+            kept, place = find_distinct_roots(blocks[depth])
             features = None if edges is None else edges[depth]
             rows = layer(rows, Hop.of(blocks[depth], kept, index, features, like))
             index = place.to(like.device)

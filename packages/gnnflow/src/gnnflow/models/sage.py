@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from gnnflow.models.hops import Hop
 from gnnflow.models.propagation import MFGModel, check_sizes
-from gnnflow.sampling.distinct_roots import rows_of
+from gnnflow.sampling.distinct_roots import find_rows
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
 
@@ -47,7 +47,7 @@ class SAGELayer(nn.Module):
         out = self.neighbor(mean)
         if self.own is None:
             return out
-        distinct, place = rows_of(hop.own, len(rows))
+        distinct, place = find_rows(hop.own, len(rows))
         return out + F.embedding(place, self.own(rows[distinct]))
 
 

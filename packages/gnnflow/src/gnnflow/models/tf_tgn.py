@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from gnnflow.features.inputs import Inputs
 from gnnflow.models.propagation import check_sizes, checked
 from gnnflow.models.time_encoding import TimeEncoding
-from gnnflow.sampling.distinct_roots import distinct_sequences
+from gnnflow.sampling.distinct_roots import find_distinct_sequences
 from gnnflow.sampling.mfg import MFG, Sequences
 from shared.errors import ConfigError
 
@@ -151,7 +151,7 @@ class TFTGN(nn.Module):
                 f"TFTGN reads sequences, came {type(sample).__name__}: sample with layout='padded'"
             )
         # Roots of one node and time have one answer: computed once, as in `gnnflow.sampling.distinct_roots`.
-        kept, place = distinct_sequences(sample)
+        kept, place = find_distinct_sequences(sample)
         length = sample.nodes.shape[1]
         # Turned left until padding stands behind the root: a causal mask then hides it too, and no
         # other mask keeps attention from its fastest kernels.

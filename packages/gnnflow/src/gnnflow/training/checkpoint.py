@@ -41,10 +41,10 @@ class Checkpoint:
 
     def __init__(self, folder: Path, trainer: ContinualTrainer, events: Events) -> None:
         self._folder, self._trainer, self._events = folder, trainer, events
-        sampler, replay = trainer.sampler, trainer.past.replay
+        sampler, replay = trainer.sampler, trainer.history.replay
         run = {
             "events": events.digest(),
-            "edges before": trainer.past.graph.num_edges,
+            "edges before": trainer.history.graph.num_edges,
             "sampler": {name: getattr(sampler, name) for name in _OF_SAMPLER},
             "replay": {"policy": type(replay).__name__} | _public(replay),
         }
@@ -108,13 +108,13 @@ class Checkpoint:
         if trainer.task.memory is not None:
             trainer.task.memory.load_state(_below("memory", tensors))
         if about["optimizer"] is not None:
-            trainer.optimizer = trainer.new_optimizer()
+            trainer.optimizer = trainer.make_optimizer()
             _load_optimizer(trainer.optimizer, about["optimizer"], _below("optimizer", tensors))
         trainer.warmed = about["warmed"] and Round.from_json(about["warmed"])
         trainer.rounds = [Round.from_json(row) for row in about["rounds"]]
         last = trainer.rounds[-1].num_events if trainer.rounds else done
-        bound = trainer.past.bound(self._events[done - last : done])
-        trainer.past.insert(self._events[:done], since=bound)
+        bound = trainer.history.bound(self._events[done - last : done])
+        trainer.history.insert(self._events[:done], since=bound)
         return done
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:

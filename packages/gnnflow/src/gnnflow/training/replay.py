@@ -25,13 +25,13 @@ from gnnflow.data.events import Events
 from shared.errors import ConfigError
 from shared.kernels.philox import stream_key
 
-__all__ = ["Replay", "StructureReplay", "UniformReplay"]
+__all__ = ["ReplayPolicy", "StructureReplay", "UniformReplay"]
 
 _NUM_LEVELS = 64
 
 
 @runtime_checkable
-class Replay(Protocol):
+class ReplayPolicy(Protocol):
     """What the continual loop asks of a policy."""
 
     def observe(self, events: Events) -> None:
@@ -66,7 +66,7 @@ class UniformReplay:
         """Keeps nothing: every event is alike."""
 
     def draw(self, first: int, end: int, round_index: int) -> Int64[Tensor, " num_drawn"]:
-        """See `Replay.draw`."""
+        """See `ReplayPolicy.draw`."""
         random = _random(self.seed, round_index)
         num = int(self.share * (end - first))
         return torch.from_numpy(np.sort(random.integers(first, max(end, first + 1), num)))
@@ -116,7 +116,7 @@ class StructureReplay:
         self._degree += np.bincount(ends, minlength=len(self._degree))
 
     def draw(self, first: int, end: int, round_index: int) -> Int64[Tensor, " num_drawn"]:
-        """See `Replay.draw`."""
+        """See `ReplayPolicy.draw`."""
         random = _random(self.seed, round_index)
         num = int(self.share * (end - first))
         if not num:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gnnflow.features.slot_map import Policy, SlotMap
 from gnnflow.features.store import Features, Kind
 
-__all__ = ["CacheStats", "CachedRows"]
+__all__ = ["CacheStats", "RowCache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class CacheStats:
         return self.hits / max(1, self.hits + self.misses)
 
 
-class CachedRows:
+class RowCache:
     """The rows of one kind: those held, and after them the misses of a batch on their way.
 
     Attributes:
