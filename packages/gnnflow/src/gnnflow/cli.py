@@ -12,7 +12,7 @@ import tyro
 from shared.errors import ConfigError, MeshyardError
 
 if TYPE_CHECKING:
-    from gnnflow.data.events import Events
+    from shared.data.events import Events
 
 __all__ = ["main"]
 
@@ -156,8 +156,8 @@ class Partition:
         """Prints cut edges and balance."""
         import numpy as np
 
-        from gnnflow.data.events import Events
         from gnnflow.partitioning.planner import partition, summarize
+        from shared.data.events import Events
 
         one_way = _read(self.data, self.limit)
         # An event's two entries lie with its two nodes.

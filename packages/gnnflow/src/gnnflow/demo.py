@@ -17,8 +17,7 @@ import torch
 from rich.console import Console
 
 from gnnflow.config import Recipe
-from gnnflow.data.events import Events
-from gnnflow.data.streams import flights
+from gnnflow.data import flights
 from gnnflow.features.belady import count_belady_hits
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import FeatureStore
@@ -28,6 +27,7 @@ from gnnflow.training import report
 from gnnflow.training.continual import ContinualTrainer
 from gnnflow.training.rounds import Round
 from shared.claims import Claim, write_demo
+from shared.data.events import Events
 from shared.kernels.temporal import Adjacency, sample
 
 __all__ = ["run"]

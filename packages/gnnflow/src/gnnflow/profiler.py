@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 from statistics import median
 
-from gnnflow.data.events import Events
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.sampler import TemporalSampler
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 __all__ = ["measure", "time_insertion", "time_sampling"]

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnflow.data.events import Events
 from gnnflow.data.negatives import Negatives
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 pairs = st.lists(

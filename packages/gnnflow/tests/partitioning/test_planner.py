@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnflow.data.events import Events
 from gnnflow.partitioning.online import (
     Fennel,
     Hashed,
@@ -21,6 +20,7 @@ from gnnflow.partitioning.online import (
     mixed,
 )
 from gnnflow.partitioning.planner import partition, summarize
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 METHODS = ["hash", "round-robin", "least-edges", "ldg", "fennel", "metis"]

@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from gnnflow.data.events import Events
 from gnnflow.features.store import FeatureStore
 from gnnflow.models import TGAT
 from gnnflow.training.replay import StructureReplay
+from shared.data.events import Events
 from shared.errors import DataError
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from gnnflow.data.events import Events
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training import evaluation
 from gnnflow.training.continual import ContinualTrainer
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gnnflow.data.events import Events
 from gnnflow.training.replay import StructureReplay, UniformReplay
+from shared.data.events import Events
 from shared.errors import ConfigError
 
 

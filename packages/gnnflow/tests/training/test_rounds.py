@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnnflow.data.events import Events
 from gnnflow.training.rounds import Round, StageClock, cut_increments, parse_span
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 

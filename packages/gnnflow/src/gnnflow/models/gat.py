@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 from gnnflow.models.hops import Hop
 from gnnflow.models.propagation import MFGModel, check_sizes
+from gnnflow.models.spec import ModelSpec
 from gnnflow.sampling.distinct_roots import find_rows
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
 
-__all__ = ["GAT", "GATLayer"]
+__all__ = ["GAT", "SPEC", "GATLayer"]
 
 _SLOPE = 0.2
 
@@ -112,3 +113,10 @@ class GAT(MFGModel):
         ]
         between = nn.Sequential(nn.ELU(), nn.Dropout(dropout))
         super().__init__(dim, node_dim, edge_dim, layers, between=between)
+
+
+SPEC = ModelSpec(
+    build=lambda sizes: GAT(sizes.dim, 0, sizes.edge_dim, num_layers=sizes.num_hops),
+    fanouts=(10, 10),
+    policy="uniform",
+)

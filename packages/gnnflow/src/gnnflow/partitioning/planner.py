@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from gnnflow.data.events import Events
 from gnnflow.partitioning.online import (
     Fennel,
     Hashed,
@@ -25,6 +24,7 @@ from gnnflow.partitioning.online import (
     OnlinePartitioner,
     RoundRobin,
 )
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 __all__ = ["Method", "PartitionSummary", "partition", "summarize"]

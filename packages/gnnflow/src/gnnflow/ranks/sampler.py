@@ -19,14 +19,14 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from gnnflow.data.events import Events
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.ranks.exchange import SendPlan, check_owners, count_traffic, swap, tell_all
 from gnnflow.sampling.mfg import MFG, Layer, Sequences
 from gnnflow.sampling.sampler import TemporalSampler
 from shared.comms import Group, Traffic
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
-from shared.kernels.temporal import Adjacency, Policy, TemporalBlock
+from shared.kernels.temporal import Adjacency, TemporalBlock
 
 __all__ = ["DistributedSampler", "owned", "paired", "rebalance"]
 
@@ -49,7 +49,7 @@ class DistributedSampler(TemporalSampler):
         fanouts: Sequence[int],
         group: Group,
         *,
-        policy: Policy = "recent",
+        policy: str = "recent",
         replace: bool = True,
         window: float | None = None,
         snapshots: int = 1,

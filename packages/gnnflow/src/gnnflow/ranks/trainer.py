@@ -17,7 +17,6 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnnflow.data.events import Events
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features
 from gnnflow.graph.temporal_graph import TemporalGraph
@@ -29,6 +28,7 @@ from gnnflow.training.continual import ContinualTrainer
 from gnnflow.training.history import StreamHistory, select_new_rows
 from gnnflow.training.link_task import LinkTask
 from shared.comms import Group, all_gather_v, all_reduce, broadcast
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 __all__ = ["DistributedTrainer"]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gnnflow.data.events import Events
 from gnnflow.training.rounds import Round
+from shared.data.events import Events
 from shared.errors import DataError
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnnflow.data.events import Events
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features
 from gnnflow.graph.temporal_graph import TemporalGraph
@@ -33,6 +32,7 @@ from gnnflow.training.replay import ReplayPolicy, UniformReplay
 from gnnflow.training.report import Display
 from gnnflow.training.rounds import Round, Settings, StageClock, cut_increments
 from gnnflow.training.subnormal import flush_subnormals
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
 

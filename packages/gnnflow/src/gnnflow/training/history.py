@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnflow.data.events import Events
 from gnnflow.data.negatives import Negatives
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features, FeatureStore
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.training.replay import ReplayPolicy
 from gnnflow.training.rounds import StageClock, parse_span
+from shared.data.events import Events
 from shared.errors import DataError
 
 __all__ = ["StreamHistory", "select_new_rows"]

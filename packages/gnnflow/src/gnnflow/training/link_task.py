@@ -10,13 +10,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnnflow.data.events import Events
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.inputs import Inputs, attach
 from gnnflow.features.store import Features
 from gnnflow.sampling.sampler import TemporalSampler
-from gnnflow.training import evaluation
 from gnnflow.training.rounds import StageClock
+from shared.data.events import Events
+from shared.data.metrics import auc, average_precision, mrr
 from shared.errors import ConfigError
 
 __all__ = ["HasMemory", "LinkTask", "Scores"]
@@ -146,9 +146,9 @@ class LinkTask:
                 self.memory.load_state(memory)
         pos, neg = (torch.cat(part).cpu() for part in zip(*found, strict=True))
         return Scores(
-            evaluation.average_precision(pos, neg[:, 0]),
-            evaluation.auc(pos, neg[:, 0]),
-            evaluation.mrr(pos, neg),
+            average_precision(pos, neg[:, 0]),
+            auc(pos, neg[:, 0]),
+            mrr(pos, neg),
         )
 
     def train(

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from gnnflow.data.events import Events
+from shared.data.events import Events
 from shared.errors import ConfigError
 from shared.kernels.philox import stream_key
 

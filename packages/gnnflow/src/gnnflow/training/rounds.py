@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gnnflow.data.events import Events
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 __all__ = ["STAGES", "Round", "Settings", "StageClock", "cut_increments", "parse_span"]
