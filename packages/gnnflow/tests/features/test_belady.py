@@ -22,7 +22,7 @@ from shared.errors import ConfigError
 def test_no_policy_hits_more_often_than_belady(batches, fraction):
     batches = [torch.tensor(batch, dtype=torch.int64) for batch in batches]
     bound = count_belady_hits(batches, round(31 * fraction))
-    for policy in ("lru", "keep", "lfu", "fifo"):
+    for policy in ("lru", "keep", "lfu"):
         cache = FeatureCache(FeatureStore(edge=torch.rand(31, 3)), edge=fraction, policy=policy)
         for batch in batches:
             cache.fetch("edge", batch)

@@ -164,7 +164,7 @@ def fingerprint(trainer):
 
 
 @pytest.mark.parametrize("has_memory", [False, True])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "keep"])
 def test_evaluation_leaves_everything_as_it_was(toy, has_memory, policy):
     events = toy.clubs(400)
     trainer = toy.trainer_of(

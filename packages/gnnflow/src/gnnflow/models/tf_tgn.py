@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from gnnflow.features.inputs import Inputs
 from gnnflow.models.propagation import check_rows, check_sizes
-from gnnflow.models.time_encoding import TimeEncoding
 from gnnflow.models.spec import ModelSpec
+from gnnflow.models.time_encoding import TimeEncoding
 from gnnflow.sampling.distinct_roots import find_distinct_sequences
 from gnnflow.sampling.mfg import MFG, Sequences
 from shared.errors import ConfigError

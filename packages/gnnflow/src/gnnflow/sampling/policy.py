@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from shared.kernels.temporal import Adjacency, TemporalBlock
 __all__ = ["SampleHop", "SamplingPolicy"]
 
 
+@runtime_checkable
 class SampleHop(Protocol):
     """Takes up to `fanout` edges of each root with since <= time < before."""
 
