@@ -122,7 +122,7 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(toy, tmp_path, monke
     folder = tmp_path / "run"
     run = toy.trainer_of(events, checkpoint=folder).run(events)
     next(run)
-    replace = "gnnflow.training.checkpoint.os.replace"
+    replace = "shared.files.os.replace"
     for at in (1, 2):
         # The first renaming is of the tensors, the second of the state that names them.
         count = itertools.count(1)

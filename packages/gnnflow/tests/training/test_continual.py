@@ -148,7 +148,7 @@ def test_training_negatives_are_random_whatever_evaluation_has(toy):
         ({"every": "x"}, "every: expected a number above 0"),
         ({"window": -1.0}, "window: expected a number above 0"),
         ({"replay": -1.0}, "replay: expected a share"),
-        ({"negatives": "hard"}, "expected negatives 'random'"),
+        ({"negatives": "hard"}, "negatives: expected one of random, historical"),
         ({"num_negatives": 0}, "num_negatives: expected 1 or more, got 0"),
         ({"batch_size": 0}, "batch_size: expected 1 or more"),
         ({"epochs": 0}, "epochs: expected 1 or more"),

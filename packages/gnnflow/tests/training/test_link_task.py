@@ -10,8 +10,8 @@ from torch import nn
 
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.sampler import TemporalSampler
-from gnnflow.training import evaluation
 from gnnflow.training.continual import ContinualTrainer
+from shared.data import metrics
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
@@ -99,9 +99,9 @@ def test_evaluation_sees_just_what_one_event_at_a_time_would(toy, monkeypatch):
             torch.testing.assert_close((pos[one], neg[one]), expected, atol=1e-5, rtol=1e-4)
         task.sampler = trainer.sampler
         pos, neg = (torch.cat([row[part] for row in scored]) for part in (3, 4))
-        assert found.ap == evaluation.average_precision(pos, neg[:, 0])
-        assert found.auc == evaluation.auc(pos, neg[:, 0])
-        assert found.mrr == evaluation.mrr(pos, neg)
+        assert found.ap == metrics.average_precision(pos, neg[:, 0])
+        assert found.auc == metrics.auc(pos, neg[:, 0])
+        assert found.mrr == metrics.mrr(pos, neg)
         scored.clear()
         return found
 

@@ -25,9 +25,9 @@ from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.sampler import TemporalSampler
-from gnnflow.training.checkpoint import Checkpoint
+from gnnflow.training.checkpoint import Checkpoint, describe_run
 from gnnflow.training.history import StreamHistory
-from gnnflow.training.link_task import LinkTask, Scores
+from gnnflow.training.link_task import METRICS, LinkTask, Scores
 from gnnflow.training.replay import ReplayPolicy, UniformReplay
 from gnnflow.training.report import Display
 from gnnflow.training.rounds import Round, Settings, StageClock, cut_increments
@@ -69,8 +69,8 @@ class ContinualTrainer:
         fresh_optimizer: make a new one each round, as published, or keep it.
         restore: put a round's edges into an edge cache at its start, as published.
         seed: of negatives, replay and dropout.
-        checkpoint: folder that `run` resumes from, and writes to. That stream, features, sampling and
-            settings are those of before is checked; the optimiser's own settings are not.
+        checkpoint: folder that `run` resumes from, and writes to. Resuming checks stream, features,
+            sampling and settings; the optimizer's own settings are not checked.
         checkpoint_every: rounds between two checkpoints.
         progress: show a bar with events a second where standard error is a terminal.
 
@@ -121,8 +121,8 @@ class ContinualTrainer:
             fresh_optimizer=fresh_optimizer,
             seed=seed,
         )
-        if metric not in Scores._fields:
-            raise ConfigError(f"metric: expected one of {list(Scores._fields)}, got {metric!r}")
+        if metric not in METRICS:
+            raise ConfigError(f"metric: expected one of {list(METRICS)}, got {metric!r}")
         if checkpoint_every < 1:
             raise ConfigError(f"checkpoint_every: expected 1 or more, got {checkpoint_every}")
         if sampler.graph is not graph:
@@ -171,8 +171,11 @@ class ContinualTrainer:
         events = events.sorted()
         first, ends = cut_increments(events, self.settings.warmup, self.settings.every)
         self.history.negatives.since = events.t[first].item()
-        saved = None if self._folder is None else Checkpoint(self._folder, self, events)
-        done = saved.resume() if saved else 0
+        saved, done = None, 0
+        if self._folder is not None:
+            run = describe_run(events, self.sampler, self.history, self.settings)
+            saved = Checkpoint(self._folder, run)
+            done = self._resume(saved, events)
         if not done and self.task.memory is not None:
             self.task.memory.reset_state()
         with Display(len(events), self._metric, is_shown=self._progress) as display:
@@ -180,7 +183,7 @@ class ContinualTrainer:
             if done < first:
                 self.warmed = self._warm_up(events[:first])
                 if saved:
-                    saved.write(first)
+                    saved.write(first, self.state_dict())
                 display.advance(first)
             yield from list(self.rounds)
             for start, end in zip([first, *ends], ends, strict=False):
@@ -189,7 +192,7 @@ class ContinualTrainer:
                 found = self._round(events, start, end)
                 self.rounds.append(found)
                 if saved and (found.index % self._checkpoint_every == 0 or end == len(events)):
-                    saved.write(end)
+                    saved.write(end, self.state_dict())
                 display.advance(end, found)
                 yield found
 
@@ -267,8 +270,58 @@ class ContinualTrainer:
             ).cpu()
         return float(total) / (len(replayed) + len(new))
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a later run needs to go on, beside the graph: weights, memory, optimizer, rounds."""
+        memory, optimizer = self.task.memory, self.optimizer
+        if self.settings.fresh_optimizer:
+            optimizer = None
+        return {
+            "model": self.model.state_dict(),
+            "head": self.head.state_dict(),
+            "memory": None if memory is None else memory.state(),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "warmed": self.warmed and self.warmed.to_json(),
+            "rounds": [one.to_json() for one in self.rounds],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Becomes the trainer that `state_dict` was taken of; graph and features stay.
+
+        Raises:
+            DataError: it is the state of another model or head.
+        """
+        for name, module in (("model", self.model), ("head", self.head)):
+            try:
+                module.load_state_dict(state[name])
+            except RuntimeError as error:
+                raise DataError(
+                    f"expected the state of this {name}, it is of another {name}: {error}"
+                ) from error
+        if self.task.memory is not None:
+            self.task.memory.load_state(state["memory"])
+        if state["optimizer"] is not None:
+            self.optimizer = self.make_optimizer()
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.warmed = state["warmed"] and Round.from_json(state["warmed"])
+        self.rounds = [Round.from_json(row) for row in state["rounds"]]
+
+    def _resume(self, saved: Checkpoint, events: Events) -> int:
+        """Goes to where a checkpoint ends; how many events are behind it, 0 for none."""
+        found = saved.read()
+        if found is None:
+            return 0
+        done, state = found
+        try:
+            self.load_state_dict(state)
+        except DataError as error:
+            raise DataError(f"{self._folder}: {error}") from error
+        last = self.rounds[-1].num_events if self.rounds else done
+        bound = self.history.bound(events[done - last : done])
+        self.history.insert(events[:done], since=bound)
+        return done
+
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """An optimiser of the model's and the head's parameters."""
+        """An optimizer of the model's and the head's parameters."""
         params = [*self.model.parameters(), *self.head.parameters()]
         return self._make_optimizer(params)
 

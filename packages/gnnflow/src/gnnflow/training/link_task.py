@@ -19,7 +19,7 @@ from shared.data.events import Events
 from shared.data.metrics import auc, average_precision, mrr
 from shared.errors import ConfigError
 
-__all__ = ["HasMemory", "LinkTask", "Scores"]
+__all__ = ["METRICS", "HasMemory", "LinkTask", "Scores"]
 
 Negatives = Int64[Tensor, "num_events num_negatives"]
 
@@ -51,6 +51,9 @@ class Scores(NamedTuple):
     ap: float
     auc: float
     mrr: float
+
+
+METRICS = tuple(Scores.__annotations__)
 
 
 class LinkTask:
