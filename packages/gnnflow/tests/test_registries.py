@@ -12,7 +12,7 @@ from gnnflow.cli import main
 from gnnflow.config import MODELS
 from gnnflow.features.policies import CACHE_POLICIES, LRU
 from gnnflow.models import TGAT
-from gnnflow.models.spec import ModelSpec
+from gnnflow.models.spec import ModelEntry
 from gnnflow.partitioning.methods import PARTITION_METHODS
 from gnnflow.profiler import measure
 from gnnflow.sampling.policies import SAMPLING_POLICIES
@@ -81,7 +81,7 @@ def test_a_sampling_policy_that_is_not_registered_is_wrong_usage(capsys):
 
 
 def test_a_model_from_outside(registered, capsys):
-    spec = ModelSpec(
+    spec = ModelEntry(
         build=lambda sizes: TGAT(sizes.dim, 0, sizes.edge_dim, num_layers=1),
         fanouts=(3,), policy="recent", max_hops=1,
     )  # fmt: skip

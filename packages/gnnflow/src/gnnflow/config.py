@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from gnnflow.features.store import Features
     from gnnflow.graph.block_store import Placement
     from gnnflow.graph.temporal_graph import TemporalGraph
-    from gnnflow.models.spec import ModelSpec
+    from gnnflow.models.spec import ModelEntry
     from gnnflow.sampling.sampler import TemporalSampler
     from shared.data.events import Events
 
 __all__ = ["MODELS", "Parts", "Recipe"]
 
 # Named by their place: the command line's help needs the names alone, and no torch.
-MODELS: Registry[str, ModelSpec] = Registry("model")
+MODELS: Registry[str, ModelEntry] = Registry("model")
 MODELS.add("tgat", "gnnflow.models.tgat:SPEC", "attention over timed neighbours, hop by hop")
 MODELS.add("tf-tgn", "gnnflow.models.tf_tgn:SPEC", "a Transformer decoder over neighbours")
 MODELS.add("dysat", "gnnflow.models.dysat:SPEC", "attention in snapshots, recurrence over them")

@@ -12,14 +12,14 @@ from gnnflow.sampling.sampler import TemporalSampler
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Profile", "measure", "time_insertion", "time_sampling"]
+__all__ = ["Throughput", "measure", "time_insertion", "time_sampling"]
 
 _REPEATS = 5
 _BATCH = 600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class Throughput:
     """What insertion and sampling take; `str()` of it is a few lines.
 
     Attributes:
@@ -51,7 +51,7 @@ class Profile:
         return "\n".join([first, *sampled, blocks])
 
 
-def measure(events: Events, increment: int, fanout: int) -> Profile:
+def measure(events: Events, increment: int, fanout: int) -> Throughput:
     """Inserts a stream and samples it by every policy; medians of five runs after a first one.
 
     Args:
@@ -74,7 +74,7 @@ def measure(events: Events, increment: int, fanout: int) -> Profile:
         sampler = TemporalSampler(graph, [fanout], policy=policy)
         times = [time_sampling(sampler, events) for _ in range(_REPEATS + 1)][1:]
         sampled[policy] = times[0][1] / median(seconds for seconds, _ in times)
-    return Profile(
+    return Throughput(
         increment=increment,
         fanout=fanout,
         inserted_events_per_s=len(events) / median(seconds for seconds, _ in runs),

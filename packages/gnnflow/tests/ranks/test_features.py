@@ -15,12 +15,6 @@ from shared.errors import CommError, ConfigError, DataError, RankFailure
 NUM_NODES, NUM_EDGES = 40, 300
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=timedelta(seconds=60)) as ranks:
-        yield ranks
-
-
 def rows(count, dim=3, first=0):
     return torch.arange(first * dim, (first + count) * dim, dtype=torch.float32).reshape(-1, dim)
 

@@ -22,13 +22,6 @@ from shared.errors import CommError, ConfigError, DataError, RankFailure
 NUM_NODES = 30
 
 
-@pytest.fixture(scope="session")
-def pool():
-    """Two ranks for the tests that leave them alive."""
-    with RankPool(2, timeout=timedelta(seconds=60)) as ranks:
-        yield ranks
-
-
 def events(is_float=False, is_shuffled=False):
     noise = np.random.default_rng(0)
     src, dst = noise.integers(0, NUM_NODES, (2, 600))

@@ -120,7 +120,7 @@ class BlockStore:
         size = max(num_nodes, int(have * _GROWTH))
         names = ("table", "num_blocks", "_numbers", "_rank")
         try:
-            grown = [_grown(getattr(self, name), size) for name in names]
+            grown = [_copy_grown(getattr(self, name), size) for name in names]
         except MemoryError as error:
             raise MemoryError(
                 f"no memory for node ids up to {num_nodes - 1}, each of which takes 56 bytes; renumber "
@@ -141,7 +141,7 @@ class BlockStore:
         if entries > len(self.directory):
             size = max(entries, int(len(self.directory) * _GROWTH))
             for name in ("directory", "since"):
-                grown[name] = _grown(getattr(self, name), size, used=int(self.totals[1]))
+                grown[name] = _copy_grown(getattr(self, name), size, used=int(self.totals[1]))
         for name, array in grown.items():
             setattr(self, name, array)
         if grown:
@@ -341,7 +341,7 @@ _COLUMNS = ("table", "num_blocks", "directory", "since", "neighbors", "times", "
 _NONE = np.empty(0, np.int64)
 
 
-def _grown(array: np.ndarray, size: int, used: int | None = None) -> Any:
+def _copy_grown(array: np.ndarray, size: int, used: int | None = None) -> Any:
     new = np.zeros((size, *array.shape[1:]), array.dtype)
     used = len(array) if used is None else used
     new[:used] = array[:used]

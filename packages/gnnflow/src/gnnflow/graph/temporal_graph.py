@@ -90,8 +90,8 @@ class TemporalGraph:
         """
         if blocks != "adaptive":
             raise ConfigError(
-                f"blocks: expected 'adaptive', got {blocks!r}; leave it out, which takes less memory "
-                f"than fixed or naive blocks, and set min_block and max_block to change sizes"
+                f"blocks: expected 'adaptive', got {blocks!r}; leave it out, and set min_block "
+                f"and max_block to change sizes"
             )
         if time_dtype not in ("int64", "float64"):
             raise ConfigError(f"expected time_dtype 'int64' or 'float64', got {time_dtype!r}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gnnflow.features.inputs import Inputs
 from gnnflow.models.attention import TemporalAttention
 from gnnflow.models.propagation import MFGModel, check_sizes
-from gnnflow.models.spec import ModelSpec
+from gnnflow.models.spec import ModelEntry
 from gnnflow.sampling.mfg import MFG, Sequences
 
 __all__ = ["SPEC", "DySAT"]
@@ -85,7 +85,7 @@ class DySAT(MFGModel):
         return self.recurrence(torch.stack(found))[1][0]
 
 
-SPEC = ModelSpec(
+SPEC = ModelEntry(
     build=lambda sizes: DySAT(sizes.dim, 0, sizes.edge_dim, num_layers=sizes.num_hops),
     fanouts=(10, 10),
     policy="uniform",

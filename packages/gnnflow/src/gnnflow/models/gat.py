@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from gnnflow.models.hops import Hop
 from gnnflow.models.propagation import MFGModel, check_sizes
-from gnnflow.models.spec import ModelSpec
+from gnnflow.models.spec import ModelEntry
 from gnnflow.sampling.distinct_roots import find_rows
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
@@ -115,7 +115,7 @@ class GAT(MFGModel):
         super().__init__(dim, node_dim, edge_dim, layers, between=between)
 
 
-SPEC = ModelSpec(
+SPEC = ModelEntry(
     build=lambda sizes: GAT(sizes.dim, 0, sizes.edge_dim, num_layers=sizes.num_hops),
     fanouts=(10, 10),
     policy="uniform",

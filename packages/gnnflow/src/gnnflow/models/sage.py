@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from gnnflow.models.hops import Hop
 from gnnflow.models.propagation import MFGModel, check_sizes
-from gnnflow.models.spec import ModelSpec
+from gnnflow.models.spec import ModelEntry
 from gnnflow.sampling.distinct_roots import find_rows
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
@@ -89,7 +89,7 @@ class GraphSAGE(MFGModel):
         super().__init__(dim, node_dim, edge_dim, layers, between=between)
 
 
-SPEC = ModelSpec(
+SPEC = ModelEntry(
     build=lambda sizes: GraphSAGE(sizes.dim, 0, sizes.edge_dim, num_layers=sizes.num_hops),
     fanouts=(15, 10),
     policy="uniform",

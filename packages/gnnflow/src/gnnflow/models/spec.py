@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ["ModelSizes", "ModelSpec"]
+__all__ = ["ModelEntry", "ModelSizes"]
 
 
 class ModelSizes(NamedTuple):
@@ -28,7 +28,7 @@ class ModelSizes(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
+class ModelEntry:
     """A model as recipes build it.
 
     Attributes:

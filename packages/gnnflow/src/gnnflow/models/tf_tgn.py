@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from gnnflow.features.inputs import Inputs
 from gnnflow.models.propagation import check_rows, check_sizes
-from gnnflow.models.spec import ModelSpec
+from gnnflow.models.spec import ModelEntry
 from gnnflow.models.time_encoding import TimeEncoding
 from gnnflow.sampling.distinct_roots import find_distinct_sequences
 from gnnflow.sampling.mfg import MFG, Sequences
@@ -200,7 +200,7 @@ def next_neighbors(
     return sample.nodes[:, 1:-1], sample.mask[:, :-2]
 
 
-SPEC = ModelSpec(
+SPEC = ModelEntry(
     build=lambda sizes: TFTGN(sizes.dim, 0, sizes.edge_dim, num_blocks=sizes.num_blocks),
     fanouts=(10,),
     policy="recent",

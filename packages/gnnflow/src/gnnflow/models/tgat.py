@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from gnnflow.models.attention import TemporalAttention
 from gnnflow.models.propagation import MFGModel, check_sizes
-from gnnflow.models.spec import ModelSpec
+from gnnflow.models.spec import ModelEntry
 
 __all__ = ["SPEC", "TGAT"]
 
@@ -63,7 +63,7 @@ class TGAT(MFGModel):
         super().__init__(dim, node_dim, edge_dim, layers)
 
 
-SPEC = ModelSpec(
+SPEC = ModelEntry(
     build=lambda sizes: TGAT(sizes.dim, 0, sizes.edge_dim, num_layers=sizes.num_hops),
     fanouts=(10, 10),
     policy="recent",
