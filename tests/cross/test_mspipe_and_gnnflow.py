@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import gnnflow
 import gnnflow.data
-import gnnflow.training.evaluation
 import mspipe
 import mspipe.data
 from gnnflow.training.link_task import LinkTask
@@ -27,7 +26,7 @@ def test_metrics(num_events, num_negatives, data):
     pos = data.draw(st.lists(scores, min_size=num_events, max_size=num_events))
     own = st.lists(scores, min_size=num_negatives, max_size=num_negatives)
     neg = data.draw(st.lists(own, min_size=num_events, max_size=num_events))
-    theirs = gnnflow.evaluation
+    theirs = gnnflow.evaluate
     for others in (neg, neg[0]):
         assert metrics.mrr(pos, others) == theirs.mrr(pos, others)
         assert metrics.hits(pos, others, 3) == theirs.hits(pos, others, 3)

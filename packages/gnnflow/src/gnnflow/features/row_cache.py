@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gnnflow.features.slot_map import Policy, SlotMap
+from gnnflow.features.slot_map import SlotMap
 from gnnflow.features.store import Features, Kind
 
-__all__ = ["CacheStats", "CachedRows"]
+__all__ = ["CacheStats", "RowCache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +23,13 @@ class CacheStats:
     Attributes:
         hits: ids whose rows were held when their batch came.
         misses: ids whose rows were copied from the store, once a batch.
-        bytes_from_store: copied, by misses, `preset` and `restore`.
+        bytes_from_store: copied, by misses and `restore`.
         bytes_on_device: memory of the rows held, with the room that a batch's misses pass through.
         num_slots: rows that may be held.
-        num_kept: slots that policy "keep" keeps at present.
+        num_kept: slots whose rows policy "keep" has pinned.
+        num_wanted: slots whose rows it wants pinned at present.
+        max_restored: rows that the next `restore` may load, unless what the last one saved changes
+            that.
     """
 
     hits: int
@@ -35,6 +38,8 @@ class CacheStats:
     bytes_on_device: int
     num_slots: int
     num_kept: int
+    num_wanted: int
+    max_restored: int
 
     @property
     def hit_ratio(self) -> float:
@@ -42,7 +47,7 @@ class CacheStats:
         return self.hits / max(1, self.hits + self.misses)
 
 
-class CachedRows:
+class RowCache:
     """The rows of one kind: those held, and after them the misses of a batch on their way.
 
     Attributes:
@@ -54,7 +59,7 @@ class CachedRows:
     """
 
     def __init__(
-        self, store: Features, kind: Kind, fraction: float, policy: Policy, device: torch.device
+        self, store: Features, kind: Kind, fraction: float, policy: str, device: torch.device
     ) -> None:
         self.map = SlotMap(policy)
         self.lock = threading.Lock()
@@ -92,17 +97,6 @@ class CachedRows:
             raise
         self._keep(slots, self._num_allocated)
 
-    def preset(self, ids: np.ndarray) -> None:
-        """Holds the first of different ids, and nothing else."""
-        self._follow()
-        ids = ids[: self.map.num_slots]
-        try:
-            self._stage(ids)
-        except BaseException:
-            self.map.clear()
-            raise
-        self._keep(self.map.fill(ids), self._num_allocated)
-
     def stats(self) -> CacheStats:
         """Counts and sizes."""
         self._follow()
@@ -113,6 +107,8 @@ class CachedRows:
             bytes_on_device=self._rows.nbytes,
             num_slots=self.map.num_slots,
             num_kept=self.map.num_kept,
+            num_wanted=self.map.num_wanted,
+            max_restored=self.map.max_restored,
         )
 
     def _follow(self) -> None:
