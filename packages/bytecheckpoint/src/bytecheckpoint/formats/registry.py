@@ -12,10 +12,9 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from shared.registry import Registry
-
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.files.index import Index
+from shared.registry import Registry
 
 __all__ = ["FORMATS", "Format", "find_file_format", "find_folder_format"]
 
