@@ -310,7 +310,7 @@ def test_values_changed_in_place_after_save_are_stored_as_they_were(tmp_path, st
     numel = 1 << 20
     one, two = state(1, numel), torch.full((5, 7), 1.0, dtype=torch.bfloat16).t()
     whole = {**one, "two": two, "list": [1]}
-    with bcp.Checkpointer(tmp_path, stage=stage) as ckpt, slow(0.2):
+    with bcp.Checkpointer(tmp_path, stage=stage) as ckpt, slow(0.1):
         for step in (1, 2, 3):
             handle = ckpt.save(step, whole)
             assert not handle.committed.done()

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
@@ -249,7 +249,7 @@ def test_one_writer_each_among_the_owners(chunks):
     assert load.tolist() == expected.tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
 def test_lpt_keeps_its_bound(sizes, num_ranks):
     best = min(
@@ -294,7 +294,8 @@ def least_highest_load(sizes: list[int], owners: list[list[int]]) -> float:
 megabytes = st.integers(0, 300 * MIB)
 
 
-@settings(max_examples=60)
+# Small sizes are drawn often, and say nothing about the last line.
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 @given(owned_chunks(max_ranks=6, max_chunks=12, sizes=megabytes), st.sampled_from([True, 4 * MIB]))
 def test_shares_are_whole_and_as_even_as_can_be(chunks, split):
     sizes, owners = chunks

@@ -545,7 +545,7 @@ def test_cast_converts_elements(tmp_path, atomic):
     assert into["b"].tolist() == [0, 1, 2]
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3),
     cuts=st.lists(st.floats(0, 1), max_size=4),

@@ -177,8 +177,7 @@ def load_entry(
         why = next((line for line in lines if "GLOBAL" in line), lines[0] if lines else "damaged")
         raise DataError(
             f"{join_path(path, part.file)}: the value {name!r} was refused: {why}; "
-            f"trust_pickle=True "
-            f"lets its code run, if you trust its source"
+            f"trust_pickle=True lets its code run, if you trust its source"
         ) from error
 
 
@@ -308,8 +307,7 @@ def locate_elements(archive: Archive, stored: StoredTensor, where: str) -> int:
     if not stored.is_plain or any(size > 1 and step != flat for size, step, flat in steps):
         raise DataError(
             f"{where}: expected elements in row-major order, got strides {list(stored.strides)} "
-            f"for "
-            f"shape {list(stored.shape)}, or a lazy conjugate; load it with torch and save "
+            f"for shape {list(stored.shape)}, or a lazy conjugate; load it with torch and save "
             f"`tensor.resolve_conj().contiguous()`"
         )
     numel = 1

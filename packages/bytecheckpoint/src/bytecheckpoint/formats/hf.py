@@ -76,16 +76,13 @@ def read_index(storage: Storage, path: str) -> Index:
             if known is not None and not header.is_sharded:
                 raise DataError(
                     f"{join_path(path, file)}: expected {name!r} in one file of the folder, got "
-                    f"it in "
-                    f"another too; keep one set of weights in it, or an {INDEX_NAME}"
+                    f"it in another too; keep one set of weights in it, or an {INDEX_NAME}"
                 )
             if known is not None and (len(known) != len(end) or dtypes[name] != dtype):
                 raise DataError(
                     f"{join_path(path, file)}: expected {name!r} to be {dtypes[name]} of "
-                    f"{len(known)} "
-                    f"dimensions as in another file, got {dtype} of {len(end)}; the files are "
-                    f"of two "
-                    f"saves: keep those of one"
+                    f"{len(known)} dimensions as in another file, got {dtype} of {len(end)}; the "
+                    f"files are of two saves: keep those of one"
                 )
             dtypes[name] = dtype
             ends[name] = end if known is None else tuple(map(max, known, end))

@@ -397,8 +397,7 @@ class _Restore:
             raise DataError(
                 f"{path}: {len(trees)} ranks saved the positions of their {type(value).__name__}, "
                 f"and {self._world_size} load; give the loader a bcp.LoaderState as its sampler "
-                f"and "
-                f"put what its track() returns into the state"
+                f"and put what its track() returns into the state"
             )
         else:
             decoded = [self._decode(tree) for tree in trees if tree is not None]

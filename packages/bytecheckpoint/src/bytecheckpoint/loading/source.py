@@ -128,10 +128,8 @@ class Source:
                 raise DataError(
                     f"{self.path(file)}: block {block} (bytes {block * BLOCK_BYTES} to "
                     f"{block * BLOCK_BYTES + len(buffer[at : at + BLOCK_BYTES])}) does not have "
-                    f"its "
-                    f"checksum; it holds parts of {self._name_held(file, block)}. The file is "
-                    f"damaged: "
-                    f"load another step"
+                    f"its checksum; it holds parts of {self._name_held(file, block)}. The file is "
+                    f"damaged: load another step"
                 )
 
     def check_fronts(self, first: int, step: int) -> None:

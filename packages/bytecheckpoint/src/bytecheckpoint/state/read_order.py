@@ -231,9 +231,8 @@ class ReadOrder:
                 )
             if any(state[key] != first[key] for key in ("seen", "ahead", "since")):
                 raise DataError(
-                    "expected positions from one checkpoint, got readers that stood in "
-                    "different ones; "
-                    "load all readers' states of one step"
+                    "expected positions from one checkpoint, got readers of different "
+                    "checkpoints; load all readers' states of one step"
                 )
             if state["counters"] != first["counters"]:
                 raise DataError(
@@ -346,8 +345,8 @@ class ReadOrder:
             if state[key] != getattr(self, key):
                 raise DataError(
                     f"expected a position in data of {key} {getattr(self, key)!r}, as this run "
-                    f"reads, got "
-                    f"one in data of {key} {state[key]!r}; use the data and order that were saved"
+                    f"reads, got one in data of {key} {state[key]!r}; use the data and order that "
+                    f"were saved"
                 )
 
 

@@ -66,8 +66,7 @@ class TrackedLoader:
         if position is None and not self.is_stateful:
             raise ConfigError(
                 "expected a loader that saves its position, got a plain DataLoader; pass it a "
-                "LoaderState as "
-                "`sampler` and wrap it by the LoaderState's `track`"
+                "LoaderState as `sampler` and wrap it by the LoaderState's `track`"
             )
         self.epoch = 0 if position is None else position.epoch
         self._taken = 0 if position is None else position.taken

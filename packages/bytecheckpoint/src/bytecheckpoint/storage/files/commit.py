@@ -92,8 +92,7 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
     if not _DATA.fullmatch(manifest.data):
         raise DataError(
             f"{where}: expected a data folder like {draw_folder_name()}, got {manifest.data!r}; "
-            f"do not "
-            f"load checkpoints from sources you do not trust"
+            f"do not load checkpoints from sources you do not trust"
         )
     records = [manifest.index, manifest.extra, *manifest.files]
     for file in records:
