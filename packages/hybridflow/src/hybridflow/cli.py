@@ -82,7 +82,7 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlanReshard:
     """Say what each rank receives when a model changes from training's layout to generation's.
 
     Example: hybridflow plan 1-4-2 1-2 --model ./llama
@@ -292,7 +292,7 @@ class Export:
 
     def run(self) -> None:
         """Loads, and writes."""
-        from hybridflow.models.state.export import export
+        from hybridflow.roles.state.export import export
         from hybridflow.training.checkpoints.checkpoint import Checkpoint
         from hybridflow.training.config import read_recipe
         from hybridflow.training.runtime import Run, start_workers
@@ -329,7 +329,7 @@ class Demo:
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Map, tyro.conf.subcommand("map")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
+    | Annotated[PlanReshard, tyro.conf.subcommand("plan")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Demo, tyro.conf.subcommand("demo")]

@@ -62,7 +62,7 @@ def step_s(models, num_gpus, groups, sizes=None):
         allowed = [sizes[index]] if sizes else whole
         curves.append(Curve.over({size: ways.front(members, size) for size in allowed}))
     found = divide(curves, hardware)
-    return found.step_s, {way[0].model.role: way[0].layout.num_gpus for way in found.choices}
+    return found.step_s, {way[0].model.role: way[0].layout.num_ranks for way in found.choices}
 
 
 # Placement: where colocation is the best.

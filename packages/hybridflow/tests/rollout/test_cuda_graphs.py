@@ -95,7 +95,7 @@ def models():
 
 
 def settings(model, temperature):
-    """Samples that end at many lengths, so that places are refilled and given up."""
+    """SampleTable that end at many lengths, so that places are refilled and given up."""
     end = often(model) if temperature else None
     return Sampling(max_new_tokens=9, num_samples=3, temperature=temperature, seed=2, end_token=end)
 

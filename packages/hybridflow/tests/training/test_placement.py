@@ -142,7 +142,7 @@ def test_a_loop_is_chosen_on_the_command_line(tmp_path):
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_server_draws_with_the_weights_of_each_step(kind, two, tmp_path):
-    from hybridflow.models.state.export import export
+    from hybridflow.roles.state.export import export
 
     recipe = read_recipe("grpo-sort", {"steps": "3", "batch_size": "32"})
     with Workers.inline() as workers:

@@ -34,7 +34,7 @@ def evaluate(costs: CostModel, choices: Sequence[Choice], first_rank: int = 0) -
         TopologyError: the models do not fit into the memory of their GPUs, or their layouts are of
             different numbers of GPUs.
     """
-    sizes = {choice.layout.num_gpus for choice in choices}
+    sizes = {choice.layout.num_ranks for choice in choices}
     if len(sizes) != 1:
         raise TopologyError(f"expected layouts of one number of GPUs in a set, came {sizes}")
     num_gpus = sizes.pop()

@@ -138,7 +138,7 @@ def _laid_out(division: Division, costs: CostModel) -> tuple[SetPlan, ...]:
     sets, first_rank = [], 0
     # By falling size each set starts at a multiple of its size: see Hardware.set_sizes.
     for choices in sorted(
-        division.choices, key=lambda choices: (-choices[0].layout.num_gpus, choices[0].model.name)
+        division.choices, key=lambda choices: (-choices[0].layout.num_ranks, choices[0].model.name)
     ):
         sets.append(evaluate(costs, choices, first_rank))
         first_rank += sets[-1].num_gpus

@@ -15,7 +15,7 @@ from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.optimizer import AdamW, Optimizer
 from hybridflow.models.pipeline import run_forward, train
 from hybridflow.models.sharding import shard_over
-from hybridflow.models.state.export import Held, write_folder
+from hybridflow.roles.state.export import Held, write_folder
 from hybridflow.workers.batch.batch import PADDING, Batch
 from hybridflow.workers.protocols import remote
 from hybridflow.workers.worker import Worker
@@ -23,7 +23,7 @@ from shared.comms.collectives import all_reduce
 from shared.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from hybridflow.models.state.sharded_state import ReaderOf, ShardedState, WriterOf
+    from hybridflow.roles.state.sharded_state import ReaderOf, ShardedState, WriterOf
 
 __all__ = ["ModelWorker"]
 
@@ -195,7 +195,7 @@ class ModelWorker(Worker):
 
     def _state(self, name: str) -> ShardedState:
         # torch's checkpoints take as long to import as torch itself.
-        from hybridflow.models.state.sharded_state import ShardedState
+        from hybridflow.roles.state.sharded_state import ShardedState
 
         self._train_layout()
         return ShardedState(name, self.model, self.pieces, self.optimizer, self.version)
@@ -205,7 +205,7 @@ class ModelWorker(Worker):
 
     @remote(protocol="one-to-all")
     def export_weights(self, folder: str, max_file_bytes: int) -> None:
-        """Writes whole weights and what goes with them on rank 0; see `hybridflow.models.state.export`."""
+        """Writes whole weights and what goes with them on rank 0; see `hybridflow.roles.state.export`."""
         self._train_layout()
         layout, kind = self.context.mesh.train, self.model.head_kind
         boxes = []

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from hybridflow.models.decoder import Decoder
+from hybridflow.reshard.exchange import WeightRoute
+from hybridflow.reshard.weight_sync import sync_weights
 from hybridflow.roles.actor import Actor, ActorWorker, Generator
 from hybridflow.roles.model_group import ModelGroup
-from hybridflow.roles.weight_sync import Route, sync_weights
 from hybridflow.workers.batch.layout import Layout
 from hybridflow.workers.pool import ResourcePool
 from hybridflow.workers.protocols import remote
@@ -26,7 +27,7 @@ class RolloutWorker(ActorWorker):
     staged: Decoder | None = None
 
     @remote(protocol="one-to-all")
-    def stage_weights(self, route: Route) -> dict[tuple[int, int, int], int]:
+    def stage_weights(self, route: WeightRoute) -> dict[tuple[int, int, int], int]:
         """Receives weights beside those that serve; checksums of what has come."""
         self.staged = None
         self.staged, found = self.exchange(route).run(self.pieces, self._second, is_source=False)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.models.state.export import export
 from hybridflow.roles.actor import Actor, Generator
+from hybridflow.roles.state.export import export
 from hybridflow.rollout.rows import greedy_of, prompt_rows, roll_of, sample_ids
 from hybridflow.rollout.sampling import Sampling
 from hybridflow.rollout.servers.server import ServerRollout

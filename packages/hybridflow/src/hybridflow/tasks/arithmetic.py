@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.tasks import QuestionTask, match_each
+from hybridflow.tasks.base import QuestionTask, match_each
 from hybridflow.tasks.rewards import reward
 from hybridflow.tasks.tokenizers import CharTokenizer
 from shared.errors import ConfigError

@@ -18,7 +18,7 @@ from shared.errors import ConfigError
 __all__ = [
     "ALGORITHMS",
     "GROUPED",
-    "Optimizer",
+    "OptimizerSettings",
     "Recipe",
     "built_in",
     "read_recipe",
@@ -33,7 +33,7 @@ GROUPED = ("grpo", "dr-grpo", "gspo", "cispo", "rloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
+class OptimizerSettings:
     """Of actor and critic alike; the schedule runs over the whole run.
 
     Attributes:
@@ -94,7 +94,7 @@ class Recipe:
     clip_high: float = 0.28
     beta: float = 0.0
     seed: int = 0
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     placement: Placement = field(default_factory=Placement)
     loop: Loop = field(default_factory=Loop)
     server: Server = field(default_factory=Server)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from hybridflow.mapping import Mapping, ModelPlan, ModelSpec, Workload
 from hybridflow.models.config import read_config
 from hybridflow.training.config import Recipe
-from hybridflow.training.placement import Place, Placement
+from hybridflow.training.placement import ModelPlace, Placement
 from hybridflow.training.sources import is_model, task_of
 from shared.errors import ConfigError
 
@@ -86,8 +86,8 @@ def placed(recipe: Recipe, mapping: Mapping, engine: str) -> Recipe:
     return replace(recipe, placement=Placement(engine=engine, pools=pools, models=places))
 
 
-def _place(model: ModelPlan, pool: str) -> Place:
+def _place(model: ModelPlan, pool: str) -> ModelPlace:
     generate = ""
     if model.generation_tp is not None:
         generate = f"{model.generation_pp}-{model.generation_tp}"
-    return Place(pool=pool, train=f"{model.pp}-{model.tp}-{model.dp}", generate=generate)
+    return ModelPlace(pool=pool, train=f"{model.pp}-{model.tp}-{model.dp}", generate=generate)

@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.errors import ConfigError
 
-__all__ = ["ROLES", "Loop", "Place", "Placement", "Server", "is_set"]
+__all__ = ["ROLES", "Loop", "ModelPlace", "Placement", "Server", "is_set"]
 
 ROLES = ("actor", "critic", "cost-critic", "reference", "reward", "cost", "rollout")
 """What a recipe calls its models."""
@@ -19,7 +19,7 @@ _SERVERS = ("", "vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ModelPlace:
     """Where one model runs.
 
     Attributes:
@@ -43,7 +43,7 @@ class Placement:
         engine: "inline" (this process), "local" (processes of this machine), "ray", or "torchrun".
         address: of a Ray cluster that runs; one is started when empty.
         num_ranks: of the one pool, where there are no `pools`.
-        train, generate, is_sharded: as of `Place`, for models without a place of their own, which
+        train, generate, is_sharded: as of `ModelPlace`, for models without a place of their own, which
             run on the first pool.
         pools: numbers of ranks by name, in the order of the ranks.
         models: places by role, see `ROLES`.
@@ -56,7 +56,7 @@ class Placement:
     generate: str = ""
     is_sharded: bool = False
     pools: dict[str, int] = field(default_factory=dict)
-    models: dict[str, Place] = field(default_factory=dict)
+    models: dict[str, ModelPlace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _one_of("placement.engine", self.engine, _ENGINES)
@@ -87,9 +87,9 @@ class Placement:
         """Ranks of all pools."""
         return sum(self.sizes.values())
 
-    def of(self, role: str) -> Place:
+    def of(self, role: str) -> ModelPlace:
         """The place of a model."""
-        return self.models.get(role) or Place(
+        return self.models.get(role) or ModelPlace(
             pool=next(iter(self.sizes)), train=self.train, generate=self.generate,
             is_sharded=self.is_sharded,
         )  # fmt: skip

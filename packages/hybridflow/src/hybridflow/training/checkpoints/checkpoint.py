@@ -1,7 +1,7 @@
 """Checkpoints of a run: the state of its worker groups, and what its loop has to remember.
 
 Each group's ranks write their own parts into a folder of the group's name, in the format of
-torch.distributed.checkpoint, which is read into any other layout as well; `hybridflow.models.state.sharded_state`
+torch.distributed.checkpoint, which is read into any other layout as well; `hybridflow.roles.state.sharded_state`
 says how. A checkpoint gets its name when all ranks are done, so that one that was cut short is never
 seen. Sizes of all files are kept and compared before anything is loaded; for checksums of their
 contents pass storage that has some.
@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from hybridflow.models.state.folders import recover, remove, whole_folders, written_whole
-from hybridflow.models.state.sharded_state import ReaderOf, WriterOf
+from hybridflow.roles.state.folders import recover, remove, whole_folders, written_whole
+from hybridflow.roles.state.sharded_state import ReaderOf, WriterOf
 from hybridflow.training.checkpoints import loop_state as extras
 from hybridflow.workers.future import Future
 from hybridflow.workers.worker_group import WorkerGroup

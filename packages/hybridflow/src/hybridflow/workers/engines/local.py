@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hybridflow.workers.engines.rank import Reply, Seat, Task
+from hybridflow.workers.engines.rank import RankExecutor, RankTask, Reply
 from hybridflow.workers.engines.shared_memory import SharedMemory, make_folder
 from shared.comms.group import Group
 from shared.comms.launch import RankPool
@@ -148,7 +148,7 @@ class LocalEngine:
         """Process ids, by rank."""
         return self._pool.pids
 
-    def submit(self, rank: int, task: Task) -> None:
+    def submit(self, rank: int, task: RankTask) -> None:
         """Sends a task.
 
         Raises:
@@ -217,7 +217,7 @@ class LocalEngine:
 def _serve(address: str, folder: str) -> None:
     """Runs on each rank until the controller says stop."""
     rank = Group.world().rank
-    seat = Seat(SharedMemory(Path(folder), f"rank{rank}"), rank)
+    executor = RankExecutor(SharedMemory(Path(folder), f"rank{rank}"), rank)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
         link = _Link(connection)
@@ -226,4 +226,4 @@ def _serve(address: str, folder: str) -> None:
             for task in link.receive():
                 if task is None:
                     return
-                link.send(tuple(seat.run(Task(*task))))
+                link.send(tuple(executor.run(RankTask(*task))))

@@ -25,7 +25,7 @@ from typing import Any
 from hybridflow.workers.engines.packing import SMALL_BYTES, decode, encode
 from shared.comms.maker import is_alive, mark
 
-__all__ = ["Packed", "SharedMemory", "make_folder"]
+__all__ = ["PackedValue", "SharedMemory", "make_folder"]
 
 _PREFIX = "meshyard-hybridflow-"
 _ALIGNMENT = 64
@@ -36,7 +36,7 @@ _FREE = ".free"
 
 
 @dataclass(eq=False)
-class Packed:
+class PackedValue:
     """A value: its stream, and where its large buffers lie in a file.
 
     Attributes:
@@ -76,7 +76,7 @@ class SharedMemory:
         self._free: deque[tuple[str, int]] = deque()
         self._free_bytes = 0
 
-    def pack(self, value: Any) -> Packed:
+    def pack(self, value: Any) -> PackedValue:
         """Writes a value; unless this process removes it again, another has to `adopt` it."""
         data, buffers = encode(value)
         large: list[Any] = [buffer.raw() for buffer in buffers]
@@ -84,7 +84,7 @@ class SharedMemory:
         if is_large:
             large.insert(0, memoryview(data))
         if not large:
-            return Packed(data, None, ())
+            return PackedValue(data, None, ())
         path = f"{self._folder}/{self._owner}-{next(self._numbers)}"
         pieces: list[Any] = []
         spans, end = [], 0
@@ -106,7 +106,7 @@ class SharedMemory:
             ) from error
         finally:
             os.close(fd)
-        packed = Packed(None if is_large else data, path, tuple(spans))
+        packed = PackedValue(None if is_large else data, path, tuple(spans))
         return self.adopt(packed) if self._is_keeper else packed
 
     def _filled(self, fd: int, pieces: list[Any]) -> None:
@@ -138,7 +138,7 @@ class SharedMemory:
                 break
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
-    def adopt(self, packed: Packed) -> Packed:
+    def adopt(self, packed: PackedValue) -> PackedValue:
         """Makes this process the one that gives the file free, when `packed` is collected."""
         if packed.file is not None:
             size = packed.spans[-1][0] + packed.spans[-1][1]
@@ -157,13 +157,13 @@ class SharedMemory:
             with suppress(OSError):
                 os.unlink(old + _FREE)
 
-    def load(self, packed: Packed, wanted: Callable[[Any], Any] | None = None) -> Any:
+    def load(self, packed: PackedValue, wanted: Callable[[Any], Any] | None = None) -> Any:
         """Reads a value, or what is wanted of it; its tensors are private mappings of the file."""
         buffers = self._buffers(packed)
         value = decode(buffers.pop(0) if packed.data is None else packed.data, buffers)
         return value if wanted is None else wanted(value)
 
-    def _buffers(self, packed: Packed) -> list[memoryview]:
+    def _buffers(self, packed: PackedValue) -> list[memoryview]:
         if packed.file is None:
             return []
         fd = os.open(packed.file, os.O_RDONLY)

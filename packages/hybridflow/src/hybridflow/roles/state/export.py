@@ -21,8 +21,8 @@ from torch import Tensor
 from hybridflow.models.config import DecoderConfig
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import Piece, weight_shapes
-from hybridflow.models.state.folders import written_whole
 from hybridflow.reshard.planner import Boxes, plan_boxes
+from hybridflow.roles.state.folders import written_whole
 from hybridflow.workers.worker_group import WorkerGroup
 from shared.comms import reshard
 from shared.comms.group import Group
