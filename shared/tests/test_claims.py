@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from shared.claims import Claim, faults, read_demo, write_demo
+from shared.claims import Claim, faults, finish, read_demo, write_demo
 from shared.errors import ConfigError, DataError
 
 PICTURE = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
@@ -133,3 +133,18 @@ def test_missing_picture_is_a_fault(tmp_path):
     assert found(tmp_path, [claim()] * 3, picture=None) == [
         "no picture: expected at least one *.svg beside demo.json"
     ]
+
+
+def test_finish_writes_prints_and_says_whether_all_was_correct(tmp_path, capsys):
+    good, bad = claim(), claim(name="bytes", correct=False)
+    assert finish(tmp_path, "adaqp", [good], {"curve": [1]})
+    assert read_demo(tmp_path).claims == (good,)
+    assert not finish(tmp_path, "adaqp", iter([good, bad]), {})
+    assert read_demo(tmp_path).claims == (good, bad)
+    told = capsys.readouterr()
+    assert told.out == ""
+    lines = told.err.splitlines()
+    assert len(lines) == 3
+    assert lines[1].startswith(f"adaqp: {good.name}: {good.ours:.4g} {good.unit} against")
+    assert lines[1].endswith(f"{good.ratio:.2f}x")
+    assert lines[2].endswith("NOT CORRECT")

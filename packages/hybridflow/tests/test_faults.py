@@ -16,8 +16,8 @@ from hybridflow import Worker, WorkerGroup, Workers
 from hybridflow.training.checkpoints.checkpoint import Checkpoint
 from hybridflow.training.config import read_recipe
 from hybridflow.training.runtime import Run
-from shared.comms.maker import mark
 from shared.errors import ConfigError, RankFailure
+from shared.process_mark import mark
 
 from .frail import Frail, rows
 from .processes import assert_gone, runs, with_variable

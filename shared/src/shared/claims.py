@@ -3,20 +3,23 @@
 A `Claim` puts a figure of ours beside a baseline's that was run in the same process tree on the
 same input, with the ratio between them and whether the results were correct. `write_demo` stores
 the claims of one package as `demo.json`, which the tour (`hatch run demo`) reads with `read_demo`;
-`faults` lists what keeps such a file from being accepted.
+`finish` does so at the end of a demo and prints them; `faults` lists what keeps such a file from
+being accepted.
 """
 
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError, DataError
+from shared.files import write_atomically
 
-__all__ = ["Claim", "Demo", "faults", "read_demo", "write_demo"]
+__all__ = ["Claim", "Demo", "faults", "finish", "read_demo", "write_demo"]
 
 _FORMAT = 1
 _KINDS = ("measured", "simulated")
@@ -181,10 +184,39 @@ def write_demo(
             f"{error}; convert tensors with .tolist() and drop what is not finite"
         ) from error
     target = directory / "demo.json"
-    partial = directory / f".demo.json.{os.getpid()}"
-    partial.write_text(text + "\n", encoding="utf-8")
-    partial.replace(target)
+    write_atomically(target, text + "\n")
     return target
+
+
+def finish(
+    out_dir: str | os.PathLike[str],
+    package: str,
+    claims: Iterable[Claim],
+    figures: Mapping[str, Any],
+) -> bool:
+    """Ends a demo: writes `demo.json`, and prints a line a claim to stderr.
+
+    Args:
+        out_dir: as for `write_demo`.
+        package: as for `write_demo`.
+        claims: as for `write_demo`.
+        figures: as for `write_demo`.
+
+    Returns:
+        Whether every claim's result was correct; a demo that was not exits with 1.
+
+    Raises:
+        DataError: as for `write_demo`.
+    """
+    claims = list(claims)
+    write_demo(out_dir, package, claims, figures)
+    for claim in claims:
+        verdict = "" if claim.correct else "  NOT CORRECT"
+        sys.stderr.write(
+            f"{package}: {claim.name}: {claim.ours:.4g} {claim.unit} against {claim.baseline:.4g} "
+            f"({claim.baseline_name}), {claim.ratio:.2f}x{verdict}\n"
+        )
+    return all(claim.correct for claim in claims)
 
 
 def read_demo(path: str | os.PathLike[str]) -> Demo:

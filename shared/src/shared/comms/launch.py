@@ -29,9 +29,9 @@ from types import TracebackType
 from typing import Any
 
 from shared.comms.forking import Forked, fork
-from shared.comms.maker import is_alive, mark
 from shared.comms.shipping import shipped
 from shared.errors import ConfigError, RankFailure
+from shared.process_mark import is_alive, mark
 
 __all__ = ["KEEP_MEMORY", "RankPool", "RunResult"]
 

@@ -28,8 +28,8 @@ from types import TracebackType
 from typing import Any
 
 from shared.comms.launch import RankPool
-from shared.comms.maker import is_alive, mark
 from shared.errors import ConfigError, TopologyError
+from shared.process_mark import is_alive, mark
 from shared.units import parse_rate
 
 __all__ = ["HostCounters", "NetLab", "NetLabUnavailable", "available", "sweep"]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.workers.engines.packing import SMALL_BYTES, decode, encode
-from shared.comms.maker import is_alive, mark
+from shared.process_mark import is_alive, mark
 
 __all__ = ["PackedValue", "SharedMemory", "make_folder"]
 

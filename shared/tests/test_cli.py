@@ -1,0 +1,173 @@
+"""Statuses, messages and help of a command line, as a user in a shell meets them."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+
+from shared.cli import JsonOption, choice, run_command
+from shared.errors import DataError
+from shared.registry import Registry
+
+POLICIES = Registry("policy")
+POLICIES.add("exact", "nowhere:Exact", "no error")
+WIDTHS = Registry("width")
+WIDTHS.add(2, object(), "a quarter of a byte")
+WIDTHS.add(4, object(), "half a byte")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fail:
+    """Ends as it is told to."""
+
+    how: str = "not"
+    """What is raised."""
+
+    def execute(self) -> int | None:
+        errors = {
+            "data": DataError("rows: expected 3, got 4; give 3"),
+            "missing": FileNotFoundError(2, "No such file or directory", "a.csv"),
+            "memory": MemoryError(),
+            "interrupt": KeyboardInterrupt(),
+            "fault": ZeroDivisionError("a fault of ours"),
+            "pipe": BrokenPipeError(32, "Broken pipe"),
+        }
+        if self.how in errors:
+            raise errors[self.how]
+        return 1 if self.how == "differs" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Show(JsonOption):
+    """Shows what was chosen."""
+
+    policy: Annotated[str, choice(POLICIES)] = "exact"
+    """Which policy."""
+    widths: tuple[Annotated[int, choice(WIDTHS)], ...] = (2,)
+    """Which widths."""
+
+    def execute(self) -> None:
+        record = {"policy": self.policy, "widths": self.widths, "loss": float("nan")}
+        self.print_result(record, f"{self.policy} {self.widths}")
+
+
+def run(*argv):
+    commands = {"fail": Fail, "show": Show}
+    return run_command(commands, prog="yard", about="Does things.", argv=list(argv))
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "message"),
+    [
+        ("not", 0, ""),
+        ("differs", 1, ""),
+        ("data", 1, "yard: rows: expected 3, got 4; give 3\n"),
+        ("missing", 1, "yard: [Errno 2] No such file or directory: 'a.csv'\n"),
+        ("memory", 1, "yard: MemoryError\n"),
+        ("interrupt", 130, "yard: interrupted\n"),
+        # Not our output broke, but something else: that is a failure like others.
+        ("pipe", 1, "yard: [Errno 32] Broken pipe\n"),
+    ],
+)
+def test_how_a_command_ends(capfd, how, status, message):
+    assert run("fail", "--how", how) == status
+    assert capfd.readouterr() == ("", message)
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError, match="a fault of ours"):
+        run("fail", "--how", "fault")
+
+
+@pytest.mark.parametrize("argv", [["walk"], ["fail", "--fast"], [], ["show", "--policy", "other"]])
+def test_wrong_usage_is_status_2(capsys, argv):
+    with pytest.raises(SystemExit) as caught:
+        run(*argv)
+    assert caught.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_help_begins_with_what_the_program_does(capsys):
+    with pytest.raises(SystemExit) as caught:
+        run("--help")
+    assert caught.value.code == 0
+    told = capsys.readouterr().out
+    assert "usage: yard" in told
+    assert "Does things." in told
+    assert "Ends as it is told to." in told
+
+
+def test_results_are_text_or_one_json_object(capsys):
+    assert run("show", "--widths", "4", "2") == 0
+    assert capsys.readouterr().out == "exact (4, 2)\n"
+    assert run("show", "--json") == 0
+    told = capsys.readouterr().out
+    assert json.loads(told) == {"policy": "exact", "widths": [2], "loss": None}
+    assert told.count("\n") == 1
+
+
+def test_a_name_from_outside_is_in_the_help_and_taken(capsys):
+    def told_by_help():
+        with pytest.raises(SystemExit):
+            run("show", "--help")
+        return capsys.readouterr().out
+
+    assert "--policy {exact}" in told_by_help()
+    POLICIES.add("coarse", "nowhere:Coarse", "much error")
+    WIDTHS.add(8, object(), "a byte")
+    try:
+        assert "--policy {exact,coarse}" in told_by_help()
+        assert "{2,4,8}" in told_by_help()
+        assert run("show", "--policy", "coarse", "--widths", "8") == 0
+        assert capsys.readouterr().out == "coarse (8,)\n"
+        with pytest.raises(SystemExit) as caught:
+            run("show", "--policy", "corse")
+        assert caught.value.code == 2
+        refused = capsys.readouterr().err
+        assert "exact" in refused
+        assert "coarse" in refused
+    finally:
+        POLICIES.remove("coarse")
+        WIDTHS.remove(8)
+    with pytest.raises(SystemExit) as caught:
+        run("show", "--policy", "coarse")
+    assert caught.value.code == 2
+
+
+PRINTER = """
+import sys
+from dataclasses import dataclass
+from shared.cli import run_command
+
+@dataclass(frozen=True)
+class Show:
+    "Prints lines."
+    lines: int = 1
+    def execute(self):
+        for line in range(self.lines):
+            print(line)
+
+if __name__ == "__main__":
+    assert "torch" not in sys.modules
+    sys.exit(run_command({"show": Show, "other": Show}, prog="yard", about="Prints."))
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_who_leaves_is_no_error(tmp_path, lines):
+    (tmp_path / "yard.py").write_text(PRINTER)
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "yard.py", "show", "--lines", str(lines)],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -1,0 +1,207 @@
+"""What is written is there whole or not at all: after errors, after kills, and while it is written."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared import files
+from shared.files import (
+    atomic_file,
+    atomic_folder,
+    find_folders,
+    publish,
+    recover_folders,
+    remove_folder,
+    sync_folder,
+    write_atomically,
+)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is synced and renamed, in order: names of files, or of folders with a slash."""
+    seen, names = [], {}
+    real = {name: getattr(os, name) for name in ("open", "fsync", "replace", "rename")}
+
+    def opened(path, *args, **kwargs):
+        descriptor = real["open"](path, *args, **kwargs)
+        names[descriptor] = Path(path).name + ("/" if Path(path).is_dir() else "")
+        return descriptor
+
+    def synced(descriptor):
+        seen.append(("sync", names[descriptor]))
+        real["fsync"](descriptor)
+
+    def moved(source, target, **kwargs):
+        seen.append(("rename", Path(target).name))
+        real["replace"](source, target, **kwargs)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", moved)
+    monkeypatch.setattr(os, "rename", moved)
+    return seen
+
+
+@pytest.mark.parametrize(("data", "stored"), [(b"\r\n\0", b"\r\n\0"), ("\u00e9\n", b"\xc3\xa9\n")])
+def test_bytes_and_text_replace_what_is_there(tmp_path, data, stored):
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    write_atomically(str(path), data)
+    assert path.read_bytes() == stored
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_file_is_synced_renamed_and_its_folder_synced(tmp_path, calls):
+    write_atomically(tmp_path / "a", b"new")
+    [(first, partial), *rest] = calls
+    assert first == "sync"
+    assert partial.startswith(".a.")
+    assert partial.endswith(".partial")
+    assert rest == [("rename", "a"), ("sync", tmp_path.name + "/")]
+
+
+def test_a_folder_is_synced_with_all_that_is_in_it(tmp_path, calls):
+    with atomic_folder(tmp_path / "run") as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "a").write_text("1")
+        (folder / "b").symlink_to("nowhere")
+    synced = [name for what, name in calls[: calls.index(("rename", "run"))] if what == "sync"]
+    assert sorted(synced) == ["a", "inner/", "run.partial/"]
+    assert calls[-2:] == [("rename", "run"), ("sync", tmp_path.name + "/")]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_modes_are_the_umasks(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_atomically(tmp_path / "a", b"")
+        with atomic_folder(tmp_path / "b"):
+            pass
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask
+    assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == 0o777 & ~umask
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_leaves_what_was_there(tmp_path, error):
+    (tmp_path / "a").write_text("old")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "old").write_text("old")
+
+    def fail(path, written):
+        written.write_text("new")
+        assert path.exists()
+        raise error
+
+    with pytest.raises(error), atomic_file(tmp_path / "a") as file:
+        fail(tmp_path / "a", file)
+    with pytest.raises(error), atomic_folder(tmp_path / "b") as folder:
+        fail(tmp_path / "b" / "old", folder / "new")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "old"]
+    assert (tmp_path / "a").read_text() == "old"
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failing_disk_leaves_what_was_there(tmp_path, monkeypatch, call):
+    (tmp_path / "a").write_text("old")
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, call, fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_text() == "old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_what_was_not_written_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "a"):
+        pass
+    with pytest.raises(FileNotFoundError):
+        write_atomically(tmp_path / "none" / "a", b"")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_replaces_the_one_there_was(tmp_path):
+    for content in ("one", "two"):
+        with atomic_folder(tmp_path / "deep" / "run") as folder:
+            (folder / content).write_text(content)
+    assert [path.name for path in (tmp_path / "deep" / "run").iterdir()] == ["two"]
+    assert os.listdir(tmp_path / "deep") == ["run"]
+
+
+def test_a_folder_that_cannot_be_renamed_gives_its_place_back(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "old").write_text("old")
+    (tmp_path / "fresh").mkdir()
+    real = os.rename
+
+    def fail(source, target, **kwargs):
+        if Path(source).name == "fresh":
+            raise OSError(5, "Input/output error")
+        real(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        publish(tmp_path / "fresh", tmp_path / "run")
+    assert (tmp_path / "run" / "old").read_text() == "old"
+    assert sorted(os.listdir(tmp_path)) == ["fresh", "run"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from shared.files import atomic_file
+with atomic_file(Path(sys.argv[1])) as file:
+    file.write_text("begun")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_began_is_removed_by_the_next_write(tmp_path):
+    path = tmp_path / "a[1]"
+    path.write_text("old")
+    done = subprocess.run([sys.executable, "-c", KILLED, path], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_text() == "old"
+    assert len(os.listdir(tmp_path)) == 2
+    with atomic_file(path) as mine:
+        mine.write_text("mine")
+        # A write that goes on is left alone by another.
+        write_atomically(path, b"other")
+        assert mine.read_text() == "mine"
+    assert path.read_text() == "mine"
+    assert os.listdir(tmp_path) == ["a[1]"]
+
+
+def test_folders_of_a_killed_write_are_found_and_put_back(tmp_path):
+    for name in ("step-1", "step-2", "step-2.replaced", "step-3.replaced", "step-4.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("")
+    found = find_folders(tmp_path, "step-*")
+    assert {name: path.name for name, path in found.items()} == {
+        "step-1": "step-1", "step-2": "step-2", "step-3": "step-3.replaced",
+    }  # fmt: skip
+    assert find_folders(tmp_path, "step-3") == {"step-3": tmp_path / "step-3.replaced"}
+    assert find_folders(tmp_path, "step-2") == {"step-2": tmp_path / "step-2"}
+    assert find_folders(tmp_path, "step-4") == {}
+    recover_folders(tmp_path, "step-*")
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2", "step-3"]
+    assert (tmp_path / "step-3" / "step-3.replaced").exists()
+    remove_folder(tmp_path / "step-1")
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+
+
+def test_only_folders_are_synced_as_folders(tmp_path):
+    sync_folder(tmp_path)
+    (tmp_path / "a").write_text("")
+    with pytest.raises(NotADirectoryError):
+        sync_folder(tmp_path / "a")
