@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from hybridflow.mapping.steps import STEPS, StepKind
 from hybridflow.rl import advantages, kl
 from hybridflow.roles.actor import Actor, Generator
+from hybridflow.roles.critic import Critic
+from hybridflow.roles.scoring import Reference
+from hybridflow.rollout.sampling import Sampling
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import ConfigError, DataError
 
 __all__ = [
     "Algorithm",
+    "AlgorithmInputs",
+    "AlgorithmSpec",
     "Score",
     "counted",
     "is_kept",
@@ -47,6 +54,64 @@ class Algorithm(Protocol):
 
     def learn(self, roll: Batch | Future | Joined) -> Mapping[str, float]:
         """One training step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmInputs:
+    """What a recipe gives to the algorithm that it names.
+
+    Attributes:
+        actor: the model that is trained.
+        score: of responses.
+        sampling: how responses are drawn.
+        num_updates: optimizer steps a training step.
+        clip: how far below and above 1 the ratio of a token may go.
+        reference: the model that the actor is held near; None without a penalty.
+        beta: weight of the penalty for leaving the reference.
+        critics: by name, those that the algorithm's step has.
+        cost: of responses; None if the step has none.
+    """
+
+    actor: Actor
+    score: Score
+    sampling: Sampling
+    num_updates: int
+    clip: tuple[float, float]
+    reference: Reference | None = None
+    beta: float = 0.0
+    critics: Mapping[str, Critic] = field(default_factory=dict)
+    cost: Score | None = None
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The fields that every algorithm has, by name."""
+        names = ("actor", "score", "sampling", "num_updates")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def penalty(self) -> dict[str, Any]:
+        """The fields of algorithms whose rewards have a penalty for leaving the reference."""
+        return {"reference": self.reference, "beta": self.beta, "clip": self.clip}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSpec:
+    """An algorithm that recipes can name; an entry of `hybridflow.algorithms.registry`.
+
+    Attributes:
+        step: a name of `hybridflow.mapping.steps.STEPS`: its models and what is generated.
+        build: makes the algorithm of what a recipe gives.
+        has_reference: whether it takes a penalty for leaving a reference.
+    """
+
+    step: str
+    build: Callable[[AlgorithmInputs], Algorithm]
+    has_reference: bool = True
+
+    @property
+    def kind(self) -> StepKind:
+        """What its step asks for."""
+        return STEPS.get(self.step)
 
 
 def scored(roll: Batch, score: Score, names: Sequence[str] = ("rewards", "scores")) -> Batch:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
     counted,
     is_kept,
@@ -28,7 +32,7 @@ from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import ConfigError
 
-__all__ = ["GRPO"]
+__all__ = ["CISPO_SPEC", "DR_GRPO_SPEC", "GRPO", "GRPO_SPEC", "GSPO_SPEC"]
 
 
 @dataclass(kw_only=True)
@@ -82,3 +86,33 @@ class GRPO:
             num_epochs=self.num_epochs, temperature=self.sampling.temperature,
         )  # fmt: skip
         return told(batch, metrics, equal_groups=unmoved_groups(gains, batch["group"]))
+
+
+def _build_grpo(inputs: AlgorithmInputs) -> GRPO:
+    return _build(inputs, loss=partial(losses.ppo, clip=inputs.clip))
+
+
+def _build_dr_grpo(inputs: AlgorithmInputs) -> GRPO:
+    return _build(
+        inputs, normalize_std=False, loss=partial(losses.ppo, clip=inputs.clip),
+        mode="seq-mean-token-sum-norm", norm=float(inputs.sampling.max_new_tokens),
+    )  # fmt: skip
+
+
+def _build_gspo(inputs: AlgorithmInputs) -> GRPO:
+    loss = partial(losses.gspo, clip=inputs.clip)
+    return _build(inputs, loss=loss, mode="seq-mean-token-mean")
+
+
+def _build_cispo(inputs: AlgorithmInputs) -> GRPO:
+    return _build(inputs, loss=partial(losses.cispo, clip=inputs.clip))
+
+
+def _build(inputs: AlgorithmInputs, **settings: Any) -> GRPO:
+    return GRPO(reference=inputs.reference, kl_coefficient=inputs.beta, **settings, **inputs.common)
+
+
+GRPO_SPEC = AlgorithmSpec(step="grpo", build=_build_grpo)
+DR_GRPO_SPEC = AlgorithmSpec(step="grpo", build=_build_dr_grpo)
+GSPO_SPEC = AlgorithmSpec(step="grpo", build=_build_gspo)
+CISPO_SPEC = AlgorithmSpec(step="grpo", build=_build_cispo)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
     counted,
     is_kept,
@@ -22,7 +24,7 @@ from hybridflow.rollout.sampling import Sampling
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 
-__all__ = ["PPO"]
+__all__ = ["PPO", "PPO_SPEC"]
 
 
 @dataclass(kw_only=True)
@@ -80,3 +82,10 @@ class PPO:
             temperature=self.sampling.temperature, **learnt,
         )  # fmt: skip
         return told(batch, metrics, value_loss=trained["loss"], **more)
+
+
+def _build(inputs: AlgorithmInputs) -> PPO:
+    return PPO(critic=inputs.critics["critic"], **inputs.penalty, **inputs.common)
+
+
+PPO_SPEC = AlgorithmSpec(step="ppo", build=_build)

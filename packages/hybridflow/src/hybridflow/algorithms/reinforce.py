@@ -11,6 +11,8 @@ from functools import partial
 from torch import Tensor
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
     counted,
     is_kept,
@@ -28,7 +30,7 @@ from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import ConfigError
 
-__all__ = ["RLOO", "ReinforcePlusPlus"]
+__all__ = ["REINFORCE_PLUS_PLUS_SPEC", "RLOO", "RLOO_SPEC", "ReinforcePlusPlus"]
 
 
 @dataclass(kw_only=True)
@@ -99,3 +101,15 @@ class ReinforcePlusPlus(_Reinforce):
         batch = self._rewarded(roll)
         gains = advantages.reinforce_plus_plus(batch["penalized"], counted(batch), 1.0)
         return self._update(roll, batch, gains)
+
+
+def _build_rloo(inputs: AlgorithmInputs) -> RLOO:
+    return RLOO(**inputs.penalty, **inputs.common)
+
+
+def _build_reinforce_plus_plus(inputs: AlgorithmInputs) -> ReinforcePlusPlus:
+    return ReinforcePlusPlus(**inputs.penalty, **inputs.common)
+
+
+RLOO_SPEC = AlgorithmSpec(step="grpo", build=_build_rloo)
+REINFORCE_PLUS_PLUS_SPEC = AlgorithmSpec(step="reinforce", build=_build_reinforce_plus_plus)

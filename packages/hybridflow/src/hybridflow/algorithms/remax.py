@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
     counted,
     learnt_columns,
@@ -21,7 +23,7 @@ from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import ConfigError
 
-__all__ = ["ReMax"]
+__all__ = ["REMAX_SPEC", "ReMax"]
 
 
 @dataclass(kw_only=True)
@@ -72,3 +74,10 @@ class ReMax:
         found = scored(batch.drop(*made) | likeliest, self.score)
         worth = found["rewards"].sum(1) if "rewards" in found else found["scores"]
         return learnt_columns(found, baseline=worth)
+
+
+def _build(inputs: AlgorithmInputs) -> ReMax:
+    return ReMax(clip=inputs.clip, **inputs.common)
+
+
+REMAX_SPEC = AlgorithmSpec(step="remax", build=_build, has_reference=False)

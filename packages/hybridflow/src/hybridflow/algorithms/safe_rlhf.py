@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
     counted,
     learnt_columns,
@@ -26,7 +28,7 @@ from hybridflow.rollout.sampling import Sampling
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 
-__all__ = ["SafeRLHF"]
+__all__ = ["SAFE_RLHF_SPEC", "SafeRLHF"]
 
 
 @dataclass(kw_only=True)
@@ -91,3 +93,14 @@ class SafeRLHF:
             batch, metrics, cost=mean_cost, multiplier=self.multiplier.value,
             value_loss=trained[0]["loss"], cost_value_loss=trained[1]["loss"],
         )  # fmt: skip
+
+
+def _build(inputs: AlgorithmInputs) -> SafeRLHF:
+    assert inputs.cost is not None, "recipes are checked for one"
+    return SafeRLHF(
+        critic=inputs.critics["critic"], cost_critic=inputs.critics["cost-critic"],
+        cost=inputs.cost, **inputs.penalty, **inputs.common,
+    )  # fmt: skip
+
+
+SAFE_RLHF_SPEC = AlgorithmSpec(step="safe_rlhf", build=_build)

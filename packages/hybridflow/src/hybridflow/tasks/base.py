@@ -35,6 +35,11 @@ class Task(Protocol):
     token_rewards: Reward
 
     @property
+    def end_token(self) -> int | None:
+        """The token that ends a response; None if all responses have one length."""
+        ...
+
+    @property
     def num_new_tokens(self) -> int:
         """Tokens of the longest right response, with its end token if it has one."""
         ...
@@ -65,6 +70,11 @@ class QuestionTask(Task, ABC):
     """
 
     seed: int = 0
+
+    @property
+    def end_token(self) -> int | None:
+        """The tokenizer's end token."""
+        return self.tokenizer.end_token
 
     @property
     @abstractmethod

@@ -10,26 +10,22 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.training.placement import Loop, Placement, Server, is_set
 from shared.errors import ConfigError
 
+if TYPE_CHECKING:
+    from hybridflow.algorithms.dataflow import AlgorithmSpec
+
 __all__ = [
-    "ALGORITHMS",
-    "GROUPED",
     "OptimizerSettings",
     "Recipe",
     "built_in",
     "read_recipe",
     "write_recipe",
 ]
-
-ALGORITHMS = (
-    "ppo", "grpo", "dr-grpo", "gspo", "cispo", "rloo", "remax", "reinforce++", "safe-rlhf",
-)  # fmt: skip
-_CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost-critic")}
-GROUPED = ("grpo", "dr-grpo", "gspo", "cispo", "rloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +49,9 @@ class Recipe:
     """A run.
 
     Attributes:
-        algorithm: one of `ALGORITHMS`.
+        algorithm: a name of `hybridflow.algorithms.registry`.
         model: "config:NAME" for a model made from nothing, or a local Hugging Face folder.
-        task: "digit-sort:K", "arithmetic:MAX", or a .jsonl or .parquet file of prompts.
+        task: "NAME:NUMBER" of `hybridflow.tasks.registry`, as "digit-sort:2", or a .jsonl or .parquet file of prompts.
         reward: "file.py:function" or "module:function" of a `hybridflow.reward`, or a reward model:
             a Hugging Face folder, or "config:NAME"; empty for a task that has its own.
         cost: the same for the cost of Safe-RLHF.
@@ -101,39 +97,43 @@ class Recipe:
     max_tokens: int = 16384
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            near = difflib.get_close_matches(self.algorithm, ALGORITHMS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}{hint}"
-            )
+        ALGORITHMS.check(self.algorithm)
         for name in ("steps", "batch_size", "num_samples", "num_updates", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-        if self.algorithm in GROUPED and self.num_samples < 2:
+        if self.spec.kind.is_grouped and self.num_samples < 2:
             raise ConfigError(
                 f"num_samples: {self.algorithm} compares the responses to a prompt, so it needs 2 "
                 f"or more, got {self.num_samples}"
             )
-        if self.algorithm == "remax" and self.num_samples != 1:
-            raise ConfigError("num_samples: remax draws one response a prompt")
+        if self.spec.kind.has_greedy and self.num_samples != 1:
+            raise ConfigError(f"num_samples: {self.algorithm} draws one response a prompt")
         if self.batch_size % self.num_samples:
             raise ConfigError(
                 f"batch_size: {self.batch_size} responses are no whole number of prompts with "
                 f"{self.num_samples} each"
             )
-        if self.algorithm == "safe-rlhf" and not self.cost:
-            raise ConfigError("cost: safe-rlhf needs a cost, 'file.py:function' or a cost model")
-        if self.algorithm == "remax" and self.beta:
-            raise ConfigError("beta: remax has no penalty for leaving the reference; set it to 0")
+        if self.spec.kind.has_cost and not self.cost:
+            raise ConfigError(
+                f"cost: {self.algorithm} needs a cost, 'file.py:function' or a cost model"
+            )
+        if self.beta and not self.spec.has_reference:
+            raise ConfigError(
+                f"beta: {self.algorithm} has no penalty for leaving the reference; set it to 0"
+            )
         self._check_all_is_used()
         self._check_rollout()
 
     def _check_all_is_used(self) -> None:
         """Refuses what is set in vain: who sets it believes that it does something."""
-        if self.cost and self.algorithm != "safe-rlhf":
-            raise ConfigError(f"cost: {self.algorithm} has none, only safe-rlhf has")
-        is_task = self.task.startswith(("digit-sort:", "arithmetic:"))
+        # It imports torch, which the names of the built-in recipes do not need.
+        from hybridflow.tasks.registry import TASKS
+
+        if self.cost and not self.spec.kind.has_cost:
+            known = [name for name in ALGORITHMS if ALGORITHMS.get(name).kind.has_cost]
+            raise ConfigError(f"cost: {self.algorithm} has none, only {', '.join(known)} has")
+        name, colon, _ = self.task.partition(":")
+        is_task = bool(colon) and name in TASKS
         if self.per_token and (self.reward or not is_task):
             raise ConfigError(
                 "per_token: expected a task's own reward to give to tokens, got "
@@ -141,7 +141,7 @@ class Recipe:
             )
         if is_task and is_set(self, "max_prompt_tokens"):
             raise ConfigError(f"max_prompt_tokens: {self.task} has no longer prompts to leave out")
-        used = {"actor", "rollout", *_CRITICS.get(self.algorithm, ())}
+        used = {"actor", "rollout", *self.spec.kind.critics}
         used |= {"reference"} if self.beta else set()
         used |= {role for role in ("reward", "cost") if getattr(self, role)}
         unused = sorted(self.placement.models.keys() - used)
@@ -167,7 +167,7 @@ class Recipe:
                 "placement.models.rollout.pool: expected another pool than the actor's, which "
                 "draws by itself on its own"
             )
-        used = {*place.models, *_CRITICS.get(self.algorithm, ())} - {"rollout"}
+        used = {*place.models, *self.spec.kind.critics} - {"rollout"}
         beside = [role for role in used if place.of(role).pool == place.of("rollout").pool]
         if is_apart and beside:
             raise ConfigError(
@@ -184,6 +184,11 @@ class Recipe:
         return replace(
             self, loop=Loop(), server=Server(), placement=replace(self.placement, models=models)
         )
+
+    @property
+    def spec(self) -> AlgorithmSpec:
+        """What its algorithm needs, and how it is built."""
+        return ALGORITHMS.get(self.algorithm)
 
     @property
     def num_prompts(self) -> int:

@@ -14,10 +14,6 @@ from shared.errors import ConfigError
 
 __all__ = ["models_of", "placed", "workload_of"]
 
-_ALGORITHMS = {
-    "ppo": "ppo", "remax": "remax", "safe-rlhf": "safe_rlhf", "reinforce++": "reinforce",
-}  # fmt: skip
-
 
 def models_of(recipe: Recipe) -> list[ModelSpec]:
     """The models that a recipe's step runs, named by their roles.
@@ -29,9 +25,8 @@ def models_of(recipe: Recipe) -> list[ModelSpec]:
         raise ConfigError(
             "loop: the search knows steps in which the actor draws; set loop=null and server=null"
         )
-    critics = {"ppo": ["critic"], "safe-rlhf": ["critic", "cost-critic"]}
     found = [_spec(recipe.model, "actor", "actor")]
-    found += [_spec(recipe.model, "critic", name) for name in critics.get(recipe.algorithm, [])]
+    found += [_spec(recipe.model, "critic", name) for name in recipe.spec.kind.critics]
     if recipe.beta:
         found.append(_spec(recipe.model, "reference", "reference"))
     for role in ("reward", "cost"):
@@ -62,7 +57,7 @@ def workload_of(recipe: Recipe) -> Workload:
         prompt = int(task.batch(0, 64)["prompt_lengths"].max())
         response = recipe.max_new_tokens or task.num_new_tokens
     return Workload(
-        algorithm=_ALGORITHMS.get(recipe.algorithm, "grpo"), global_batch_size=recipe.batch_size,
+        algorithm=recipe.spec.step, global_batch_size=recipe.batch_size,
         prompt_tokens=prompt, response_tokens=response, num_updates=recipe.num_updates,
         micro_batch_tokens=recipe.max_tokens, group_size=recipe.num_samples,
     )  # fmt: skip

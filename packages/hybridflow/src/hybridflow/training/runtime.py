@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from hybridflow import algorithms as algos
 from hybridflow.algorithms import loops
-from hybridflow.rl import lagrange, losses
+from hybridflow.algorithms.dataflow import Algorithm, AlgorithmInputs
 from hybridflow.rollout.sampling import Sampling
-from hybridflow.tasks import DigitSort, Task
+from hybridflow.tasks.base import Task
 from hybridflow.tasks.prompts import Prompts
 from hybridflow.training.build_models import Models, start_workers
 from hybridflow.training.checkpoints.checkpoint import Checkpoint
@@ -76,7 +75,7 @@ class Run:
         new_tokens = recipe.max_new_tokens or (task.num_new_tokens if task else 0)
         if not new_tokens:
             raise ConfigError("max_new_tokens: prompts of a file need a longest response")
-        end = None if isinstance(task, DigitSort) else tokenizer.end_token
+        end = tokenizer.end_token if task is None else task.end_token
         sampling = Sampling(
             max_new_tokens=new_tokens, num_samples=recipe.num_samples, seed=recipe.seed,
             temperature=recipe.temperature, end_token=end,
@@ -211,37 +210,13 @@ def _renamed(costs: Batch) -> Batch:
 
 def _algorithm(
     recipe: Recipe, models: Models, score: Any, sampling: Sampling, tokenizer: Any
-) -> Any:
-    clip = (recipe.clip_low, recipe.clip_high)
-    common: dict[str, Any] = {
-        "actor": models.actor(), "score": score, "sampling": sampling,
-        "num_updates": recipe.num_updates,
-    }  # fmt: skip
-    name, reference = recipe.algorithm, models.reference()
-    penalized = {"reference": reference, "beta": recipe.beta, "clip": clip}
-    if name == "ppo":
-        return algos.PPO(critic=models.critic("critic", 1), **penalized, **common)
-    if name == "safe-rlhf":
-        return algos.SafeRLHF(
-            critic=models.critic("critic", 1), cost_critic=models.critic("cost-critic", 2),
-            cost=_cost(recipe, models, tokenizer), multiplier=lagrange.Multiplier(),
-            **penalized, **common,
-        )  # fmt: skip
-    if name == "rloo":
-        return algos.RLOO(**penalized, **common)
-    if name == "reinforce++":
-        return algos.ReinforcePlusPlus(**penalized, **common)
-    if name == "remax":
-        return algos.ReMax(clip=clip, **common)
-    common |= {"reference": reference, "kl_coefficient": recipe.beta}
-    if name == "dr-grpo":
-        return algos.GRPO(
-            normalize_std=False, loss=partial(losses.ppo, clip=clip),
-            mode="seq-mean-token-sum-norm", norm=float(sampling.max_new_tokens), **common,
-        )  # fmt: skip
-    if name == "gspo":
-        loss = partial(losses.gspo, clip=clip)
-        return algos.GRPO(loss=loss, mode="seq-mean-token-mean", **common)
-    return algos.GRPO(
-        loss=partial(losses.cispo if name == "cispo" else losses.ppo, clip=clip), **common
-    )
+) -> Algorithm:
+    actor, reference = models.actor(), models.reference()
+    kind = recipe.spec.kind
+    critics = {role: models.critic(role, k) for k, role in enumerate(kind.critics, 1)}
+    inputs = AlgorithmInputs(
+        actor=actor, reference=reference, critics=critics, score=score, sampling=sampling,
+        cost=_cost(recipe, models, tokenizer) if kind.has_cost else None,
+        num_updates=recipe.num_updates, clip=(recipe.clip_low, recipe.clip_high), beta=recipe.beta,
+    )  # fmt: skip
+    return recipe.spec.build(inputs)

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybridflow.tasks import Arithmetic, DigitSort, Task
+from hybridflow.tasks.base import Task
+from hybridflow.tasks.registry import TASKS
 from hybridflow.tasks.rewards import Reward
 from hybridflow.tasks.tokenizers import as_tokenizer
 from hybridflow.training.config import Recipe
@@ -24,16 +25,13 @@ def task_of(recipe: Recipe) -> Task | None:
         ConfigError: if there is neither such a task nor such a file.
     """
     name, _, size = recipe.task.partition(":")
-    if name in ("digit-sort", "arithmetic"):
+    if name in TASKS:
         if not size.isdecimal():
             raise ConfigError(f"task: expected {name}:NUMBER, got {recipe.task!r}")
-        if name == "digit-sort":
-            return DigitSort(k=int(size), seed=recipe.seed)
-        return Arithmetic(max_number=int(size), seed=recipe.seed)
+        return TASKS.get(name)(int(size), recipe.seed)
     if not Path(recipe.task).is_file():
-        raise ConfigError(
-            f"task: expected digit-sort:K, arithmetic:MAX, or a file of prompts, got {recipe.task!r}"
-        )
+        known = ", ".join(f"{name}:NUMBER" for name in TASKS)
+        raise ConfigError(f"task: expected {known}, or a file of prompts, got {recipe.task!r}")
     return None
 
 
