@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.mapping.models import LLAMA_SIZES
 from hybridflow.mapping.steps import STEPS
 from hybridflow.training.config import built_in
 from hybridflow.training.placement import ENGINES
@@ -156,9 +157,9 @@ class Map(JsonOption):
     """File for the recipe with its models placed."""
     engine: Annotated[str, choice(ENGINES)] = "local"
     """What starts the ranks of the recipe placed."""
-    actor: Literal["7B", "13B", "34B", "70B"] = "7B"
+    actor: Annotated[str, choice(LLAMA_SIZES)] = "7B"
     """Llama of actor and reference."""
-    critic: Literal["7B", "13B", "34B", "70B"] = "7B"
+    critic: Annotated[str, choice(LLAMA_SIZES)] = "7B"
     """Llama of critic and reward model."""
     algorithm: Annotated[str, choice(STEPS)] = "ppo"
     """Whose models and stages."""

@@ -10,21 +10,19 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.registry import Registry
 
 __all__ = ["LLAMA_SIZES", "ROLES", "ModelSpec"]
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
 """What a model may do in a step."""
 
-# Layers, hidden, heads, KV heads, feed-forward: Llama 2, and Code Llama for 34B.
-_LLAMA = {
-    "7B": (32, 4096, 32, 32, 11008),
-    "13B": (40, 5120, 40, 40, 13824),
-    "34B": (48, 8192, 64, 8, 22016),
-    "70B": (80, 8192, 64, 8, 28672),
-}
-LLAMA_SIZES = tuple(_LLAMA)
-"""Sizes that `ModelSpec.llama` knows."""
+LLAMA_SIZES: Registry[str, tuple[int, ...]] = Registry("size")
+"""Layers, hidden, heads, KV heads and feed-forward of what `ModelSpec.llama` knows."""
+LLAMA_SIZES.add("7B", (32, 4096, 32, 32, 11008), "Llama 2 7B")
+LLAMA_SIZES.add("13B", (40, 5120, 40, 40, 13824), "Llama 2 13B")
+LLAMA_SIZES.add("34B", (48, 8192, 64, 8, 22016), "Code Llama 34B")
+LLAMA_SIZES.add("70B", (80, 8192, 64, 8, 28672), "Llama 2 70B")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,9 +87,7 @@ class ModelSpec:
         Raises:
             ConfigError: the size is unknown.
         """
-        if size not in _LLAMA:
-            raise ConfigError(f"expected a size of {', '.join(_LLAMA)}, came {size!r}")
-        layers, hidden, heads, kv_heads, ffn = _LLAMA[size]
+        layers, hidden, heads, kv_heads, ffn = LLAMA_SIZES.get(size)
         shape = {
             "num_layers": layers,
             "hidden_size": hidden,
