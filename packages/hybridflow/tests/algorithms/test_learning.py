@@ -16,14 +16,6 @@ MODEL = {**hy.PRESETS["tiny-llama"], "vocab_size": 16}
 TASK = hy.tasks.DigitSort(k=2)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def learnt(recipe):
     """Greedy exact match before and after, and rewards."""
     with Workers.inline() as workers:

@@ -342,11 +342,11 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
     held = itemsize * sum(p.box.numel for p in pieces(model, share))
     others = storage_bytes() - held
     bucket = itemsize * max(
-        sum(piece.box.numel for name in names for piece in moved._training.pieces.get(name, ()))
-        for names in moved._buckets
+        sum(piece.box.numel for name in names for piece in moved.training.pieces.get(name, ()))
+        for names in moved.buckets
     )
     limit = others + itemsize * sum(p.numel() for p in wanted.parameters()) + bucket
-    for side in (moved._training, moved._generation):
+    for side in (moved.training, moved.generation):
         side.allocate = watched(side.allocate, seen, limit)
     adams = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, twin)]
     told = []
@@ -365,7 +365,7 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
         moved.to_training()
         moved.to_training()
         back = world.ledger.snapshot()
-        for side in (moved._training, moved._generation):
+        for side in (moved.training, moved.generation):
             vars(side).pop("allocate", None)  # from here on there are optimizers' states too
         assert sum(p.numel() for p in generator.parameters() if p.device.type != "meta") == 0
         assert {name: id(p) for name, p in model.named_parameters()} == parameters
@@ -385,7 +385,7 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
     return {
         "told": told,
         "plans": [
-            (p.received_bytes[me], p.sent_bytes[me]) for p in (moved.plan, moved._back)
+            (p.received_bytes[me], p.sent_bytes[me]) for p in (moved.plan, moved.plan_back)
         ],
         "peak": moved.peak_bytes,
         "measured": max(seen) - others,
@@ -416,8 +416,8 @@ def watched(allocate, seen, limit):
 def largest_bucket(moved, me, itemsize):
     """Of this rank's training weights and messages, in bytes."""
     most = 0
-    for bucket in moved._buckets:
-        for found in (moved.plan, moved._back):
+    for bucket in moved.buckets:
+        for found in (moved.plan, moved.plan_back):
             boxes = [t for name in bucket for t in found.transfers[name]]
             messages = sum(b.numel for s, d, b in boxes if s != d and me in (s, d))
             held = [b.numel for name in bucket for b in (p.box for p in own(moved, name))]
@@ -426,7 +426,7 @@ def largest_bucket(moved, me, itemsize):
 
 
 def own(moved, name):
-    return [*moved._training.pieces.get(name, ()), *moved._generation.pieces.get(name, ())]
+    return [*moved.training.pieces.get(name, ()), *moved.generation.pieces.get(name, ())]
 
 
 @pytest.fixture(scope="module")

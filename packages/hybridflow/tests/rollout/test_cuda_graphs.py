@@ -83,7 +83,7 @@ def captures(monkeypatch):
         made = []
         monkeypatch.setattr(native_graphs, "can_capture", lambda device, shard: True)
         monkeypatch.setattr(native_graphs, "capture", capture)
-        monkeypatch.setattr(native_graphs, "_NUM_PLAIN", 1)
+        monkeypatch.setattr(native_graphs, "NUM_UNCAPTURED", 1)
         return made
 
     return by
@@ -95,7 +95,7 @@ def models():
 
 
 def settings(model, temperature):
-    """SampleTable that end at many lengths, so that places are refilled and given up."""
+    """Samples that end at many lengths, so that places are refilled and given up."""
     end = often(model) if temperature else None
     return Sampling(max_new_tokens=9, num_samples=3, temperature=temperature, seed=2, end_token=end)
 

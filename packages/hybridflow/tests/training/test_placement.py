@@ -10,7 +10,7 @@ from hybridflow.cli import main
 from hybridflow.training.config import read_recipe, write_recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.controller import Workers
-from hybridflow.workers.timeline import Span, _apart
+from hybridflow.workers.timeline import Span, cut_overlaps
 from shared.errors import ConfigError
 
 from ..rollout.stand_in import StandIn
@@ -265,6 +265,6 @@ def test_calls_whose_answers_waited_are_drawn_one_after_another():
         Span(2, "b.y", 0, 0.5, 1.5),
         Span(1, "a.x", 1, 0.2, 1.0),
     ]
-    assert sorted(_apart(read_late)) == [
+    assert sorted(cut_overlaps(read_late)) == [
         Span(1, "a.x", 0, 0.0, 0.5), Span(1, "a.x", 1, 0.2, 1.0), Span(2, "b.y", 0, 0.5, 1.5),
     ]  # fmt: skip

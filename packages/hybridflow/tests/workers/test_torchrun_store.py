@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridflow import Batch
-from hybridflow.workers.engines.rank import _part
+from hybridflow.workers.engines.rank import take_rows
 from hybridflow.workers.engines.tcp import Listener, PeerLink, connect
 from hybridflow.workers.engines.torchrun_store import PlacedStore, StoreAddress
 from shared.errors import CommError, DataError
@@ -118,7 +118,7 @@ def test_only_what_is_wanted_is_sent(stores, monkeypatch):
     monkeypatch.setattr(PeerLink, "receive_bytes", counting)
     y = torch.randn(1000, 5000)
     handle = stores[0].pack(Batch(x=torch.arange(1000), y=y, z=torch.ones(1000, 5000)))
-    wanted = partial(_part, columns=("x", "y"), start=300, stop=310)
+    wanted = partial(take_rows, columns=("x", "y"), start=300, stop=310)
     for _ in range(2):
         found = stores[1].load(handle, wanted)
         assert found.keys() == ["x", "y"]
@@ -134,7 +134,7 @@ def test_only_what_is_wanted_is_sent(stores, monkeypatch):
 
 def test_what_can_not_be_read_is_told_as_on_the_machine_itself(stores):
     handle = stores[0].pack(Batch(y=torch.ones(1000, 50)))
-    wanted = partial(_part, columns=("nothing",), start=0, stop=None)
+    wanted = partial(take_rows, columns=("nothing",), start=0, stop=None)
     errors = []
     for store in stores:
         with pytest.raises((DataError, KeyError)) as caught:

@@ -103,10 +103,10 @@ class WorkerGroup:
 
     def _method(self, method: str) -> tuple[Remote, MethodRoute]:
         if method not in self._methods:
-            mark = getattr(getattr(self.kind, method, None), "_remote", None)
+            mark = getattr(getattr(self.kind, method, None), "remote_mark", None)
             if mark is None:
                 offered = [
-                    name for name in dir(self.kind) if hasattr(getattr(self.kind, name), "_remote")
+                    name for name in dir(self.kind) if hasattr(getattr(self.kind, name), "remote_mark")
                 ]
                 raise ConfigError(
                     f"{self.name} has no remote method {method!r}; it has {', '.join(offered)}. "

@@ -28,7 +28,7 @@ __all__ = [
     "Segment",
     "Slot",
     "ValueStore",
-    "value_of",
+    "take_rows", "value_of",
 ]
 
 
@@ -203,11 +203,12 @@ class RankExecutor:
 
     def _part(self, segment: Segment, columns: Sequence[str] | None) -> Batch:
         # Not a closure, as it may be applied where the batch lies, on another machine.
-        wanted = partial(_part, columns=columns, start=segment.start, stop=segment.stop)
+        wanted = partial(take_rows, columns=columns, start=segment.start, stop=segment.stop)
         return self._store.load(segment.handle, wanted)
 
 
-def _part(batch: Batch, columns: Sequence[str] | None, start: int, stop: int | None) -> Batch:
+def take_rows(batch: Batch, columns: Sequence[str] | None, start: int, stop: int | None) -> Batch:
+    """Some columns (None: all) of rows [start, stop); of all rows when stop is None."""
     batch = batch if columns is None else batch.select(*columns)
     return batch if stop is None else batch.rows(start, stop)
 

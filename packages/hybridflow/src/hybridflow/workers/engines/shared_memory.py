@@ -62,19 +62,27 @@ def make_folder() -> Path:
 class SharedMemory:
     """Writes and reads values in one folder."""
 
-    def __init__(self, folder: Path, owner: str, *, is_keeper: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        owner: str,
+        *,
+        is_keeper: bool = False,
+        most_free_bytes: int = _FREE_BYTES,
+    ) -> None:
         """Begins to write.
 
         Args:
             folder: from `make_folder`.
             owner: begins the names of this process's files; no other process's.
             is_keeper: whether this process removes what it wrote when the handle is collected.
+            most_free_bytes: of values in files that wait to be written to again.
         """
-        self._folder, self._owner, self._is_keeper = str(folder), owner, is_keeper
+        self.folder, self._owner, self._is_keeper = str(folder), owner, is_keeper
         self._numbers = itertools.count()
         self._written: deque[tuple[str, int]] = deque(maxlen=_NUM_REMEMBERED)
         self._free: deque[tuple[str, int]] = deque()
-        self._free_bytes = 0
+        self._free_bytes, self._most_free_bytes = 0, most_free_bytes
 
     def pack(self, value: Any) -> PackedValue:
         """Writes a value; unless this process removes it again, another has to `adopt` it."""
@@ -85,7 +93,7 @@ class SharedMemory:
             large.insert(0, memoryview(data))
         if not large:
             return PackedValue(data, None, ())
-        path = f"{self._folder}/{self._owner}-{next(self._numbers)}"
+        path = f"{self.folder}/{self._owner}-{next(self._numbers)}"
         pieces: list[Any] = []
         spans, end = [], 0
         for raw in large:
@@ -101,7 +109,7 @@ class SharedMemory:
         except OSError as error:
             os.unlink(path)
             raise MemoryError(
-                f"{end:,} bytes do not fit into shared memory at {self._folder} ({error.strerror}); "
+                f"{end:,} bytes do not fit into shared memory at {self.folder} ({error.strerror}); "
                 f"make /dev/shm larger, or send less at once"
             ) from error
         finally:
@@ -114,7 +122,7 @@ class SharedMemory:
             _write_all(fd, pieces)
         except OSError:
             # What waits to be written to again is all that can make room.
-            for file in Path(self._folder).glob(f"*{_FREE}"):
+            for file in Path(self.folder).glob(f"*{_FREE}"):
                 file.unlink(missing_ok=True)
             os.lseek(fd, 0, os.SEEK_SET)
             _write_all(fd, pieces)
@@ -151,7 +159,7 @@ class SharedMemory:
         self._free.append((path, size))
         self._free_bytes += size
         # Some of these have been written to again, under another name; that counts as free too.
-        while self._free and self._free_bytes > _FREE_BYTES:
+        while self._free and self._free_bytes > self._most_free_bytes:
             old, freed = self._free.popleft()
             self._free_bytes -= freed
             with suppress(OSError):
