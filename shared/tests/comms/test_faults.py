@@ -126,7 +126,7 @@ def test_raising_rank():
     assert text.startswith("rank 1 of 2 failed running raising")
     assert "KeyError: 'the reason'" in text
     assert "test_faults.py" in text
-    assert "_rank.py" not in text.partition("rank 0 of 2")[0]
+    assert "launch/rank.py" not in text.partition("rank 0 of 2")[0]
     assert "CommError: rank 0: barrier among ranks [0, 1] failed" in text
 
 

@@ -2,9 +2,9 @@
 
 import contextlib
 import importlib
-import multiprocessing
 import logging
 import math
+import multiprocessing
 import os
 import pickle
 import signal

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridflow import Batch, Protocol, Ragged, Worker, WorkerGroup, Workers, remote
+from hybridflow import Batch, Future, Protocol, Ragged, Worker, WorkerGroup, Workers, remote
 from hybridflow.workers.batch.batch import PADDING
 from hybridflow.workers.pool import ResourcePool
 from shared.errors import ConfigError, DataError, RankFailure
@@ -526,7 +526,9 @@ def _kept(toy):
     if engine.name == "ray":
         return sum(toy.num_references().result())
     is_local = engine.name == "local"
-    folders = [engine.store.folder] if is_local else [p.folder for p in engine.store.places.values()]
+    folders = (
+        [engine.store.folder] if is_local else [p.folder for p in engine.store.places.values()]
+    )
     files = [file for folder in folders for file in Path(folder).iterdir()]
     # What is free may be written to again.
     return len([file for file in files if not file.is_socket() and file.suffix != ".free"])

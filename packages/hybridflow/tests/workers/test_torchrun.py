@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from hybridflow import WorkerGroup, Workers
-from hybridflow.workers.engines import torchrun
 from hybridflow.workers.engines.torchrun_rank import Member, meeting_place
 from shared.errors import ConfigError, RankFailure
 

@@ -42,7 +42,7 @@ from gnnflow.features.slot_table import (
     remove,
 )
 from gnnflow.features.slots_leaving import adapt, least_used, oldest, rise
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = ["admit", "look_up", "requeue"]
 

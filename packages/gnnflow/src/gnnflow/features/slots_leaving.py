@@ -26,7 +26,7 @@ from gnnflow.features.slot_table import (
     WANTED,
     num_late,
 )
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = ["adapt", "least_used", "oldest", "rise"]
 

@@ -10,7 +10,7 @@ is counted first, and the caller makes room.
 # ruff: noqa: ANN001, ANN201, ANN202
 import numpy as np
 
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = [
     "ADAPTIVE",

@@ -100,7 +100,9 @@ class Stage:
         self._is_first, self._is_last = model.shard.is_first, model.shard.is_last
         self._next, self._previous = group.rank + 1, group.rank - 1
 
-    def forward(self, k: int, x: Tensor, loss_of: Callable[[int, Tensor], Tensor]) -> KeptMicroBatch:
+    def forward(
+        self, k: int, x: Tensor, loss_of: Callable[[int, Tensor], Tensor]
+    ) -> KeptMicroBatch:
         out = self._model(x)
         return KeptMicroBatch(x, loss_of(k, out) if self._is_last else out)
 

@@ -106,7 +106,9 @@ class WorkerGroup:
             mark = getattr(getattr(self.kind, method, None), "remote_mark", None)
             if mark is None:
                 offered = [
-                    name for name in dir(self.kind) if hasattr(getattr(self.kind, name), "remote_mark")
+                    name
+                    for name in dir(self.kind)
+                    if hasattr(getattr(self.kind, name), "remote_mark")
                 ]
                 raise ConfigError(
                     f"{self.name} has no remote method {method!r}; it has {', '.join(offered)}. "

@@ -28,7 +28,8 @@ __all__ = [
     "Segment",
     "Slot",
     "ValueStore",
-    "take_rows", "value_of",
+    "take_rows",
+    "value_of",
 ]
 
 

@@ -23,7 +23,7 @@ import torch
 from hybridflow.workers.engines.rank import RankExecutor
 from hybridflow.workers.engines.tcp import Listener, PeerLink
 from hybridflow.workers.engines.torchrun_store import PlacedStore, StoreAddress
-from shared.comms.group import join, leave, open_torchrun_store
+from shared.comms.init import join, leave, open_torchrun_store
 from shared.errors import ConfigError, RankFailure
 
 __all__ = ["Member", "meeting_place", "serve"]
