@@ -66,9 +66,11 @@ class Side:
         return getattr(*self._owners[piece.parameter]).data[piece.rows]
 
     def allocate(self, names: set[str]) -> None:
+        """Allocates the parameters that hold some weights."""
         self._set({name: self._shapes[name] for name in self.parameters_of(names)})
 
     def release(self, names: set[str]) -> None:
+        """Frees the parameters that hold some weights."""
         self._set({name: torch.Size([0]) for name in self.parameters_of(names)})
 
     def _set(self, shapes: dict[str, torch.Size]) -> None:

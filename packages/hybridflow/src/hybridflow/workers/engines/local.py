@@ -43,9 +43,11 @@ class StreamLink:
         self._rest = bytearray()
 
     def fileno(self) -> int:
+        """The descriptor to poll."""
         return self._socket.fileno()
 
     def send(self, message: Any) -> None:
+        """Sends a message; raises OSError if the other side has gone."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._socket.sendall(_SIZE.pack(len(data)) + data)
 
@@ -66,6 +68,7 @@ class StreamLink:
         return found
 
     def close(self) -> None:
+        """Closes the connection."""
         self._socket.close()
 
 
