@@ -192,13 +192,17 @@ class Map(JsonOption):
             return
         # These import torch, which takes longer than most searches.
         from hybridflow.training.config import read_recipe, write_recipe
-        from hybridflow.training.from_mapping import models_of, placed, workload_of
+        from hybridflow.training.from_mapping import (
+            describe_models,
+            describe_workload,
+            place_models,
+        )
 
         recipe = read_recipe(self.recipe, _pairs(self.set))
-        found = search(models_of(recipe), self._cluster(), workload_of(recipe))
+        found = search(describe_models(recipe), self._cluster(), describe_workload(recipe))
         print(found.to_json() if self.json else found)
         if self.out is not None:
-            write_recipe(placed(recipe, found, self.engine), self.out)
+            write_recipe(place_models(recipe, found, self.engine), self.out)
 
     def _cluster(self) -> Cluster:
         from shared.topology import Cluster, Link

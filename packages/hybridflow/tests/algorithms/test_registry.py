@@ -13,7 +13,7 @@ from hybridflow.mapping.steps import STEPS, StepKind
 from hybridflow.rollout.servers.registry import SERVERS
 from hybridflow.tasks.registry import TASKS
 from hybridflow.training.config import read_recipe
-from hybridflow.training.from_mapping import workload_of
+from hybridflow.training.from_mapping import describe_workload
 from hybridflow.training.placement import ENGINES, Server
 from hybridflow.training.runtime import Run
 from shared.errors import ConfigError
@@ -55,12 +55,12 @@ class Idle:
 
 def test_an_algorithm_from_outside_is_listed_and_trained_by(added, capsys):
     assert "idle" not in shown_help(capsys)
-    with pytest.raises(ConfigError, match="algorithm: expected one of ppo, .*got 'idle'"):
+    with pytest.raises(ConfigError, match=r"algorithm: expected one of ppo, .*got 'idle'"):
         read_recipe("ppo-sort", {"algorithm": "idle"})
     added(ALGORITHMS, "idle", AlgorithmSpec(step="reinforce", build=Idle))
     assert "idle" in shown_help(capsys)
     recipe = read_recipe("ppo-sort", {"algorithm": "idle", "steps": "1", "batch_size": "8"})
-    assert workload_of(recipe).algorithm == "reinforce"
+    assert describe_workload(recipe).algorithm == "reinforce"
     with hy.Workers.inline() as workers:
         assert [told["reward"] for told in Run.set_up(recipe, workers).steps()] == [8.0]
 
@@ -109,7 +109,7 @@ def test_a_task_from_outside_is_trained_on(added):
     missing = replace(recipe, task="sorted:2", per_token=False)
     with (
         hy.Workers.inline() as workers,
-        pytest.raises(ConfigError, match="expected digit-sort:NUMBER, .*reversed:NUMBER, or a"),
+        pytest.raises(ConfigError, match=r"expected digit-sort:NUMBER, .*reversed:NUMBER, or a"),
     ):
         Run.set_up(missing, workers)
 

@@ -16,7 +16,7 @@ from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.pieces import initialize, num_bytes, pieces, weight_shapes
 from hybridflow.models.sharding import shard_over
 from hybridflow.reshard import plan
-from hybridflow.reshard.planner import held_by, plan_boxes, wanted_by
+from hybridflow.reshard.planner import find_held_boxes, find_wanted_boxes, plan_boxes
 from hybridflow.reshard.transition import Transition, buckets
 from hybridflow.workers.batch.layout import Layout, generation_groups, generation_layout
 from shared.comms import RankPool
@@ -43,8 +43,10 @@ def tree(**changed):
 
 def boxes_of(config, src, dst, is_sharded, is_disjoint):
     """What each rank of both layouts holds and wants, made here from shards alone."""
-    sources = [held_by(config, src, rank, is_sharded=is_sharded) for rank in range(src.num_ranks)]
-    wanted = [held_by(config, dst, rank) for rank in range(dst.num_ranks)]
+    sources = [
+        find_held_boxes(config, src, rank, is_sharded=is_sharded) for rank in range(src.num_ranks)
+    ]
+    wanted = [find_held_boxes(config, dst, rank) for rank in range(dst.num_ranks)]
     if is_disjoint:
         return [*sources, *({} for _ in wanted)], [*({} for _ in sources), *wanted]
     return sources, wanted
@@ -161,8 +163,8 @@ def test_grouped_plans_are_exact_and_stay_in_micro_groups(changed, max_ranks):
         found = plan(f"{p}-{t}-{d}", f"{p_g}-{t_g}", raw)
         groups = generation_groups(f"{p}-{t}-{d}", f"{p_g}-{t_g}")
         ranks = range(p * t * d)
-        sources = [held_by(config, groups.train, rank) for rank in ranks]
-        wanted = [wanted_by(config, groups, rank) for rank in ranks]
+        sources = [find_held_boxes(config, groups.train, rank) for rank in ranks]
+        wanted = [find_wanted_boxes(config, groups, rank) for rank in ranks]
         group_of = {rank: k for k, group in enumerate(groups.micro_dp) for rank in group}
         assert all(group_of[src] == group_of[dst] for src, dst in found.pair_bytes())
         if p * t == max_ranks:
@@ -327,12 +329,12 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
     micro = next(ranks for ranks in domains if world.rank in ranks)
     group = Group.of(micro, members_only=True) if len(micro) > 1 else None
     generator = Decoder(config, gen_shard, device="meta", dtype=dtype)
-    sources = [held_by(config, layout, r, is_sharded=is_sharded) for r in micro]
+    sources = [find_held_boxes(config, layout, r, is_sharded=is_sharded) for r in micro]
     moved = Transition(
         model,
         generator,
         sources,
-        [wanted_by(config, groups, r) for r in micro],
+        [find_wanted_boxes(config, groups, r) for r in micro],
         group,
         share,
         bucket_bytes,

@@ -12,7 +12,7 @@ from hybridflow import Batch, WorkerGroup
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.pieces import initialize
-from hybridflow.reshard.planner import held_by
+from hybridflow.reshard.planner import find_held_boxes
 from hybridflow.reshard.transition import Transition, buckets
 from hybridflow.roles.actor import ActorWorker, PolicyUpdate
 from hybridflow.workers.batch.layout import Layout
@@ -30,7 +30,7 @@ def test_weights_of_a_move_that_was_broken_off_are_refused(way, bucket, exceptio
     shard = Shard(config, 0, 1, 0, 1)
     model, generator = Decoder(config, shard), Decoder(config, shard, device="meta")
     initialize(model, 3)
-    boxes = [held_by(config, Layout(), 0)]
+    boxes = [find_held_boxes(config, Layout(), 0)]
     moved = Transition(model, generator, boxes, boxes, None, bucket_bytes=1)
     assert len(moved.buckets) > 3
     if way == "back":

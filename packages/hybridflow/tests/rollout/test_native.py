@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hybridflow.models import pieces
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
-from hybridflow.models.sequences import asked, generated_mask, log_probs
+from hybridflow.models.sequences import generated_mask, log_probs, select_asked
 from hybridflow.rollout.native.generator import generate
 from hybridflow.rollout.sampling import Sampling, draw, uniforms
 from shared.comms.group import Group
@@ -118,7 +118,7 @@ def test_log_probs_are_those_of_the_distribution_drawn_from(model, temperature):
     sampling = Sampling(max_new_tokens=7, num_samples=2, temperature=temperature, end_token=5)
     found = generate(model, prompts_of(LENGTHS), sampling, num_places=5)
     mask = generated_mask(found.prompt_lengths, found.lengths, found.tokens.shape[1])
-    hidden = model(asked(found.tokens, mask))
+    hidden = model(select_asked(found.tokens, mask))
     expected, _ = log_probs(model, hidden, found.tokens, mask, temperature or 1.0)
     torch.testing.assert_close(found.log_probs, expected, rtol=0, atol=1e-12)
     assert (found.log_probs[mask] < 0).all()

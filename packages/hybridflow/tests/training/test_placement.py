@@ -214,15 +214,15 @@ def test_a_mapping_is_written_as_a_recipe_that_runs(two, tmp_path, capsys):
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "remax", "rloo", "reinforce", "safe"])
 def test_every_algorithm_has_a_mapping(algorithm):
     from hybridflow.mapping import search
-    from hybridflow.training.from_mapping import models_of, placed, workload_of
+    from hybridflow.training.from_mapping import describe_models, describe_workload, place_models
     from shared.topology import Cluster, Link
     from shared.topology.device import PRESETS
 
     recipe = read_recipe(f"{algorithm}-sort", {"beta": "0" if algorithm == "remax" else "0.1"})
     link = Link.from_rate(1e9, alpha_s=1e-5)
     cluster = Cluster.uniform(1, 4, PRESETS["A100_80"], local=link, network=link)
-    models = models_of(recipe)
-    made = placed(recipe, search(models, cluster, workload_of(recipe)), "ray")
+    models = describe_models(recipe)
+    made = place_models(recipe, search(models, cluster, describe_workload(recipe)), "ray")
     assert set(made.placement.models) == {model.name for model in models}
     roles = {"ppo": {"critic"}, "safe": {"critic", "cost-critic"}}.get(algorithm, set())
     assert roles < set(made.placement.models)

@@ -24,14 +24,14 @@ __all__ = [
     "AlgorithmInputs",
     "AlgorithmSpec",
     "Score",
-    "counted",
+    "average_kept",
     "is_kept",
-    "learnt_columns",
-    "mean_of",
-    "scored",
+    "mask_counted",
+    "measure_unmoved",
+    "score_batch",
+    "select_learnt",
+    "summarize_step",
     "token_rewards",
-    "told",
-    "unmoved_groups",
 ]
 
 Score = Callable[[Batch], Any]
@@ -114,7 +114,7 @@ class AlgorithmSpec:
         return STEPS.get(self.step)
 
 
-def scored(roll: Batch, score: Score, names: Sequence[str] = ("rewards", "scores")) -> Batch:
+def score_batch(roll: Batch, score: Score, names: Sequence[str] = ("rewards", "scores")) -> Batch:
     """A rollout with what a score makes of it, waited for.
 
     Args:
@@ -163,12 +163,12 @@ def is_kept(batch: Batch) -> Tensor:
     return torch.ones(len(batch), dtype=torch.bool)
 
 
-def counted(batch: Batch) -> Tensor:
+def mask_counted(batch: Batch) -> Tensor:
     """The mask [rows, W] of generated tokens in rows that are not dropped."""
     return batch["mask"] & is_kept(batch)[:, None]
 
 
-def mean_of(values: Tensor, batch: Batch) -> float:
+def average_kept(values: Tensor, batch: Batch) -> float:
     """Mean of one number a row [rows] over rows that are not dropped; 0 where all are."""
     kept = values[is_kept(batch)].double()
     return float(kept.sum() / max(1, len(kept)))
@@ -202,14 +202,14 @@ def token_rewards(
     return advantages.token_rewards(scores, batch["mask"], divergence, beta), divergence
 
 
-def learnt_columns(batch: Batch, **columns: Tensor) -> Batch:
+def select_learnt(batch: Batch, **columns: Tensor) -> Batch:
     """What an update wants beside the rollout; dropped rows have no weight in it."""
     if "is_dropped" in batch:
         columns["is_dropped"] = batch["is_dropped"]
     return Batch(columns)
 
 
-def unmoved_groups(gains: Tensor, group: Tensor) -> float:
+def measure_unmoved(gains: Tensor, group: Tensor) -> float:
     """Share of groups that teach nothing: all equal, or with one response or none left.
 
     Args:
@@ -221,14 +221,14 @@ def unmoved_groups(gains: Tensor, group: Tensor) -> float:
     return float((largest == 0).double().mean())
 
 
-def told(batch: Batch, metrics: Mapping[str, float], **more: float) -> dict[str, float]:
+def summarize_step(batch: Batch, metrics: Mapping[str, float], **more: float) -> dict[str, float]:
     """What a step says: of the batch, of the actor's update, and whatever else is given."""
     rewards = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
     if "is_dropped" in batch:
         more["num_dropped"] = float(batch["is_dropped"].sum())
     return {
-        "reward": mean_of(rewards, batch),
-        "response_length": mean_of(batch["mask"].sum(1), batch),
+        "reward": average_kept(rewards, batch),
+        "response_length": average_kept(batch["mask"].sum(1), batch),
         **metrics,
         **more,
     }

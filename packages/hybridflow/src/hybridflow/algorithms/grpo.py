@@ -17,12 +17,12 @@ from hybridflow.algorithms.dataflow import (
     AlgorithmInputs,
     AlgorithmSpec,
     Score,
-    counted,
     is_kept,
-    learnt_columns,
-    scored,
-    told,
-    unmoved_groups,
+    mask_counted,
+    measure_unmoved,
+    score_batch,
+    select_learnt,
+    summarize_step,
 )
 from hybridflow.rl import advantages, losses
 from hybridflow.roles.actor import Actor, Generator
@@ -69,14 +69,14 @@ class GRPO:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch = scored(batch, self.score)
+        batch = score_batch(batch, self.score)
         batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         scores = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
         gains = advantages.grpo(
             scores, batch["group"], is_dropped=~is_kept(batch), normalize_std=self.normalize_std
         )
-        columns = learnt_columns(
-            batch, advantages=advantages.expand(gains, counted(batch)),
+        columns = select_learnt(
+            batch, advantages=advantages.expand(gains, mask_counted(batch)),
             old_log_probs=batch["old_log_probs"],
         )  # fmt: skip
         rows = roll | columns if reference is None else roll | reference | columns
@@ -85,7 +85,7 @@ class GRPO:
             kl_coefficient=self.kl_coefficient, num_updates=self.num_updates,
             num_epochs=self.num_epochs, temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(batch, metrics, equal_groups=unmoved_groups(gains, batch["group"]))
+        return summarize_step(batch, metrics, equal_groups=measure_unmoved(gains, batch["group"]))
 
 
 def _build_grpo(inputs: AlgorithmInputs) -> GRPO:

@@ -14,13 +14,13 @@ from hybridflow.algorithms.dataflow import (
     AlgorithmInputs,
     AlgorithmSpec,
     Score,
-    counted,
     is_kept,
-    learnt_columns,
-    scored,
+    mask_counted,
+    measure_unmoved,
+    score_batch,
+    select_learnt,
+    summarize_step,
     token_rewards,
-    told,
-    unmoved_groups,
 )
 from hybridflow.rl import advantages, losses
 from hybridflow.roles.actor import Actor, Generator
@@ -58,7 +58,7 @@ class _Reinforce:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch = scored(batch, self.score)
+        batch = score_batch(batch, self.score)
         batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         if reference is not None:
             batch |= reference.result()
@@ -67,13 +67,13 @@ class _Reinforce:
     def _update(
         self, roll: Batch | Future | Joined, batch: Batch, gains: Tensor, **more: float
     ) -> dict:
-        columns = learnt_columns(batch, advantages=gains, old_log_probs=batch["old_log_probs"])
+        columns = select_learnt(batch, advantages=gains, old_log_probs=batch["old_log_probs"])
         metrics = self.actor.update(
             roll | columns, loss=partial(losses.ppo, clip=self.clip),
             num_updates=self.num_updates, num_epochs=self.num_epochs,
             temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(batch, metrics, **more)
+        return summarize_step(batch, metrics, **more)
 
 
 @dataclass(kw_only=True)
@@ -89,8 +89,8 @@ class RLOO(_Reinforce):
         batch = self._rewarded(roll)
         scores, group = batch["penalized"].sum(1), batch["group"]
         gains = advantages.rloo(scores, group, is_dropped=~is_kept(batch))
-        of_tokens = advantages.expand(gains, counted(batch))
-        return self._update(roll, batch, of_tokens, equal_groups=unmoved_groups(gains, group))
+        of_tokens = advantages.expand(gains, mask_counted(batch))
+        return self._update(roll, batch, of_tokens, equal_groups=measure_unmoved(gains, group))
 
 
 class ReinforcePlusPlus(_Reinforce):
@@ -99,7 +99,7 @@ class ReinforcePlusPlus(_Reinforce):
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the actor."""
         batch = self._rewarded(roll)
-        gains = advantages.reinforce_plus_plus(batch["penalized"], counted(batch), 1.0)
+        gains = advantages.reinforce_plus_plus(batch["penalized"], mask_counted(batch), 1.0)
         return self._update(roll, batch, gains)
 
 

@@ -13,12 +13,12 @@ from hybridflow.algorithms.dataflow import (
     AlgorithmInputs,
     AlgorithmSpec,
     Score,
-    counted,
-    learnt_columns,
-    mean_of,
-    scored,
+    average_kept,
+    mask_counted,
+    score_batch,
+    select_learnt,
+    summarize_step,
     token_rewards,
-    told,
 )
 from hybridflow.rl import advantages, lagrange, losses
 from hybridflow.roles.actor import Actor, Generator
@@ -62,12 +62,12 @@ class SafeRLHF:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch = scored(batch, self.score)
+        batch = score_batch(batch, self.score)
         batch |= Batch(old_log_probs=batch["rollout_log_probs"])
-        batch = scored(batch, self.cost, ["costs"])
+        batch = score_batch(batch, self.cost, ["costs"])
         if reference is not None:
             batch |= reference.result()
-        mask, gains, trained = counted(batch), [], []
+        mask, gains, trained = mask_counted(batch), [], []
         for critic, values, column, sign in (
             (self.critic, asked[0], "scores", 1),
             (self.cost_critic, asked[1], "costs", -1),
@@ -77,19 +77,19 @@ class SafeRLHF:
                 rewards, values.result()["values"], mask, self.gamma, self.lam
             )
             gains.append(advantages.whiten(gain, mask, shift_mean=column == "scores"))
-            rows = roll | values | learnt_columns(batch, returns=returns)
+            rows = roll | values | select_learnt(batch, returns=returns)
             trained.append(critic.update(rows, num_updates=self.num_updates))
-        mean_cost = mean_of(batch["costs"], batch)
+        mean_cost = average_kept(batch["costs"], batch)
         if mask.any():
             self.multiplier = self.multiplier.update(mean_cost)
         combined = lagrange.combine(gains[0], gains[1], self.multiplier.value)
-        columns = learnt_columns(batch, advantages=combined, old_log_probs=batch["old_log_probs"])
+        columns = select_learnt(batch, advantages=combined, old_log_probs=batch["old_log_probs"])
         loss = partial(losses.ppo, clip=self.clip)
         metrics = self.actor.update(
             roll | columns, loss=loss, num_updates=self.num_updates,
             temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(
+        return summarize_step(
             batch, metrics, cost=mean_cost, multiplier=self.multiplier.value,
             value_loss=trained[0]["loss"], cost_value_loss=trained[1]["loss"],
         )  # fmt: skip

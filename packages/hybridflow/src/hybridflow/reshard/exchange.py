@@ -20,7 +20,7 @@ from torch import Tensor
 from hybridflow.models.config import DecoderConfig
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import Piece
-from hybridflow.reshard.planner import Plan, held_by, plan_boxes
+from hybridflow.reshard.planner import Plan, find_held_boxes, plan_boxes
 from hybridflow.reshard.transition import buckets
 from hybridflow.workers.batch.layout import Layout
 from shared.comms import reshard
@@ -63,7 +63,7 @@ class Holding:
         if world_rank not in self.ranks:
             return {}
         rank = self.ranks.index(world_rank)
-        return held_by(self.config, self.layout, rank, is_sharded=self.is_sharded)
+        return find_held_boxes(self.config, self.layout, rank, is_sharded=self.is_sharded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.decoder import Decoder, Shard
-from hybridflow.models.sequences import asked, log_probs, micro_batches
+from hybridflow.models.sequences import log_probs, micro_batches, select_asked
 from hybridflow.reshard.exchange import Exchange, Holding, WeightRoute
-from hybridflow.reshard.planner import held_by, wanted_by
+from hybridflow.reshard.planner import find_held_boxes, find_wanted_boxes
 from hybridflow.reshard.transition import Transition
 from hybridflow.rl import kl, losses
 from hybridflow.rl.aggregate import aggregate, denominator
 from hybridflow.roles.model_worker import ModelWorker
 from hybridflow.rollout.native import generator as native
-from hybridflow.rollout.rows import greedy_of, prompt_rows, roll_of, sample_ids
+from hybridflow.rollout.rows import build_roll, prompt_rows, sample_ids, take_greedy
 from hybridflow.rollout.sampling import Sampling
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.protocols import remote
@@ -89,8 +89,8 @@ class ActorWorker(ModelWorker):
             self.transition = Transition(
                 self.model,
                 self.generator,
-                [held_by(self.config, mesh.train, r, is_sharded=is_sharded) for r in micro],
-                [wanted_by(self.config, groups, rank) for rank in micro],
+                [find_held_boxes(self.config, mesh.train, r, is_sharded=is_sharded) for r in micro],
+                [find_wanted_boxes(self.config, groups, rank) for rank in micro],
                 self.group_of(micro),
                 self.share,
             )
@@ -111,12 +111,12 @@ class ActorWorker(ModelWorker):
             step=step,
             stages=self.stages,
         )
-        return roll_of(batch, found, sampling, self.version)
+        return build_roll(batch, found, sampling, self.version)
 
     @remote(protocol="3d-all-micro-dp")
     def greedy(self, batch: Batch, sampling: Sampling, step: int = 0) -> Batch:
         """The likeliest responses; see `Generator.greedy`."""
-        return greedy_of(
+        return take_greedy(
             self.generate(batch, replace(sampling, temperature=0, num_samples=1), step)
         )
 
@@ -132,7 +132,7 @@ class ActorWorker(ModelWorker):
         tokens, mask, (lengths,) = self.read(batch, "lengths")
         rows = list(micro_batches(lengths, self.max_tokens))
         return self.evaluate(
-            [asked(tokens[k], mask[k]) for k in rows],
+            [select_asked(tokens[k], mask[k]) for k in rows],
             rows,
             lambda k, hidden: torch.stack(
                 log_probs(self.model, hidden, tokens[rows[k]], mask[rows[k]], temperature), -1
@@ -195,7 +195,7 @@ class ActorWorker(ModelWorker):
                 sums[name] = sums.get(name, 0) + value.double()
             return loss
 
-        step = self.train([asked(tokens[k], mask[k]) for k in rows], loss_of)
+        step = self.train([select_asked(tokens[k], mask[k]) for k in rows], loss_of)
         if not sums:
             return step  # not the last stage, whose answer is the one that is taken
         totals = self.summed(torch.stack(list(sums.values()))).tolist()

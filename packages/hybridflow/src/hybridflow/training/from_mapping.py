@@ -9,13 +9,13 @@ from hybridflow.mapping import Mapping, ModelPlan, ModelSpec, Workload
 from hybridflow.models.config import read_config
 from hybridflow.training.config import Recipe
 from hybridflow.training.placement import ModelPlace, Placement
-from hybridflow.training.sources import is_model, task_of
+from hybridflow.training.sources import find_task, is_model
 from shared.errors import ConfigError
 
-__all__ = ["models_of", "placed", "workload_of"]
+__all__ = ["describe_models", "describe_workload", "place_models"]
 
 
-def models_of(recipe: Recipe) -> list[ModelSpec]:
+def describe_models(recipe: Recipe) -> list[ModelSpec]:
     """The models that a recipe's step runs, named by their roles.
 
     Raises:
@@ -42,7 +42,7 @@ def _spec(model: str, role: str, name: str) -> ModelSpec:
     return ModelSpec.from_config(SimpleNamespace(**{**config.raw, **heads}), role, name)
 
 
-def workload_of(recipe: Recipe) -> Workload:
+def describe_workload(recipe: Recipe) -> Workload:
     """What a recipe's step asks of its models; each prompt and response counts as the longest.
 
     Of a task, the longest of some prompts; of a file, what the recipe allows.
@@ -50,7 +50,7 @@ def workload_of(recipe: Recipe) -> Workload:
     Raises:
         ConfigError: if the recipe's task is not there.
     """
-    task = task_of(recipe)
+    task = find_task(recipe)
     if task is None:
         prompt, response = recipe.max_prompt_tokens, recipe.max_new_tokens
     else:
@@ -63,11 +63,11 @@ def workload_of(recipe: Recipe) -> Workload:
     )  # fmt: skip
 
 
-def placed(recipe: Recipe, mapping: Mapping, engine: str) -> Recipe:
+def place_models(recipe: Recipe, mapping: Mapping, engine: str) -> Recipe:
     """The recipe with its models where a mapping has them.
 
     Args:
-        recipe: whose models `models_of` gave.
+        recipe: whose models `describe_models` gave.
         mapping: what `hybridflow.mapping.search` found for these.
         engine: what starts the ranks.
     """

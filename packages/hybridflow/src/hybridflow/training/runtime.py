@@ -16,7 +16,7 @@ from hybridflow.tasks.prompts import Prompts
 from hybridflow.training.build_models import Models, start_workers
 from hybridflow.training.checkpoints.checkpoint import Checkpoint
 from hybridflow.training.config import Recipe
-from hybridflow.training.sources import is_model, reward_of, task_of, tokenizer_of
+from hybridflow.training.sources import find_reward, find_task, find_tokenizer, is_model
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.controller import Workers
 from hybridflow.workers.timeline import Span, seconds_by_method
@@ -62,12 +62,12 @@ class Run:
         Raises:
             ConfigError: if something in the recipe can not be.
         """
-        task = task_of(recipe)
+        task = find_task(recipe)
         if task is not None:
             tokenizer: Any = task.tokenizer
             prompts: Callable[[int], Batch] = partial(task.batch, batch_size=recipe.num_prompts)
         else:
-            tokenizer = tokenizer_of(recipe.model)
+            tokenizer = find_tokenizer(recipe.model)
             prompts = Prompts(
                 recipe.task, tokenizer, batch_size=recipe.num_prompts, seed=recipe.seed,
                 max_prompt_tokens=recipe.max_prompt_tokens,
@@ -193,13 +193,13 @@ def _score(recipe: Recipe, models: Models, task: Task | None, tokenizer: Any) ->
         return partial(found, tokenizer=tokenizer)
     if is_model(recipe.reward):
         return models.reward().scores
-    return partial(reward_of(recipe.reward, "reward"), tokenizer=tokenizer)
+    return partial(find_reward(recipe.reward, "reward"), tokenizer=tokenizer)
 
 
 def _cost(recipe: Recipe, models: Models, tokenizer: Any) -> Any:
     if is_model(recipe.cost):
         return models.cost().scores
-    cost = partial(reward_of(recipe.cost, "cost"), tokenizer=tokenizer)
+    cost = partial(find_reward(recipe.cost, "cost"), tokenizer=tokenizer)
     return lambda roll: _renamed(cost(roll))
 
 

@@ -15,10 +15,10 @@ from hybridflow.tasks.tokenizers import as_tokenizer
 from hybridflow.training.config import Recipe
 from shared.errors import ConfigError
 
-__all__ = ["is_model", "reward_of", "task_of", "tokenizer_of"]
+__all__ = ["find_reward", "find_task", "find_tokenizer", "is_model"]
 
 
-def task_of(recipe: Recipe) -> Task | None:
+def find_task(recipe: Recipe) -> Task | None:
     """A recipe's task; None where prompts come from a file.
 
     Raises:
@@ -35,7 +35,7 @@ def task_of(recipe: Recipe) -> Task | None:
     return None
 
 
-def tokenizer_of(model: str) -> Any:
+def find_tokenizer(model: str) -> Any:
     """The tokenizer that goes with a model: bytes for one made from nothing, else its folder's.
 
     Raises:
@@ -60,7 +60,7 @@ def is_model(target: str) -> bool:
     return target.startswith("config:") or Path(target).is_dir()
 
 
-def reward_of(target: str, key: str) -> Reward:
+def find_reward(target: str, key: str) -> Reward:
     """A reward named as "file.py:function" or "module:function".
 
     Args:

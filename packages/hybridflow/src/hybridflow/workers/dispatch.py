@@ -20,7 +20,7 @@ from hybridflow.workers.engines.rank import (
     Segment,
     Slot,
     ValueStore,
-    value_of,
+    read_value,
 )
 from hybridflow.workers.future import Future, Joined, ResultPart
 from hybridflow.workers.protocols import Protocol, Share
@@ -203,7 +203,7 @@ class Call:
             future.parts, future.has_rows = parts, has_rows
             future.is_list = not has_rows and answer != "one"
             future.read = lambda: _answer(
-                [value_of(part.handle, store) for part in parts], answer, has_rows
+                [read_value(part.handle, store) for part in parts], answer, has_rows
             )
         self.args, self.kwargs, self.sent = (), {}, []
         future.is_done = True

@@ -101,7 +101,7 @@ class Checkpoint:
                 f"expected a step of 0 or more and names of letters, digits, '.', '_' and '-', got "
                 f"step {step} and names {bad or list(groups)}"
             )
-        tree, tensors = loop_state.packed(extra)
+        tree, tensors = loop_state.pack(extra)
         path = self._path(step)
         try:
             recover_folders(self.folder, _STEPS)
@@ -165,7 +165,7 @@ class Checkpoint:
             for name, group in groups.items()
         )
         _answered(calls)
-        return loop_state.unpacked(index["extra"], path / _EXTRA)
+        return loop_state.unpack(index["extra"], path / _EXTRA)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"

@@ -28,8 +28,8 @@ __all__ = [
     "Segment",
     "Slot",
     "ValueStore",
+    "read_value",
     "take_rows",
-    "value_of",
 ]
 
 
@@ -105,7 +105,7 @@ class Failure:
 class Reply(NamedTuple):
     """How a call went on one rank: a handle of what it returned, or a failure; how long it took.
 
-    There is no handle of None, which many methods return (see `value_of`).
+    There is no handle of None, which many methods return (see `read_value`).
     """
 
     call: int
@@ -116,7 +116,7 @@ class Reply(NamedTuple):
     seconds: float = 0.0
 
 
-def value_of(handle: Any, store: ValueStore) -> Any:
+def read_value(handle: Any, store: ValueStore) -> Any:
     """What the handle of a reply stands for."""
     return None if handle is None else store.load(handle)
 
@@ -185,10 +185,10 @@ class RankExecutor:
 
     def _own(self, item: Any) -> Any:
         if isinstance(item, Segment):
-            return value_of(item.handle, self._store)
+            return read_value(item.handle, self._store)
         if isinstance(item, Gather):
             return self.gather(item)
-        return [value_of(segment.handle, self._store) for segment in item]
+        return [read_value(segment.handle, self._store) for segment in item]
 
     def gather(self, item: Gather) -> Batch:
         """The batch that a `Gather` describes."""
