@@ -3,7 +3,6 @@
 import gc
 import itertools
 import time
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from hybridflow.reshard import plan
 from hybridflow.reshard.planner import find_held_boxes, find_wanted_boxes, plan_boxes
 from hybridflow.reshard.transition import Transition, buckets
 from hybridflow.workers.batch.layout import Layout, generation_groups, generation_layout
-from shared.comms import RankPool
 from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
 from shared.topology.boxes import Box
@@ -432,10 +430,9 @@ def own(moved, name):
 
 
 @pytest.fixture(scope="module")
-def four_ranks():
-    with RankPool(4, timeout=timedelta(seconds=100)) as pool:
-        pool.run(storage_bytes)  # so that what is imported does not count as a test's time
-        yield pool
+def four_ranks(ranks):
+    ranks.run(storage_bytes)  # so that what is imported does not count as a test's time
+    return ranks
 
 
 @pytest.mark.parametrize("name", TRANSITIONS)

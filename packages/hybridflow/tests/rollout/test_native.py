@@ -244,7 +244,7 @@ STAGED = {
 STAGED_RUNS = [
     # Sampling, and places: fewer than stages, not a multiple of them, more than samples.
     (Sampling(max_new_tokens=9, temperature=0.0), 6),
-    (Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, end_token=48, seed=2), 1),
+    (Sampling(max_new_tokens=9, num_samples=2, temperature=1.5, end_token=48, seed=2), 1),
     (Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, end_token=48, seed=2), 5),
     (Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, end_token=48, seed=2), 300),
     (Sampling(max_new_tokens=1, num_samples=2, seed=3), 4),

@@ -224,6 +224,7 @@ def test_worker_processes_survive_whatever_rows_do(theirs):
     assert scored.meta["reward_errors"] == 3
 
 
+@pytest.mark.slow
 def test_worker_processes_are_kept_and_replaced(theirs):
     roll = make_roll(*"12345678", bonus=[0] * 8)
     assert theirs.careful(roll, CHARS)["scores"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -239,6 +240,7 @@ def test_worker_processes_are_kept_and_replaced(theirs):
     assert pickle.loads(pickle.dumps(theirs.careful)) is theirs.careful
 
 
+@pytest.mark.slow
 def test_a_failure_in_a_worker_process_brings_its_traceback(theirs):
     with pytest.raises(DataError, match=r"strict, sample 102 \(row 2\): it raised Zero") as caught:
         theirs.strict(make_roll("1", "2", "3", "4"), CHARS)
@@ -249,6 +251,7 @@ def test_a_failure_in_a_worker_process_brings_its_traceback(theirs):
     assert theirs.strict(make_roll("4", "5"), CHARS)["scores"].tolist() == [1, 0.5]
 
 
+@pytest.mark.slow
 def test_functions_that_workers_can_not_import_are_refused(tmp_path, monkeypatch):
     local = reward(in_process=False)(lambda sample, text: 1)
     with pytest.raises(ConfigError, match="at the top of a module"):

@@ -140,7 +140,7 @@ def test_a_loop_is_chosen_on_the_command_line(tmp_path):
     assert all(line["rollout.generate_s"] > 0 for line in lines[1:])
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_a_server_draws_with_the_weights_of_each_step(kind, two, tmp_path):
     from hybridflow.roles.state.export import export
 

@@ -145,7 +145,7 @@ class Toy(Worker):
     params=[
         "inline",
         "local",
-        "torchrun-two-machines",
+        pytest.param("torchrun-two-machines", marks=pytest.mark.slow),
         pytest.param("torchrun", marks=pytest.mark.slow),
         pytest.param("ray", marks=pytest.mark.slow),
     ],
