@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported before a subcommand runs."""
+"""The command line; a subcommand imports torch when it runs, not before."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Train:
     """Steps between saves."""
 
     def execute(self) -> None:
-        """Shows progress, and tells how it went."""
+        """Trains, with a progress bar on stderr, and prints the final accuracy."""
         from rich.console import Console
         from rich.progress import Progress
 

@@ -356,7 +356,7 @@ def test_a_cluster_that_is_too_small_is_told_what_would_do():
         search(llamas("34B"), a100s(16), Workload())
     message = str(raised.value)
     assert "on 16 x A100_80: expected at most 67.1 GiB" in message
-    assert "came 84.1 GiB" in message
+    assert "got 84.1 GiB" in message
     assert "take 24 such GPUs or more" in message
     assert search(llamas("34B"), a100s(24), Workload()).sets
 
@@ -369,7 +369,7 @@ def test_models_that_fit_nowhere_are_told_so():
 
 
 def test_no_models_are_refused():
-    with pytest.raises(ConfigError, match="came none"):
+    with pytest.raises(ConfigError, match="got none"):
         search([], a100s(8), Workload())
 
 

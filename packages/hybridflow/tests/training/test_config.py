@@ -54,7 +54,7 @@ def test_values_are_read_as_yaml():
     [
         ("steps: [", "no YAML"),
         ("- a", "expected keys and values"),
-        ("steps: 3", "algorithm: is not"),
+        ("steps: 3", "algorithm: expected a value, got none"),
     ],
 )
 def test_a_file_that_is_no_recipe(tmp_path, text, told):

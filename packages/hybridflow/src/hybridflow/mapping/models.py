@@ -56,13 +56,13 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ConfigError(
-                f"model {self.name!r}: expected a role of {', '.join(ROLES)}, came {self.role!r}"
+                f"model {self.name!r}: expected a role of {', '.join(ROLES)}, got {self.role!r}"
             )
         for item in fields(self)[2:]:
             value = getattr(self, item.name)
             if value < 1:
                 raise ConfigError(
-                    f"model {self.name!r}: expected {item.name} of at least 1, came {value}"
+                    f"model {self.name!r}: expected {item.name} of at least 1, got {value}"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
@@ -121,7 +121,7 @@ class ModelSpec:
         experts = ("num_local_experts", "num_experts", "n_routed_experts")
         if any((getattr(config, key, None) or 1) > 1 for key in experts):
             raise ConfigError(
-                f"{type(config).__name__}: expected a dense model, came a mixture of experts, "
+                f"{type(config).__name__}: expected a dense model, got a mixture of experts, "
                 "which these formulas do not describe"
             )
         hidden, heads = _read(config, "hidden_size"), _read(config, "num_attention_heads")
@@ -143,7 +143,7 @@ def _read(config: Any, key: str) -> int:
     value = getattr(config, key, None)
     if not isinstance(value, int):
         raise ConfigError(
-            f"{type(config).__name__}: expected a whole number as {key}, came {value!r}; "
+            f"{type(config).__name__}: expected a whole number as {key}, got {value!r}; "
             "construct ModelSpec by hand"
         )
     return value

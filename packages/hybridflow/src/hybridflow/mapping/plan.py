@@ -244,7 +244,7 @@ def _checked(record: type, tree: Any, path: str) -> dict[str, Any]:
     expected = {item.name for item in fields(record)}
     if not isinstance(tree, dict) or set(tree) != expected:
         came = sorted(tree) if isinstance(tree, dict) else tree
-        raise ConfigError(f"{path}: expected the keys {sorted(expected)}, came {came}")
+        raise ConfigError(f"{path}: expected the keys {sorted(expected)}, got {came}")
     values = dict(tree)
     if values["stage_s"] is not None:
         values["stage_s"] = tuple(values["stage_s"])

@@ -41,16 +41,16 @@ class PolicyLoss(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyUpdate:
-    """What is minimised.
+    """The objective of an optimizer step.
 
     Attributes:
-        loss: of tokens.
-        mode: how tokens become one number; see `hybridflow.rl.aggregate`.
-        norm: constant divisor of the mode that has one.
-        kl_coefficient: weight of the divergence from column "ref_log_probs".
-        kl_kind: its estimate; see `hybridflow.rl.kl`.
-        entropy_coefficient: weight of the entropy that is kept up.
-        temperature: that responses were drawn at.
+        loss: gives the loss of each token; see `PolicyLoss`.
+        mode: how token losses become one number, a name of `hybridflow.rl.aggregate`.
+        norm: constant divisor, in tokens, of the mode that has one; None for the others.
+        kl_coefficient: weight of the divergence from column "ref_log_probs"; 0 leaves it out.
+        kl_kind: estimator of the divergence, a name of `hybridflow.rl.kl`.
+        entropy_coefficient: weight of the entropy bonus; 0 leaves it out.
+        temperature: at which responses were drawn.
     """
 
     loss: Callable[..., Tensor] = losses.ppo
@@ -66,7 +66,7 @@ class ActorWorker(ModelWorker):
     """One rank of an actor."""
 
     def __init__(self, model: Any, *, generate: str | None = None, **settings: Any) -> None:
-        """Builds training's part, and plans generation's if it is laid out otherwise."""
+        """Builds the training shard, and plans the move if generation has another layout."""
         super().__init__(model, **settings)
         self.generator = self.model
         self.transition: Transition | None = None
@@ -83,7 +83,7 @@ class ActorWorker(ModelWorker):
             self.generator = Decoder(
                 self.config, shard, device="meta", dtype=next(self.model.parameters()).dtype
             )
-            # What replicas share out is gathered from all of them.
+            # Replicas that share parameters out gather them from all replicas.
             domains = [list(range(self.num_ranks))] if is_sharded else groups.micro_dp
             micro = next(ranks for ranks in domains if self.rank in ranks)
             self.transition = Transition(
@@ -101,7 +101,7 @@ class ActorWorker(ModelWorker):
         """Responses to prompts; see `Actor.generate`."""
         if self.transition is not None:
             self.transition.to_generation()
-        # Rows that fill up are generated too: all shards of a replica have the same rows.
+        # Padding rows are generated too: all shards of a replica have the same rows.
         ids = sample_ids(batch, sampling.num_samples)
         found = native.generate(
             self.generator,
@@ -143,7 +143,10 @@ class ActorWorker(ModelWorker):
     def update(self, batch: Batch, settings: PolicyUpdate) -> dict[str, float]:
         """One optimizer step on a mini-batch; see `Actor.update`."""
         if self.optimizer is None:
-            raise ConfigError(f"{self.context.name} has no optimizer, so it can not be updated")
+            raise ConfigError(
+                f"{self.context.name}: expected a group with an optimizer, got one without; give "
+                f"`optimizer` when you make it"
+            )
         self._train_layout()
         tokens, mask, (lengths, old, advantages) = self.read(
             batch, "lengths", "old_log_probs", "advantages"
@@ -174,10 +177,10 @@ class ActorWorker(ModelWorker):
             of_tokens = settings.loss(found, old[at], advantages[at], mask[at])
             if not isinstance(of_tokens, Tensor) or of_tokens.shape != found.shape:
                 shape = getattr(of_tokens, "shape", None)
-                came = type(of_tokens).__name__ if shape is None else f"shape {list(shape)}"
+                got = type(of_tokens).__name__ if shape is None else f"shape {list(shape)}"
                 raise ConfigError(
                     f"loss: expected one number for each token, shape {list(found.shape)}, got "
-                    f"{came}; return what is summed, and let `mode` say how"
+                    f"{got}; return what is summed, and let `mode` say how"
                 )
             if weights is not None:
                 of_tokens = of_tokens * weights[at]
@@ -206,7 +209,7 @@ class ActorWorker(ModelWorker):
 
     @remote(protocol="rank-zero")
     def holding(self) -> Holding:
-        """What these ranks hold, for those who send it or receive it."""
+        """Describes what these ranks hold, for senders and receivers of weights."""
         return Holding(
             name=self.context.name,
             ranks=tuple(self.context.ranks),
@@ -227,7 +230,7 @@ class ActorWorker(ModelWorker):
         return self.model
 
     def exchange(self, route: WeightRoute) -> Exchange:
-        """A route's plan, made when it is first gone."""
+        """This rank's side of a route, planned on first use."""
         if route not in self._exchanges:
             self._exchanges[route] = Exchange(route)
         return self._exchanges[route]

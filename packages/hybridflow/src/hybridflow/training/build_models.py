@@ -25,10 +25,10 @@ Model = str | dict[str, Any]
 
 
 def start_workers(recipe: Recipe) -> Workers:
-    """The ranks that a recipe asks for.
+    """Starts the ranks that a recipe asks for.
 
     Raises:
-        ConfigError: if they can not be had, or torchrun has started others.
+        ConfigError: if they are not available, or torchrun started another number.
     """
     place = recipe.placement
     return ENGINES.get(place.engine)(place.num_ranks_in_all, place.address)

@@ -1,7 +1,7 @@
-"""A recipe: everything a run is made from, as a YAML file and as frozen dataclasses.
+"""A recipe: all settings of a run, as a YAML file and as frozen dataclasses.
 
-Unknown keys are refused, with the nearest that there are; what one key says is checked against the
-others before anything is started.
+Unknown keys are refused with a hint at the nearest known one. Keys are checked against one another
+before anything is started.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Recipe:
         self._check_rollout()
 
     def _check_all_is_used(self) -> None:
-        """Refuses what is set in vain: who sets it believes that it does something."""
+        """Refuses settings that would have no effect."""
         # It imports torch, which the names of the built-in recipes do not need.
         from hybridflow.tasks.registry import TASKS
 
@@ -152,7 +152,7 @@ class Recipe:
             )
 
     def _check_rollout(self) -> None:
-        """Refuses a loop whose two sides would wait for each other, or have nobody to draw."""
+        """Refuses a loop whose two sides would deadlock, or in which nothing generates."""
         place, is_apart = self.placement, self.loop.kind != "sync"
         if "rollout" not in place.models:
             if is_apart or self.server.kind:
@@ -179,7 +179,7 @@ class Recipe:
             raise ConfigError("placement.models.rollout.pool: one rank speaks with a server")
 
     def without_rollout(self) -> Recipe:
-        """The same for a program that draws nothing, or lets the actor do it."""
+        """The same recipe with generation on the actor, for programs that need no rollout."""
         models = {role: at for role, at in self.placement.models.items() if role != "rollout"}
         return replace(
             self, loop=Loop(), server=Server(), placement=replace(self.placement, models=models)
@@ -245,7 +245,7 @@ def _yaml(text: str, where: str) -> Any:
 
 
 def write_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Writes a recipe as YAML, without what is as it is by default."""
+    """Writes a recipe as YAML; fields at their defaults are left out."""
     import yaml
 
     Path(path).write_text(yaml.safe_dump(_changed(recipe), sort_keys=False))
@@ -288,7 +288,7 @@ def _made(kind: type, tree: Mapping[str, Any], where: str) -> Any:
         if name not in values and item.default is MISSING and item.default_factory is MISSING
     ]
     if missing:
-        raise ConfigError(f"{where}{missing[0]}: is not given, and has no default")
+        raise ConfigError(f"{where}{missing[0]}: expected a value, got none; it has no default")
     return kind(**values)
 
 

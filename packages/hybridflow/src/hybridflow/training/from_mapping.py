@@ -1,4 +1,4 @@
-"""A recipe's models as the mapping search knows them, and what it finds as a recipe's placement."""
+"""Converts a recipe into the mapping search's input, and its result into a recipe's placement."""
 
 from __future__ import annotations
 

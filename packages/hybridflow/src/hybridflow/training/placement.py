@@ -1,4 +1,4 @@
-"""Where a recipe's models run, and how drawing and learning take turns."""
+"""Where a recipe's models run, and how generation and training take turns."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """How drawing and learning take turns; see `hybridflow.loops`.
+    """How generation and training take turns; see `hybridflow.loops`.
 
     Attributes:
         kind: "sync", "one-step" or "async". The last two want a "rollout" on a pool of its own.
@@ -140,7 +140,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server that runs, and draws in place of the actor.
+    """A running server that generates in place of the actor.
 
     Attributes:
         kind: a name of `hybridflow.rollout.servers.registry`; empty: there is none.

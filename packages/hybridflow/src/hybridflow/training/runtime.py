@@ -1,4 +1,4 @@
-"""From a recipe to a run: workers, models, an algorithm, and steps that tell how they went."""
+"""Runs a recipe: sets up models and algorithm, iterates over steps, saves and resumes."""
 
 from __future__ import annotations
 

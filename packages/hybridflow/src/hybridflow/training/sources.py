@@ -1,4 +1,4 @@
-"""What a recipe names that is not a model: tasks, tokenizers, and rewards in a user's files."""
+"""Finds what a recipe names besides models: tasks, tokenizers, and rewards in user files."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ServerRollout:
 
         Args:
             url: http://HOST:PORT.
-            kind: a name of `hybridflow.rollout.servers.registry`.
+            kind: the server's software, a name of `hybridflow.rollout.servers.registry`.
             max_in_flight: requests at once.
             timeout_s: for one response.
             load_timeout_s: for reading weights, and for responses under way to end before.
