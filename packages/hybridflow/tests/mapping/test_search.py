@@ -415,7 +415,13 @@ def test_a_search_takes_seconds(algorithm, num_gpus, limit_s):
 
 @pytest.mark.parametrize(
     ("num_gpus", "size"),
-    [(8, "1B"), (8, "3B"), (16, "7B"), pytest.param(24, "7B", marks=pytest.mark.slow)],
+    [
+        (8, "1B"),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((8, "3B"), (16, "7B"), (24, "7B"))
+        ],
+    ],
 )
 def test_sets_of_any_size_would_gain_little(num_gpus, size):
     """Any number of GPUs a set, as if tensor groups could straddle hosts at no cost."""

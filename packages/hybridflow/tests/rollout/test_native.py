@@ -271,16 +271,16 @@ def on_a_stage(num_stages):
     return staged(num_stages, Group.of(range(num_stages), members_only=True))
 
 
-def test_stages_give_what_the_whole_model_gives(ranks):
+@pytest.mark.parametrize("num_stages", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_stages_give_what_the_whole_model_gives(num_stages, ranks):
     whole = staged()
     made = whole[2].lengths - whole[2].prompt_lengths
     assert len(set(made.tolist())) > 5, "few samples ended early: little is refilled"
-    for num_stages in (2, 3):
-        for found in ranks.run(on_a_stage, num_stages).results[:num_stages]:
-            for ours, wanted in zip(found, whole, strict=True):
-                assert torch.equal(ours.tokens, wanted.tokens)
-                assert torch.equal(ours.lengths, wanted.lengths)
-                torch.testing.assert_close(ours.log_probs, wanted.log_probs, rtol=0, atol=1e-12)
+    for found in ranks.run(on_a_stage, num_stages).results[:num_stages]:
+        for ours, wanted in zip(found, whole, strict=True):
+            assert torch.equal(ours.tokens, wanted.tokens)
+            assert torch.equal(ours.lengths, wanted.lengths)
+            torch.testing.assert_close(ours.log_probs, wanted.log_probs, rtol=0, atol=1e-12)
 
 
 def test_a_stage_without_its_pipeline_is_refused():

@@ -28,7 +28,10 @@ APART = {
         ({"placement.pools": "{a: 0}"}, r"placement.pools.a: expected 1 rank or more, got 0"),
         ({"placement.models": "{actr: {pool: all}}"}, r"placement.models: expected one of actor,"),
         ({"placement.models": "{actor: {pool: b}}"}, r"actor.pool: expected one of all, got 'b'"),
-        ({"placement.models": "{actor: {}}"}, r"placement.models.actor.pool: is not given"),
+        (
+            {"placement.models": "{actor: {}}"},
+            r"placement.models.actor.pool: expected a value, got none",
+        ),
         ({"placement.pools": "{a: 1, b: 1}"}, r"the inline engine has one rank for models, got 2"),
         (
             {"placement.pools": "{a: 1}", "placement.num_ranks": "2"},
