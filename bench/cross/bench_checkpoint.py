@@ -22,8 +22,8 @@ import torch.distributed.checkpoint as dcp
 
 import hybridflow as hy
 from bytecheckpoint import DCPReader, DCPWriter
-from hybridflow.models.state.dcp_planners import BoxSavePlanner
 from hybridflow.roles.actor import ActorWorker
+from hybridflow.roles.state.dcp_planners import BoxSavePlanner
 from hybridflow.workers.worker_group import WorkerGroup
 from shared.claims import Claim
 

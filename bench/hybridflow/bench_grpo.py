@@ -10,7 +10,7 @@ from statistics import mean, median, quantiles
 
 import torch
 
-from hybridflow.models.state.export import export
+from hybridflow.roles.state.export import export
 from hybridflow.training.config import read_recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.controller import Workers

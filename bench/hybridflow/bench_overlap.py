@@ -16,8 +16,8 @@ import torch
 import hybridflow as hy
 from hybridflow import algorithms as algos
 from hybridflow.algorithms import loops
+from hybridflow.reshard import sync_weights
 from hybridflow.roles.rollout import Rollout
-from hybridflow.roles.weight_sync import sync_weights
 from shared.claims import Claim
 
 MODEL = "config:small-llama"

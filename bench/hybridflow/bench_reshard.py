@@ -17,7 +17,7 @@ import torch
 from hybridflow.models import pieces
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
-from hybridflow.reshard.planner import held_by, plan, wanted_by
+from hybridflow.reshard.planner import find_held_boxes, find_wanted_boxes, plan
 from hybridflow.reshard.transition import Transition
 from hybridflow.workers.batch.layout import Layout, generation_groups
 from shared.claims import Claim
@@ -52,8 +52,8 @@ def setup(world):
     group, members = mine["micro"]
     move = Transition(
         training, generation,
-        [held_by(config, layout, rank) for rank in members],
-        [wanted_by(config, groups, rank) for rank in members],
+        [find_held_boxes(config, layout, rank) for rank in members],
+        [find_wanted_boxes(config, groups, rank) for rank in members],
         group, bucket_bytes=8 << 20,
     )  # fmt: skip
     return move, training, generation, mine["tp"][0], members

@@ -8,8 +8,18 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
+import torch
 
 from shared.comms import RankPool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """Models of tests are so small that threads wait for one another longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

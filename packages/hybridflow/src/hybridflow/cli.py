@@ -1,15 +1,20 @@
-"""The command line. Nothing heavy is imported before a subcommand runs."""
+"""The command line; a subcommand imports torch when it runs, not before."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from shared.errors import ConfigError, MeshyardError
+from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.mapping.models import LLAMA_SIZES
+from hybridflow.mapping.steps import STEPS
+from hybridflow.training.config import built_in
+from hybridflow.training.placement import ENGINES
+from shared.cli import JsonOption, choice, run_command
+from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from hybridflow.mapping import ModelSpec, Workload
@@ -24,6 +29,10 @@ _ABOUT = """RLHF as straight-line code on any placement of its models.
 
 Begin with: hybridflow train grpo-sort
 
+Built-in recipes: {recipes}.
+
+Algorithms of recipes: {algorithms}.
+
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
 
@@ -36,8 +45,7 @@ class Train:
 
     With --checkpoint DIR an interrupted run goes on, on the same ranks or others, to the same end.
 
-    Built in: ppo-sort, grpo-sort, dr-grpo-sort, gspo-sort, cispo-sort, rloo-sort, remax-sort,
-    reinforce-sort, safe-sort.
+    `hybridflow --help` lists the recipes and algorithms.
     """
 
     recipe: tyro.conf.Positional[str]
@@ -51,8 +59,8 @@ class Train:
     every: int = 50
     """Steps between saves."""
 
-    def run(self) -> None:
-        """Shows progress, and tells how it went."""
+    def execute(self) -> None:
+        """Trains, with a progress bar on stderr, and prints the final accuracy."""
         from rich.console import Console
         from rich.progress import Progress
 
@@ -82,7 +90,7 @@ class Train:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlanReshard(JsonOption):
     """Say what each rank receives when a model changes from training's layout to generation's.
 
     Example: hybridflow plan 1-4-2 1-2 --model ./llama
@@ -98,13 +106,9 @@ class Plan:
     """Bytes of a weight's element."""
     sharded: bool = False
     """Training's replicas share the weights out (FSDP2)."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints groups and bytes."""
-        import json
-
         from hybridflow.models.config import read_config
         from hybridflow.models.pieces import num_bytes
         from hybridflow.reshard import plan
@@ -124,21 +128,19 @@ class Plan:
         if self.generate.count("-") != 2:
             groups = generation_layout(Layout.parse(self.train), self.generate)
             tree |= {"micro_dp": groups.micro_dp, "tp": groups.tp, "pp": groups.pp}
-        if self.json:
-            print(json.dumps(tree))
-            return
-        print(f"weights of {whole:,} bytes, {self.train} -> {self.generate}")
+        lines = [f"weights of {whole:,} bytes, {self.train} -> {self.generate}"]
         for key in ("micro_dp", "tp", "pp"):
             if key in tree:
-                print(f"{key} groups: {tree[key]}")
-        print("rank  has          wants        receives     sends")
+                lines.append(f"{key} groups: {tree[key]}")
+        lines.append("rank  has          wants        receives     sends")
         rows = zip(found.held, found.wanted, found.received_bytes, found.sent_bytes, strict=True)
         for rank, row in enumerate(rows):
-            print(f"{rank:<5} " + " ".join(f"{count:<12,}" for count in row))
+            lines.append(f"{rank:<5} " + " ".join(f"{count:<12,}" for count in row))
+        self.print_result(tree, "\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Map:
+class Map(JsonOption):
     """Search for the placement and the layouts of an algorithm's models on a cluster (simulated).
 
     Example: hybridflow map --actor 13B --critic 70B --gpus 128
@@ -153,13 +155,13 @@ class Map:
     """KEY=VALUE pairs that replace the recipe's."""
     out: Path | None = None
     """File for the recipe with its models placed."""
-    engine: Literal["local", "ray", "torchrun"] = "local"
+    engine: Annotated[str, choice(ENGINES)] = "local"
     """What starts the ranks of the recipe placed."""
-    actor: Literal["7B", "13B", "34B", "70B"] = "7B"
+    actor: Annotated[str, choice(LLAMA_SIZES)] = "7B"
     """Llama of actor and reference."""
-    critic: Literal["7B", "13B", "34B", "70B"] = "7B"
+    critic: Annotated[str, choice(LLAMA_SIZES)] = "7B"
     """Llama of critic and reward model."""
-    algorithm: Literal["ppo", "grpo", "remax", "reinforce", "safe_rlhf"] = "ppo"
+    algorithm: Annotated[str, choice(STEPS)] = "ppo"
     """Whose models and stages."""
     gpus: int = 16
     """GPUs, in hosts of `per_host`."""
@@ -177,10 +179,8 @@ class Map:
     """Tokens of a response."""
     group: int = 8
     """Of grpo: responses to a prompt."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints the mapping and why it was chosen."""
         from hybridflow.mapping import search
 
@@ -192,13 +192,17 @@ class Map:
             return
         # These import torch, which takes longer than most searches.
         from hybridflow.training.config import read_recipe, write_recipe
-        from hybridflow.training.from_mapping import models_of, placed, workload_of
+        from hybridflow.training.from_mapping import (
+            describe_models,
+            describe_workload,
+            place_models,
+        )
 
         recipe = read_recipe(self.recipe, _pairs(self.set))
-        found = search(models_of(recipe), self._cluster(), workload_of(recipe))
+        found = search(describe_models(recipe), self._cluster(), describe_workload(recipe))
         print(found.to_json() if self.json else found)
         if self.out is not None:
-            write_recipe(placed(recipe, found, self.engine), self.out)
+            write_recipe(place_models(recipe, found, self.engine), self.out)
 
     def _cluster(self) -> Cluster:
         from shared.topology import Cluster, Link
@@ -220,24 +224,25 @@ class Map:
     def _models(self) -> list[ModelSpec]:
         from hybridflow.mapping import ModelSpec
 
-        roles = {
-            "ppo": ("actor", "reference", "critic", "reward"),
-            "safe_rlhf": ("actor", "reference", "critic", "reward", "cost"),
-        }.get(self.algorithm, ("actor", "reference", "reward"))
-        models = [
-            ModelSpec.llama(self.actor if role in ("actor", "reference") else self.critic, role)
-            for role in roles
+        kind = STEPS.get(self.algorithm)
+        # Names of models after the first of a role say which of its role it is.
+        models = [("actor", "actor"), ("reference", "reference")]
+        models += [("critic", name) for name in kind.critics[:1]]
+        models += [("reward", "reward"), *([("cost", "cost")] if kind.has_cost else [])]
+        models += [("critic", name.replace("-", " ")) for name in kind.critics[1:]]
+        return [
+            ModelSpec.llama(
+                self.actor if role in ("actor", "reference") else self.critic, role, name
+            )
+            for role, name in models
         ]
-        if self.algorithm == "safe_rlhf":
-            models.append(ModelSpec.llama(self.critic, "critic", "cost critic"))
-        return models
 
     def _workload(self) -> Workload:
         from hybridflow.mapping import Workload
 
         return Workload(
             algorithm=self.algorithm, global_batch_size=self.batch, prompt_tokens=self.prompt,
-            response_tokens=self.response, group_size=self.group if self.algorithm == "grpo" else 1,
+            response_tokens=self.response, group_size=self.group if STEPS.get(self.algorithm).is_grouped else 1,
         )  # fmt: skip
 
 
@@ -257,7 +262,7 @@ class Bench:
     out: Path | None = None
     """Folder for bench.json, and timeline.svg of which rank did what in the last steps."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints a table."""
         from rich import print as show
 
@@ -290,9 +295,9 @@ class Export:
     group: str = "actor"
     """Which of its models."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Loads, and writes."""
-        from hybridflow.models.state.export import export
+        from hybridflow.roles.state.export import export
         from hybridflow.training.checkpoints.checkpoint import Checkpoint
         from hybridflow.training.config import read_recipe
         from hybridflow.training.runtime import Run, start_workers
@@ -318,22 +323,11 @@ class Demo:
     full: bool = False
     """The long form: three digits, more repeats."""
 
-    def run(self) -> None:
+    def execute(self) -> int:
         """Runs the demo and prints its claims."""
         from hybridflow.demo import demo
 
-        if not demo.run(self.out, is_full=self.full):
-            raise SystemExit(1)
-
-
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Map, tyro.conf.subcommand("map")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Demo, tyro.conf.subcommand("demo")]
-)
+        return int(not demo.run(self.out, is_full=self.full))
 
 
 def _pairs(changes: tuple[tuple[str, ...], ...]) -> dict[str, str]:
@@ -353,10 +347,9 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    command = tyro.cli(Command, prog="hybridflow", description=_ABOUT, args=argv)  # type: ignore[arg-type]
-    try:
-        command.run()
-    except (MeshyardError, OSError, MemoryError) as error:
-        print(f"hybridflow: {error}", file=sys.stderr)
-        return 1
-    return 0
+    commands = {
+        "train": Train, "map": Map, "plan": PlanReshard, "bench": Bench, "export": Export,
+        "demo": Demo,
+    }  # fmt: skip
+    about = _ABOUT.format(recipes=", ".join(built_in()), algorithms=", ".join(ALGORITHMS))
+    return run_command(commands, prog="hybridflow", about=about, argv=argv)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hybridflow as hy
-from hybridflow.algorithms.dataflow import unmoved_groups
+from hybridflow.algorithms.dataflow import measure_unmoved
 from hybridflow.roles.actor import PolicyUpdate
 from hybridflow.training.config import built_in, read_recipe
 from hybridflow.training.runtime import Run
@@ -180,7 +180,7 @@ def test_a_row_whose_greedy_response_has_no_reward_is_dropped():
 def test_groups_that_teach_nothing_are_counted():
     gains = torch.tensor([0.0, 1.0, 0.0, 0.0, -1.0, 1.0, 0.0])
     group = torch.tensor([4, 4, 7, 7, 2, 2, 9])
-    assert unmoved_groups(gains, group) == 0.5
+    assert measure_unmoved(gains, group) == 0.5
     told, _ = learnt("RLOO", bad=torch.tensor([0, 1, 3, 4, 5]))
     assert told["equal_groups"] == pytest.approx(2 / 6)
 

@@ -16,14 +16,6 @@ MODEL = {**hy.PRESETS["tiny-llama"], "vocab_size": 16}
 TASK = hy.tasks.DigitSort(k=2)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def learnt(recipe):
     """Greedy exact match before and after, and rewards."""
     with Workers.inline() as workers:
@@ -33,9 +25,14 @@ def learnt(recipe):
         return before, run.greedy(), [step["reward"] for step in told]
 
 
-@pytest.mark.parametrize(("name", "steps", "least"), [("ppo", 80, 0.9), ("grpo", 120, 0.6)])
+@pytest.mark.parametrize(
+    ("name", "steps", "least"),
+    [("ppo", 40, 0.9), pytest.param("grpo", 60, 0.6, marks=pytest.mark.slow)],
+)
 def test_two_digits_are_sorted_and_an_untrained_policy_fails(name, steps, least):
-    before, after, rewards = learnt(replace(read_recipe(f"{name}-sort"), steps=steps))
+    # At a higher rate than the recipe's, so that half of its steps are enough.
+    changes = {"steps": str(steps), "optimizer.lr": "3e-3"}
+    before, after, rewards = learnt(read_recipe(f"{name}-sort", changes))
     assert before < 0.3
     assert after >= least
     assert rewards[0] < 0.3
@@ -43,7 +40,7 @@ def test_two_digits_are_sorted_and_an_untrained_policy_fails(name, steps, least)
 
 
 def test_a_rate_of_zero_teaches_nothing():
-    recipe = read_recipe("ppo-sort", {"steps": "10", "optimizer.lr": "0"})
+    recipe = read_recipe("ppo-sort", {"steps": "4", "optimizer.lr": "0"})
     before, after, rewards = learnt(recipe)
     assert before == after < 0.3
     assert max(rewards) < 0.3
@@ -110,6 +107,7 @@ def nines_and_reward(make, **more):
         return float(share_of(roll, NINE).mean()), float(praised(roll)["scores"].mean())
 
 
+@pytest.mark.slow
 def test_safe_rlhf_holds_a_limit_that_reward_alone_breaks():
     nines, reward = nines_and_reward(hy.algos.PPO)
     assert nines > 0.8
@@ -165,7 +163,10 @@ def assert_same_steps(found, wanted, dtype):
 RUNS = [(name, dtype) for name in ("ppo", "grpo") for dtype in ("float64", "float32")]
 
 
-@pytest.mark.parametrize(("name", "dtype"), RUNS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(*run, marks=pytest.mark.slow if run[1] == "float32" else ()) for run in RUNS],
+)
 def test_one_and_two_ranks_draw_the_same_tokens_and_lose_the_same(name, dtype, pools):
     with Workers.inline() as workers:
         one = five_steps(workers.pool(1), name, dtype)

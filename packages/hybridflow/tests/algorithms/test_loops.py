@@ -238,7 +238,7 @@ def test_eta_0_is_the_synchronous_loop_to_the_bit(pools):
     assert versions == [[0], [1], [2], [3], [4]]
 
 
-@pytest.mark.parametrize("eta", [1, 3])
+@pytest.mark.parametrize("eta", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_no_token_is_staler_than_eta_and_batches_are_whole(pools, eta):
     algorithm = recorded(pools[0])
     loop = loops.Asynchronous(

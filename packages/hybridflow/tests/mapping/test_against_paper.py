@@ -62,7 +62,7 @@ def step_s(models, num_gpus, groups, sizes=None):
         allowed = [sizes[index]] if sizes else whole
         curves.append(Curve.over({size: ways.front(members, size) for size in allowed}))
     found = divide(curves, hardware)
-    return found.step_s, {way[0].model.role: way[0].layout.num_gpus for way in found.choices}
+    return found.step_s, {way[0].model.role: way[0].layout.num_ranks for way in found.choices}
 
 
 # Placement: where colocation is the best.
@@ -71,8 +71,11 @@ def step_s(models, num_gpus, groups, sizes=None):
 @pytest.mark.parametrize(
     ("size", "num_gpus"),
     [
-        *[("7B", 16), ("7B", 32), ("7B", 64), ("13B", 16), ("13B", 32), ("13B", 64)],
-        *[("34B", 32), ("34B", 64), ("70B", 64)],
+        *[("7B", 16), ("13B", 16), ("34B", 32), ("70B", 64)],
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("7B", 32), ("7B", 64), ("13B", 32), ("13B", 64), ("34B", 64))
+        ],
     ],
 )
 def test_colocation_is_best_on_16_to_64_gpus(size, num_gpus):
@@ -164,7 +167,13 @@ GENERATION = {
 }
 
 
-@pytest.mark.parametrize("case", PLACEMENTS, ids=lambda case: PLACEMENTS[case].what)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case[2] > 64 else (), id=found.what)
+        for case, found in PLACEMENTS.items()
+    ],
+)
 def test_placements_that_disagree(case):
     size, critic_size, num_gpus, groups, sizes = case
     models = ppo(size, critic_size)
@@ -186,6 +195,7 @@ def test_slower_host_work_explains_the_gain_of_small_generation_groups():
     assert ratio == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.slow
 def test_standalone_divides_the_gpus_alike_for_models_that_only_score():
     _, sizes = step_s(ppo("13B"), 128, STANDALONE)
     assert sizes == {"actor": 48, "critic": 48, "reference": 16, "reward": 16}

@@ -365,7 +365,7 @@ def test_twice_the_bandwidth_is_never_slower(size, shape, pick, pick_generation,
             found.generate_s(model, layout, generation, waves),
             found.prepare_s(replace(model, role="critic"), layout),
             found.train_s(model, layout),
-            found.transfer_s(layout.num_gpus),
+            found.transfer_s(layout.num_ranks),
         )
 
     before = times(LOCAL, NETWORK)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.models.log_probs import token_log_probs
 from shared.comms.group import Group
@@ -63,33 +64,44 @@ def test_blocks_are_the_whole(monkeypatch, most_logits):
     hidden, weight, tokens = drawn(7, 12)
     wanted = token_log_probs(hidden, weight, tokens, temperature=0.5)
     wanted_grads = gradients(wanted, hidden, weight)
-    monkeypatch.setattr(cpu, "_MOST_LOGITS", most_logits)
+    monkeypatch.setattr(cpu, "MOST_LOGITS", most_logits)
     found = token_log_probs(hidden, weight, tokens, temperature=0.5)
     torch.testing.assert_close(found, wanted, rtol=1e-14, atol=1e-14)
     torch.testing.assert_close(gradients(found, hidden, weight), wanted_grads)
 
 
+class Products(TorchDispatchMode):
+    """Notes how many elements products of one width have, block by block."""
+
+    def __init__(self, num_inner):
+        super().__init__()
+        self.num_inner, self.made = num_inner, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and args[0].shape[1] == self.num_inner:
+            self.made.append(found.numel())
+        return found
+
+
 def test_no_logits_are_kept_and_no_more_are_made_at_once_than_allowed(monkeypatch):
-    monkeypatch.setattr(cpu, "_MOST_LOGITS", 500)
+    monkeypatch.setattr(cpu, "MOST_LOGITS", 500)
     hidden, weight, tokens = drawn(64, 100, 4)
-    made, kept = [], []
-    plain = cpu._logits
-
-    def counted(*arguments):
-        made.append(plain(*arguments))
-        return made[-1]
-
-    monkeypatch.setattr(cpu, "_logits", counted)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    kept = []
+    with (
+        Products(4) as products,
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+    ):
         found = token_log_probs(hidden, weight, tokens)
-    assert max(part.numel() for part in made) <= 500
-    assert sum(part.numel() for part in made) == 6400
+    made = products.made
+    assert max(made) <= 500
+    assert sum(made) == 6400
     assert kept
     assert all(100 not in part.shape or part.data_ptr() == weight.data_ptr() for part in kept)
     assert sum(part.numel() for part in kept) <= hidden.numel() + weight.numel() + 4 * 64
-    count = len(made)
-    gradients(found, hidden, weight)
-    assert len(made) == 2 * count
+    with Products(4) as products:
+        gradients(found, hidden, weight)
+    assert products.made == made
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -154,7 +166,7 @@ def on_a_shard(most_logits):
         return None
     group = Group.of([0, 1], members_only=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_MOST_LOGITS", most_logits)
+        patch.setattr(cpu, "MOST_LOGITS", most_logits)
         return answer_on(group)
 
 

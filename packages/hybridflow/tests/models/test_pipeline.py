@@ -56,7 +56,7 @@ def on_a_stage(num_stages, count):
     group = Group.of(range(num_stages), members_only=True)
     model, batches = made(world.rank, num_stages), drawn(count)
     live, most, seen = 0, 0, []
-    plain_forward, plain_backward = pipeline._Stage.forward, pipeline._backward
+    plain_forward, plain_backward = pipeline.Stage.forward, pipeline.run_backward
 
     def forward(self, k, x, loss_of):
         nonlocal live, most
@@ -73,11 +73,11 @@ def on_a_stage(num_stages, count):
         seen.append((k, hidden.shape[:2] == batches[k].shape))
         return loss_of(k, hidden)
 
-    pipeline._Stage.forward, pipeline._backward = forward, backward
+    pipeline.Stage.forward, pipeline.run_backward = forward, backward
     try:
         train(model, group, batches, told)
     finally:
-        pipeline._Stage.forward, pipeline._backward = plain_forward, plain_backward
+        pipeline.Stage.forward, pipeline.run_backward = plain_forward, plain_backward
     states = []
     run_forward(model, group, batches, lambda k, hidden: states.append((k, hidden.clone())))
     return gradients(model), most, live, seen, states

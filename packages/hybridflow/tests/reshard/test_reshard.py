@@ -3,7 +3,6 @@
 import gc
 import itertools
 import time
-from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -16,10 +15,9 @@ from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.pieces import initialize, num_bytes, pieces, weight_shapes
 from hybridflow.models.sharding import shard_over
 from hybridflow.reshard import plan
-from hybridflow.reshard.planner import held_by, plan_boxes, wanted_by
+from hybridflow.reshard.planner import find_held_boxes, find_wanted_boxes, plan_boxes
 from hybridflow.reshard.transition import Transition, buckets
 from hybridflow.workers.batch.layout import Layout, generation_groups, generation_layout
-from shared.comms import RankPool
 from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
 from shared.topology.boxes import Box
@@ -43,8 +41,10 @@ def tree(**changed):
 
 def boxes_of(config, src, dst, is_sharded, is_disjoint):
     """What each rank of both layouts holds and wants, made here from shards alone."""
-    sources = [held_by(config, src, rank, is_sharded=is_sharded) for rank in range(src.num_ranks)]
-    wanted = [held_by(config, dst, rank) for rank in range(dst.num_ranks)]
+    sources = [
+        find_held_boxes(config, src, rank, is_sharded=is_sharded) for rank in range(src.num_ranks)
+    ]
+    wanted = [find_held_boxes(config, dst, rank) for rank in range(dst.num_ranks)]
     if is_disjoint:
         return [*sources, *({} for _ in wanted)], [*({} for _ in sources), *wanted]
     return sources, wanted
@@ -161,8 +161,8 @@ def test_grouped_plans_are_exact_and_stay_in_micro_groups(changed, max_ranks):
         found = plan(f"{p}-{t}-{d}", f"{p_g}-{t_g}", raw)
         groups = generation_groups(f"{p}-{t}-{d}", f"{p_g}-{t_g}")
         ranks = range(p * t * d)
-        sources = [held_by(config, groups.train, rank) for rank in ranks]
-        wanted = [wanted_by(config, groups, rank) for rank in ranks]
+        sources = [find_held_boxes(config, groups.train, rank) for rank in ranks]
+        wanted = [find_wanted_boxes(config, groups, rank) for rank in ranks]
         group_of = {rank: k for k, group in enumerate(groups.micro_dp) for rank in group}
         assert all(group_of[src] == group_of[dst] for src, dst in found.pair_bytes())
         if p * t == max_ranks:
@@ -327,12 +327,12 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
     micro = next(ranks for ranks in domains if world.rank in ranks)
     group = Group.of(micro, members_only=True) if len(micro) > 1 else None
     generator = Decoder(config, gen_shard, device="meta", dtype=dtype)
-    sources = [held_by(config, layout, r, is_sharded=is_sharded) for r in micro]
+    sources = [find_held_boxes(config, layout, r, is_sharded=is_sharded) for r in micro]
     moved = Transition(
         model,
         generator,
         sources,
-        [wanted_by(config, groups, r) for r in micro],
+        [find_wanted_boxes(config, groups, r) for r in micro],
         group,
         share,
         bucket_bytes,
@@ -342,11 +342,11 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
     held = itemsize * sum(p.box.numel for p in pieces(model, share))
     others = storage_bytes() - held
     bucket = itemsize * max(
-        sum(piece.box.numel for name in names for piece in moved._training.pieces.get(name, ()))
-        for names in moved._buckets
+        sum(piece.box.numel for name in names for piece in moved.training.pieces.get(name, ()))
+        for names in moved.buckets
     )
     limit = others + itemsize * sum(p.numel() for p in wanted.parameters()) + bucket
-    for side in (moved._training, moved._generation):
+    for side in (moved.training, moved.generation):
         side.allocate = watched(side.allocate, seen, limit)
     adams = [torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, twin)]
     told = []
@@ -365,7 +365,7 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
         moved.to_training()
         moved.to_training()
         back = world.ledger.snapshot()
-        for side in (moved._training, moved._generation):
+        for side in (moved.training, moved.generation):
             vars(side).pop("allocate", None)  # from here on there are optimizers' states too
         assert sum(p.numel() for p in generator.parameters() if p.device.type != "meta") == 0
         assert {name: id(p) for name, p in model.named_parameters()} == parameters
@@ -385,7 +385,7 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
     return {
         "told": told,
         "plans": [
-            (p.received_bytes[me], p.sent_bytes[me]) for p in (moved.plan, moved._back)
+            (p.received_bytes[me], p.sent_bytes[me]) for p in (moved.plan, moved.plan_back)
         ],
         "peak": moved.peak_bytes,
         "measured": max(seen) - others,
@@ -416,8 +416,8 @@ def watched(allocate, seen, limit):
 def largest_bucket(moved, me, itemsize):
     """Of this rank's training weights and messages, in bytes."""
     most = 0
-    for bucket in moved._buckets:
-        for found in (moved.plan, moved._back):
+    for bucket in moved.buckets:
+        for found in (moved.plan, moved.plan_back):
             boxes = [t for name in bucket for t in found.transfers[name]]
             messages = sum(b.numel for s, d, b in boxes if s != d and me in (s, d))
             held = [b.numel for name in bucket for b in (p.box for p in own(moved, name))]
@@ -426,14 +426,13 @@ def largest_bucket(moved, me, itemsize):
 
 
 def own(moved, name):
-    return [*moved._training.pieces.get(name, ()), *moved._generation.pieces.get(name, ())]
+    return [*moved.training.pieces.get(name, ()), *moved.generation.pieces.get(name, ())]
 
 
 @pytest.fixture(scope="module")
-def four_ranks():
-    with RankPool(4, timeout=timedelta(seconds=100)) as pool:
-        pool.run(storage_bytes)  # so that what is imported does not count as a test's time
-        yield pool
+def four_ranks(ranks):
+    ranks.run(storage_bytes)  # so that what is imported does not count as a test's time
+    return ranks
 
 
 @pytest.mark.parametrize("name", TRANSITIONS)

@@ -12,7 +12,7 @@ from hybridflow import Batch, WorkerGroup
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.pieces import initialize
-from hybridflow.reshard.planner import held_by
+from hybridflow.reshard.planner import find_held_boxes
 from hybridflow.reshard.transition import Transition, buckets
 from hybridflow.roles.actor import ActorWorker, PolicyUpdate
 from hybridflow.workers.batch.layout import Layout
@@ -30,12 +30,12 @@ def test_weights_of_a_move_that_was_broken_off_are_refused(way, bucket, exceptio
     shard = Shard(config, 0, 1, 0, 1)
     model, generator = Decoder(config, shard), Decoder(config, shard, device="meta")
     initialize(model, 3)
-    boxes = [held_by(config, Layout(), 0)]
+    boxes = [find_held_boxes(config, Layout(), 0)]
     moved = Transition(model, generator, boxes, boxes, None, bucket_bytes=1)
-    assert len(moved._buckets) > 3
+    assert len(moved.buckets) > 3
     if way == "back":
         moved.to_generation()
-    side = moved._generation if way == "there" else moved._training
+    side = moved.generation if way == "there" else moved.training
     allocate, calls = side.allocate, itertools.count()
 
     def breaking(names):
@@ -56,8 +56,8 @@ class TornWorker(ActorWorker):
 
     def __init__(self, *args, failing=(), **settings):
         super().__init__(*args, **settings)
-        self.transition._buckets = list(buckets(self.transition.plan, 1))
-        side = self.transition._generation
+        self.transition.buckets = list(buckets(self.transition.plan, 1))
+        side = self.transition.generation
         allocate, calls = side.allocate, itertools.count()
 
         def tearing(names):

@@ -11,7 +11,7 @@ import torch
 from hybridflow.models import pieces
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder
-from hybridflow.models.sequences import asked, log_probs
+from hybridflow.models.sequences import log_probs, select_asked
 from hybridflow.rollout.agent import AgentLoop
 from hybridflow.rollout.native import generator as native
 from hybridflow.rollout.rows import responses
@@ -357,7 +357,7 @@ def test_log_probs_of_a_real_model_are_teacher_forced_ones(model):
     assert len(set(found["num_turns"].tolist())) > 1
     assert max(found["num_turns"].tolist()) >= 3
     tokens, mask = found["tokens"], found["mask"]
-    expected, _ = log_probs(model, model(asked(tokens, mask)), tokens, mask)
+    expected, _ = log_probs(model, model(select_asked(tokens, mask)), tokens, mask)
     torch.testing.assert_close(found["rollout_log_probs"], expected, rtol=0, atol=1e-12)
 
 

@@ -83,7 +83,7 @@ def captures(monkeypatch):
         made = []
         monkeypatch.setattr(native_graphs, "can_capture", lambda device, shard: True)
         monkeypatch.setattr(native_graphs, "capture", capture)
-        monkeypatch.setattr(native_graphs, "_NUM_PLAIN", 1)
+        monkeypatch.setattr(native_graphs, "NUM_UNCAPTURED", 1)
         return made
 
     return by

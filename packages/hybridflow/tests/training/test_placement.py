@@ -10,7 +10,7 @@ from hybridflow.cli import main
 from hybridflow.training.config import read_recipe, write_recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.controller import Workers
-from hybridflow.workers.timeline import Span, _apart
+from hybridflow.workers.timeline import Span, cut_overlaps
 from shared.errors import ConfigError
 
 from ..rollout.stand_in import StandIn
@@ -28,7 +28,10 @@ APART = {
         ({"placement.pools": "{a: 0}"}, r"placement.pools.a: expected 1 rank or more, got 0"),
         ({"placement.models": "{actr: {pool: all}}"}, r"placement.models: expected one of actor,"),
         ({"placement.models": "{actor: {pool: b}}"}, r"actor.pool: expected one of all, got 'b'"),
-        ({"placement.models": "{actor: {}}"}, r"placement.models.actor.pool: is not given"),
+        (
+            {"placement.models": "{actor: {}}"},
+            r"placement.models.actor.pool: expected a value, got none",
+        ),
         ({"placement.pools": "{a: 1, b: 1}"}, r"the inline engine has one rank for models, got 2"),
         (
             {"placement.pools": "{a: 1}", "placement.num_ranks": "2"},
@@ -140,9 +143,9 @@ def test_a_loop_is_chosen_on_the_command_line(tmp_path):
     assert all(line["rollout.generate_s"] > 0 for line in lines[1:])
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)])
 def test_a_server_draws_with_the_weights_of_each_step(kind, two, tmp_path):
-    from hybridflow.models.state.export import export
+    from hybridflow.roles.state.export import export
 
     recipe = read_recipe("grpo-sort", {"steps": "3", "batch_size": "32"})
     with Workers.inline() as workers:
@@ -214,15 +217,15 @@ def test_a_mapping_is_written_as_a_recipe_that_runs(two, tmp_path, capsys):
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "remax", "rloo", "reinforce", "safe"])
 def test_every_algorithm_has_a_mapping(algorithm):
     from hybridflow.mapping import search
-    from hybridflow.training.from_mapping import models_of, placed, workload_of
+    from hybridflow.training.from_mapping import describe_models, describe_workload, place_models
     from shared.topology import Cluster, Link
     from shared.topology.device import PRESETS
 
     recipe = read_recipe(f"{algorithm}-sort", {"beta": "0" if algorithm == "remax" else "0.1"})
     link = Link.from_rate(1e9, alpha_s=1e-5)
     cluster = Cluster.uniform(1, 4, PRESETS["A100_80"], local=link, network=link)
-    models = models_of(recipe)
-    made = placed(recipe, search(models, cluster, workload_of(recipe)), "ray")
+    models = describe_models(recipe)
+    made = place_models(recipe, search(models, cluster, describe_workload(recipe)), "ray")
     assert set(made.placement.models) == {model.name for model in models}
     roles = {"ppo": {"critic"}, "safe": {"critic", "cost-critic"}}.get(algorithm, set())
     assert roles < set(made.placement.models)
@@ -265,6 +268,6 @@ def test_calls_whose_answers_waited_are_drawn_one_after_another():
         Span(2, "b.y", 0, 0.5, 1.5),
         Span(1, "a.x", 1, 0.2, 1.0),
     ]
-    assert sorted(_apart(read_late)) == [
+    assert sorted(cut_overlaps(read_late)) == [
         Span(1, "a.x", 0, 0.0, 0.5), Span(1, "a.x", 1, 0.2, 1.0), Span(2, "b.y", 0, 0.5, 1.5),
     ]  # fmt: skip

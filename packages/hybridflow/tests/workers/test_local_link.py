@@ -1,20 +1,21 @@
 """Messages between the controller and a process arrive whole, however the bytes are cut."""
 
+import os
 import pickle
 import socket
+import struct
 import threading
 
 import pytest
 
-from hybridflow.workers.engines import local
-from hybridflow.workers.engines.local import _Link
+from hybridflow.workers.engines.local import READ_BYTES, StreamLink
 
 
 @pytest.fixture
 def links():
     one, other = socket.socketpair()
     with one, other:
-        yield _Link(one), _Link(other)
+        yield StreamLink(one), StreamLink(other)
 
 
 def test_messages_that_came_together_are_all_given(links):
@@ -26,7 +27,7 @@ def test_messages_that_came_together_are_all_given(links):
     assert one.receive() == [None]
 
 
-@pytest.mark.parametrize("num_bytes", [0, 1, local._READ_BYTES, 10 * local._READ_BYTES + 1])
+@pytest.mark.parametrize("num_bytes", [0, 1, READ_BYTES, 10 * READ_BYTES + 1])
 def test_a_message_of_any_length_arrives(links, num_bytes):
     one, other = links
     sender = threading.Thread(target=lambda: [one.send(bytes(num_bytes)), one.send("next")])
@@ -41,8 +42,8 @@ def test_a_message_of_any_length_arrives(links, num_bytes):
 def test_a_message_that_comes_in_pieces_is_put_together(links):
     one, other = links
     data = pickle.dumps({"a": 1})
-    whole = local._SIZE.pack(len(data)) + data
-    raw = one._socket
+    whole = struct.pack("<Q", len(data)) + data
+    raw = socket.socket(fileno=os.dup(one.fileno()))
     raw.sendall(whole + whole[:3])
     assert other.receive() == [{"a": 1}]
     raw.sendall(whole[3:12])
@@ -50,6 +51,7 @@ def test_a_message_that_comes_in_pieces_is_put_together(links):
     late.start()
     assert other.receive() == [{"a": 1}]
     late.join()
+    raw.close()
 
 
 def test_the_end_of_the_other_side_is_told_after_its_last_message(links):

@@ -1,12 +1,12 @@
 """Files of shared memory are written to again, but never under a tensor that lives."""
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from hybridflow.workers.engines import shared_memory
 from hybridflow.workers.engines.shared_memory import SharedMemory, make_folder
 
 LENGTH = 1 << 14
@@ -83,8 +83,8 @@ def test_a_much_larger_file_is_left_for_larger_values(memory):
     assert Path(small.file).stat().st_ino != number == Path(again.file).stat().st_ino
 
 
-def test_free_files_are_bounded(folder, memory, monkeypatch):
-    monkeypatch.setattr(shared_memory, "_FREE_BYTES", 10 * 4 * LENGTH)
+def test_free_files_are_bounded(folder):
+    memory = SharedMemory(folder, "one", is_keeper=True, most_free_bytes=10 * 4 * LENGTH)
     handles = [memory.pack(torch.zeros(LENGTH)) for _ in range(40)]
     del handles
     gc.collect()
@@ -95,15 +95,15 @@ def test_free_files_are_bounded(folder, memory, monkeypatch):
 def test_free_files_make_room_when_there_is_none(folder, memory, monkeypatch):
     memory.pack(torch.zeros(LENGTH))
     assert names(folder) == ["one-0.free"]
-    plain, tries = shared_memory._write_all, []
+    write, tries = os.writev, []
 
     def full_once(fd, pieces):
         tries.append(names(folder))
         if len(tries) == 1:
             raise OSError(28, "No space left on device")
-        plain(fd, pieces)
+        return write(fd, pieces)
 
-    monkeypatch.setattr(shared_memory, "_write_all", full_once)
+    monkeypatch.setattr(os, "writev", full_once)
     large = torch.arange(4.0 * LENGTH)
     assert torch.equal(memory.load(memory.pack(large)), large)
     assert tries == [["one-0.free", "one-1"], ["one-1"]]

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from hybridflow import WorkerGroup, Workers
-from hybridflow.workers.engines import torchrun
 from hybridflow.workers.engines.torchrun_rank import Member, meeting_place
 from shared.errors import ConfigError, RankFailure
 
@@ -71,13 +70,14 @@ def test_a_second_controller_is_refused(monkeypatch):
 )
 def test_a_rank_that_does_not_come_up_is_named_in_time(monkeypatch, script, how):
     _set_environment(monkeypatch)
-    started = []
+    started, popen = [], subprocess.Popen
 
-    def start(timeout, threads_per_rank):
-        started.append(subprocess.Popen([sys.executable, "-c", script], start_new_session=True))
+    def start(command, **settings):
+        assert "hybridflow.workers.engines.torchrun_rank" in command
+        started.append(popen([sys.executable, "-c", script], start_new_session=True))
         return started[0]
 
-    monkeypatch.setattr(torchrun, "_started", start)
+    monkeypatch.setattr(subprocess, "Popen", start)
     timeout = timedelta(seconds=0.5 if "sleep" in script else 60)
     with pytest.raises(RankFailure, match=rf"rank 0 of 1 did not come up \(.*{how}\)"):
         Workers.torchrun(timeout=timeout)
@@ -130,8 +130,9 @@ def test_a_rank_beside_the_controller_that_is_killed(torchrun_job):
         group = WorkerGroup(Frail, workers.pool(2))
         folders = _folders(workers)
         group.grow(rows(2)).result(60)
+        first = group.pid().result(60)[0]
         future = group.sleep_for_ever()
-        os.kill(group.pool.workers.engine._first.pid, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
         with pytest.raises(RankFailure, match="rank 0 of 2 died"):
             future.result(30)
     assert others[0].returncode == 0  # so that torchrun blames the one that died

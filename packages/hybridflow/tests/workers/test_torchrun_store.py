@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from hybridflow import Batch
-from hybridflow.workers.engines.rank import _part
-from hybridflow.workers.engines.tcp import Link, Listener, connect
-from hybridflow.workers.engines.torchrun_store import Place, PlacedStore
+from hybridflow.workers.engines.rank import take_rows
+from hybridflow.workers.engines.tcp import Listener, PeerLink, connect
+from hybridflow.workers.engines.torchrun_store import PlacedStore, StoreAddress
 from shared.errors import CommError, DataError
 
 _KEY, _OTHER_KEY = b"k" * 32, b"o" * 32
@@ -92,7 +92,7 @@ def stores():
     listeners = [Listener(_KEY, partial(_serve, store)) for store in stores]
     for store in stores:
         store.places = {
-            rank: Place(rank, "127.0.0.1", listener.port, stores[rank].folder)
+            rank: StoreAddress(rank, "127.0.0.1", listener.port, stores[rank].folder)
             for rank, listener in enumerate(listeners)
         }
     yield stores
@@ -107,7 +107,7 @@ def _serve(store, link):
 
 
 def test_only_what_is_wanted_is_sent(stores, monkeypatch):
-    counted, receive_bytes = [], Link.receive_bytes
+    counted, receive_bytes = [], PeerLink.receive_bytes
     here = threading.get_ident()
 
     def counting(link, num_bytes):
@@ -115,10 +115,10 @@ def test_only_what_is_wanted_is_sent(stores, monkeypatch):
             counted.append(num_bytes)
         return receive_bytes(link, num_bytes)
 
-    monkeypatch.setattr(Link, "receive_bytes", counting)
+    monkeypatch.setattr(PeerLink, "receive_bytes", counting)
     y = torch.randn(1000, 5000)
     handle = stores[0].pack(Batch(x=torch.arange(1000), y=y, z=torch.ones(1000, 5000)))
-    wanted = partial(_part, columns=("x", "y"), start=300, stop=310)
+    wanted = partial(take_rows, columns=("x", "y"), start=300, stop=310)
     for _ in range(2):
         found = stores[1].load(handle, wanted)
         assert found.keys() == ["x", "y"]
@@ -134,7 +134,7 @@ def test_only_what_is_wanted_is_sent(stores, monkeypatch):
 
 def test_what_can_not_be_read_is_told_as_on_the_machine_itself(stores):
     handle = stores[0].pack(Batch(y=torch.ones(1000, 50)))
-    wanted = partial(_part, columns=("nothing",), start=0, stop=None)
+    wanted = partial(take_rows, columns=("nothing",), start=0, stop=None)
     errors = []
     for store in stores:
         with pytest.raises((DataError, KeyError)) as caught:
@@ -148,8 +148,8 @@ def test_an_owner_that_is_gone_is_named():
     store, gone = (PlacedStore(rank, _KEY) for rank in (1, 3))
     listener = Listener(_KEY, lambda link: link.close())
     store.places = {
-        1: Place(1, "127.0.0.1", 0, store.folder),
-        3: Place(3, "127.0.0.1", listener.port, gone.folder),
+        1: StoreAddress(1, "127.0.0.1", 0, store.folder),
+        3: StoreAddress(3, "127.0.0.1", listener.port, gone.folder),
     }
     handle = gone.pack(torch.ones(100_000))
     with pytest.raises(CommError, match="a value of rank 3 can not be read"):

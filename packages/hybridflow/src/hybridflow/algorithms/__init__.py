@@ -4,12 +4,27 @@ An algorithm has two parts, so that loops may run them one after the other or at
 draws responses to prompts, and `learn` makes a training step of them.
 """
 
-from hybridflow.algorithms.dataflow import Algorithm, Score
-from hybridflow.algorithms.grpo import GRPO
-from hybridflow.algorithms.ppo import PPO
-from hybridflow.algorithms.reinforce import RLOO, ReinforcePlusPlus
-from hybridflow.algorithms.remax import ReMax
-from hybridflow.algorithms.safe_rlhf import SafeRLHF
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridflow.algorithms.dataflow import Algorithm, Score
+    from hybridflow.algorithms.grpo import GRPO
+    from hybridflow.algorithms.ppo import PPO
+    from hybridflow.algorithms.reinforce import RLOO, ReinforcePlusPlus
+    from hybridflow.algorithms.remax import ReMax
+    from hybridflow.algorithms.safe_rlhf import SafeRLHF
+
+_HOME_OF = {
+    "GRPO": "grpo",
+    "PPO": "ppo",
+    "RLOO": "reinforce",
+    "Algorithm": "dataflow",
+    "ReMax": "remax",
+    "ReinforcePlusPlus": "reinforce",
+    "SafeRLHF": "safe_rlhf",
+    "Score": "dataflow",
+}
 
 __all__ = [
     "GRPO",
@@ -21,3 +36,10 @@ __all__ = [
     "SafeRLHF",
     "Score",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The command line reads the registry beside these, which import torch.
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hybridflow.algorithms' has no attribute {name!r}")
+    return getattr(import_module(f"hybridflow.algorithms.{_HOME_OF[name]}"), name)

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from hybridflow.mapping.steps import STEPS, StepKind
 from hybridflow.rl import advantages, kl
 from hybridflow.roles.actor import Actor, Generator
+from hybridflow.roles.critic import Critic
+from hybridflow.roles.scoring import Reference
+from hybridflow.rollout.sampling import Sampling
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import ConfigError, DataError
 
 __all__ = [
     "Algorithm",
+    "AlgorithmInputs",
+    "AlgorithmSpec",
     "Score",
-    "counted",
+    "average_kept",
     "is_kept",
-    "learnt_columns",
-    "mean_of",
-    "scored",
+    "mask_counted",
+    "measure_unmoved",
+    "score_batch",
+    "select_learnt",
+    "summarize_step",
     "token_rewards",
-    "told",
-    "unmoved_groups",
 ]
 
 Score = Callable[[Batch], Any]
@@ -49,7 +56,65 @@ class Algorithm(Protocol):
         """One training step."""
 
 
-def scored(roll: Batch, score: Score, names: Sequence[str] = ("rewards", "scores")) -> Batch:
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmInputs:
+    """What a recipe gives to the algorithm that it names.
+
+    Attributes:
+        actor: the model that is trained.
+        score: of responses.
+        sampling: how responses are drawn.
+        num_updates: optimizer steps a training step.
+        clip: how far below and above 1 the ratio of a token may go.
+        reference: the model that the actor is held near; None without a penalty.
+        beta: weight of the penalty for leaving the reference.
+        critics: by name, those that the algorithm's step has.
+        cost: of responses; None if the step has none.
+    """
+
+    actor: Actor
+    score: Score
+    sampling: Sampling
+    num_updates: int
+    clip: tuple[float, float]
+    reference: Reference | None = None
+    beta: float = 0.0
+    critics: Mapping[str, Critic] = field(default_factory=dict)
+    cost: Score | None = None
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The fields that every algorithm has, by name."""
+        names = ("actor", "score", "sampling", "num_updates")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def penalty(self) -> dict[str, Any]:
+        """The fields of algorithms whose rewards have a penalty for leaving the reference."""
+        return {"reference": self.reference, "beta": self.beta, "clip": self.clip}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSpec:
+    """An algorithm that recipes can name; an entry of `hybridflow.algorithms.registry`.
+
+    Attributes:
+        step: a name of `hybridflow.mapping.steps.STEPS`: its models and what is generated.
+        build: makes the algorithm of what a recipe gives.
+        has_reference: whether it takes a penalty for leaving a reference.
+    """
+
+    step: str
+    build: Callable[[AlgorithmInputs], Algorithm]
+    has_reference: bool = True
+
+    @property
+    def kind(self) -> StepKind:
+        """What its step asks for."""
+        return STEPS.get(self.step)
+
+
+def score_batch(roll: Batch, score: Score, names: Sequence[str] = ("rewards", "scores")) -> Batch:
     """A rollout with what a score makes of it, waited for.
 
     Args:
@@ -98,12 +163,12 @@ def is_kept(batch: Batch) -> Tensor:
     return torch.ones(len(batch), dtype=torch.bool)
 
 
-def counted(batch: Batch) -> Tensor:
+def mask_counted(batch: Batch) -> Tensor:
     """The mask [rows, W] of generated tokens in rows that are not dropped."""
     return batch["mask"] & is_kept(batch)[:, None]
 
 
-def mean_of(values: Tensor, batch: Batch) -> float:
+def average_kept(values: Tensor, batch: Batch) -> float:
     """Mean of one number a row [rows] over rows that are not dropped; 0 where all are."""
     kept = values[is_kept(batch)].double()
     return float(kept.sum() / max(1, len(kept)))
@@ -137,14 +202,14 @@ def token_rewards(
     return advantages.token_rewards(scores, batch["mask"], divergence, beta), divergence
 
 
-def learnt_columns(batch: Batch, **columns: Tensor) -> Batch:
+def select_learnt(batch: Batch, **columns: Tensor) -> Batch:
     """What an update wants beside the rollout; dropped rows have no weight in it."""
     if "is_dropped" in batch:
         columns["is_dropped"] = batch["is_dropped"]
     return Batch(columns)
 
 
-def unmoved_groups(gains: Tensor, group: Tensor) -> float:
+def measure_unmoved(gains: Tensor, group: Tensor) -> float:
     """Share of groups that teach nothing: all equal, or with one response or none left.
 
     Args:
@@ -156,14 +221,14 @@ def unmoved_groups(gains: Tensor, group: Tensor) -> float:
     return float((largest == 0).double().mean())
 
 
-def told(batch: Batch, metrics: Mapping[str, float], **more: float) -> dict[str, float]:
+def summarize_step(batch: Batch, metrics: Mapping[str, float], **more: float) -> dict[str, float]:
     """What a step says: of the batch, of the actor's update, and whatever else is given."""
     rewards = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
     if "is_dropped" in batch:
         more["num_dropped"] = float(batch["is_dropped"].sum())
     return {
-        "reward": mean_of(rewards, batch),
-        "response_length": mean_of(batch["mask"].sum(1), batch),
+        "reward": average_kept(rewards, batch),
+        "response_length": average_kept(batch["mask"].sum(1), batch),
         **metrics,
         **more,
     }

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
-    counted,
     is_kept,
-    learnt_columns,
-    scored,
-    told,
-    unmoved_groups,
+    mask_counted,
+    measure_unmoved,
+    score_batch,
+    select_learnt,
+    summarize_step,
 )
 from hybridflow.rl import advantages, losses
 from hybridflow.roles.actor import Actor, Generator
@@ -28,7 +32,7 @@ from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import ConfigError
 
-__all__ = ["GRPO"]
+__all__ = ["CISPO_SPEC", "DR_GRPO_SPEC", "GRPO", "GRPO_SPEC", "GSPO_SPEC"]
 
 
 @dataclass(kw_only=True)
@@ -65,14 +69,14 @@ class GRPO:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch = scored(batch, self.score)
+        batch = score_batch(batch, self.score)
         batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         scores = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
         gains = advantages.grpo(
             scores, batch["group"], is_dropped=~is_kept(batch), normalize_std=self.normalize_std
         )
-        columns = learnt_columns(
-            batch, advantages=advantages.expand(gains, counted(batch)),
+        columns = select_learnt(
+            batch, advantages=advantages.expand(gains, mask_counted(batch)),
             old_log_probs=batch["old_log_probs"],
         )  # fmt: skip
         rows = roll | columns if reference is None else roll | reference | columns
@@ -81,4 +85,34 @@ class GRPO:
             kl_coefficient=self.kl_coefficient, num_updates=self.num_updates,
             num_epochs=self.num_epochs, temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(batch, metrics, equal_groups=unmoved_groups(gains, batch["group"]))
+        return summarize_step(batch, metrics, equal_groups=measure_unmoved(gains, batch["group"]))
+
+
+def _build_grpo(inputs: AlgorithmInputs) -> GRPO:
+    return _build(inputs, loss=partial(losses.ppo, clip=inputs.clip))
+
+
+def _build_dr_grpo(inputs: AlgorithmInputs) -> GRPO:
+    return _build(
+        inputs, normalize_std=False, loss=partial(losses.ppo, clip=inputs.clip),
+        mode="seq-mean-token-sum-norm", norm=float(inputs.sampling.max_new_tokens),
+    )  # fmt: skip
+
+
+def _build_gspo(inputs: AlgorithmInputs) -> GRPO:
+    loss = partial(losses.gspo, clip=inputs.clip)
+    return _build(inputs, loss=loss, mode="seq-mean-token-mean")
+
+
+def _build_cispo(inputs: AlgorithmInputs) -> GRPO:
+    return _build(inputs, loss=partial(losses.cispo, clip=inputs.clip))
+
+
+def _build(inputs: AlgorithmInputs, **settings: Any) -> GRPO:
+    return GRPO(reference=inputs.reference, kl_coefficient=inputs.beta, **settings, **inputs.common)
+
+
+GRPO_SPEC = AlgorithmSpec(step="grpo", build=_build_grpo)
+DR_GRPO_SPEC = AlgorithmSpec(step="grpo", build=_build_dr_grpo)
+GSPO_SPEC = AlgorithmSpec(step="grpo", build=_build_gspo)
+CISPO_SPEC = AlgorithmSpec(step="grpo", build=_build_cispo)

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
-    counted,
     is_kept,
-    learnt_columns,
-    scored,
+    mask_counted,
+    score_batch,
+    select_learnt,
+    summarize_step,
     token_rewards,
-    told,
 )
 from hybridflow.rl import advantages, kl, losses
 from hybridflow.roles.actor import Actor, Generator
@@ -22,7 +24,7 @@ from hybridflow.rollout.sampling import Sampling
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 
-__all__ = ["PPO"]
+__all__ = ["PPO", "PPO_SPEC"]
 
 
 @dataclass(kw_only=True)
@@ -54,14 +56,14 @@ class PPO:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch = scored(batch, self.score)
+        batch = score_batch(batch, self.score)
         batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         batch |= values.result()
         if reference is not None:
             batch |= reference.result()
         beta = self.beta.beta if isinstance(self.beta, kl.AdaptiveKL) else self.beta
         rewards, divergence = token_rewards(batch, beta=beta)
-        mask = counted(batch)
+        mask = mask_counted(batch)
         gains, returns = advantages.gae(rewards, batch["values"], mask, self.gamma, self.lam)
         more = {}
         if divergence is not None:
@@ -70,13 +72,20 @@ class PPO:
                 self.beta = self.beta.update(more["kl"], int(is_kept(batch).sum()))
         learnt = {"num_updates": self.num_updates, "num_epochs": self.num_epochs}
         trained = self.critic.update(
-            roll | values | learnt_columns(batch, returns=returns), **learnt
+            roll | values | select_learnt(batch, returns=returns), **learnt
         )
-        columns = learnt_columns(
+        columns = select_learnt(
             batch, advantages=advantages.whiten(gains, mask), old_log_probs=batch["old_log_probs"]
         )
         metrics = self.actor.update(
             roll | columns, loss=partial(losses.ppo, clip=self.clip),
             temperature=self.sampling.temperature, **learnt,
         )  # fmt: skip
-        return told(batch, metrics, value_loss=trained["loss"], **more)
+        return summarize_step(batch, metrics, value_loss=trained["loss"], **more)
+
+
+def _build(inputs: AlgorithmInputs) -> PPO:
+    return PPO(critic=inputs.critics["critic"], **inputs.penalty, **inputs.common)
+
+
+PPO_SPEC = AlgorithmSpec(step="ppo", build=_build)

@@ -11,14 +11,16 @@ from functools import partial
 from torch import Tensor
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
-    counted,
     is_kept,
-    learnt_columns,
-    scored,
+    mask_counted,
+    measure_unmoved,
+    score_batch,
+    select_learnt,
+    summarize_step,
     token_rewards,
-    told,
-    unmoved_groups,
 )
 from hybridflow.rl import advantages, losses
 from hybridflow.roles.actor import Actor, Generator
@@ -28,7 +30,7 @@ from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import ConfigError
 
-__all__ = ["RLOO", "ReinforcePlusPlus"]
+__all__ = ["REINFORCE_PLUS_PLUS_SPEC", "RLOO", "RLOO_SPEC", "ReinforcePlusPlus"]
 
 
 @dataclass(kw_only=True)
@@ -56,7 +58,7 @@ class _Reinforce:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch = scored(batch, self.score)
+        batch = score_batch(batch, self.score)
         batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         if reference is not None:
             batch |= reference.result()
@@ -65,13 +67,13 @@ class _Reinforce:
     def _update(
         self, roll: Batch | Future | Joined, batch: Batch, gains: Tensor, **more: float
     ) -> dict:
-        columns = learnt_columns(batch, advantages=gains, old_log_probs=batch["old_log_probs"])
+        columns = select_learnt(batch, advantages=gains, old_log_probs=batch["old_log_probs"])
         metrics = self.actor.update(
             roll | columns, loss=partial(losses.ppo, clip=self.clip),
             num_updates=self.num_updates, num_epochs=self.num_epochs,
             temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(batch, metrics, **more)
+        return summarize_step(batch, metrics, **more)
 
 
 @dataclass(kw_only=True)
@@ -87,8 +89,8 @@ class RLOO(_Reinforce):
         batch = self._rewarded(roll)
         scores, group = batch["penalized"].sum(1), batch["group"]
         gains = advantages.rloo(scores, group, is_dropped=~is_kept(batch))
-        of_tokens = advantages.expand(gains, counted(batch))
-        return self._update(roll, batch, of_tokens, equal_groups=unmoved_groups(gains, group))
+        of_tokens = advantages.expand(gains, mask_counted(batch))
+        return self._update(roll, batch, of_tokens, equal_groups=measure_unmoved(gains, group))
 
 
 class ReinforcePlusPlus(_Reinforce):
@@ -97,5 +99,17 @@ class ReinforcePlusPlus(_Reinforce):
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the actor."""
         batch = self._rewarded(roll)
-        gains = advantages.reinforce_plus_plus(batch["penalized"], counted(batch), 1.0)
+        gains = advantages.reinforce_plus_plus(batch["penalized"], mask_counted(batch), 1.0)
         return self._update(roll, batch, gains)
+
+
+def _build_rloo(inputs: AlgorithmInputs) -> RLOO:
+    return RLOO(**inputs.penalty, **inputs.common)
+
+
+def _build_reinforce_plus_plus(inputs: AlgorithmInputs) -> ReinforcePlusPlus:
+    return ReinforcePlusPlus(**inputs.penalty, **inputs.common)
+
+
+RLOO_SPEC = AlgorithmSpec(step="grpo", build=_build_rloo)
+REINFORCE_PLUS_PLUS_SPEC = AlgorithmSpec(step="reinforce", build=_build_reinforce_plus_plus)

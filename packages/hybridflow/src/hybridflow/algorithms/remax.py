@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
-    counted,
-    learnt_columns,
-    mean_of,
-    scored,
+    average_kept,
+    mask_counted,
+    score_batch,
+    select_learnt,
+    summarize_step,
     token_rewards,
-    told,
 )
 from hybridflow.rl import advantages, losses
 from hybridflow.roles.actor import Actor, Generator
@@ -21,7 +23,7 @@ from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import ConfigError
 
-__all__ = ["ReMax"]
+__all__ = ["REMAX_SPEC", "ReMax"]
 
 
 @dataclass(kw_only=True)
@@ -48,12 +50,12 @@ class ReMax:
         """One step of the actor."""
         batch = roll if isinstance(roll, Batch) else roll.result()
         batch |= self._baseline(batch)
-        batch = scored(batch, self.score)
+        batch = score_batch(batch, self.score)
         batch |= Batch(old_log_probs=batch["rollout_log_probs"])
         rewards, _ = token_rewards(batch)
         baseline = batch["baseline"].to(rewards.dtype)
-        columns = learnt_columns(
-            batch, advantages=advantages.remax(rewards, counted(batch), baseline),
+        columns = select_learnt(
+            batch, advantages=advantages.remax(rewards, mask_counted(batch), baseline),
             old_log_probs=batch["old_log_probs"],
         )  # fmt: skip
         loss = partial(losses.ppo, clip=self.clip)
@@ -61,7 +63,7 @@ class ReMax:
             roll | columns, loss=loss, num_updates=self.num_updates,
             temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(batch, metrics, greedy_reward=mean_of(baseline, batch))
+        return summarize_step(batch, metrics, greedy_reward=average_kept(baseline, batch))
 
     def _baseline(self, batch: Batch) -> Batch:
         """What the likeliest responses are worth; where one has no reward, the row is dropped."""
@@ -69,6 +71,13 @@ class ReMax:
         if "greedy_tokens" not in batch:
             raise ConfigError("expected column greedy_tokens; draw responses by ReMax.rollout")
         likeliest = Batch({name: batch[f"greedy_{name}"] for name in made})
-        found = scored(batch.drop(*made) | likeliest, self.score)
+        found = score_batch(batch.drop(*made) | likeliest, self.score)
         worth = found["rewards"].sum(1) if "rewards" in found else found["scores"]
-        return learnt_columns(found, baseline=worth)
+        return select_learnt(found, baseline=worth)
+
+
+def _build(inputs: AlgorithmInputs) -> ReMax:
+    return ReMax(clip=inputs.clip, **inputs.common)
+
+
+REMAX_SPEC = AlgorithmSpec(step="remax", build=_build, has_reference=False)

@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybridflow.algorithms.dataflow import (
+    AlgorithmInputs,
+    AlgorithmSpec,
     Score,
-    counted,
-    learnt_columns,
-    mean_of,
-    scored,
+    average_kept,
+    mask_counted,
+    score_batch,
+    select_learnt,
+    summarize_step,
     token_rewards,
-    told,
 )
 from hybridflow.rl import advantages, lagrange, losses
 from hybridflow.roles.actor import Actor, Generator
@@ -26,7 +28,7 @@ from hybridflow.rollout.sampling import Sampling
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 
-__all__ = ["SafeRLHF"]
+__all__ = ["SAFE_RLHF_SPEC", "SafeRLHF"]
 
 
 @dataclass(kw_only=True)
@@ -60,12 +62,12 @@ class SafeRLHF:
             else self.reference.log_probs(roll, self.sampling.temperature)
         )
         batch = roll if isinstance(roll, Batch) else roll.result()
-        batch = scored(batch, self.score)
+        batch = score_batch(batch, self.score)
         batch |= Batch(old_log_probs=batch["rollout_log_probs"])
-        batch = scored(batch, self.cost, ["costs"])
+        batch = score_batch(batch, self.cost, ["costs"])
         if reference is not None:
             batch |= reference.result()
-        mask, gains, trained = counted(batch), [], []
+        mask, gains, trained = mask_counted(batch), [], []
         for critic, values, column, sign in (
             (self.critic, asked[0], "scores", 1),
             (self.cost_critic, asked[1], "costs", -1),
@@ -75,19 +77,30 @@ class SafeRLHF:
                 rewards, values.result()["values"], mask, self.gamma, self.lam
             )
             gains.append(advantages.whiten(gain, mask, shift_mean=column == "scores"))
-            rows = roll | values | learnt_columns(batch, returns=returns)
+            rows = roll | values | select_learnt(batch, returns=returns)
             trained.append(critic.update(rows, num_updates=self.num_updates))
-        mean_cost = mean_of(batch["costs"], batch)
+        mean_cost = average_kept(batch["costs"], batch)
         if mask.any():
             self.multiplier = self.multiplier.update(mean_cost)
         combined = lagrange.combine(gains[0], gains[1], self.multiplier.value)
-        columns = learnt_columns(batch, advantages=combined, old_log_probs=batch["old_log_probs"])
+        columns = select_learnt(batch, advantages=combined, old_log_probs=batch["old_log_probs"])
         loss = partial(losses.ppo, clip=self.clip)
         metrics = self.actor.update(
             roll | columns, loss=loss, num_updates=self.num_updates,
             temperature=self.sampling.temperature,
         )  # fmt: skip
-        return told(
+        return summarize_step(
             batch, metrics, cost=mean_cost, multiplier=self.multiplier.value,
             value_loss=trained[0]["loss"], cost_value_loss=trained[1]["loss"],
         )  # fmt: skip
+
+
+def _build(inputs: AlgorithmInputs) -> SafeRLHF:
+    assert inputs.cost is not None, "recipes are checked for one"
+    return SafeRLHF(
+        critic=inputs.critics["critic"], cost_critic=inputs.critics["cost-critic"],
+        cost=inputs.cost, **inputs.penalty, **inputs.common,
+    )  # fmt: skip
+
+
+SAFE_RLHF_SPEC = AlgorithmSpec(step="safe_rlhf", build=_build)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.models.state.export import export
+from hybridflow.roles.state.export import export
 from hybridflow.training.runtime import Run
 from hybridflow.workers.batch.batch import Batch
 

@@ -22,7 +22,7 @@ from rich.progress import Progress
 from hybridflow.training.config import Recipe, read_recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.controller import Workers
-from shared.claims import Claim, write_demo
+from shared.claims import Claim, finish
 
 __all__ = ["run"]
 
@@ -56,15 +56,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     finally:
         torch.set_num_threads(before)
     _draw(curves, out / "reward.svg", digits.rpartition(":")[2])
-    write_demo(out, "hybridflow", claims, {"reward": curves})
-    for claim in claims:
-        verdict = "" if claim.correct else "  NOT CORRECT"
-        console.print(
-            f"hybridflow: {claim.name}: {claim.ours:.4g} {claim.unit} against {claim.baseline:.4g} "
-            f"({claim.baseline_name}), {claim.ratio:.2f}x{verdict}",
-            soft_wrap=True,
-        )
-    return all(claim.correct for claim in claims)
+    return finish(out, "hybridflow", claims, {"reward": curves})
 
 
 def _learnt(name: str, recipe: Recipe, least: float, console: Console) -> tuple[list[float], Claim]:

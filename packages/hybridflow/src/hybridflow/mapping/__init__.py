@@ -5,7 +5,7 @@ Describe the models, the cluster and one step; `search` returns a plan that expl
 """
 
 from hybridflow.mapping.cost import CostModel
-from hybridflow.mapping.degrees import GenerationLayout, Layout
+from hybridflow.mapping.degrees import GenerationLayout
 from hybridflow.mapping.evaluation import evaluate
 from hybridflow.mapping.front import Choice
 from hybridflow.mapping.hardware import Efficiency, Hardware
@@ -13,6 +13,7 @@ from hybridflow.mapping.models import ModelSpec
 from hybridflow.mapping.plan import Alternative, Mapping, ModelPlan, SetPlan
 from hybridflow.mapping.planner import search
 from hybridflow.mapping.workload import Workload
+from hybridflow.workers.batch.layout import Layout
 
 __all__ = [
     "Alternative",

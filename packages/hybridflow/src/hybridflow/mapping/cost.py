@@ -13,10 +13,11 @@ import math
 from dataclasses import dataclass, field
 
 from hybridflow.mapping import memory
-from hybridflow.mapping.degrees import GenerationLayout, Layout
+from hybridflow.mapping.degrees import GenerationLayout, layer_share
 from hybridflow.mapping.hardware import Efficiency, Hardware
 from hybridflow.mapping.models import ModelSpec
 from hybridflow.mapping.workload import Workload
+from hybridflow.workers.batch.layout import Layout
 from shared.topology import Link
 from shared.topology.cost import all_gather_s, ring_all_reduce_s
 
@@ -81,7 +82,7 @@ class CostModel:
 
     def replica_sequences(self, layout: Layout, generation: GenerationLayout) -> int:
         """Sequences that the fullest generation replica generates."""
-        num_replicas = layout.num_gpus // (generation.pp * generation.tp)
+        num_replicas = layout.num_ranks // (generation.pp * generation.tp)
         return math.ceil(self.workload.num_generated / num_replicas)
 
     def generate_s(
@@ -140,7 +141,7 @@ class CostModel:
         # Queries with keys, weights with values: 2 tokens each, halved because of the causal mask.
         attention = 2 * model.num_layers * width * tokens
         flops = sequences * tokens * (2 * model.num_params + attention)
-        share = layout.layer_share(model) / layout.tp
+        share = layer_share(layout, model) / layout.tp
         flops_per_s = self.hardware.device.flops_per_s * self.efficiency.inference
         num_layers = math.ceil(model.num_layers / layout.pp)
         num_bytes = memory.WEIGHT_BYTES * sequences * tokens * model.hidden_size
@@ -155,13 +156,13 @@ class CostModel:
         return self.hardware.local if is_local else self.hardware.network
 
     def _reduce_gradients_s(self, model: ModelSpec, layout: Layout) -> float:
-        share = layout.layer_share(model) / layout.tp
+        share = layer_share(layout, model) / layout.tp
         num_bytes = memory.GRADIENT_BYTES * model.num_params * share
         link = self.hardware.ring(layout.dp, layout.pp * layout.tp)
         return ring_all_reduce_s(link, num_bytes, layout.dp)
 
     def _optimizer_s(self, model: ModelSpec, layout: Layout) -> float:
-        device, share = self.hardware.device, layout.layer_share(model) / layout.tp
+        device, share = self.hardware.device, layer_share(layout, model) / layout.tp
         rate = device.memory_bytes_per_s * self.efficiency.memory_bandwidth
         return memory.OPTIMIZER_STEP_BYTES * model.num_params * share / rate
 

@@ -12,35 +12,9 @@ import math
 from dataclasses import dataclass
 
 from hybridflow.mapping.models import ModelSpec
+from hybridflow.workers.batch.layout import Layout
 
-__all__ = ["GenerationLayout", "Layout", "generation_layouts", "layouts"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """Degrees of parallelism; tensor ranks are neighbours, then pipeline stages, then replicas.
-
-    Attributes:
-        pp: pipeline stages.
-        tp: ranks that share each layer.
-        dp: replicas.
-    """
-
-    pp: int
-    tp: int
-    dp: int
-
-    @property
-    def num_gpus(self) -> int:
-        """GPUs of all replicas."""
-        return self.pp * self.tp * self.dp
-
-    def layer_share(self, model: ModelSpec) -> float:
-        """Share of the layers that the fullest stage has."""
-        return math.ceil(model.num_layers / self.pp) / model.num_layers
-
-    def __str__(self) -> str:
-        return f"{self.pp}-{self.tp}-{self.dp}"
+__all__ = ["GenerationLayout", "generation_layouts", "layer_share", "layouts"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +31,11 @@ class GenerationLayout:
 
     def __str__(self) -> str:
         return f"{self.pp}-{self.tp}"
+
+
+def layer_share(layout: Layout, model: ModelSpec) -> float:
+    """Share of a model's layers that the fullest stage of a layout has."""
+    return math.ceil(model.num_layers / layout.pp) / model.num_layers
 
 
 def layouts(model: ModelSpec, num_gpus: int, devices_per_host: int, max_dp: int) -> list[Layout]:

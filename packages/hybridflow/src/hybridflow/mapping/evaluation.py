@@ -34,9 +34,9 @@ def evaluate(costs: CostModel, choices: Sequence[Choice], first_rank: int = 0) -
         TopologyError: the models do not fit into the memory of their GPUs, or their layouts are of
             different numbers of GPUs.
     """
-    sizes = {choice.layout.num_gpus for choice in choices}
+    sizes = {choice.layout.num_ranks for choice in choices}
     if len(sizes) != 1:
-        raise TopologyError(f"expected layouts of one number of GPUs in a set, came {sizes}")
+        raise TopologyError(f"expected layouts of one number of GPUs in a set, got {sizes}")
     num_gpus = sizes.pop()
     resident = [memory.resident_bytes(choice.model, choice.layout) for choice in choices]
     plans = tuple(_model_plan(costs, choice, sum(resident)) for choice in choices)
@@ -88,6 +88,6 @@ def _model_plan(costs: CostModel, choice: Choice, all_resident_bytes: int) -> Mo
 def _too_large(costs: CostModel, choices: Sequence[Choice], num_bytes: float) -> TopologyError:
     names = ", ".join(choice.model.name for choice in choices)
     return TopologyError(
-        f"expected at most {format_bytes(costs.usable_bytes)} of each GPU for {names}, came "
+        f"expected at most {format_bytes(costs.usable_bytes)} of each GPU for {names}, got "
         f"{format_bytes(num_bytes)}; choose more shards or another set"
     )

@@ -15,8 +15,9 @@ from jaxtyping import Float64, Int64
 
 from hybridflow.mapping import memory
 from hybridflow.mapping.cost import CostModel
-from hybridflow.mapping.degrees import GenerationLayout, Layout, generation_layouts, layouts
+from hybridflow.mapping.degrees import GenerationLayout, generation_layouts, layouts
 from hybridflow.mapping.models import ModelSpec
+from hybridflow.workers.batch.layout import Layout
 
 __all__ = ["Choice", "Front", "Ways", "pareto"]
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 
-from hybridflow.mapping.degrees import GenerationLayout, Layout
+from hybridflow.mapping.degrees import GenerationLayout, layer_share
 from hybridflow.mapping.models import ModelSpec
 from hybridflow.mapping.workload import Workload
+from hybridflow.workers.batch.layout import Layout
 
 __all__ = ["generation_bytes", "kv_bytes_per_sequence", "resident_bytes", "working_bytes"]
 
@@ -35,7 +36,7 @@ _TRAINED_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + 3 * 4
 def resident_bytes(model: ModelSpec, layout: Layout) -> int:
     """Bytes a GPU holds all the time: 18 a parameter when trained, 2 when not."""
     per_param = _TRAINED_BYTES if model.is_trained else WEIGHT_BYTES
-    return math.ceil(per_param * model.num_params * layout.layer_share(model) / layout.tp)
+    return math.ceil(per_param * model.num_params * layer_share(layout, model) / layout.tp)
 
 
 def working_bytes(model: ModelSpec, layout: Layout, workload: Workload) -> int:
@@ -63,7 +64,7 @@ def working_bytes(model: ModelSpec, layout: Layout, workload: Workload) -> int:
 def generation_bytes(model: ModelSpec, layout: Layout, generation: GenerationLayout) -> int:
     """Bytes of generation weights beyond the training shard, which is part of them."""
     stage = math.ceil(model.num_layers / generation.pp) / model.num_layers
-    share = stage / generation.tp - layout.layer_share(model) / layout.tp
+    share = stage / generation.tp - layer_share(layout, model) / layout.tp
     return math.ceil(WEIGHT_BYTES * model.num_params * share)
 
 

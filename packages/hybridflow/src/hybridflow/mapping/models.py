@@ -10,21 +10,19 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.registry import Registry
 
 __all__ = ["LLAMA_SIZES", "ROLES", "ModelSpec"]
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
 """What a model may do in a step."""
 
-# Layers, hidden, heads, KV heads, feed-forward: Llama 2, and Code Llama for 34B.
-_LLAMA = {
-    "7B": (32, 4096, 32, 32, 11008),
-    "13B": (40, 5120, 40, 40, 13824),
-    "34B": (48, 8192, 64, 8, 22016),
-    "70B": (80, 8192, 64, 8, 28672),
-}
-LLAMA_SIZES = tuple(_LLAMA)
-"""Sizes that `ModelSpec.llama` knows."""
+LLAMA_SIZES: Registry[str, tuple[int, ...]] = Registry("size")
+"""Layers, hidden, heads, KV heads and feed-forward of what `ModelSpec.llama` knows."""
+LLAMA_SIZES.add("7B", (32, 4096, 32, 32, 11008), "Llama 2 7B")
+LLAMA_SIZES.add("13B", (40, 5120, 40, 40, 13824), "Llama 2 13B")
+LLAMA_SIZES.add("34B", (48, 8192, 64, 8, 22016), "Code Llama 34B")
+LLAMA_SIZES.add("70B", (80, 8192, 64, 8, 28672), "Llama 2 70B")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +56,13 @@ class ModelSpec:
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ConfigError(
-                f"model {self.name!r}: expected a role of {', '.join(ROLES)}, came {self.role!r}"
+                f"model {self.name!r}: expected a role of {', '.join(ROLES)}, got {self.role!r}"
             )
         for item in fields(self)[2:]:
             value = getattr(self, item.name)
             if value < 1:
                 raise ConfigError(
-                    f"model {self.name!r}: expected {item.name} of at least 1, came {value}"
+                    f"model {self.name!r}: expected {item.name} of at least 1, got {value}"
                 )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
@@ -89,9 +87,7 @@ class ModelSpec:
         Raises:
             ConfigError: the size is unknown.
         """
-        if size not in _LLAMA:
-            raise ConfigError(f"expected a size of {', '.join(_LLAMA)}, came {size!r}")
-        layers, hidden, heads, kv_heads, ffn = _LLAMA[size]
+        layers, hidden, heads, kv_heads, ffn = LLAMA_SIZES.get(size)
         shape = {
             "num_layers": layers,
             "hidden_size": hidden,
@@ -125,7 +121,7 @@ class ModelSpec:
         experts = ("num_local_experts", "num_experts", "n_routed_experts")
         if any((getattr(config, key, None) or 1) > 1 for key in experts):
             raise ConfigError(
-                f"{type(config).__name__}: expected a dense model, came a mixture of experts, "
+                f"{type(config).__name__}: expected a dense model, got a mixture of experts, "
                 "which these formulas do not describe"
             )
         hidden, heads = _read(config, "hidden_size"), _read(config, "num_attention_heads")
@@ -147,7 +143,7 @@ def _read(config: Any, key: str) -> int:
     value = getattr(config, key, None)
     if not isinstance(value, int):
         raise ConfigError(
-            f"{type(config).__name__}: expected a whole number as {key}, came {value!r}; "
+            f"{type(config).__name__}: expected a whole number as {key}, got {value!r}; "
             "construct ModelSpec by hand"
         )
     return value

@@ -62,7 +62,7 @@ def search(
         TopologyError: hosts differ, or no mapping fits into memory.
     """
     if not models:
-        raise ConfigError("models: expected an actor at least, came none")
+        raise ConfigError("models: expected an actor at least, got none")
     workload.check(models)
     hardware = Hardware.of(cluster)
     costs = CostModel(hardware=hardware, workload=workload, efficiency=efficiency or Efficiency())
@@ -138,7 +138,7 @@ def _laid_out(division: Division, costs: CostModel) -> tuple[SetPlan, ...]:
     sets, first_rank = [], 0
     # By falling size each set starts at a multiple of its size: see Hardware.set_sizes.
     for choices in sorted(
-        division.choices, key=lambda choices: (-choices[0].layout.num_gpus, choices[0].model.name)
+        division.choices, key=lambda choices: (-choices[0].layout.num_ranks, choices[0].model.name)
     ):
         sets.append(evaluate(costs, choices, first_rank))
         first_rank += sets[-1].num_gpus
@@ -192,7 +192,7 @@ def _too_small(models: tuple[ModelSpec, ...], costs: CostModel) -> TopologyError
         f"{', '.join(model.name for model in models)} on {hardware.num_gpus} x "
         f"{hardware.device.name}: expected at most {format_bytes(costs.usable_bytes)} to be needed "
         f"of a GPU ({costs.efficiency.memory:.0%} of {format_bytes(hardware.device.memory_bytes)}),"
-        f" came {format_bytes(wanted)} with all models on all GPUs"
+        f" got {format_bytes(wanted)} with all models on all GPUs"
     )
     # One host after another; larger steps where the cluster is already large.
     steps = -(-hardware.num_hosts // 8)

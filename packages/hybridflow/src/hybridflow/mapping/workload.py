@@ -1,8 +1,7 @@
 """What one step of an RLHF algorithm asks of its models: sequences, tokens, updates.
 
 A step generates, prepares (one forward pass of every model that scores) and trains, after the
-stages of HybridFlow (arXiv 2409.19256). Algorithms differ in the models they have and in what is
-generated: ReMax adds one greedy response a prompt, GRPO draws a group of responses for each.
+stages of HybridFlow (arXiv 2409.19256). `hybridflow.mapping.steps` lists the algorithms.
 """
 
 from __future__ import annotations
@@ -12,16 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from hybridflow.mapping.models import ModelSpec
+from hybridflow.mapping.steps import STEPS, StepKind
 from shared.errors import ConfigError
 
-__all__ = ["ALGORITHMS", "STAGES", "Workload"]
+__all__ = ["STAGES", "Workload"]
 
 STAGES = ("generate", "prepare", "train")
 """The stages of a step, in order."""
-
-_NUM_CRITICS = {"ppo": 1, "grpo": 0, "remax": 0, "reinforce": 0, "safe_rlhf": 2}
-ALGORITHMS = tuple(_NUM_CRITICS)
-"""The algorithms whose steps are known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +25,7 @@ class Workload:
     """One step.
 
     Attributes:
-        algorithm: one of `ALGORITHMS`; decides about critics, cost models and greedy responses.
+        algorithm: a name of `STEPS`; decides about critics, cost models and greedy responses.
         global_batch_size: sequences that a step trains on, all of a group counted.
         prompt_tokens: tokens of each prompt.
         response_tokens: tokens of each response, the longest as well as the mean.
@@ -51,30 +47,31 @@ class Workload:
     recomputes_log_probs: bool = False
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            raise ConfigError(
-                f"workload.algorithm: expected one of {', '.join(ALGORITHMS)}, came "
-                f"{self.algorithm!r}"
-            )
+        STEPS.check(self.algorithm)
         for item in fields(self)[1:8]:
             value = getattr(self, item.name)
             if value < 1:
-                raise ConfigError(f"workload.{item.name}: expected at least 1, came {value}")
+                raise ConfigError(f"workload.{item.name}: expected at least 1, got {value}")
         if self.global_batch_size % self.group_size:
             raise ConfigError(
                 f"workload.global_batch_size: expected whole groups of {self.group_size} "
-                f"responses, came {self.global_batch_size} sequences"
+                f"responses, got {self.global_batch_size} sequences"
             )
-        if self.algorithm == "grpo" and self.group_size == 1:
+        if self.kind.is_grouped and self.group_size == 1:
             raise ConfigError(
-                "workload.group_size: GRPO compares the responses to one prompt, so expected at "
-                "least 2, came 1"
+                f"workload.group_size: {self.algorithm} compares the responses to one prompt; expected "
+                "at least 2, got 1"
             )
         if self.num_updates > self.global_batch_size * self.num_epochs:
             raise ConfigError(
                 f"workload.num_updates: expected at most one update a sequence, "
-                f"{self.global_batch_size * self.num_epochs}, came {self.num_updates}"
+                f"{self.global_batch_size * self.num_epochs}, got {self.num_updates}"
             )
+
+    @property
+    def kind(self) -> StepKind:
+        """What the algorithm's step asks for."""
+        return STEPS.get(self.algorithm)
 
     @property
     def sequence_tokens(self) -> int:
@@ -89,7 +86,7 @@ class Workload:
     @property
     def num_greedy(self) -> int:
         """Greedy responses beside the sampled ones, which are generated and scored only."""
-        return self.global_batch_size // self.group_size if self.algorithm == "remax" else 0
+        return self.global_batch_size // self.group_size if self.kind.has_greedy else 0
 
     @property
     def num_generated(self) -> int:
@@ -114,21 +111,22 @@ class Workload:
 
         Raises:
             ConfigError: names repeat, there is not one actor, the critics are too many or too few,
-                or a cost model comes with another algorithm than Safe-RLHF.
+                or a cost model comes with an algorithm that has none.
         """
         names = [model.name for model in models]
         if len(set(names)) < len(names):
-            raise ConfigError(f"models: expected a name of its own for each, came {names}")
+            raise ConfigError(f"models: expected a name of its own for each, got {names}")
         roles = Counter(model.role for model in models)
-        expected = {"actor": 1, "critic": _NUM_CRITICS[self.algorithm]}
+        expected = {"actor": 1, "critic": len(self.kind.critics)}
         for role, number in expected.items():
             if roles[role] != number:
                 raise ConfigError(
-                    f"models: expected {number} of role {role!r} for {self.algorithm}, came "
+                    f"models: expected {number} of role {role!r} for {self.algorithm}, got "
                     f"{roles[role]} among {names}"
                 )
-        if roles["cost"] and self.algorithm != "safe_rlhf":
+        if roles["cost"] and not self.kind.has_cost:
+            known = ", ".join(repr(name) for name in STEPS if STEPS.get(name).has_cost)
             raise ConfigError(
-                f"models: expected no cost model for {self.algorithm}, came {names}; it belongs to "
-                "algorithm 'safe_rlhf'"
+                f"models: expected no cost model for {self.algorithm}, got {names}; it belongs to "
+                f"algorithm {known}"
             )

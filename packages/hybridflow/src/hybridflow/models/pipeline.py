@@ -22,7 +22,7 @@ from shared.comms.group import Group
 __all__ = ["run_forward", "train"]
 
 
-class _Kept(NamedTuple):
+class KeptMicroBatch(NamedTuple):
     """What a micro-batch's backward needs: the stage's input, and its output or loss."""
 
     x: Tensor
@@ -48,8 +48,8 @@ def train(
         for k, tokens in enumerate(micro_batches):
             loss_of(k, model(tokens)).backward()
         return
-    stage = _Stage(model, group, micro_batches)
-    kept: deque[_Kept] = deque()
+    stage = Stage(model, group, micro_batches)
+    kept: deque[KeptMicroBatch] = deque()
     total = len(micro_batches)
     ahead = min(model.shard.num_stages - 1 - model.shard.pp, total)
     for k in range(ahead):
@@ -60,11 +60,11 @@ def train(
         assert x is not None, "received before"
         kept.append(stage.forward(k, x, loss_of))
         grad = stage.exchange_with_next(kept[-1].out, kept[0].out)
-        done = _backward(kept.popleft(), grad)
+        done = run_backward(kept.popleft(), grad)
         x = stage.exchange_with_previous(done, k + 1 if k + 1 < total else None)
     while kept:
         grad = stage.receive_grad(kept[0].out)
-        stage.send_grad(_backward(kept.popleft(), grad))
+        stage.send_grad(run_backward(kept.popleft(), grad))
 
 
 @torch.no_grad()
@@ -83,7 +83,7 @@ def run_forward(
         for k, tokens in enumerate(micro_batches):
             use(k, model(tokens, attend(k)))
         return
-    stage = _Stage(model, group, micro_batches)
+    stage = Stage(model, group, micro_batches)
     for k in range(len(micro_batches)):
         out = model(stage.receive_input(k), attend(k))
         if model.shard.is_last:
@@ -92,7 +92,7 @@ def run_forward(
             stage.send_output(out)
 
 
-class _Stage:
+class Stage:
     """One stage's exchanges with its neighbours; the ends of the pipeline exchange nothing."""
 
     def __init__(self, model: Decoder, group: Group, micro_batches: Sequence[Tensor]) -> None:
@@ -100,9 +100,11 @@ class _Stage:
         self._is_first, self._is_last = model.shard.is_first, model.shard.is_last
         self._next, self._previous = group.rank + 1, group.rank - 1
 
-    def forward(self, k: int, x: Tensor, loss_of: Callable[[int, Tensor], Tensor]) -> _Kept:
+    def forward(
+        self, k: int, x: Tensor, loss_of: Callable[[int, Tensor], Tensor]
+    ) -> KeptMicroBatch:
         out = self._model(x)
-        return _Kept(x, loss_of(k, out) if self._is_last else out)
+        return KeptMicroBatch(x, loss_of(k, out) if self._is_last else out)
 
     def receive_input(self, k: int) -> Tensor:
         if self._is_first:
@@ -154,7 +156,7 @@ class _Stage:
         post_rounds(self._group, [item], "pipeline", op="pipeline").wait_all()
 
 
-def _backward(kept: _Kept, grad: Tensor | None) -> Tensor | None:
+def run_backward(kept: KeptMicroBatch, grad: Tensor | None) -> Tensor | None:
     """Goes back through a stage; returns the gradient of its input."""
     kept.out.backward(grad)
     return kept.x.grad

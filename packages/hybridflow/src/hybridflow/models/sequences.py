@@ -15,7 +15,7 @@ from torch import Tensor
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.log_probs import token_log_probs
 
-__all__ = ["asked", "generated_mask", "log_probs", "micro_batches", "scores", "values"]
+__all__ = ["generated_mask", "log_probs", "micro_batches", "scores", "select_asked", "values"]
 
 
 def generated_mask(
@@ -43,7 +43,7 @@ def micro_batches(lengths: Int64[Tensor, " rows"], max_tokens: int) -> Iterator[
         start = stop
 
 
-def asked(tokens: Int64[Tensor, "rows width"], mask: Bool[Tensor, "rows width"]) -> Tensor:
+def select_asked(tokens: Int64[Tensor, "rows width"], mask: Bool[Tensor, "rows width"]) -> Tensor:
     """The tokens that a model is to be given: up to the last but one that is asked for."""
     columns = torch.nonzero(mask.any(0))
     return tokens[:, : max(1, int(columns[-1]))] if len(columns) else tokens[:, :1]

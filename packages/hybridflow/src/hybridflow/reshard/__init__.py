@@ -1,7 +1,7 @@
-"""Moving a model's weights between two layouts: what each rank receives, and doing it in place."""
+"""Moving a model's weights between two layouts: what each rank receives, in place, or to other ranks."""
 
 from hybridflow.reshard.planner import Plan, plan
 from hybridflow.reshard.transition import Transition
-from hybridflow.roles.weight_sync import plan_sync, sync_weights
+from hybridflow.reshard.weight_sync import plan_sync, sync_weights
 
 __all__ = ["Plan", "Transition", "plan", "plan_sync", "sync_weights"]

@@ -20,7 +20,7 @@ from shared.comms import reshard
 from shared.errors import ConfigError
 from shared.topology.boxes import Box
 
-__all__ = ["Boxes", "Plan", "held_by", "plan"]
+__all__ = ["Boxes", "Plan", "find_held_boxes", "plan"]
 
 Boxes = Mapping[str, Sequence[Box]]
 """What a rank holds: by a weight's Hugging Face name, boxes of it."""
@@ -109,13 +109,15 @@ def plan(
     config = read_config(model)
     src = Layout.parse(src_layout)
     dst = None if src.contains(dst_layout) else src.other(dst_layout)
-    sources = [held_by(config, src, rank, is_sharded=is_sharded) for rank in range(src.num_ranks)]
+    sources = [
+        find_held_boxes(config, src, rank, is_sharded=is_sharded) for rank in range(src.num_ranks)
+    ]
     groups: GenerationGroups | None = None
     if dst is not None:
-        wanted = [held_by(config, dst, rank) for rank in range(dst.num_ranks)]
+        wanted = [find_held_boxes(config, dst, rank) for rank in range(dst.num_ranks)]
     else:
         groups = generation_groups(src, str(dst_layout))
-        wanted = [wanted_by(config, groups, rank) for rank in range(src.num_ranks)]
+        wanted = [find_wanted_boxes(config, groups, rank) for rank in range(src.num_ranks)]
     if is_disjoint:
         sources, wanted = [*sources, *({} for _ in wanted)], [*({} for _ in sources), *wanted]
     elif len(sources) != len(wanted):
@@ -170,7 +172,7 @@ def plan_boxes(
     )
 
 
-def held_by(
+def find_held_boxes(
     config: DecoderConfig, layout: Layout, rank: int, *, is_sharded: bool = False
 ) -> dict[str, list[Box]]:
     """What a rank of training holds.
@@ -186,7 +188,9 @@ def held_by(
     return shard_boxes(config, shard, share=(dp, layout.dp) if is_sharded else (0, 1))
 
 
-def wanted_by(config: DecoderConfig, groups: GenerationGroups, rank: int) -> dict[str, list[Box]]:
+def find_wanted_boxes(
+    config: DecoderConfig, groups: GenerationGroups, rank: int
+) -> dict[str, list[Box]]:
     """What a rank of training holds for generation."""
     at = groups.coordinates(rank)
     return shard_boxes(config, Shard(config, at.pp, groups.pp_size, at.tp, groups.tp_size))

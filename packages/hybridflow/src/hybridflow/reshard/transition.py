@@ -24,12 +24,12 @@ from shared.comms.group import Group
 from shared.errors import RankFailure
 from shared.topology.boxes import Box, intersect
 
-__all__ = ["Transition", "buckets"]
+__all__ = ["Side", "Transition", "buckets"]
 
 _BUCKET_BYTES = 64 << 20
 
 
-class _Side:
+class Side:
     """One of the two decoders: its pieces, and allocating and releasing its parameters.
 
     Attributes:
@@ -66,9 +66,11 @@ class _Side:
         return getattr(*self._owners[piece.parameter]).data[piece.rows]
 
     def allocate(self, names: set[str]) -> None:
+        """Allocates the parameters that hold some weights."""
         self._set({name: self._shapes[name] for name in self.parameters_of(names)})
 
     def release(self, names: set[str]) -> None:
+        """Frees the parameters that hold some weights."""
         self._set({name: torch.Size([0]) for name in self.parameters_of(names)})
 
     def _set(self, shapes: dict[str, torch.Size]) -> None:
@@ -89,7 +91,9 @@ class Transition:
     """Moves the values of one decoder into another that shares no memory with it, and back.
 
     Attributes:
-        plan: of the way there.
+        plan, plan_back: of the way to generation's layout, and of the way back.
+        training, generation: the two decoders' pieces and memory.
+        buckets: names of the weights that move together, in the order in which they move.
         peak_bytes: the most that weights and a bucket's messages have taken at once, so far.
         is_generating: which of the two holds the values.
     """
@@ -121,11 +125,11 @@ class Transition:
         first = next(training.parameters())
         self._group = group
         self.plan = plan_boxes(sources, wanted, first.element_size())
-        self._back = plan_boxes(wanted, sources, first.element_size())
+        self.plan_back = plan_boxes(wanted, sources, first.element_size())
         self._is_kept = share[1] > 1
-        self._training = _Side(training, first.device, share, self._is_kept)
-        self._generation = _Side(generation, first.device, (0, 1))
-        self._buckets = list(buckets(self.plan, bucket_bytes))
+        self.training = Side(training, first.device, share, self._is_kept)
+        self.generation = Side(generation, first.device, (0, 1))
+        self.buckets = list(buckets(self.plan, bucket_bytes))
         self._gathered = {
             name
             for name in self.plan.transfers
@@ -136,8 +140,8 @@ class Transition:
                 [boxes.get(name, ()) for boxes in wanted],
             )
         }
-        for bucket in self._buckets:
-            self._generation.release(bucket)
+        for bucket in self.buckets:
+            self.generation.release(bucket)
         self.peak_bytes = 0
         self.is_generating = False
         self._is_under_way = False
@@ -150,7 +154,7 @@ class Transition:
         """
         self._refuse_if_broken_off()
         if not self.is_generating:
-            self._move(self._training, self._generation, self.plan)
+            self._move(self.training, self.generation, self.plan)
         self.is_generating = True
 
     def to_training(self) -> None:
@@ -161,10 +165,10 @@ class Transition:
         """
         self._refuse_if_broken_off()
         if self.is_generating and self._is_kept:
-            for bucket in self._buckets:
-                self._generation.release(bucket)
+            for bucket in self.buckets:
+                self.generation.release(bucket)
         elif self.is_generating:
-            self._move(self._generation, self._training, self._back)
+            self._move(self.generation, self.training, self.plan_back)
         self.is_generating = False
 
     def _refuse_if_broken_off(self) -> None:
@@ -175,16 +179,16 @@ class Transition:
             )
 
     @torch.no_grad()
-    def _move(self, src: _Side, dst: _Side, plan: Plan) -> None:
+    def _move(self, src: Side, dst: Side, plan: Plan) -> None:
         self._is_under_way = True
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             dst.allocate(bucket)
             self._move_bucket(bucket, src, dst, plan)
             src.release(bucket)
         self._is_under_way = False
 
-    def _move_bucket(self, bucket: set[str], src: _Side, dst: _Side, plan: Plan) -> None:
-        gathered: set[str] = self._gathered & bucket if dst is self._generation else set()
+    def _move_bucket(self, bucket: set[str], src: Side, dst: Side, plan: Plan) -> None:
+        gathered: set[str] = self._gathered & bucket if dst is self.generation else set()
         if gathered:
             assert self._group is not None, "parts lie on several ranks"
             with self._group.ledger.phase("reshard"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.optimizer import AdamW
-from hybridflow.models.sequences import asked, micro_batches, values
+from hybridflow.models.sequences import micro_batches, select_asked, values
 from hybridflow.rl import losses
 from hybridflow.rl.aggregate import aggregate, denominator
 from hybridflow.roles.model_group import ModelGroup
@@ -46,7 +46,7 @@ class CriticWorker(ModelWorker):
         tokens, mask, (lengths,) = self.read(batch, "lengths")
         rows = list(micro_batches(lengths, self.max_tokens))
         found = self.evaluate(
-            [asked(tokens[k], mask[k]) for k in rows],
+            [select_asked(tokens[k], mask[k]) for k in rows],
             rows,
             lambda k, hidden: values(self.model, hidden, tokens[rows[k]], mask[rows[k]]),
         )
@@ -72,7 +72,7 @@ class CriticWorker(ModelWorker):
             total.add_(loss.detach())
             return loss
 
-        step = self.train([asked(tokens[k], mask[k]) for k in rows], loss_of)
+        step = self.train([select_asked(tokens[k], mask[k]) for k in rows], loss_of)
         return {"loss": float(self.summed(total)), **step}
 
 

@@ -1,4 +1,4 @@
-"""What workers that hold a model share: building their part of it, reading batches, and its state."""
+"""The base of workers that hold a model: building a shard, reading batches, saving state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.optimizer import AdamW, Optimizer
 from hybridflow.models.pipeline import run_forward, train
 from hybridflow.models.sharding import shard_over
-from hybridflow.models.state.export import Held, write_folder
+from hybridflow.roles.state.export import Held, write_folder
 from hybridflow.workers.batch.batch import PADDING, Batch
 from hybridflow.workers.protocols import remote
 from hybridflow.workers.worker import Worker
@@ -23,7 +23,7 @@ from shared.comms.collectives import all_reduce
 from shared.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from hybridflow.models.state.sharded_state import ReaderOf, ShardedState, WriterOf
+    from hybridflow.roles.state.sharded_state import ReaderOf, ShardedState, WriterOf
 
 __all__ = ["ModelWorker"]
 
@@ -58,7 +58,7 @@ class ModelWorker(Worker):
             dtype: of the weights.
             seed: of weights that are drawn.
             optimizer: settings; None for a model that is not trained.
-            max_tokens: in a micro-batch, with what fills it up.
+            max_tokens: tokens of a micro-batch at most, padding included.
             is_sharded: replicas share parameters, gradients and optimizer state out (FSDP2).
 
         Raises:
@@ -141,7 +141,7 @@ class ModelWorker(Worker):
     def train(
         self, inputs: Sequence[Tensor], loss_of: Callable[[int, Tensor], Tensor]
     ) -> dict[str, float]:
-        """One optimizer step over micro-batches whose losses add up; what the optimizer says."""
+        """Takes one optimizer step on the sum of the micro-batches' losses; returns its metrics."""
         assert self.optimizer is not None, "asked of a worker that is trained"
         self.optimizer.zero_grad()
         train(self.model, self._pp, *self._in_step(inputs, loss_of))
@@ -152,7 +152,7 @@ class ModelWorker(Worker):
     def _in_step(
         self, inputs: Sequence[Tensor], loss_of: Callable[[int, Tensor], Tensor]
     ) -> tuple[Sequence[Tensor], Callable[[int, Tensor], Tensor]]:
-        """The same, so that replicas that gather weights together do so equally often."""
+        """Adds empty micro-batches, so that replicas that gather weights together do so equally often."""
         if self.share[1] == 1:
             return inputs, loss_of
         assert self._dp is not None, "several replicas"
@@ -195,17 +195,17 @@ class ModelWorker(Worker):
 
     def _state(self, name: str) -> ShardedState:
         # torch's checkpoints take as long to import as torch itself.
-        from hybridflow.models.state.sharded_state import ShardedState
+        from hybridflow.roles.state.sharded_state import ShardedState
 
         self._train_layout()
         return ShardedState(name, self.model, self.pieces, self.optimizer, self.version)
 
     def _train_layout(self) -> None:
-        """Has the weights lie in `model`, which they leave in workers that generate."""
+        """Moves the weights into `model`, where a worker that generates may not have them."""
 
     @remote(protocol="one-to-all")
     def export_weights(self, folder: str, max_file_bytes: int) -> None:
-        """Writes whole weights and what goes with them on rank 0; see `hybridflow.models.state.export`."""
+        """Writes whole weights and what goes with them on rank 0; see `hybridflow.roles.state.export`."""
         self._train_layout()
         layout, kind = self.context.mesh.train, self.model.head_kind
         boxes = []

@@ -1,4 +1,4 @@
-"""Generation on ranks of its own: workers that only answer, with the weights that they are given.
+"""Generation on its own ranks: workers that only generate, with weights that an actor sends them.
 
 After HybridFlow (arXiv 2409.19256), where models on disjoint pools run at once: while the actor is
 trained on one batch, these ranks make the next. `hybridflow.reshard.sync_weights` brings weights.
@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from hybridflow.models.decoder import Decoder
+from hybridflow.reshard.exchange import WeightRoute
+from hybridflow.reshard.weight_sync import sync_weights
 from hybridflow.roles.actor import Actor, ActorWorker, Generator
 from hybridflow.roles.model_group import ModelGroup
-from hybridflow.roles.weight_sync import Route, sync_weights
 from hybridflow.workers.batch.layout import Layout
 from hybridflow.workers.pool import ResourcePool
 from hybridflow.workers.protocols import remote
@@ -26,14 +27,14 @@ class RolloutWorker(ActorWorker):
     staged: Decoder | None = None
 
     @remote(protocol="one-to-all")
-    def stage_weights(self, route: Route) -> dict[tuple[int, int, int], int]:
-        """Receives weights beside those that serve; checksums of what has come."""
+    def stage_weights(self, route: WeightRoute) -> dict[tuple[int, int, int], int]:
+        """Receives weights beside those that serve; returns checksums of what was received."""
         self.staged = None
         self.staged, found = self.exchange(route).run(self.pieces, self._second, is_source=False)
         return found
 
     def _second(self) -> Decoder:
-        """Room for weights beside those that serve."""
+        """Allocates a second copy of the shard, beside the one that serves."""
         dtype = next(self.model.parameters()).dtype
         fresh = Decoder(self.config, self.model.shard, device=self.device, dtype=dtype)
         return fresh.requires_grad_(False)
@@ -48,12 +49,12 @@ class RolloutWorker(ActorWorker):
 
     @remote(protocol="one-to-all")
     def drop_weights(self) -> None:
-        """Lets go what was received, and serves on as before."""
+        """Frees what was received, and goes on serving the old weights."""
         self.staged = None
 
 
 class Rollout(Generator, ModelGroup):
-    """A model that only answers.
+    """A model that only generates.
 
     Attributes:
         version: of its weights, in optimizer steps of the actor; 0 before the first sync.

@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridflow.models.state.export import export
 from hybridflow.roles.actor import Actor, Generator
-from hybridflow.rollout.rows import greedy_of, prompt_rows, roll_of, sample_ids
+from hybridflow.roles.state.export import export
+from hybridflow.rollout.rows import build_roll, prompt_rows, sample_ids, take_greedy
 from hybridflow.rollout.sampling import Sampling
 from hybridflow.rollout.servers.server import ServerRollout
 from hybridflow.workers.batch.batch import Batch
@@ -37,12 +37,12 @@ class ServedWorker(Worker):
         """Responses to prompts; see `Generator.generate`."""
         ids = sample_ids(batch, sampling.num_samples)
         found = self.server.generate(prompt_rows(batch), sampling, sample_ids=ids, step=step)
-        return roll_of(batch, found, sampling, self.version)
+        return build_roll(batch, found, sampling, self.version)
 
     @remote(protocol="rank-zero")
     def greedy(self, batch: Batch, sampling: Sampling, step: int = 0) -> Batch:
         """The likeliest responses; see `Generator.greedy`."""
-        return greedy_of(
+        return take_greedy(
             self.generate(batch, replace(sampling, temperature=0, num_samples=1), step)
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from hybridflow.rollout.native.generator import Responses
 from hybridflow.rollout.rows import ServedResponses
 from hybridflow.rollout.sampling import Sampling
-from hybridflow.rollout.tools import Answer, Tool, ToolCall, parse_calls, run_calls
+from hybridflow.rollout.tools import Tool, ToolAnswer, ToolCall, parse_calls, run_calls
 from hybridflow.tasks.tokenizers import Tokenizer
 from hybridflow.workers.batch.batch import Batch
 from shared.errors import ConfigError, DataError
@@ -54,7 +54,7 @@ class _Conversation:
     num_turns: int = 0
     num_errors: int = 0
     calls: list[ToolCall] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[ToolAnswer] = field(default_factory=list)
     is_over: bool = False
 
     def add(
@@ -180,7 +180,7 @@ class AgentLoop:
                 try:
                     talk.calls = list(self.parse(self.tokenizer.decode(response)))
                 except ValueError as error:
-                    talk.answers = [Answer(f"the call can not be read: {error}", is_error=True)]
+                    talk.answers = [ToolAnswer(f"the call can not be read: {error}", is_error=True)]
             talk.is_over = not talk.calls and not talk.answers
         return worth.dtype
 

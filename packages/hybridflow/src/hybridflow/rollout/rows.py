@@ -22,12 +22,12 @@ from shared.errors import DataError
 
 __all__ = [
     "ServedResponses",
-    "greedy_of",
+    "build_roll",
     "prompt_rows",
     "responses",
-    "roll_of",
     "sample_ids",
     "samples",
+    "take_greedy",
 ]
 
 
@@ -119,7 +119,7 @@ def sample_ids(batch: Batch, num_samples: int) -> Int64[Tensor, " samples"]:
     return ids + torch.arange(num_samples).repeat(len(batch))
 
 
-def roll_of(batch: Batch, found: Responses, sampling: Sampling, version: int) -> Batch:
+def build_roll(batch: Batch, found: Responses, sampling: Sampling, version: int) -> Batch:
     """A batch of prompts with its responses, as `Actor.generate` describes it.
 
     Args:
@@ -147,7 +147,7 @@ def roll_of(batch: Batch, found: Responses, sampling: Sampling, version: int) ->
     return batch.repeat(sampling.num_samples) | made
 
 
-def greedy_of(roll: Batch) -> Batch:
+def take_greedy(roll: Batch) -> Batch:
     """The columns of a greedy response, named so that they can be joined with a drawn one's."""
     kept = [PADDING] if PADDING in roll else []
     made = {f"greedy_{name}": roll[name] for name in ("tokens", "lengths", "mask")}

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Answer", "Tool", "ToolCall", "parse_calls", "run_calls"]
+__all__ = ["Tool", "ToolAnswer", "ToolCall", "parse_calls", "run_calls"]
 
 Tool = Callable[..., str]
 _CALL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
@@ -28,7 +28,7 @@ class ToolCall(NamedTuple):
     arguments: Mapping[str, Any]
 
 
-class Answer(NamedTuple):
+class ToolAnswer(NamedTuple):
     """What the policy is told, and whether it is an error."""
 
     text: str
@@ -69,7 +69,7 @@ def run_calls(
     *,
     timeout_s: float,
     num_threads: int = 32,
-) -> list[Answer]:
+) -> list[ToolAnswer]:
     """Runs calls, some at a time.
 
     Args:
@@ -81,7 +81,7 @@ def run_calls(
     Returns:
         An answer to each.
     """
-    answers: list[Answer] = []
+    answers: list[ToolAnswer] = []
     for start in range(0, len(calls), num_threads):
         answers += _run_together(calls[start : start + num_threads], tools, timeout_s)
     return answers
@@ -89,8 +89,8 @@ def run_calls(
 
 def _run_together(
     calls: Sequence[ToolCall], tools: Mapping[str, Tool], timeout_s: float
-) -> list[Answer]:
-    found: list[Answer | None] = [None] * len(calls)
+) -> list[ToolAnswer]:
+    found: list[ToolAnswer | None] = [None] * len(calls)
 
     def run(k: int) -> None:
         found[k] = _run(calls[k], tools)
@@ -102,20 +102,20 @@ def _run_together(
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     return [
-        Answer(f"{call.name} gave no answer within {timeout_s:g} s", is_error=True)
+        ToolAnswer(f"{call.name} gave no answer within {timeout_s:g} s", is_error=True)
         if answer is None
         else answer
         for call, answer in zip(calls, found, strict=True)
     ]
 
 
-def _run(call: ToolCall, tools: Mapping[str, Tool]) -> Answer:
+def _run(call: ToolCall, tools: Mapping[str, Tool]) -> ToolAnswer:
     if call.name not in tools:
-        return Answer(f"no tool {call.name!r}; there are {', '.join(tools) or 'none'}", True)
+        return ToolAnswer(f"no tool {call.name!r}; there are {', '.join(tools) or 'none'}", True)
     try:
         result = tools[call.name](**call.arguments)
     except BaseException as error:  # noqa: BLE001 - whatever a tool raises is for the policy
-        return Answer(f"{call.name} failed: {type(error).__name__}: {error}", True)
+        return ToolAnswer(f"{call.name} failed: {type(error).__name__}: {error}", True)
     if not isinstance(result, str):
-        return Answer(f"{call.name} returned {type(result).__name__}, and not text", True)
-    return Answer(result)
+        return ToolAnswer(f"{call.name} returned {type(result).__name__}, and not text", True)
+    return ToolAnswer(result)

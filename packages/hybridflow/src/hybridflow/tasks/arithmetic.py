@@ -10,12 +10,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.tasks import QuestionTask, match_each
+from hybridflow.tasks.base import QuestionTask, match_each
 from hybridflow.tasks.rewards import reward
 from hybridflow.tasks.tokenizers import CharTokenizer
 from shared.errors import ConfigError
 
-__all__ = ["Arithmetic"]
+__all__ = ["Arithmetic", "make"]
 
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _TOKENIZER = CharTokenizer("0123456789+-*=")
@@ -92,3 +92,8 @@ class Arithmetic(QuestionTask):
         sign = next(sign for sign in _OPERATIONS if sign in prompt)
         a, b = prompt[:-1].split(sign)
         return {"question": prompt[:-1], "answer": str(_OPERATIONS[sign](int(a), int(b)))}
+
+
+def make(number: int, seed: int) -> Arithmetic:
+    """The task "arithmetic:NUMBER" of a recipe."""
+    return Arithmetic(max_number=number, seed=seed)

@@ -10,12 +10,12 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from hybridflow.tasks import QuestionTask, match_each, match_fraction
+from hybridflow.tasks.base import QuestionTask, match_each, match_fraction
 from hybridflow.tasks.rewards import reward
 from hybridflow.tasks.tokenizers import CharTokenizer
 from shared.errors import ConfigError
 
-__all__ = ["DigitSort"]
+__all__ = ["DigitSort", "make"]
 
 _DIGITS = "0123456789"
 _TOKENIZER = CharTokenizer(_DIGITS + ">")
@@ -62,6 +62,10 @@ class DigitSort(QuestionTask):
             raise ConfigError(f"digit_sort.k: expected at least one digit, got {self.k}")
 
     @property
+    def end_token(self) -> None:
+        """None: every response has k tokens."""
+
+    @property
     def num_new_tokens(self) -> int:
         """Tokens of a response: k."""
         return self.k
@@ -78,3 +82,8 @@ class DigitSort(QuestionTask):
     def columns(self, prompt: str) -> dict[str, str]:
         """The digits, without the separator."""
         return {"digits": prompt[:-1]}
+
+
+def make(number: int, seed: int) -> DigitSort:
+    """The task "digit-sort:NUMBER" of a recipe."""
+    return DigitSort(k=number, seed=seed)

@@ -22,11 +22,11 @@ from typing import Any
 
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Call", "CallWorkers", "Failure", "OutOfTime", "out_of_time", "time_limit"]
+__all__ = ["CallWorkers", "OutOfTime", "RewardCall", "RewardFailure", "out_of_time", "time_limit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RewardCall:
     """One call of the function: a sample and a text, or if batched lists of them, for some rows."""
 
     rows: range
@@ -35,7 +35,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RewardFailure:
     """Why a row has no reward, and what the function raised if it did."""
 
     reason: str
@@ -46,9 +46,9 @@ class OutOfTime(BaseException):
     """Not an Exception, lest the function's own handlers take it."""
 
 
-def out_of_time(limit_s: float | None) -> Failure:
+def out_of_time(limit_s: float | None) -> RewardFailure:
     """What a row gets whose call took too long."""
-    return Failure(f"it took longer than time_limit_s={limit_s}")
+    return RewardFailure(f"it took longer than time_limit_s={limit_s}")
 
 
 @contextlib.contextmanager
@@ -82,7 +82,7 @@ class CallWorkers:
         """Starts them.
 
         Args:
-            pickled: from a `Call` to what each of its rows gets, a `Failure` or anything else.
+            pickled: from a `RewardCall` to what each of its rows gets, a `RewardFailure` or anything else.
             num_workers: how many.
             limit_s: of one call; None: no limit.
         """
@@ -91,7 +91,7 @@ class CallWorkers:
         self._lock = threading.Lock()
         self._workers = [_Worker(pickled) for _ in range(num_workers)]
 
-    def run(self, calls: list[Call]) -> Iterator[tuple[Call, list[Any]]]:
+    def run(self, calls: list[RewardCall]) -> Iterator[tuple[RewardCall, list[Any]]]:
         """Calls and what became of each row, in the order in which they end."""
         waiting, num_missing = deque(calls), len(calls)
         with self._lock:
@@ -115,7 +115,7 @@ class CallWorkers:
         for worker in self._workers:
             worker.stop()
 
-    def _give(self, k: int, waiting: deque[Call]) -> None:
+    def _give(self, k: int, waiting: deque[RewardCall]) -> None:
         if self._workers[k].is_ready and waiting:
             if not self._workers[k].process.is_alive():  # it died since the last call
                 self._replace(k)
@@ -137,7 +137,7 @@ class CallWorkers:
         ended, now = connection.wait(list(busy), wait_s), time.monotonic()
         return [k for link, k in busy.items() if link in ended or self._workers[k].deadline <= now]
 
-    def _take(self, k: int) -> tuple[Call, list[Any]] | None:
+    def _take(self, k: int) -> tuple[RewardCall, list[Any]] | None:
         worker = self._workers[k]
         call = worker.call
         try:
@@ -148,17 +148,17 @@ class CallWorkers:
                 message = out_of_time(self._limit_s)
         except (EOFError, OSError):
             worker.process.join(5)
-            message = Failure(f"its worker process died, exit code {worker.process.exitcode}")
+            message = RewardFailure(f"its worker process died, exit code {worker.process.exitcode}")
         if call is None:  # it was starting
             if message is not None:
-                told = message.reason if isinstance(message, Failure) else message
+                told = message.reason if isinstance(message, RewardFailure) else message
                 raise ConfigError(
                     f"reward: a worker process could not load the function: {told}; it must be "
                     "importable there, and a script's own code must stand under "
                     "`if __name__ == '__main__':`"
                 )
             return None
-        if isinstance(message, Failure):
+        if isinstance(message, RewardFailure):
             self._replace(k)
             message = [message] * len(call.rows)
         return call, message
@@ -178,9 +178,9 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.is_ready, self.deadline = False, math.inf
-        self.call: Call | None = None
+        self.call: RewardCall | None = None
 
-    def give(self, call: Call, limit_s: float | None) -> None:
+    def give(self, call: RewardCall, limit_s: float | None) -> None:
         self.link.send(call)
         self.is_ready, self.call = False, call
         self.deadline = math.inf if limit_s is None else time.monotonic() + limit_s
@@ -210,7 +210,7 @@ def _serve(link: connection.Connection, pickled: bytes) -> None:
 
 def _portable(outcome: Any) -> Any:
     """A failure whose cause any process can read: its traceback as text."""
-    if isinstance(outcome, Failure) and outcome.cause is not None:
+    if isinstance(outcome, RewardFailure) and outcome.cause is not None:
         told = "".join(traceback.format_exception(outcome.cause))
-        return Failure(outcome.reason, RuntimeError(f"in the worker process:\n{told}"))
+        return RewardFailure(outcome.reason, RuntimeError(f"in the worker process:\n{told}"))
     return outcome

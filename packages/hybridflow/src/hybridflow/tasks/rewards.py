@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from hybridflow.tasks.reward_calls import (
-    Call,
     CallWorkers,
-    Failure,
     OutOfTime,
+    RewardCall,
+    RewardFailure,
     out_of_time,
     time_limit,
 )
@@ -133,9 +133,9 @@ class Reward:
             for call, values in outcomes:
                 for row, outcome in zip(call.rows, values, strict=True):
                     found[row] = outcome
-                    if isinstance(outcome, Failure) and self.options.on_error == "fail":
+                    if isinstance(outcome, RewardFailure) and self.options.on_error == "fail":
                         raise DataError(self._tell(roll, row, outcome)) from outcome.cause
-        failed = [row for row, outcome in enumerate(found) if isinstance(outcome, Failure)]
+        failed = [row for row, outcome in enumerate(found) if isinstance(outcome, RewardFailure)]
         if failed:
             self._warn(roll, failed, found[failed[0]])
         for row in failed:
@@ -163,7 +163,7 @@ class Reward:
             self._workers.close()
             self._workers = None
 
-    def _calls(self, roll: Batch, tokenizer: Any) -> list[Call]:
+    def _calls(self, roll: Batch, tokenizer: Any) -> list[RewardCall]:
         tokenizer, tokens, mask = as_tokenizer(tokenizer), roll["tokens"].cpu(), roll["mask"].cpu()
         if mask.shape != tokens.shape or mask.dtype != torch.bool:
             raise DataError(
@@ -180,11 +180,13 @@ class Reward:
             samples.append({**sample, "response_tokens": ids})
             texts.append(tokenizer.decode(ids))
         if self.options.batched:
-            return [Call(range(len(roll)), samples, texts)] if samples else []
+            return [RewardCall(range(len(roll)), samples, texts)] if samples else []
         pairs = enumerate(zip(samples, texts, strict=True))
-        return [Call(range(row, row + 1), sample, text) for row, (sample, text) in pairs]
+        return [RewardCall(range(row, row + 1), sample, text) for row, (sample, text) in pairs]
 
-    def _outcomes(self, calls: list[Call]) -> Generator[tuple[Call, list[Any]], None, None]:
+    def _outcomes(
+        self, calls: list[RewardCall]
+    ) -> Generator[tuple[RewardCall, list[Any]], None, None]:
         if self.options.in_process:
             if self.options.time_limit_s is not None:
                 self._check_alarm()
@@ -208,7 +210,7 @@ class Reward:
             self.close()
             raise
 
-    def _answers(self, call: Call, limit_s: float | None = None) -> list[Any]:
+    def _answers(self, call: RewardCall, limit_s: float | None = None) -> list[Any]:
         """What each row of a call gets: its numbers, or a failure."""
         options = self.options
         try:
@@ -221,12 +223,14 @@ class Reward:
                 expected, each = len(call.rows), "sample"
             if len(values) != expected:
                 reason = f"expected {expected} numbers, one for each {each}, got {len(values)}"
-                return [Failure(reason)] * len(call.rows)
+                return [RewardFailure(reason)] * len(call.rows)
             return [_checked(values)] if options.per_token else [_checked([one]) for one in values]
         except OutOfTime:
             return [out_of_time(limit_s)] * len(call.rows)
         except Exception as error:  # noqa: BLE001 - what the policy makes of it is decided by the caller
-            return [Failure(f"it raised {type(error).__name__}: {error}", error)] * len(call.rows)
+            return [RewardFailure(f"it raised {type(error).__name__}: {error}", error)] * len(
+                call.rows
+            )
 
     def _check_alarm(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
@@ -237,13 +241,13 @@ class Reward:
                 "in_process=False"
             )
 
-    def _tell(self, roll: Batch, row: int, failure: Failure) -> str:
+    def _tell(self, roll: Batch, row: int, failure: RewardFailure) -> str:
         return (
             f"reward {self.__qualname__}, sample {int(roll['sample_ids'][row])} (row {row}): "
             f"{failure.reason}; mend it, or set on_error to 'zero' or 'drop'"
         )
 
-    def _warn(self, roll: Batch, failed: list[int], first: Failure) -> None:
+    def _warn(self, roll: Batch, failed: list[int], first: RewardFailure) -> None:
         told = self._tell(roll, failed[0], first)
         log.warning("%d of %d rows failed, the first: %s", len(failed), len(roll), told)
 
@@ -270,12 +274,12 @@ def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any
     return Reward(function, chosen) if function else functools.partial(Reward, options=chosen)
 
 
-def _checked(values: Iterable[Any]) -> list[float] | Failure:
+def _checked(values: Iterable[Any]) -> list[float] | RewardFailure:
     found = []
     for value in values:
         number = value.item() if hasattr(value, "item") else value
         # NaN compares as false.
         if not (isinstance(number, numbers.Real) and abs(float(number)) <= _LARGEST):
-            return Failure(f"expected a finite number of float32, got {reprlib.repr(value)}")
+            return RewardFailure(f"expected a finite number of float32, got {reprlib.repr(value)}")
         found.append(float(number))
     return found

@@ -12,6 +12,7 @@ from hybridflow.roles.rollout import Rollout
 from hybridflow.roles.scoring import CostModel, Reference, RewardModel
 from hybridflow.roles.served_rollout import ServedRollout
 from hybridflow.training.config import Recipe
+from hybridflow.training.placement import ENGINES
 from hybridflow.workers.batch.layout import Layout
 from hybridflow.workers.controller import Workers
 from hybridflow.workers.pool import ResourcePool
@@ -24,24 +25,41 @@ Model = str | dict[str, Any]
 
 
 def start_workers(recipe: Recipe) -> Workers:
-    """The ranks that a recipe asks for.
+    """Starts the ranks that a recipe asks for.
 
     Raises:
-        ConfigError: if they can not be had, or torchrun has started others.
+        ConfigError: if they are not available, or torchrun started another number.
     """
     place = recipe.placement
-    count = place.num_ranks_in_all
-    if place.engine == "inline":
-        return Workers.inline(count)
-    if place.engine == "local":
-        return Workers.local(count)
-    if place.engine == "ray":
-        return Workers.ray(place.address or None, num_ranks=count)
+    return ENGINES.get(place.engine)(place.num_ranks_in_all, place.address)
+
+
+def start_inline(num_ranks: int, _: str) -> Workers:
+    """Ranks in this process."""
+    return Workers.inline(num_ranks)
+
+
+def start_local(num_ranks: int, _: str) -> Workers:
+    """Processes of this machine."""
+    return Workers.local(num_ranks)
+
+
+def start_ray(num_ranks: int, address: str) -> Workers:
+    """Actors of Ray; a cluster is started where the address is empty."""
+    return Workers.ray(address or None, num_ranks=num_ranks)
+
+
+def start_torchrun(num_ranks: int, _: str) -> Workers:
+    """The processes that torchrun has started.
+
+    Raises:
+        ConfigError: if they are more or fewer.
+    """
     workers = Workers.torchrun()
-    if workers.num_ranks != count:
+    if workers.num_ranks != num_ranks:
         workers.close()
         raise ConfigError(
-            f"placement: its pools have {count} ranks, and torchrun has started "
+            f"placement: its pools have {num_ranks} ranks, and torchrun has started "
             f"{workers.num_ranks}; change --nproc-per-node or --nnodes, or the pools"
         )
     return workers

@@ -1,7 +1,7 @@
-"""A recipe: everything a run is made from, as a YAML file and as frozen dataclasses.
+"""A recipe: all settings of a run, as a YAML file and as frozen dataclasses.
 
-Unknown keys are refused, with the nearest that there are; what one key says is checked against the
-others before anything is started.
+Unknown keys are refused with a hint at the nearest known one. Keys are checked against one another
+before anything is started.
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from hybridflow.algorithms.registry import ALGORITHMS
 from hybridflow.training.placement import Loop, Placement, Server, is_set
 from shared.errors import ConfigError
 
+if TYPE_CHECKING:
+    from hybridflow.algorithms.dataflow import AlgorithmSpec
+
 __all__ = [
-    "ALGORITHMS",
-    "GROUPED",
-    "Optimizer",
+    "OptimizerSettings",
     "Recipe",
     "built_in",
     "read_recipe",
     "write_recipe",
 ]
 
-ALGORITHMS = (
-    "ppo", "grpo", "dr-grpo", "gspo", "cispo", "rloo", "remax", "reinforce++", "safe-rlhf",
-)  # fmt: skip
-_CRITICS = {"ppo": ("critic",), "safe-rlhf": ("critic", "cost-critic")}
-GROUPED = ("grpo", "dr-grpo", "gspo", "cispo", "rloo")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer:
+class OptimizerSettings:
     """Of actor and critic alike; the schedule runs over the whole run.
 
     Attributes:
@@ -53,9 +49,9 @@ class Recipe:
     """A run.
 
     Attributes:
-        algorithm: one of `ALGORITHMS`.
+        algorithm: a name of `hybridflow.algorithms.registry`.
         model: "config:NAME" for a model made from nothing, or a local Hugging Face folder.
-        task: "digit-sort:K", "arithmetic:MAX", or a .jsonl or .parquet file of prompts.
+        task: "NAME:NUMBER" of `hybridflow.tasks.registry`, as "digit-sort:2", or a .jsonl or .parquet file of prompts.
         reward: "file.py:function" or "module:function" of a `hybridflow.reward`, or a reward model:
             a Hugging Face folder, or "config:NAME"; empty for a task that has its own.
         cost: the same for the cost of Safe-RLHF.
@@ -94,46 +90,50 @@ class Recipe:
     clip_high: float = 0.28
     beta: float = 0.0
     seed: int = 0
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     placement: Placement = field(default_factory=Placement)
     loop: Loop = field(default_factory=Loop)
     server: Server = field(default_factory=Server)
     max_tokens: int = 16384
 
     def __post_init__(self) -> None:
-        if self.algorithm not in ALGORITHMS:
-            near = difflib.get_close_matches(self.algorithm, ALGORITHMS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {self.algorithm!r}{hint}"
-            )
+        ALGORITHMS.check(self.algorithm)
         for name in ("steps", "batch_size", "num_samples", "num_updates", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-        if self.algorithm in GROUPED and self.num_samples < 2:
+        if self.spec.kind.is_grouped and self.num_samples < 2:
             raise ConfigError(
                 f"num_samples: {self.algorithm} compares the responses to a prompt, so it needs 2 "
                 f"or more, got {self.num_samples}"
             )
-        if self.algorithm == "remax" and self.num_samples != 1:
-            raise ConfigError("num_samples: remax draws one response a prompt")
+        if self.spec.kind.has_greedy and self.num_samples != 1:
+            raise ConfigError(f"num_samples: {self.algorithm} draws one response a prompt")
         if self.batch_size % self.num_samples:
             raise ConfigError(
                 f"batch_size: {self.batch_size} responses are no whole number of prompts with "
                 f"{self.num_samples} each"
             )
-        if self.algorithm == "safe-rlhf" and not self.cost:
-            raise ConfigError("cost: safe-rlhf needs a cost, 'file.py:function' or a cost model")
-        if self.algorithm == "remax" and self.beta:
-            raise ConfigError("beta: remax has no penalty for leaving the reference; set it to 0")
+        if self.spec.kind.has_cost and not self.cost:
+            raise ConfigError(
+                f"cost: {self.algorithm} needs a cost, 'file.py:function' or a cost model"
+            )
+        if self.beta and not self.spec.has_reference:
+            raise ConfigError(
+                f"beta: {self.algorithm} has no penalty for leaving the reference; set it to 0"
+            )
         self._check_all_is_used()
         self._check_rollout()
 
     def _check_all_is_used(self) -> None:
-        """Refuses what is set in vain: who sets it believes that it does something."""
-        if self.cost and self.algorithm != "safe-rlhf":
-            raise ConfigError(f"cost: {self.algorithm} has none, only safe-rlhf has")
-        is_task = self.task.startswith(("digit-sort:", "arithmetic:"))
+        """Refuses settings that would have no effect."""
+        # It imports torch, which the names of the built-in recipes do not need.
+        from hybridflow.tasks.registry import TASKS
+
+        if self.cost and not self.spec.kind.has_cost:
+            known = [name for name in ALGORITHMS if ALGORITHMS.get(name).kind.has_cost]
+            raise ConfigError(f"cost: {self.algorithm} has none, only {', '.join(known)} has")
+        name, colon, _ = self.task.partition(":")
+        is_task = bool(colon) and name in TASKS
         if self.per_token and (self.reward or not is_task):
             raise ConfigError(
                 "per_token: expected a task's own reward to give to tokens, got "
@@ -141,7 +141,7 @@ class Recipe:
             )
         if is_task and is_set(self, "max_prompt_tokens"):
             raise ConfigError(f"max_prompt_tokens: {self.task} has no longer prompts to leave out")
-        used = {"actor", "rollout", *_CRITICS.get(self.algorithm, ())}
+        used = {"actor", "rollout", *self.spec.kind.critics}
         used |= {"reference"} if self.beta else set()
         used |= {role for role in ("reward", "cost") if getattr(self, role)}
         unused = sorted(self.placement.models.keys() - used)
@@ -152,7 +152,7 @@ class Recipe:
             )
 
     def _check_rollout(self) -> None:
-        """Refuses a loop whose two sides would wait for each other, or have nobody to draw."""
+        """Refuses a loop whose two sides would deadlock, or in which nothing generates."""
         place, is_apart = self.placement, self.loop.kind != "sync"
         if "rollout" not in place.models:
             if is_apart or self.server.kind:
@@ -167,7 +167,7 @@ class Recipe:
                 "placement.models.rollout.pool: expected another pool than the actor's, which "
                 "draws by itself on its own"
             )
-        used = {*place.models, *_CRITICS.get(self.algorithm, ())} - {"rollout"}
+        used = {*place.models, *self.spec.kind.critics} - {"rollout"}
         beside = [role for role in used if place.of(role).pool == place.of("rollout").pool]
         if is_apart and beside:
             raise ConfigError(
@@ -179,11 +179,16 @@ class Recipe:
             raise ConfigError("placement.models.rollout.pool: one rank speaks with a server")
 
     def without_rollout(self) -> Recipe:
-        """The same for a program that draws nothing, or lets the actor do it."""
+        """The same recipe with generation on the actor, for programs that need no rollout."""
         models = {role: at for role, at in self.placement.models.items() if role != "rollout"}
         return replace(
             self, loop=Loop(), server=Server(), placement=replace(self.placement, models=models)
         )
+
+    @property
+    def spec(self) -> AlgorithmSpec:
+        """What its algorithm needs, and how it is built."""
+        return ALGORITHMS.get(self.algorithm)
 
     @property
     def num_prompts(self) -> int:
@@ -240,7 +245,7 @@ def _yaml(text: str, where: str) -> Any:
 
 
 def write_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Writes a recipe as YAML, without what is as it is by default."""
+    """Writes a recipe as YAML; fields at their defaults are left out."""
     import yaml
 
     Path(path).write_text(yaml.safe_dump(_changed(recipe), sort_keys=False))
@@ -283,7 +288,7 @@ def _made(kind: type, tree: Mapping[str, Any], where: str) -> Any:
         if name not in values and item.default is MISSING and item.default_factory is MISSING
     ]
     if missing:
-        raise ConfigError(f"{where}{missing[0]}: is not given, and has no default")
+        raise ConfigError(f"{where}{missing[0]}: expected a value, got none; it has no default")
     return kind(**values)
 
 

@@ -1,4 +1,4 @@
-"""A recipe's models as the mapping search knows them, and what it finds as a recipe's placement."""
+"""Converts a recipe into the mapping search's input, and its result into a recipe's placement."""
 
 from __future__ import annotations
 
@@ -8,18 +8,14 @@ from types import SimpleNamespace
 from hybridflow.mapping import Mapping, ModelPlan, ModelSpec, Workload
 from hybridflow.models.config import read_config
 from hybridflow.training.config import Recipe
-from hybridflow.training.placement import Place, Placement
-from hybridflow.training.sources import is_model, task_of
+from hybridflow.training.placement import ModelPlace, Placement
+from hybridflow.training.sources import find_task, is_model
 from shared.errors import ConfigError
 
-__all__ = ["models_of", "placed", "workload_of"]
-
-_ALGORITHMS = {
-    "ppo": "ppo", "remax": "remax", "safe-rlhf": "safe_rlhf", "reinforce++": "reinforce",
-}  # fmt: skip
+__all__ = ["describe_models", "describe_workload", "place_models"]
 
 
-def models_of(recipe: Recipe) -> list[ModelSpec]:
+def describe_models(recipe: Recipe) -> list[ModelSpec]:
     """The models that a recipe's step runs, named by their roles.
 
     Raises:
@@ -29,9 +25,8 @@ def models_of(recipe: Recipe) -> list[ModelSpec]:
         raise ConfigError(
             "loop: the search knows steps in which the actor draws; set loop=null and server=null"
         )
-    critics = {"ppo": ["critic"], "safe-rlhf": ["critic", "cost-critic"]}
     found = [_spec(recipe.model, "actor", "actor")]
-    found += [_spec(recipe.model, "critic", name) for name in critics.get(recipe.algorithm, [])]
+    found += [_spec(recipe.model, "critic", name) for name in recipe.spec.kind.critics]
     if recipe.beta:
         found.append(_spec(recipe.model, "reference", "reference"))
     for role in ("reward", "cost"):
@@ -47,7 +42,7 @@ def _spec(model: str, role: str, name: str) -> ModelSpec:
     return ModelSpec.from_config(SimpleNamespace(**{**config.raw, **heads}), role, name)
 
 
-def workload_of(recipe: Recipe) -> Workload:
+def describe_workload(recipe: Recipe) -> Workload:
     """What a recipe's step asks of its models; each prompt and response counts as the longest.
 
     Of a task, the longest of some prompts; of a file, what the recipe allows.
@@ -55,24 +50,24 @@ def workload_of(recipe: Recipe) -> Workload:
     Raises:
         ConfigError: if the recipe's task is not there.
     """
-    task = task_of(recipe)
+    task = find_task(recipe)
     if task is None:
         prompt, response = recipe.max_prompt_tokens, recipe.max_new_tokens
     else:
         prompt = int(task.batch(0, 64)["prompt_lengths"].max())
         response = recipe.max_new_tokens or task.num_new_tokens
     return Workload(
-        algorithm=_ALGORITHMS.get(recipe.algorithm, "grpo"), global_batch_size=recipe.batch_size,
+        algorithm=recipe.spec.step, global_batch_size=recipe.batch_size,
         prompt_tokens=prompt, response_tokens=response, num_updates=recipe.num_updates,
         micro_batch_tokens=recipe.max_tokens, group_size=recipe.num_samples,
     )  # fmt: skip
 
 
-def placed(recipe: Recipe, mapping: Mapping, engine: str) -> Recipe:
+def place_models(recipe: Recipe, mapping: Mapping, engine: str) -> Recipe:
     """The recipe with its models where a mapping has them.
 
     Args:
-        recipe: whose models `models_of` gave.
+        recipe: whose models `describe_models` gave.
         mapping: what `hybridflow.mapping.search` found for these.
         engine: what starts the ranks.
     """
@@ -86,8 +81,8 @@ def placed(recipe: Recipe, mapping: Mapping, engine: str) -> Recipe:
     return replace(recipe, placement=Placement(engine=engine, pools=pools, models=places))
 
 
-def _place(model: ModelPlan, pool: str) -> Place:
+def _place(model: ModelPlan, pool: str) -> ModelPlace:
     generate = ""
     if model.generation_tp is not None:
         generate = f"{model.generation_pp}-{model.generation_tp}"
-    return Place(pool=pool, train=f"{model.pp}-{model.tp}-{model.dp}", generate=generate)
+    return ModelPlace(pool=pool, train=f"{model.pp}-{model.tp}-{model.dp}", generate=generate)

@@ -1,25 +1,39 @@
-"""Where a recipe's models run, and how drawing and learning take turns."""
+"""Where a recipe's models run, and how generation and training take turns."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hybridflow.rollout.servers.registry import SERVERS
 from shared.errors import ConfigError
+from shared.registry import Registry
 
-__all__ = ["ROLES", "Loop", "Place", "Placement", "Server", "is_set"]
+if TYPE_CHECKING:
+    from hybridflow.workers.controller import Workers
+
+__all__ = ["ENGINES", "ROLES", "Loop", "ModelPlace", "Placement", "Server", "is_set"]
 
 ROLES = ("actor", "critic", "cost-critic", "reference", "reward", "cost", "rollout")
 """What a recipe calls its models."""
 
-_ENGINES = ("inline", "local", "ray", "torchrun")
+ENGINES: Registry[str, Callable[[int, str], Workers]] = Registry("placement.engine")
+"""What starts ranks: by name, from their number and the address of a cluster to workers."""
+for _name, _about in (
+    ("inline", "this process"),
+    ("local", "processes of this machine"),
+    ("ray", "actors of Ray, on one machine or many"),
+    ("torchrun", "the processes that torchrun has started"),
+):
+    ENGINES.add(_name, f"hybridflow.training.build_models:start_{_name}", _about)
+
 _LOOPS = ("sync", "one-step", "async")
 _CORRECTIONS = ("", "token", "sequence")
-_SERVERS = ("", "vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ModelPlace:
     """Where one model runs.
 
     Attributes:
@@ -40,10 +54,10 @@ class Placement:
     """Where all models run.
 
     Attributes:
-        engine: "inline" (this process), "local" (processes of this machine), "ray", or "torchrun".
+        engine: a name of `ENGINES`.
         address: of a Ray cluster that runs; one is started when empty.
         num_ranks: of the one pool, where there are no `pools`.
-        train, generate, is_sharded: as of `Place`, for models without a place of their own, which
+        train, generate, is_sharded: as of `ModelPlace`, for models without a place of their own, which
             run on the first pool.
         pools: numbers of ranks by name, in the order of the ranks.
         models: places by role, see `ROLES`.
@@ -56,10 +70,10 @@ class Placement:
     generate: str = ""
     is_sharded: bool = False
     pools: dict[str, int] = field(default_factory=dict)
-    models: dict[str, Place] = field(default_factory=dict)
+    models: dict[str, ModelPlace] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("placement.engine", self.engine, _ENGINES)
+        ENGINES.check(self.engine)
         if self.address and self.engine != "ray":
             raise ConfigError(f"placement.address: engine {self.engine!r} has none; only ray has")
         if self.pools and self.num_ranks != 1:
@@ -87,9 +101,9 @@ class Placement:
         """Ranks of all pools."""
         return sum(self.sizes.values())
 
-    def of(self, role: str) -> Place:
+    def of(self, role: str) -> ModelPlace:
         """The place of a model."""
-        return self.models.get(role) or Place(
+        return self.models.get(role) or ModelPlace(
             pool=next(iter(self.sizes)), train=self.train, generate=self.generate,
             is_sharded=self.is_sharded,
         )  # fmt: skip
@@ -97,7 +111,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """How drawing and learning take turns; see `hybridflow.loops`.
+    """How generation and training take turns; see `hybridflow.loops`.
 
     Attributes:
         kind: "sync", "one-step" or "async". The last two want a "rollout" on a pool of its own.
@@ -126,10 +140,10 @@ class Loop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server that runs, and draws in place of the actor.
+    """A running server that generates in place of the actor.
 
     Attributes:
-        kind: "vllm" or "sglang"; empty: there is none.
+        kind: a name of `hybridflow.rollout.servers.registry`; empty: there is none.
         url: http://HOST:PORT.
         folder: through which weights go to it; the actor's first rank and the server see it under
             one path.
@@ -142,7 +156,8 @@ class Server:
     log_probs_mode: str = "raw_logprobs"
 
     def __post_init__(self) -> None:
-        _one_of("server.kind", self.kind, _SERVERS)
+        if self.kind:
+            SERVERS.check(self.kind)
         if bool(self.kind) != bool(self.url) or bool(self.kind) != bool(self.folder):
             raise ConfigError("server: kind, url and folder go together; give all or none")
         if is_set(self, "log_probs_mode") and self.kind != "vllm":

@@ -15,6 +15,7 @@ from hybridflow.training.build_models import start_workers
 from hybridflow.training.config import Recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.timeline import draw
+from shared.files import write_atomically
 
 __all__ = ["Measured", "measure"]
 
@@ -90,6 +91,6 @@ def measure(recipe: Recipe, num_steps: int, out: Path | None, title: str) -> Mea
     )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "bench.json").write_text(json.dumps(asdict(found), indent=2))
+        write_atomically(out / "bench.json", json.dumps(asdict(found), indent=2))
         draw([span for step in spans[-_DRAWN:] for span in step], out / "timeline.svg", title)
     return found

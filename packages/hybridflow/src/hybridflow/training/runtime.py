@@ -1,4 +1,4 @@
-"""From a recipe to a run: workers, models, an algorithm, and steps that tell how they went."""
+"""Runs a recipe: sets up models and algorithm, iterates over steps, saves and resumes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from hybridflow import algorithms as algos
 from hybridflow.algorithms import loops
-from hybridflow.rl import lagrange, losses
+from hybridflow.algorithms.dataflow import Algorithm, AlgorithmInputs
 from hybridflow.rollout.sampling import Sampling
-from hybridflow.tasks import DigitSort, Task
+from hybridflow.tasks.base import Task
 from hybridflow.tasks.prompts import Prompts
 from hybridflow.training.build_models import Models, start_workers
 from hybridflow.training.checkpoints.checkpoint import Checkpoint
 from hybridflow.training.config import Recipe
-from hybridflow.training.sources import is_model, reward_of, task_of, tokenizer_of
+from hybridflow.training.sources import find_reward, find_task, find_tokenizer, is_model
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.controller import Workers
 from hybridflow.workers.timeline import Span, seconds_by_method
@@ -63,12 +62,12 @@ class Run:
         Raises:
             ConfigError: if something in the recipe can not be.
         """
-        task = task_of(recipe)
+        task = find_task(recipe)
         if task is not None:
             tokenizer: Any = task.tokenizer
             prompts: Callable[[int], Batch] = partial(task.batch, batch_size=recipe.num_prompts)
         else:
-            tokenizer = tokenizer_of(recipe.model)
+            tokenizer = find_tokenizer(recipe.model)
             prompts = Prompts(
                 recipe.task, tokenizer, batch_size=recipe.num_prompts, seed=recipe.seed,
                 max_prompt_tokens=recipe.max_prompt_tokens,
@@ -76,7 +75,7 @@ class Run:
         new_tokens = recipe.max_new_tokens or (task.num_new_tokens if task else 0)
         if not new_tokens:
             raise ConfigError("max_new_tokens: prompts of a file need a longest response")
-        end = None if isinstance(task, DigitSort) else tokenizer.end_token
+        end = tokenizer.end_token if task is None else task.end_token
         sampling = Sampling(
             max_new_tokens=new_tokens, num_samples=recipe.num_samples, seed=recipe.seed,
             temperature=recipe.temperature, end_token=end,
@@ -194,13 +193,13 @@ def _score(recipe: Recipe, models: Models, task: Task | None, tokenizer: Any) ->
         return partial(found, tokenizer=tokenizer)
     if is_model(recipe.reward):
         return models.reward().scores
-    return partial(reward_of(recipe.reward, "reward"), tokenizer=tokenizer)
+    return partial(find_reward(recipe.reward, "reward"), tokenizer=tokenizer)
 
 
 def _cost(recipe: Recipe, models: Models, tokenizer: Any) -> Any:
     if is_model(recipe.cost):
         return models.cost().scores
-    cost = partial(reward_of(recipe.cost, "cost"), tokenizer=tokenizer)
+    cost = partial(find_reward(recipe.cost, "cost"), tokenizer=tokenizer)
     return lambda roll: _renamed(cost(roll))
 
 
@@ -211,37 +210,13 @@ def _renamed(costs: Batch) -> Batch:
 
 def _algorithm(
     recipe: Recipe, models: Models, score: Any, sampling: Sampling, tokenizer: Any
-) -> Any:
-    clip = (recipe.clip_low, recipe.clip_high)
-    common: dict[str, Any] = {
-        "actor": models.actor(), "score": score, "sampling": sampling,
-        "num_updates": recipe.num_updates,
-    }  # fmt: skip
-    name, reference = recipe.algorithm, models.reference()
-    penalized = {"reference": reference, "beta": recipe.beta, "clip": clip}
-    if name == "ppo":
-        return algos.PPO(critic=models.critic("critic", 1), **penalized, **common)
-    if name == "safe-rlhf":
-        return algos.SafeRLHF(
-            critic=models.critic("critic", 1), cost_critic=models.critic("cost-critic", 2),
-            cost=_cost(recipe, models, tokenizer), multiplier=lagrange.Multiplier(),
-            **penalized, **common,
-        )  # fmt: skip
-    if name == "rloo":
-        return algos.RLOO(**penalized, **common)
-    if name == "reinforce++":
-        return algos.ReinforcePlusPlus(**penalized, **common)
-    if name == "remax":
-        return algos.ReMax(clip=clip, **common)
-    common |= {"reference": reference, "kl_coefficient": recipe.beta}
-    if name == "dr-grpo":
-        return algos.GRPO(
-            normalize_std=False, loss=partial(losses.ppo, clip=clip),
-            mode="seq-mean-token-sum-norm", norm=float(sampling.max_new_tokens), **common,
-        )  # fmt: skip
-    if name == "gspo":
-        loss = partial(losses.gspo, clip=clip)
-        return algos.GRPO(loss=loss, mode="seq-mean-token-mean", **common)
-    return algos.GRPO(
-        loss=partial(losses.cispo if name == "cispo" else losses.ppo, clip=clip), **common
-    )
+) -> Algorithm:
+    actor, reference = models.actor(), models.reference()
+    kind = recipe.spec.kind
+    critics = {role: models.critic(role, k) for k, role in enumerate(kind.critics, 1)}
+    inputs = AlgorithmInputs(
+        actor=actor, reference=reference, critics=critics, score=score, sampling=sampling,
+        cost=_cost(recipe, models, tokenizer) if kind.has_cost else None,
+        num_updates=recipe.num_updates, clip=(recipe.clip_low, recipe.clip_high), beta=recipe.beta,
+    )  # fmt: skip
+    return recipe.spec.build(inputs)

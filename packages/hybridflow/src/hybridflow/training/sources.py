@@ -1,4 +1,4 @@
-"""What a recipe names that is not a model: tasks, tokenizers, and rewards in a user's files."""
+"""Finds what a recipe names besides models: tasks, tokenizers, and rewards in user files."""
 
 from __future__ import annotations
 
@@ -8,36 +8,34 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hybridflow.tasks import Arithmetic, DigitSort, Task
+from hybridflow.tasks.base import Task
+from hybridflow.tasks.registry import TASKS
 from hybridflow.tasks.rewards import Reward
 from hybridflow.tasks.tokenizers import as_tokenizer
 from hybridflow.training.config import Recipe
 from shared.errors import ConfigError
 
-__all__ = ["is_model", "reward_of", "task_of", "tokenizer_of"]
+__all__ = ["find_reward", "find_task", "find_tokenizer", "is_model"]
 
 
-def task_of(recipe: Recipe) -> Task | None:
+def find_task(recipe: Recipe) -> Task | None:
     """A recipe's task; None where prompts come from a file.
 
     Raises:
         ConfigError: if there is neither such a task nor such a file.
     """
     name, _, size = recipe.task.partition(":")
-    if name in ("digit-sort", "arithmetic"):
+    if name in TASKS:
         if not size.isdecimal():
             raise ConfigError(f"task: expected {name}:NUMBER, got {recipe.task!r}")
-        if name == "digit-sort":
-            return DigitSort(k=int(size), seed=recipe.seed)
-        return Arithmetic(max_number=int(size), seed=recipe.seed)
+        return TASKS.get(name)(int(size), recipe.seed)
     if not Path(recipe.task).is_file():
-        raise ConfigError(
-            f"task: expected digit-sort:K, arithmetic:MAX, or a file of prompts, got {recipe.task!r}"
-        )
+        known = ", ".join(f"{name}:NUMBER" for name in TASKS)
+        raise ConfigError(f"task: expected {known}, or a file of prompts, got {recipe.task!r}")
     return None
 
 
-def tokenizer_of(model: str) -> Any:
+def find_tokenizer(model: str) -> Any:
     """The tokenizer that goes with a model: bytes for one made from nothing, else its folder's.
 
     Raises:
@@ -62,7 +60,7 @@ def is_model(target: str) -> bool:
     return target.startswith("config:") or Path(target).is_dir()
 
 
-def reward_of(target: str, key: str) -> Reward:
+def find_reward(target: str, key: str) -> Reward:
     """A reward named as "file.py:function" or "module:function".
 
     Args:

@@ -16,9 +16,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
-from hybridflow.workers.dispatch import Call, Route
+from hybridflow.workers.dispatch import Call, MethodRoute
 from hybridflow.workers.engines.inline import InlineEngine
-from hybridflow.workers.engines.rank import Reply, Store, Task
+from hybridflow.workers.engines.rank import RankTask, Reply, ValueStore
 from hybridflow.workers.future import Future, Joined
 from hybridflow.workers.pool import ResourcePool
 from hybridflow.workers.timeline import Span
@@ -42,10 +42,10 @@ class Engine(Protocol):
     num_ranks: int
 
     @property
-    def store(self) -> Store:
+    def store(self) -> ValueStore:
         """Keeps the controller's own values, and reads those of ranks."""
 
-    def submit(self, rank: int, task: Task) -> None:
+    def submit(self, rank: int, task: RankTask) -> None:
         """Sends a task to a rank, which runs it after those it was sent before."""
 
     def receive(self, timeout_s: float | None) -> list[Reply]:
@@ -257,7 +257,7 @@ class Workers:
         self._names.add(name)
         return name
 
-    def call(self, route: Route, args: tuple, kwargs: dict[str, Any]) -> Future:
+    def call(self, route: MethodRoute, args: tuple, kwargs: dict[str, Any]) -> Future:
         """Asks the ranks of a group; see `WorkerGroup.call`."""
         future = Future(route.name, self._wait)
         call = Call(

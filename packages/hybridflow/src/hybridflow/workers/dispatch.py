@@ -13,20 +13,28 @@ from functools import cached_property
 from typing import Any
 
 from hybridflow.workers.batch.batch import Batch
-from hybridflow.workers.engines.rank import Gather, Reply, Segment, Slot, Store, Task, value_of
-from hybridflow.workers.future import Future, Joined, Part
+from hybridflow.workers.engines.rank import (
+    Gather,
+    RankTask,
+    Reply,
+    Segment,
+    Slot,
+    ValueStore,
+    read_value,
+)
+from hybridflow.workers.future import Future, Joined, ResultPart
 from hybridflow.workers.protocols import Protocol, Share
 from shared.errors import DataError, RankFailure
 
-__all__ = ["Call", "Route"]
+__all__ = ["Call", "MethodRoute"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Route:
+class MethodRoute:
     """Where calls of one method go, and who answers; made once, as there are many calls.
 
     Attributes:
-        target, method: names of the group ("" asks the seats themselves) and of its method.
+        target, method: names of the group ("" asks the executors themselves) and of its method.
         ranks: the group's ranks in the world, by rank in the group.
         protocol: how arguments and results travel.
         shares: by rank in the group, which share of a batch's rows it gets.
@@ -72,7 +80,7 @@ class Call:
     """
 
     number: int
-    route: Route
+    route: MethodRoute
     args: tuple
     kwargs: dict[str, Any]
     future: Future
@@ -86,7 +94,7 @@ class Call:
         joined = [source for v in values if isinstance(v, Joined) for source, _ in v.operands]
         return [value for value in (*values, *joined) if isinstance(value, Future)]
 
-    def tasks(self, store: Store) -> list[tuple[int, Task]]:
+    def tasks(self, store: ValueStore) -> list[tuple[int, RankTask]]:
         """What goes to each rank in the world that runs the method, all inputs being there.
 
         Raises:
@@ -94,7 +102,7 @@ class Call:
         """
         route = self.route
         if not self.args and not self.kwargs:
-            task = Task(self.number, route.target, route.method)
+            task = RankTask(self.number, route.target, route.method)
             return [(rank, task) for rank in route.asked]
         own: list[tuple[Any, ...]] = [()] * len(route.places)
 
@@ -111,11 +119,11 @@ class Call:
         common = store.pack((args, kwargs))
         self.sent.append(common)
         return [
-            (rank, Task(self.number, route.target, route.method, common, mine))
+            (rank, RankTask(self.number, route.target, route.method, common, mine))
             for rank, mine in zip(route.asked, own, strict=True)
         ]
 
-    def _by_place(self, value: Any, store: Store) -> list[Any] | None:
+    def _by_place(self, value: Any, store: ValueStore) -> list[Any] | None:
         """What stands for an argument on each rank that runs; None if it goes to all as it is."""
         route = self.route
         if route.protocol.own_arguments:
@@ -136,7 +144,7 @@ class Call:
             return [segments if value.is_list else segments[0]] * len(route.places)
         return None
 
-    def _gathers(self, value: Batch | Joined | Future, store: Store) -> list[Gather]:
+    def _gathers(self, value: Batch | Joined | Future, store: ValueStore) -> list[Gather]:
         """By rank of the group, its rows of a batch that may lie in several places."""
         operands = value.operands if isinstance(value, Joined) else [(value, None)]
         sources = [(self._parts(source, store), columns) for source, columns in operands]
@@ -171,17 +179,17 @@ class Call:
         parts = [rows_of(range(k * size, (k + 1) * size)) for k in range(count)]
         return [whole if share is None else parts[share[0]] for share in self.route.shares]
 
-    def _parts(self, source: Batch | Future, store: Store) -> list[Part]:
+    def _parts(self, source: Batch | Future, store: ValueStore) -> list[ResultPart]:
         if isinstance(source, Batch):
             handle = store.pack(source)
             self.sent.append(handle)
-            return [Part(handle, len(source))]
+            return [ResultPart(handle, len(source))]
         if not source.has_rows:
             raise DataError(f"{self.route.name}: {source.name} does not answer with a batch")
         self.sent += [part.handle for part in source.parts]
         return source.parts
 
-    def finish(self, store: Store) -> None:
+    def finish(self, store: ValueStore) -> None:
         """Makes the answer, or the error, of the ranks' replies."""
         future, route = self.future, self.route
         if self.failed_at is not None:
@@ -189,13 +197,13 @@ class Call:
         else:
             answer, replies = route.protocol.answer, self.replies
             found = [replies[route.ranks[k]] for k in route.collectors]
-            parts = [Part(reply.handle, reply.num_rows) for reply in found]
+            parts = [ResultPart(reply.handle, reply.num_rows) for reply in found]
             is_all_rows = None not in [reply.num_rows for reply in found]
             has_rows = is_all_rows and answer in ("rows", "one")
             future.parts, future.has_rows = parts, has_rows
             future.is_list = not has_rows and answer != "one"
             future.read = lambda: _answer(
-                [value_of(part.handle, store) for part in parts], answer, has_rows
+                [read_value(part.handle, store) for part in parts], answer, has_rows
             )
         self.args, self.kwargs, self.sent = (), {}, []
         future.is_done = True
@@ -215,7 +223,7 @@ class Call:
         return RankFailure("\n".join(lines), rank=rank)
 
 
-def _segments(parts: Sequence[Part], rows: range, window: range) -> list[Segment]:
+def _segments(parts: Sequence[ResultPart], rows: range, window: range) -> list[Segment]:
     """Where some rows of a window lie; those past its last begin again at its first."""
     found: list[Segment] = []
     row = rows.start

@@ -15,7 +15,7 @@ from typing import Any
 from hybridflow.workers.batch.batch import Batch
 from shared.errors import ConfigError
 
-__all__ = ["Future", "Joined", "Part"]
+__all__ = ["Future", "Joined", "ResultPart"]
 
 
 class _Rows(ABC):
@@ -61,7 +61,7 @@ class _Rows(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ResultPart:
     """One collector's result: an engine's handle, and the rows if it is a batch."""
 
     handle: Any
@@ -86,7 +86,7 @@ class Future(_Rows):
         self.error: BaseException | None = None
         self.is_done = False
         # Set when done: the collectors' results, and how they make up the answer.
-        self.parts: list[Part] = []
+        self.parts: list[ResultPart] = []
         self.has_rows = False
         self.is_list = False
         self.read: Callable[[], Any] | None = None

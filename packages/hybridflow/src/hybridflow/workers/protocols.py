@@ -224,7 +224,7 @@ def remote(
     mark = Remote(protocol, is_blocking)
 
     def note(method: _Method) -> _Method:
-        method._remote = mark  # type: ignore[attr-defined]
+        method.remote_mark = mark  # type: ignore[attr-defined]
         return method
 
     return note

@@ -44,7 +44,7 @@ def seconds_by_method(spans: Sequence[Span]) -> dict[str, float]:
     return found
 
 
-def _apart(spans: Sequence[Span]) -> list[Span]:
+def cut_overlaps(spans: Sequence[Span]) -> list[Span]:
     """The same, ended where a rank's next one starts: an answer may have waited to be read."""
     found, next_s = [], dict[int, float]()
     for span in sorted(spans, key=lambda span: span.stop_s, reverse=True):
@@ -66,7 +66,7 @@ def draw(spans: Sequence[Span], path: Path, title: str, least_share: float = 0.0
     """
     from matplotlib.figure import Figure
 
-    spans = _apart(spans)
+    spans = cut_overlaps(spans)
     begun = min(span.start_s for span in spans)
     length = max(span.stop_s for span in spans) - begun
     seconds = seconds_by_method(spans)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from hybridflow.workers.batch.layout import Layout
-from hybridflow.workers.dispatch import Route
+from hybridflow.workers.dispatch import MethodRoute
 from hybridflow.workers.future import Future
 from hybridflow.workers.pool import ResourcePool
 from hybridflow.workers.protocols import BUILT_IN, Mesh, Remote
@@ -60,21 +60,21 @@ class WorkerGroup:
         train.check(pool.num_ranks)
         self.mesh = Mesh.of(train, generate)
         self.kind, self.pool, self.is_removed = kind, pool, False
-        self._methods: dict[str, tuple[Remote, Route]] = {}
+        self._methods: dict[str, tuple[Remote, MethodRoute]] = {}
         self.name = pool.workers.name(name or kind.__name__)
         context = Context(name=self.name, ranks=pool.ranks, mesh=self.mesh)
         try:
-            self._ask_seat("create", self.name, kind, context, args, kwargs).result()
+            self._call_executor("create", self.name, kind, context, args, kwargs).result()
         except RankFailure:
             # Ranks that could make theirs would keep it.
             with suppress(RankFailure):
-                self._ask_seat("remove", self.name).result()
+                self._call_executor("remove", self.name).result()
             raise
         pool.workers.groups.append(self)
 
-    def _ask_seat(self, method: str, *args: Any) -> Future:
+    def _call_executor(self, method: str, *args: Any) -> Future:
         everyone = range(self.mesh.num_ranks)
-        route = Route(
+        route = MethodRoute(
             target="", method=method, ranks=self.pool.ranks, protocol=BUILT_IN["one-to-all"],
             shares=[None] * len(everyone), collectors=everyone,
         )  # fmt: skip
@@ -101,19 +101,21 @@ class WorkerGroup:
         future = self.pool.workers.call(route, args, kwargs)
         return future.result() if mark.is_blocking else future
 
-    def _method(self, method: str) -> tuple[Remote, Route]:
+    def _method(self, method: str) -> tuple[Remote, MethodRoute]:
         if method not in self._methods:
-            mark = getattr(getattr(self.kind, method, None), "_remote", None)
+            mark = getattr(getattr(self.kind, method, None), "remote_mark", None)
             if mark is None:
                 offered = [
-                    name for name in dir(self.kind) if hasattr(getattr(self.kind, name), "_remote")
+                    name
+                    for name in dir(self.kind)
+                    if hasattr(getattr(self.kind, name), "remote_mark")
                 ]
                 raise ConfigError(
                     f"{self.name} has no remote method {method!r}; it has {', '.join(offered)}. "
                     f"Mark a method with @hybridflow.remote(protocol=...) to call it on a group"
                 )
             shares, collectors = mark.protocol.checked(self.mesh)
-            route = Route(
+            route = MethodRoute(
                 target=self.name, method=method, ranks=self.pool.ranks, protocol=mark.protocol,
                 shares=shares, collectors=collectors,
             )  # fmt: skip
@@ -135,7 +137,7 @@ class WorkerGroup:
 
     def remove(self) -> None:
         """Closes the workers and takes them off their ranks."""
-        self._ask_seat("remove", self.name).result()
+        self._call_executor("remove", self.name).result()
         self.is_removed = True
         self.pool.workers.groups.remove(self)
 

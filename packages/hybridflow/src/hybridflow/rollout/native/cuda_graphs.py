@@ -27,7 +27,7 @@ __all__ = ["Replayed", "can_capture", "capture"]
 
 # As many passes as a capture may cost; a guess, no device was at hand. One at least: it compiles
 # kernels and connects ranks, which a capture must not.
-_NUM_PLAIN = 4
+NUM_UNCAPTURED = 4
 
 
 def can_capture(device: torch.device, shard: Shard) -> bool:
@@ -79,7 +79,7 @@ class Replayed:
         """A pass over the places in use, the first ones."""
         count = min(self._num_places, 1 << (num_used - 1).bit_length())
         if count not in self._graphs:
-            if self._num_plain[count] < _NUM_PLAIN or not self._may_capture:
+            if self._num_plain[count] < NUM_UNCAPTURED or not self._may_capture:
                 self._num_plain[count] += 1
                 self._run(count)
                 return

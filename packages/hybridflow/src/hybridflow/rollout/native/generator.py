@@ -24,7 +24,7 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.pipeline import run_forward
 from hybridflow.rollout.native import cuda_graphs as native_graphs
 from hybridflow.rollout.native.kv_cache import Cache
-from hybridflow.rollout.native.slots import Places, Samples
+from hybridflow.rollout.native.slots import SampleTable, SlotTable
 from hybridflow.rollout.native.stage_ring import Ring
 from hybridflow.rollout.sampling import Sampling, draw, uniforms
 from shared.comms.collectives import all_gather, broadcast
@@ -141,7 +141,7 @@ class _Run:
         self.model, self.sampling, self.stages = model, sampling, stages
         device = model.cos.device
         padded = pad_sequence(list(prompts), batch_first=True).to(device)
-        self.samples = Samples(padded, lengths, sampling)
+        self.samples = SampleTable(padded, lengths, sampling)
         total, longest = self.samples.tokens.shape
         self.log_probs = torch.zeros(total, longest, dtype=_float(model), device=device)
         ids = torch.arange(total) if sample_ids is None else sample_ids
@@ -161,7 +161,7 @@ class _Run:
             min(num_places, self.samples.num_waiting) * k // num_groups
             for k in range(num_groups + 1)
         ]
-        self.places = [Places(self.samples, range(*bound)) for bound in pairwise(bounds)]
+        self.places = [SlotTable(self.samples, range(*bound)) for bound in pairwise(bounds)]
         self.ring = Ring(stages, model, self.places)
         self.num_steps = 0
 

@@ -2,7 +2,7 @@
 
 Every rank of a replica keeps these books alike, from the tokens that its last stage draws, so that
 nothing but tokens has to be told. All that a pass reads and writes stays where it is in memory, and
-only `Places.settle` waits for the device: what comes before can be replayed as a CUDA graph.
+only `SlotTable.settle` waits for the device: what comes before can be replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from hybridflow.rollout.sampling import Sampling
 from shared.kernels import decode
 
-__all__ = ["Places", "Rows", "Samples"]
+__all__ = ["SampleTable", "SlotRows", "SlotTable"]
 
 _NO_TOKEN = 0
 
 
-class Samples:
+class SampleTable:
     """All samples, those of a prompt one after another.
 
     Attributes:
@@ -68,7 +68,7 @@ class Samples:
         return taken
 
 
-class Rows(NamedTuple):
+class SlotRows(NamedTuple):
     """The first places, as a pass through the model takes them; int64 [rows] each.
 
     Attributes:
@@ -88,15 +88,15 @@ class Rows(NamedTuple):
     read: decode.Places
 
 
-class Places:
-    """Places whose samples go through the model together; those in use come before idle ones.
+class SlotTable:
+    """SlotTable whose samples go through the model together; those in use come before idle ones.
 
     An idle place may go through too, to fill up a pass: it has a slot of its own and reads no prompt,
     and what is drawn for it goes where nobody looks. It begins anew when no sample is younger, so
     that it does not come to the end of its slot.
     """
 
-    def __init__(self, samples: Samples, slots: range) -> None:
+    def __init__(self, samples: SampleTable, slots: range) -> None:
         """Gives each slot of the cache a sample that waits."""
         self._samples, self._num_used = samples, len(slots)
         device = samples.tokens.device
@@ -111,11 +111,11 @@ class Places:
     def __len__(self) -> int:
         return self._num_used
 
-    def rows(self, count: int) -> Rows:
+    def rows(self, count: int) -> SlotRows:
         """So many of the first places, as many as are in use or more."""
         sample, newest, slots, prompts, prompt_lengths, made = self._table[:, :count].unbind()
         positions = prompt_lengths + made
-        return Rows(
+        return SlotRows(
             sample=sample,
             newest=newest,
             positions=positions,
@@ -126,7 +126,7 @@ class Places:
             read=decode.Places(slots, prompts, prompt_lengths, made),
         )
 
-    def push(self, rows: Rows, tokens: Tensor) -> None:
+    def push(self, rows: SlotRows, tokens: Tensor) -> None:
         """Gives each sample its next token."""
         rows.newest.copy_(tokens)
         self._samples.tokens[rows.sample, rows.column] = tokens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.decoder import Decoder
-from hybridflow.rollout.native.slots import Places
+from hybridflow.rollout.native.slots import SlotTable
 from shared.comms.courier import Round, post_rounds
 from shared.comms.group import Group
 
@@ -58,7 +58,7 @@ class Ring:
     each other stage follows one behind the stage before it.
     """
 
-    def __init__(self, group: Group | None, model: Decoder, places: Sequence[Places]) -> None:
+    def __init__(self, group: Group | None, model: Decoder, places: Sequence[SlotTable]) -> None:
         """Allocates the messages; `group` is that of the stages, None where the model is whole."""
         self._group, self._shard, self._places = group, model.shard, places
         self.messages = [Message(len(mine), model) for mine in places]

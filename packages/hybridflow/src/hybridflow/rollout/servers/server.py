@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
 
 from jaxtyping import Int64
 from torch import Tensor
@@ -24,14 +23,12 @@ from hybridflow.rollout.rows import ServedResponses, responses, samples
 from hybridflow.rollout.sampling import Sampling
 from hybridflow.rollout.servers.connection import Connection
 from hybridflow.rollout.servers.dialect import LOADING, Completion, Dialect, Weights, swap
-from hybridflow.rollout.servers.sglang import SGLang
-from hybridflow.rollout.servers.vllm import VLLM
+from hybridflow.rollout.servers.registry import SERVERS
 from shared.errors import CommError, ConfigError, DataError
 from shared.kernels.philox import stream_key
 
-__all__ = ["Kind", "ServerRollout"]
+__all__ = ["ServerRollout"]
 
-Kind = Literal["vllm", "sglang"]
 LOG = logging.getLogger(__name__)
 
 
@@ -60,7 +57,7 @@ class ServerRollout:
 
         Args:
             url: http://HOST:PORT.
-            kind: "vllm" or "sglang".
+            kind: the server's software, a name of `hybridflow.rollout.servers.registry`.
             max_in_flight: requests at once.
             timeout_s: for one response.
             load_timeout_s: for reading weights, and for responses under way to end before.
@@ -73,19 +70,15 @@ class ServerRollout:
             ConfigError: if a setting is out of range.
             CommError: if there is no such server.
         """
-        if kind not in get_args(Kind) or max_in_flight < 1:
-            raise ConfigError(
-                f"expected kind {' or '.join(get_args(Kind))} and at least one request in flight, "
-                f"got {kind!r} and {max_in_flight}"
-            )
+        SERVERS.check(kind)
+        if max_in_flight < 1:
+            raise ConfigError(f"max_in_flight: expected 1 or more requests, got {max_in_flight}")
         self.url, self._max_in_flight = url, max_in_flight
         to = Connection(
             url=url, timeout_s=timeout_s, num_tries=num_tries, backoff_s=backoff_s, api_key=api_key
         )
-        self._dialect: Dialect = (
-            VLLM(to, load_timeout_s=load_timeout_s, log_probs_mode=log_probs_mode)
-            if kind == "vllm"
-            else SGLang(to, load_timeout_s=load_timeout_s)
+        self._dialect: Dialect = SERVERS.get(kind)(
+            to, load_timeout_s=load_timeout_s, log_probs_mode=log_probs_mode
         )
         self._served = self._dialect.weights()
         self.version = _version(self._served.label)

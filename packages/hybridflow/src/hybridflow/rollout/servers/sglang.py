@@ -22,8 +22,16 @@ __all__ = ["SGLang"]
 class SGLang:
     """Speaks to `sglang serve`."""
 
-    def __init__(self, connection: Connection, *, load_timeout_s: float) -> None:
-        """Takes a connection, and the time that reading weights may last."""
+    def __init__(
+        self, connection: Connection, *, load_timeout_s: float, log_probs_mode: str = ""
+    ) -> None:
+        """Takes a connection.
+
+        Args:
+            connection: to the server.
+            load_timeout_s: for reading weights.
+            log_probs_mode: ignored; SGLang's log-probabilities are always at the temperature.
+        """
         self._to, self._load_timeout_s = connection, load_timeout_s
 
     def check(self, sampling: Sampling) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints of a run: the state of its worker groups, and what its loop has to remember.
 
 Each group's ranks write their own parts into a folder of the group's name, in the format of
-torch.distributed.checkpoint, which is read into any other layout as well; `hybridflow.models.state.sharded_state`
+torch.distributed.checkpoint, which is read into any other layout as well; `hybridflow.roles.state.sharded_state`
 says how. A checkpoint gets its name when all ranks are done, so that one that was cut short is never
 seen. Sizes of all files are kept and compared before anything is loaded; for checksums of their
 contents pass storage that has some.
@@ -19,12 +19,12 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
-from hybridflow.models.state.folders import recover, remove, whole_folders, written_whole
-from hybridflow.models.state.sharded_state import ReaderOf, WriterOf
-from hybridflow.training.checkpoints import loop_state as extras
+from hybridflow.roles.state.sharded_state import ReaderOf, WriterOf
+from hybridflow.training.checkpoints import loop_state
 from hybridflow.workers.future import Future
 from hybridflow.workers.worker_group import WorkerGroup
 from shared.errors import ConfigError, DataError, RankFailure
+from shared.files import atomic_folder, find_folders, recover_folders, remove_folder
 
 __all__ = ["Checkpoint"]
 
@@ -101,11 +101,11 @@ class Checkpoint:
                 f"expected a step of 0 or more and names of letters, digits, '.', '_' and '-', got "
                 f"step {step} and names {bad or list(groups)}"
             )
-        tree, tensors = extras.packed(extra)
+        tree, tensors = loop_state.pack(extra)
         path = self._path(step)
         try:
-            recover(self.folder, _STEPS)
-            with written_whole(path) as partial:
+            recover_folders(self.folder, _STEPS)
+            with atomic_folder(path) as partial:
                 calls = (
                     group.call("save_state", name, str(partial / name), self._writer_of)
                     for name, group in groups.items()
@@ -165,13 +165,13 @@ class Checkpoint:
             for name, group in groups.items()
         )
         _answered(calls)
-        return extras.unpacked(index["extra"], path / _EXTRA)
+        return loop_state.unpack(index["extra"], path / _EXTRA)
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:06d}"
 
     def _paths(self) -> dict[int, Path]:
-        found = whole_folders(self.folder, _STEPS).items()
+        found = find_folders(self.folder, _STEPS).items()
         matches = ((re.fullmatch(r"step-(\d+)", name), path) for name, path in found)
         return {int(match[1]): path for match, path in matches if match}
 
@@ -186,7 +186,7 @@ class Checkpoint:
             )  # fmt: skip
         if self.keep is not None:
             for old in steps[: len(steps) - len(later)][: -self.keep]:
-                remove(self._path(old))
+                remove_folder(self._path(old))
 
 
 def _answered(calls: Iterable[Future]) -> None:

@@ -15,13 +15,13 @@ from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.batch.ragged import Ragged
 from shared.errors import DataError
 
-__all__ = ["packed", "unpacked"]
+__all__ = ["pack", "unpack"]
 
 _STORED = "$stored"
 """Key of what stands in JSON for a batch or a tensor: its place in the file."""
 
 
-def packed(extra: Mapping[str, Any]) -> tuple[Any, bytes]:
+def pack(extra: Mapping[str, Any]) -> tuple[Any, bytes]:
     """What JSON knows, and a file of the batches and tensors in it.
 
     Raises:
@@ -48,8 +48,8 @@ def packed(extra: Mapping[str, Any]) -> tuple[Any, bytes]:
     return tree, file.getvalue()
 
 
-def unpacked(tree: Any, file: Path) -> Any:
-    """What `packed` was given.
+def unpack(tree: Any, file: Path) -> Any:
+    """What `pack` was given.
 
     Raises:
         DataError: if the file can not be read.

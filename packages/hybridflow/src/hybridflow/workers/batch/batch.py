@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridflow.workers.batch.huge_pages import concatenated
+from hybridflow.workers.batch.huge_pages import concatenate
 from hybridflow.workers.batch.ragged import Ragged
 from shared.errors import ConfigError, DataError
 
@@ -230,7 +230,7 @@ def _concat(name: str, columns: list[Any]) -> Any:
                 f"{sorted({str(column.dtype) for column in columns})} do not go into one tensor; "
                 f"pad them, or make the column Ragged"
             )
-        return concatenated(columns)
+        return concatenate(columns)
     if all(isinstance(column, Ragged) for column in columns):
         return Ragged(
             _concat(name, [column.values for column in columns]),

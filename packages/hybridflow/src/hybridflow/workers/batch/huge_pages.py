@@ -10,13 +10,13 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-__all__ = ["concatenated"]
+__all__ = ["concatenate"]
 
 _LEAST_BYTES = 4 << 20
 """Below this malloc finds memory that has been touched before."""
 
 
-def concatenated(parts: Sequence[Tensor]) -> Tensor:
+def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """The rows of all, one after another, as `torch.cat` gives them.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridflow.workers.engines.packing import decode, encode
-from hybridflow.workers.engines.rank import Reply, Seat, Task
+from hybridflow.workers.engines.rank import RankExecutor, RankTask, Reply
 
 __all__ = ["InlineEngine"]
 
@@ -37,12 +37,12 @@ class InlineEngine:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.store = _Store()
-        self._seats = [Seat(self.store, rank) for rank in range(num_ranks)]
+        self._executors = [RankExecutor(self.store, rank) for rank in range(num_ranks)]
         self._replies: list[Reply] = []
 
-    def submit(self, rank: int, task: Task) -> None:
+    def submit(self, rank: int, task: RankTask) -> None:
         """Runs a task."""
-        self._replies.append(self._seats[rank].run(task))
+        self._replies.append(self._executors[rank].run(task))
 
     def receive(self, timeout_s: float | None) -> list[Reply]:
         """Replies since the last call."""

@@ -21,20 +21,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hybridflow.workers.engines.rank import Reply, Seat, Task
+from hybridflow.workers.engines.rank import RankExecutor, RankTask, Reply
 from hybridflow.workers.engines.shared_memory import SharedMemory, make_folder
 from shared.comms.group import Group
 from shared.comms.launch import RankPool
 from shared.errors import RankFailure
 
-__all__ = ["LocalEngine"]
+__all__ = ["READ_BYTES", "LocalEngine", "StreamLink"]
 
 _FOREVER = timedelta(days=20)  # near the longest that poll can wait
 _SIZE = struct.Struct("<Q")
-_READ_BYTES = 1 << 16
+READ_BYTES = 1 << 16
+"""Bytes that one system call reads at most."""
 
 
-class _Link:
+class StreamLink:
     """A connection on which a small message takes one system call to send, and one to receive."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -42,9 +43,11 @@ class _Link:
         self._rest = bytearray()
 
     def fileno(self) -> int:
+        """The descriptor to poll."""
         return self._socket.fileno()
 
     def send(self, message: Any) -> None:
+        """Sends a message; raises OSError if the other side has gone."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._socket.sendall(_SIZE.pack(len(data)) + data)
 
@@ -52,7 +55,7 @@ class _Link:
         """Waits for a message; gives all that have come, of which no poll would tell again."""
         found: list[Any] = []
         while not found:
-            more = self._socket.recv(_READ_BYTES)
+            more = self._socket.recv(READ_BYTES)
             if not more:
                 raise EOFError("the other side closed the connection")
             self._rest += more
@@ -65,6 +68,7 @@ class _Link:
         return found
 
     def close(self) -> None:
+        """Closes the connection."""
         self._socket.close()
 
 
@@ -98,7 +102,7 @@ class LocalEngine:
         self._pool = RankPool(
             num_ranks, timeout=timeout, threads_per_rank=threads_per_rank, env=env
         )
-        self._links: list[_Link] = []
+        self._links: list[StreamLink] = []
         self._is_open = True
         self._failure: BaseException | None = None
         try:
@@ -124,10 +128,10 @@ class LocalEngine:
             listener.settimeout(0.2)
             self._address = address
             self._runner.start()
-            links: dict[int, _Link] = {}
+            links: dict[int, StreamLink] = {}
             while len(links) < self.num_ranks:
                 try:
-                    link = _Link(listener.accept()[0])
+                    link = StreamLink(listener.accept()[0])
                 except TimeoutError:
                     if not self._runner.is_alive():
                         raise self._failure or RankFailure("the ranks ended at once") from None
@@ -148,7 +152,7 @@ class LocalEngine:
         """Process ids, by rank."""
         return self._pool.pids
 
-    def submit(self, rank: int, task: Task) -> None:
+    def submit(self, rank: int, task: RankTask) -> None:
         """Sends a task.
 
         Raises:
@@ -217,13 +221,13 @@ class LocalEngine:
 def _serve(address: str, folder: str) -> None:
     """Runs on each rank until the controller says stop."""
     rank = Group.world().rank
-    seat = Seat(SharedMemory(Path(folder), f"rank{rank}"), rank)
+    executor = RankExecutor(SharedMemory(Path(folder), f"rank{rank}"), rank)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        link = _Link(connection)
+        link = StreamLink(connection)
         link.send(rank)
         while True:
             for task in link.receive():
                 if task is None:
                     return
-                link.send(tuple(seat.run(Task(*task))))
+                link.send(tuple(executor.run(RankTask(*task))))

@@ -1,7 +1,7 @@
-"""One rank's seat: its worker objects, and the calls on them, whatever engine brings them.
+"""One rank's worker objects and the calls on them, whatever engine brings the calls.
 
-Models that share a resource pool are objects in one seat: they run in the order they are called and
-share the device, which is what colocation means here.
+Models that share a resource pool are objects of one executor: they run in the order of their calls
+and share the device, which is what colocation means here.
 """
 
 from __future__ import annotations
@@ -19,11 +19,22 @@ from hybridflow.workers.batch.batch import PADDING, Batch
 from hybridflow.workers.worker import Context, Worker
 from shared.errors import ConfigError
 
-__all__ = ["Failure", "Gather", "Reply", "Seat", "Segment", "Slot", "Store", "Task", "value_of"]
+__all__ = [
+    "Failure",
+    "Gather",
+    "RankExecutor",
+    "RankTask",
+    "Reply",
+    "Segment",
+    "Slot",
+    "ValueStore",
+    "read_value",
+    "take_rows",
+]
 
 
 @runtime_checkable
-class Store(Protocol):
+class ValueStore(Protocol):
     """How an engine keeps values that another process will want."""
 
     def pack(self, value: Any) -> Any:
@@ -63,12 +74,12 @@ class Slot:
     index: int
 
 
-class Task(NamedTuple):
+class RankTask(NamedTuple):
     """One call on one rank; a tuple, which is pickled several times faster than a dataclass.
 
     Attributes:
         call: number of the call.
-        target: the group's name; "" asks the seat itself.
+        target: the group's name; "" asks the executor itself.
         method: name of the method.
         common: handle of (args, kwargs), in which a `Slot` stands for what differs by rank; None
             when there are neither.
@@ -94,7 +105,7 @@ class Failure:
 class Reply(NamedTuple):
     """How a call went on one rank: a handle of what it returned, or a failure; how long it took.
 
-    There is no handle of None, which many methods return (see `value_of`).
+    There is no handle of None, which many methods return (see `read_value`).
     """
 
     call: int
@@ -105,19 +116,19 @@ class Reply(NamedTuple):
     seconds: float = 0.0
 
 
-def value_of(handle: Any, store: Store) -> Any:
+def read_value(handle: Any, store: ValueStore) -> Any:
     """What the handle of a reply stands for."""
     return None if handle is None else store.load(handle)
 
 
-class Seat:
+class RankExecutor:
     """Runs tasks, one after another."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: ValueStore, rank: int) -> None:
         self._store, self._rank = store, rank
         self._workers: dict[str, Worker] = {}
 
-    def run(self, task: Task) -> Reply:
+    def run(self, task: RankTask) -> Reply:
         """Runs one call; what it raises is the reply."""
         begun = time.perf_counter()
         try:
@@ -159,7 +170,7 @@ class Seat:
             )
         return self._workers[name]
 
-    def _arguments(self, task: Task) -> tuple[tuple, dict]:
+    def _arguments(self, task: RankTask) -> tuple[tuple, dict]:
         if task.common is None:
             return (), {}
         args, kwargs = self._store.load(task.common)
@@ -174,10 +185,10 @@ class Seat:
 
     def _own(self, item: Any) -> Any:
         if isinstance(item, Segment):
-            return value_of(item.handle, self._store)
+            return read_value(item.handle, self._store)
         if isinstance(item, Gather):
             return self.gather(item)
-        return [value_of(segment.handle, self._store) for segment in item]
+        return [read_value(segment.handle, self._store) for segment in item]
 
     def gather(self, item: Gather) -> Batch:
         """The batch that a `Gather` describes."""
@@ -193,16 +204,17 @@ class Seat:
 
     def _part(self, segment: Segment, columns: Sequence[str] | None) -> Batch:
         # Not a closure, as it may be applied where the batch lies, on another machine.
-        wanted = partial(_part, columns=columns, start=segment.start, stop=segment.stop)
+        wanted = partial(take_rows, columns=columns, start=segment.start, stop=segment.stop)
         return self._store.load(segment.handle, wanted)
 
 
-def _part(batch: Batch, columns: Sequence[str] | None, start: int, stop: int | None) -> Batch:
+def take_rows(batch: Batch, columns: Sequence[str] | None, start: int, stop: int | None) -> Batch:
+    """Some columns (None: all) of rows [start, stop); of all rows when stop is None."""
     batch = batch if columns is None else batch.select(*columns)
     return batch if stop is None else batch.rows(start, stop)
 
 
-def _without_padding(value: Any, task: Task) -> Any:
+def _without_padding(value: Any, task: RankTask) -> Any:
     """Drops rows that only filled up a split, from a batch with a row for each one given."""
     if not isinstance(value, Batch):
         return value
@@ -216,4 +228,4 @@ def _without_padding(value: Any, task: Task) -> Any:
 
 
 def _nothing() -> None:
-    """Answers that the seat is there."""
+    """Answers that the rank is there."""

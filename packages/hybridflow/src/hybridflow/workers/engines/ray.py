@@ -21,8 +21,8 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hybridflow.workers.engines.rank import Reply, Seat, Task
-from hybridflow.workers.engines.ray_placement import find_places
+from hybridflow.workers.engines.rank import RankExecutor, RankTask, Reply
+from hybridflow.workers.engines.ray_placement import place_ranks
 from hybridflow.workers.engines.ray_store import RayStore, read, written
 from shared.comms.init import join, open_store
 from shared.comms.launch import KEEP_MEMORY
@@ -64,7 +64,7 @@ class RayEngine:
         if self._is_ours:
             ray.init(address, include_dashboard=False)
         try:
-            places = find_places(num_ranks, cpus_per_rank, gpus_per_rank)
+            places = place_ranks(num_ranks, cpus_per_rank, gpus_per_rank)
             self._group = places.group
             self.num_ranks = len(places.order)
             self.store = RayStore()
@@ -103,7 +103,7 @@ class RayEngine:
                 f"{error}"
             ) from error
 
-    def submit(self, rank: int, task: Task) -> None:
+    def submit(self, rank: int, task: RankTask) -> None:
         """Sends a task."""
         # As a plain tuple, which is pickled several times faster than one with a name.
         data, refs = written(tuple(task))
@@ -175,7 +175,7 @@ class _Rank:
 
     def __init__(self, rank: int, num_threads: int) -> None:
         self._rank = rank
-        self._seat = Seat(RayStore(), rank)
+        self._executor = RankExecutor(RayStore(), rank)
         self._store: Any = None
         torch.set_num_threads(num_threads)
 
@@ -202,7 +202,7 @@ class _Rank:
         self, data: bytes, refs: Sequence[ray.ObjectRef] = ()
     ) -> bytes | tuple[bytes, list[ray.ObjectRef]]:
         """Runs a task, and writes the reply as the task was written."""
-        answer, kept = written(tuple(self._seat.run(Task(*read(data, refs)))))
+        answer, kept = written(tuple(self._executor.run(RankTask(*read(data, refs)))))
         return (answer, kept) if kept else answer
 
 

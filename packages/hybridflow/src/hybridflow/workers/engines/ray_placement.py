@@ -1,4 +1,4 @@
-"""Places for ranks in a Ray cluster: one bundle of resources a rank, held by a placement group.
+"""RankPlacement for ranks in a Ray cluster: one bundle of resources a rank, held by a placement group.
 
 Ray waits without end for resources that a cluster has not, or that others hold. Here the first is
 refused at once and the second soon, with what was wanted and what is free.
@@ -19,14 +19,14 @@ from ray.util.placement_group import (
 
 from shared.errors import ConfigError
 
-__all__ = ["Places", "find_places"]
+__all__ = ["RankPlacement", "place_ranks"]
 
 _WAIT_S = 8.0
 """How long resources that others hold may take to become free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class RankPlacement:
     """What ranks were given.
 
     Attributes:
@@ -41,7 +41,7 @@ class Places:
     order: list[int]
 
 
-def find_places(num_ranks: int | None, cpus: float, gpus: float | None) -> Places:
+def place_ranks(num_ranks: int | None, cpus: float, gpus: float | None) -> RankPlacement:
     """Sets resources aside for ranks, close to one another.
 
     Args:
@@ -69,7 +69,7 @@ def find_places(num_ranks: int | None, cpus: float, gpus: float | None) -> Place
         if group.wait(_WAIT_S):
             machine = placement_group_table(group)["bundles_to_node_id"]
             order = sorted(machine, key=lambda place: (machine[place], place))
-            return Places(group=group, cpus=cpus, gpus=gpus, order=order)
+            return RankPlacement(group=group, cpus=cpus, gpus=gpus, order=order)
         remove_placement_group(group)
     raise ConfigError(
         f"{num_ranks or 1} ranks want {_told(wanted)} each, and Ray's machines have places for "

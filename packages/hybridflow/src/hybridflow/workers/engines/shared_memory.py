@@ -25,7 +25,7 @@ from typing import Any
 from hybridflow.workers.engines.packing import SMALL_BYTES, decode, encode
 from shared.process_mark import is_alive, mark
 
-__all__ = ["Packed", "SharedMemory", "make_folder"]
+__all__ = ["PackedValue", "SharedMemory", "make_folder"]
 
 _PREFIX = "meshyard-hybridflow-"
 _ALIGNMENT = 64
@@ -36,7 +36,7 @@ _FREE = ".free"
 
 
 @dataclass(eq=False)
-class Packed:
+class PackedValue:
     """A value: its stream, and where its large buffers lie in a file.
 
     Attributes:
@@ -62,21 +62,29 @@ def make_folder() -> Path:
 class SharedMemory:
     """Writes and reads values in one folder."""
 
-    def __init__(self, folder: Path, owner: str, *, is_keeper: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        owner: str,
+        *,
+        is_keeper: bool = False,
+        most_free_bytes: int = _FREE_BYTES,
+    ) -> None:
         """Begins to write.
 
         Args:
             folder: from `make_folder`.
             owner: begins the names of this process's files; no other process's.
             is_keeper: whether this process removes what it wrote when the handle is collected.
+            most_free_bytes: of values in files that wait to be written to again.
         """
-        self._folder, self._owner, self._is_keeper = str(folder), owner, is_keeper
+        self.folder, self._owner, self._is_keeper = str(folder), owner, is_keeper
         self._numbers = itertools.count()
         self._written: deque[tuple[str, int]] = deque(maxlen=_NUM_REMEMBERED)
         self._free: deque[tuple[str, int]] = deque()
-        self._free_bytes = 0
+        self._free_bytes, self._most_free_bytes = 0, most_free_bytes
 
-    def pack(self, value: Any) -> Packed:
+    def pack(self, value: Any) -> PackedValue:
         """Writes a value; unless this process removes it again, another has to `adopt` it."""
         data, buffers = encode(value)
         large: list[Any] = [buffer.raw() for buffer in buffers]
@@ -84,8 +92,8 @@ class SharedMemory:
         if is_large:
             large.insert(0, memoryview(data))
         if not large:
-            return Packed(data, None, ())
-        path = f"{self._folder}/{self._owner}-{next(self._numbers)}"
+            return PackedValue(data, None, ())
+        path = f"{self.folder}/{self._owner}-{next(self._numbers)}"
         pieces: list[Any] = []
         spans, end = [], 0
         for raw in large:
@@ -101,12 +109,12 @@ class SharedMemory:
         except OSError as error:
             os.unlink(path)
             raise MemoryError(
-                f"{end:,} bytes do not fit into shared memory at {self._folder} ({error.strerror}); "
+                f"{end:,} bytes do not fit into shared memory at {self.folder} ({error.strerror}); "
                 f"make /dev/shm larger, or send less at once"
             ) from error
         finally:
             os.close(fd)
-        packed = Packed(None if is_large else data, path, tuple(spans))
+        packed = PackedValue(None if is_large else data, path, tuple(spans))
         return self.adopt(packed) if self._is_keeper else packed
 
     def _filled(self, fd: int, pieces: list[Any]) -> None:
@@ -114,7 +122,7 @@ class SharedMemory:
             _write_all(fd, pieces)
         except OSError:
             # What waits to be written to again is all that can make room.
-            for file in Path(self._folder).glob(f"*{_FREE}"):
+            for file in Path(self.folder).glob(f"*{_FREE}"):
                 file.unlink(missing_ok=True)
             os.lseek(fd, 0, os.SEEK_SET)
             _write_all(fd, pieces)
@@ -138,7 +146,7 @@ class SharedMemory:
                 break
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
-    def adopt(self, packed: Packed) -> Packed:
+    def adopt(self, packed: PackedValue) -> PackedValue:
         """Makes this process the one that gives the file free, when `packed` is collected."""
         if packed.file is not None:
             size = packed.spans[-1][0] + packed.spans[-1][1]
@@ -151,19 +159,19 @@ class SharedMemory:
         self._free.append((path, size))
         self._free_bytes += size
         # Some of these have been written to again, under another name; that counts as free too.
-        while self._free and self._free_bytes > _FREE_BYTES:
+        while self._free and self._free_bytes > self._most_free_bytes:
             old, freed = self._free.popleft()
             self._free_bytes -= freed
             with suppress(OSError):
                 os.unlink(old + _FREE)
 
-    def load(self, packed: Packed, wanted: Callable[[Any], Any] | None = None) -> Any:
+    def load(self, packed: PackedValue, wanted: Callable[[Any], Any] | None = None) -> Any:
         """Reads a value, or what is wanted of it; its tensors are private mappings of the file."""
         buffers = self._buffers(packed)
         value = decode(buffers.pop(0) if packed.data is None else packed.data, buffers)
         return value if wanted is None else wanted(value)
 
-    def _buffers(self, packed: Packed) -> list[memoryview]:
+    def _buffers(self, packed: PackedValue) -> list[memoryview]:
         if packed.file is None:
             return []
         fd = os.open(packed.file, os.O_RDONLY)

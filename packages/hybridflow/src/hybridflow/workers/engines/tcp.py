@@ -23,7 +23,7 @@ import numpy as np
 
 from shared.errors import CommError
 
-__all__ = ["Link", "Listener", "connect"]
+__all__ = ["Listener", "PeerLink", "connect"]
 
 _SIZE = struct.Struct("<Q")
 _PROOF_BYTES = 32
@@ -35,7 +35,7 @@ _PROOF_S = 10.0
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
-class Link:
+class PeerLink:
     """One connection, to a process that has proved itself."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -87,7 +87,7 @@ class Link:
 class Listener:
     """Takes connections on a free port, each in a thread of its own."""
 
-    def __init__(self, key: bytes, answer: Callable[[Link], None]) -> None:
+    def __init__(self, key: bytes, answer: Callable[[PeerLink], None]) -> None:
         """Begins to listen, on all of the machine's addresses.
 
         Args:
@@ -120,7 +120,7 @@ class Listener:
     def _serve(self, connection: socket.socket) -> None:
         try:
             _introduce(connection, self._key, b"called", b"caller")
-            self._answer(Link(connection))
+            self._answer(PeerLink(connection))
         except (CommError, EOFError, OSError):
             # A caller that can not prove itself, or goes, is nothing this process could act on.
             connection.close()
@@ -133,7 +133,7 @@ class Listener:
         self._socket.close()
 
 
-def connect(address: tuple[str, int], key: bytes, limit_s: float) -> Link:
+def connect(address: tuple[str, int], key: bytes, limit_s: float) -> PeerLink:
     """Opens a connection to a `Listener`.
 
     Args:
@@ -152,7 +152,7 @@ def connect(address: tuple[str, int], key: bytes, limit_s: float) -> Link:
     except BaseException:
         connection.close()
         raise
-    return Link(connection)
+    return PeerLink(connection)
 
 
 def _introduce(connection: socket.socket, key: bytes, me: bytes, peer: bytes) -> None:

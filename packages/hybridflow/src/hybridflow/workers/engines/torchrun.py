@@ -21,10 +21,10 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 
-from hybridflow.workers.engines.rank import Reply, Task
-from hybridflow.workers.engines.tcp import Link, Listener, connect
+from hybridflow.workers.engines.rank import RankTask, Reply
+from hybridflow.workers.engines.tcp import Listener, PeerLink, connect
 from hybridflow.workers.engines.torchrun_rank import Member, meeting_place
-from hybridflow.workers.engines.torchrun_store import CONTROLLER, Place, PlacedStore
+from hybridflow.workers.engines.torchrun_store import CONTROLLER, PlacedStore, StoreAddress
 from shared.comms.launch import KEEP_MEMORY
 from shared.errors import CommError, ConfigError, RankFailure
 
@@ -65,8 +65,8 @@ class TorchrunEngine:
         self.store = PlacedStore(CONTROLLER, self._key)
         self._meeting_place.set("key", self._key.hex())
         self._listener = Listener(self._key, self._answer)
-        self._calls: list[Link] = []
-        self._lives: list[Link] = []
+        self._calls: list[PeerLink] = []
+        self._lives: list[PeerLink] = []
         self._is_open = True
         atexit.register(self.close)
         self._first = _started(timeout, threads_per_rank)
@@ -107,7 +107,7 @@ class TorchrunEngine:
             except (EOFError, OSError) as error:
                 raise self._absence(rank, error) from error
 
-    def _place(self, rank: int, deadline: float) -> tuple[Place, bool]:
+    def _place(self, rank: int, deadline: float) -> tuple[StoreAddress, bool]:
         """Where a rank is, and whether it has a GPU of its own, once it has come up."""
         name = f"place/{rank}"
         while not self._meeting_place.check([name]):
@@ -117,7 +117,7 @@ class TorchrunEngine:
                 raise self._absence(rank, "no sign of it")
             time.sleep(_LOOK_AGAIN_S)
         place, has_gpu = json.loads(self._meeting_place.get(name))
-        return Place(*place), has_gpu
+        return StoreAddress(*place), has_gpu
 
     def _absence(self, rank: int, how: object) -> RankFailure:
         return RankFailure(
@@ -126,7 +126,7 @@ class TorchrunEngine:
             rank=rank,
         )
 
-    def _answer(self, link: Link) -> None:
+    def _answer(self, link: PeerLink) -> None:
         if link.receive() == "values":
             self.store.serve(link)
 
@@ -135,7 +135,7 @@ class TorchrunEngine:
             with suppress(OSError):
                 self._lives[owner].send(packed)
 
-    def submit(self, rank: int, task: Task) -> None:
+    def submit(self, rank: int, task: RankTask) -> None:
         """Sends a task.
 
         Raises:
@@ -217,7 +217,7 @@ def _started(timeout: timedelta, threads_per_rank: int) -> subprocess.Popen[byte
     )
 
 
-def _await_end(link: Link, deadline: float) -> None:
+def _await_end(link: PeerLink, deadline: float) -> None:
     """Waits until the other side has closed a connection."""
     with suppress(EOFError, OSError):
         while True:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from hybridflow.workers.engines.rank import Seat
-from hybridflow.workers.engines.tcp import Link, Listener
-from hybridflow.workers.engines.torchrun_store import Place, PlacedStore
+from hybridflow.workers.engines.rank import RankExecutor
+from hybridflow.workers.engines.tcp import Listener, PeerLink
+from hybridflow.workers.engines.torchrun_store import PlacedStore, StoreAddress
 from shared.comms.init import join, leave, open_torchrun_store
 from shared.errors import ConfigError, RankFailure
 
@@ -80,9 +80,9 @@ class Member:
         """Whether this machine has a GPU for each of its ranks."""
         return torch.cuda.is_available() and torch.cuda.device_count() >= self.num_local_ranks
 
-    def place(self, port: int, folder: str) -> Place:
+    def place(self, port: int, folder: str) -> StoreAddress:
         """Where this process is found."""
-        return Place(self.machine, self._host(), port, folder)
+        return StoreAddress(self.machine, self._host(), port, folder)
 
     def _host(self) -> str:
         # Rank 0's machine is known to all by this name; what the name means on itself may differ.
@@ -129,7 +129,7 @@ class _Rank:
     def __init__(self, member: Member, key: bytes) -> None:
         self._member = member
         self._values = PlacedStore(member.rank, key)
-        self._calls: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[PeerLink] = queue.SimpleQueue()
         self._is_stopping = False
         self._listener = Listener(key, self._answer)
 
@@ -139,7 +139,9 @@ class _Rank:
             place = member.place(self._listener.port, values.folder)
             store.set(f"place/{member.rank}", json.dumps([place, member.has_gpu]))
             world = json.loads(_left(store, "world", timeout))
-            values.places = {int(owner): Place(*found) for owner, found in world["places"].items()}
+            values.places = {
+                int(owner): StoreAddress(*found) for owner, found in world["places"].items()
+            }
             self._join(store, world["backend"], timeout)
             calls = self._calls.get(timeout=timeout.total_seconds())
             self._run(calls)
@@ -149,12 +151,12 @@ class _Rank:
             self._listener.close()
         calls.close()  # which tells the controller that this rank has ended
 
-    def _run(self, calls: Link) -> None:
-        seat = Seat(self._values, self._member.rank)
+    def _run(self, calls: PeerLink) -> None:
+        executor = RankExecutor(self._values, self._member.rank)
         try:
             calls.send("ready")
             while (task := calls.receive()) is not None:
-                calls.send(seat.run(task))
+                calls.send(executor.run(task))
         except (EOFError, OSError):
             self.end(1)  # the controller is gone
         # Whatever ends from here on is meant to.
@@ -170,7 +172,7 @@ class _Rank:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         join(member.rank, member.num_ranks, store, backend=backend, timeout=timeout)
 
-    def _answer(self, link: Link) -> None:
+    def _answer(self, link: PeerLink) -> None:
         purpose = link.receive()
         if purpose == "calls":
             self._calls.put(link)
@@ -179,7 +181,7 @@ class _Rank:
         else:
             self._values.serve(link)
 
-    def _live_by(self, link: Link) -> None:
+    def _live_by(self, link: PeerLink) -> None:
         code = 1
         with suppress(EOFError, OSError):
             while (packed := link.receive()) is not None:

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from hybridflow.workers.engines.packing import decode, encode
-from hybridflow.workers.engines.shared_memory import Packed, SharedMemory, make_folder
-from hybridflow.workers.engines.tcp import Link, connect
+from hybridflow.workers.engines.shared_memory import PackedValue, SharedMemory, make_folder
+from hybridflow.workers.engines.tcp import PeerLink, connect
 from shared.errors import CommError
 
-__all__ = ["CONTROLLER", "Place", "Placed", "PlacedStore"]
+__all__ = ["CONTROLLER", "PlacedStore", "StoreAddress", "StoredValue"]
 
 CONTROLLER = -1
 """Stands for the controller where the others are known by their ranks."""
@@ -29,7 +29,7 @@ CONTROLLER = -1
 _CONNECT_S = 60.0
 
 
-class Place(NamedTuple):
+class StoreAddress(NamedTuple):
     """Where a process keeps its values.
 
     Attributes:
@@ -45,10 +45,10 @@ class Place(NamedTuple):
     folder: str
 
 
-class Placed(NamedTuple):
+class StoredValue(NamedTuple):
     """A value: how it is kept in shared memory, if it is not small, and by whom."""
 
-    packed: Packed
+    packed: PackedValue
     owner: int
 
 
@@ -74,15 +74,15 @@ class PlacedStore:
         folder = make_folder()
         self.folder = str(folder)
         self._memory = SharedMemory(folder, "value", is_keeper=owner == CONTROLLER)
-        self.places: dict[int, Place] = {}
-        self.gone: queue.SimpleQueue[tuple[int, Packed] | None] = queue.SimpleQueue()
-        self._idle: defaultdict[int, deque[Link]] = defaultdict(deque)
+        self.places: dict[int, StoreAddress] = {}
+        self.gone: queue.SimpleQueue[tuple[int, PackedValue] | None] = queue.SimpleQueue()
+        self._idle: defaultdict[int, deque[PeerLink]] = defaultdict(deque)
 
-    def pack(self, value: Any) -> Placed:
+    def pack(self, value: Any) -> StoredValue:
         """Writes a value; unless this is the controller, it has to `adopt` it."""
-        return Placed(self._memory.pack(value), self._owner)
+        return StoredValue(self._memory.pack(value), self._owner)
 
-    def adopt(self, placed: Placed) -> None:
+    def adopt(self, placed: StoredValue) -> None:
         """Has the value removed, wherever it lies, when this process no longer holds the handle."""
         packed = placed.packed
         if self._is_near(placed.owner):
@@ -91,11 +91,11 @@ class PlacedStore:
             # Handles are collected at any moment, in which a queue may be written to, not a link.
             weakref.finalize(packed, self.gone.put, (placed.owner, copy.copy(packed)))
 
-    def forget(self, packed: Packed) -> None:
+    def forget(self, packed: PackedValue) -> None:
         """Removes a value of this process, for the controller."""
         self._memory.adopt(copy.copy(packed))  # at once, whatever the caller holds
 
-    def load(self, placed: Placed, wanted: Callable[[Any], Any] | None = None) -> Any:
+    def load(self, placed: StoredValue, wanted: Callable[[Any], Any] | None = None) -> Any:
         """Reads a value, or what is wanted of it.
 
         Args:
@@ -121,12 +121,14 @@ class PlacedStore:
             raise error
         return decode(data, buffers)
 
-    def serve(self, link: Link) -> None:
+    def serve(self, link: PeerLink) -> None:
         """Hands out values of this process to one of another machine, until it closes the link."""
         while True:
             self._hand_out(link, *link.receive())
 
-    def _hand_out(self, link: Link, packed: Packed, wanted: Callable[[Any], Any] | None) -> None:
+    def _hand_out(
+        self, link: PeerLink, packed: PackedValue, wanted: Callable[[Any], Any] | None
+    ) -> None:
         data, buffers, error = b"", [], None
         try:
             data, buffers = encode(self._memory.load(packed, wanted))
@@ -152,7 +154,7 @@ class PlacedStore:
         )
 
     @contextmanager
-    def _asking(self, owner: int) -> Iterator[Link]:
+    def _asking(self, owner: int) -> Iterator[PeerLink]:
         """A link to a process that nobody else uses meanwhile."""
         idle = self._idle[owner]
         try:

@@ -21,12 +21,12 @@ from torch import Tensor
 from hybridflow.models.config import DecoderConfig
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import Piece, weight_shapes
-from hybridflow.models.state.folders import written_whole
 from hybridflow.reshard.planner import Boxes, plan_boxes
 from hybridflow.workers.worker_group import WorkerGroup
 from shared.comms import reshard
 from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
+from shared.files import atomic_folder
 from shared.topology.boxes import Box
 
 __all__ = ["Held", "export", "write_folder"]
@@ -70,7 +70,7 @@ def export(
         raise ConfigError(f"{path}: expected an empty folder or none; export to another one")
     if path.exists():
         path.rmdir()
-    with written_whole(path) as partial:
+    with atomic_folder(path) as partial:
         group.call("export_weights", str(partial), max_file_bytes).result()
     return path
 

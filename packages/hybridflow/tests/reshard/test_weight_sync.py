@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import hybridflow as hy
 from hybridflow.models.config import read_config
 from hybridflow.models.pieces import num_bytes
-from hybridflow.roles import weight_sync as sync
+from hybridflow.reshard import exchange, plan_sync, sync_weights
+from hybridflow.reshard.exchange import Holding, WeightRoute, checksum
 from hybridflow.roles.actor import ActorWorker
 from hybridflow.roles.rollout import Rollout, RolloutWorker
-from hybridflow.roles.weight_sync import Holding, Route, checksum, plan_sync, sync_weights
 from hybridflow.workers.batch.layout import Layout
 from hybridflow.workers.worker_group import WorkerGroup
 from shared.comms.group import Group
@@ -75,7 +75,7 @@ class StumblingWorker(RolloutWorker):
             return super().stage_weights(route)
         self.is_first = False
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sync, "checksum", _no_room)
+            patch.setattr(exchange, "checksum", _no_room)
             return super().stage_weights(route)
 
 
@@ -237,7 +237,7 @@ def test_every_rank_receives_its_shard_once_and_senders_share_the_work(train, se
     config = read_config("config:small-llama")
     kind = {"config": config, "dtype": torch.bfloat16}
     cut = src.num_ranks
-    route = Route(
+    route = WeightRoute(
         src=Holding(
             name="a", ranks=tuple(range(cut)), layout=src, is_sharded=is_sharded, **kind
         ),

@@ -18,7 +18,7 @@ from transformers import (
 
 import hybridflow as hy
 from hybridflow.models.config import PRESETS, DecoderConfig
-from hybridflow.models.state.export import export, hugging_face_config
+from hybridflow.roles.state.export import export, hugging_face_config
 from shared.errors import ConfigError, RankFailure
 
 SIZES = {

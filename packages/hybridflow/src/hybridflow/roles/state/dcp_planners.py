@@ -32,10 +32,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
-__all__ = ["BoxLoadPlanner", "BoxSavePlanner", "Part"]
+__all__ = ["BoxLoadPlanner", "BoxSavePlanner", "TensorPart"]
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """A box of a named tensor, and where its values lie.
 
     Attributes:
@@ -62,7 +62,7 @@ class Part(NamedTuple):
 class BoxSavePlanner(DefaultSavePlanner):
     """Writes parts; torch's global planning has one rank write what several hold."""
 
-    def __init__(self, parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(self, parts: Sequence[TensorPart], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Takes this rank's parts.
 
         Args:
@@ -95,7 +95,11 @@ class BoxLoadPlanner(DefaultLoadPlanner):
     """Reads parts in place, of boxes that were cut in any way, and nothing beside them."""
 
     def __init__(
-        self, path: str, parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], may_skip: str
+        self,
+        path: str,
+        parts: Sequence[TensorPart],
+        shapes: Mapping[str, tuple[int, ...]],
+        may_skip: str,
     ) -> None:
         """Takes this rank's parts.
 

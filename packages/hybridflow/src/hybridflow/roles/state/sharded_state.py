@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.optimizer import Optimizer
 from hybridflow.models.pieces import Piece, local, weight_shapes
-from hybridflow.models.state.dcp_planners import BoxLoadPlanner, BoxSavePlanner, Part
+from hybridflow.roles.state.dcp_planners import BoxLoadPlanner, BoxSavePlanner, TensorPart
 from shared.comms.group import Group
 from shared.errors import DataError, MeshyardError
 from shared.topology.boxes import Box
@@ -71,14 +71,15 @@ class ShardedState:
             shapes[f"optimizer.exp_avg_sq.{weight}"] = shape
         self.shapes = {f"{name}.{which}": shape for which, shape in shapes.items()}
         self.parts = [
-            Part(f"{name}.{which}", _SCALAR, number) for which, number in self._numbers.items()
+            TensorPart(f"{name}.{which}", _SCALAR, number)
+            for which, number in self._numbers.items()
         ]
         for piece in pieces:
-            self.parts.append(Part(f"{name}.{piece.name}", piece.box, piece.view(model)))
+            self.parts.append(TensorPart(f"{name}.{piece.name}", piece.box, piece.view(model)))
             state = {} if optimizer is None else optimizer.state_of(piece.parameter)
             for kind, values in state.items():
                 box, held = (piece.box, _held(piece, values)) if values.dim() else (_SCALAR, values)
-                self.parts.append(Part(f"{name}.optimizer.{kind}.{piece.name}", box, held))
+                self.parts.append(TensorPart(f"{name}.optimizer.{kind}.{piece.name}", box, held))
 
     def save(self, path: str, writer_of: WriterOf, group: Group | None) -> None:
         """Writes it; all ranks of a group call this together.
