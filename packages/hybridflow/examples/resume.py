@@ -15,11 +15,11 @@ TASK = hy.tasks.DigitSort(k=2)  # "53>" wants "35"
 MODEL = {**hy.PRESETS["tiny-llama"], "vocab_size": 16}
 
 
-def score(roll):
+def score(roll: hy.Batch) -> hy.Batch:
     return TASK.score(roll, TASK.tokenizer)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description="Train with checkpoints.")
     parser.add_argument("--folder", default="runs/sort", help="folder of the checkpoints")
     parser.add_argument("--steps", type=int, default=6, help="training steps in all")

@@ -17,12 +17,12 @@ ROWS = [{"prompt": f"Say number {k}:", "allowed": "0123456789"} for k in range(8
 
 
 @hy.reward(time_limit_s=1.0, on_error="zero")  # one bad sample does not end a long run
-def uses_allowed(sample, text):
+def uses_allowed(sample: dict, text: str) -> float:
     """Share of the response's characters that the row allows."""
     return sum(character in sample["allowed"] for character in text) / max(1, len(text))
 
 
-def parse_arguments():
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train on prompts and a reward of your own.")
     parser.add_argument("--data", default=ROWS, help=".jsonl or .parquet file of prompts")
     parser.add_argument("--model", help="Hugging Face folder; a tiny Llama when left out")
@@ -37,7 +37,7 @@ def parse_arguments():
     return parser.parse_args()
 
 
-def main():
+def main() -> None:
     arguments = parse_arguments()
     if arguments.model:
         from transformers import AutoTokenizer

@@ -17,16 +17,16 @@ TASK = hy.tasks.DigitSort(k=2)  # "53>" wants "35"
 MODEL = {**hy.PRESETS["tiny-llama"], "vocab_size": 16}
 
 
-def score(roll):
+def score(roll: hy.Batch) -> hy.Batch:
     return TASK.score(roll, TASK.tokenizer)
 
 
-def start_workers():
+def start_workers() -> hy.Workers:
     # Workers.local exchanges messages on CPUs; GPUs want torchrun or Ray.
     return hy.Workers.torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else hy.Workers.local(2)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description="Generate on one pool while another trains.")
     parser.add_argument("--steps", type=int, default=4, help="training steps")
     parser.add_argument("--eta", type=int, default=1, help="most steps that weights may be old")
