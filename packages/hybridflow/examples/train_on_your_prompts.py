@@ -26,12 +26,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train on prompts and a reward of your own.")
     parser.add_argument("--data", default=ROWS, help=".jsonl or .parquet file of prompts")
     parser.add_argument("--model", help="Hugging Face folder; a tiny Llama when left out")
-    parser.add_argument("--steps", type=int, default=40, help="training steps")
-    parser.add_argument("--num-prompts", type=int, default=8, help="prompts a step")
+    parser.add_argument("--steps", type=int, default=30, help="training steps")
+    parser.add_argument("--num-prompts", type=int, default=4, help="prompts a step")
     parser.add_argument("--num-samples", type=int, default=8, help="responses a prompt")
     parser.add_argument("--max-new-tokens", type=int, default=4, help="longest response")
     parser.add_argument(
-        "--lr", type=float, default=3e-3, help="learning rate; 1e-6 for real models"
+        "--lr", type=float, default=5e-3, help="learning rate; 1e-6 for real models"
     )
     parser.add_argument("--save", help="folder of a checkpoint to write at the end")
     return parser.parse_args()

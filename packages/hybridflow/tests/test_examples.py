@@ -38,8 +38,8 @@ def test_prompts_of_ones_own_are_learnt(example, tmp_path):
     )
     assert len(rewards_of(told)) == 2
     assert (tmp_path / "kept/step-000002").is_dir()
-    rewards = rewards_of(example("train_on_your_prompts.py", "--steps", "30"))
-    assert len(rewards) == 30
+    rewards = rewards_of(example("train_on_your_prompts.py", "--steps", "20"))
+    assert len(rewards) == 20
     assert rewards[0] < 0.2
     assert rewards[-1] > 0.8
 
