@@ -60,10 +60,12 @@ def planted_yard(tmp_path, text=PLANTED):
 
 
 def bench(yard, *arguments, ours=1.0):
+    # Beside other processes of tests the benchmark plugin would leave benchmarks out.
+    outside = {key: value for key, value in os.environ.items() if "XDIST" not in key}
     return subprocess.run(
         [sys.executable, yard / "bench/run.py", *arguments],
         cwd=yard,
-        env={**os.environ, "PLANTED_OURS": str(ours)},
+        env={**outside, "PLANTED_OURS": str(ours)},
         check=False,
         capture_output=True,
         text=True,
