@@ -302,7 +302,7 @@ def _group(device: str) -> Group | None:
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    from shared.comms.group import init_from_env
+    from shared.comms.init import init_from_env
 
     return init_from_env(backend="nccl" if device.startswith("cuda") else "gloo")
 

@@ -17,7 +17,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from shared.errors import ConfigError
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = ["count_belady_hits"]
 

@@ -10,7 +10,7 @@ from typing import no_type_check
 
 import numpy as np
 
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = [
     "AGE",

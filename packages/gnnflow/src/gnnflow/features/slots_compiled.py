@@ -39,7 +39,7 @@ from gnnflow.features.slot_table import (
     remove,
 )
 from gnnflow.features.slots_leaving import adapt, rise, take_least_used, take_oldest
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = ["admit", "look_up", "requeue"]
 

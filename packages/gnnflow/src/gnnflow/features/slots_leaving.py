@@ -26,7 +26,7 @@ from gnnflow.features.slot_table import (
     WANTED,
     count_late,
 )
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = ["adapt", "rise", "take_least_used", "take_oldest"]
 

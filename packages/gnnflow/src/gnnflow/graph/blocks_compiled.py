@@ -10,7 +10,7 @@ again. Nothing here can fail: what a batch needs is counted first, and the calle
 # ruff: noqa: ANN001, ANN201, ANN202
 import numpy as np
 
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = ["MAX_CHAINED", "check", "drop", "insert", "pack", "region_size"]
 

@@ -4,7 +4,7 @@ Each process that opens pools keeps such a template, until it ends: its pools af
 at once, and their ranks share the memory of what the template has imported (and the order of sets of
 strings, which differs between fresh processes). A template has the environment and the rights that
 its ranks are to have, since libraries read theirs when they are loaded; ranks for which there is
-none, as in a network namespace, are started as fresh processes (see `launch`).
+none, as in a network namespace, are started as fresh processes (see `pool`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def fork(
 
     Args:
         control: descriptor of the rank's control socket, which stays open here.
-        args: of the rank; see `_rank.main`.
+        args: of the rank; see `rank.main`.
         env: all of the rank's environment.
         limit_s: how long a template may take to come up.
 
@@ -173,7 +173,7 @@ class _Template:
         numbers = (theirs.fileno(), os.getpid(), int(is_main_thread))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "shared.comms._template", *map(str, numbers)],
+                [sys.executable, "-P", "-m", "shared.comms.launch.template", *map(str, numbers)],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=2,

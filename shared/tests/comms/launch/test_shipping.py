@@ -3,7 +3,7 @@ import sys
 
 LOAD = """
 import sys
-from shared.comms.shipping import found
+from shared.comms.launch.shipping import found
 name, file, qualname = sys.argv[1:]
 function = found(name, file, qualname)
 assert found(name, file, qualname) is function

@@ -140,6 +140,7 @@ def test_a_template_that_is_killed_ends_its_ranks_and_is_replaced():
             assert pool.run(drawn).results
 
 
+@pytest.mark.slow
 def test_pools_outlive_templates_that_are_no_longer_wanted():
     with ExitStack() as stack:
         pools = [
@@ -152,6 +153,7 @@ def test_pools_outlive_templates_that_are_no_longer_wanted():
     assert is_running(templates[-1])
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_leaves_other_pools_alone(monkeypatch):
     def gone() -> str:
         raise FileNotFoundError("the folder is gone")
@@ -172,6 +174,7 @@ def test_a_start_that_takes_too_long_says_so(monkeypatch):
         pass
 
 
+@pytest.mark.slow
 def test_a_thread_that_blocks_signals_has_ranks_that_end(monkeypatch):
     monkeypatch.setenv("MESHYARD_TESTED", "yet another template")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -183,6 +186,7 @@ def test_a_thread_that_blocks_signals_has_ranks_that_end(monkeypatch):
     wait_until_gone(pid)
 
 
+@pytest.mark.slow
 def test_a_forked_process_opens_pools_of_its_own():
     with RankPool(1, timeout=LIMIT) as pool:
         assert pool.run(pool_of_a_fork).results == [7]
@@ -210,7 +214,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["", "time.sleep(1000)", "os._exit(0)"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        "time.sleep(1000)",
+        pytest.param("", marks=pytest.mark.slow),
+        pytest.param("os._exit(0)", marks=pytest.mark.slow),
+    ],
+)
 def test_a_template_ends_with_its_process(tmp_path, end):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(end=end))

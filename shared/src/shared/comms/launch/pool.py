@@ -3,7 +3,7 @@
 Functions travel as (module, file, qualified name), so that they may live in a test, in a benchmark
 or in an installed module. A rank that raises, dies or hangs ends the pool: the others get a short
 while to report what they saw, then they are stopped, and the parent raises one RankFailure that
-tells it all. A rank never outlives its parent (see `_rank`). Where it can be, a rank is forked from a
+tells it all. A rank never outlives its parent (see `rank`). Where it can be, a rank is forked from a
 process that has imported torch already (see `forking`).
 """
 
@@ -28,8 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shared.comms.forking import Forked, fork
-from shared.comms.shipping import shipped
+from shared.comms.launch.forking import Forked, fork
+from shared.comms.launch.shipping import shipped
 from shared.errors import ConfigError, RankFailure
 from shared.process_mark import is_alive, mark
 
@@ -266,7 +266,7 @@ class RankPool:
         return subprocess.Popen(
             [
                 *self._prefix[rank],
-                *(sys.executable, "-P", "-m", "shared.comms._rank"),
+                *(sys.executable, "-P", "-m", "shared.comms.launch.rank"),
                 *(str(number) for number in numbers),
             ],
             env=env,

@@ -1,4 +1,4 @@
-"""Entry point of a template: `python -m shared.comms._template`.
+"""Entry point of a template: `python -m shared.comms.launch.template`.
 
 It imports what every rank needs, then forks a rank for each request, and tells how each has ended.
 It has one thread and runs nothing of a user's. It ends with its parent, and its ranks with it.
@@ -16,8 +16,8 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from shared.comms import _rank
-from shared.comms.forking import NUMBER
+from shared.comms.launch import rank
+from shared.comms.launch.forking import NUMBER
 
 __all__: list[str] = []
 
@@ -28,7 +28,7 @@ _LOOK_S = 2.0
 
 def _main() -> None:
     fd, parent_pid, is_main_thread = (int(arg) for arg in sys.argv[1:4])
-    _rank.die_with_parent(parent_pid, bool(is_main_thread))
+    rank.die_with_parent(parent_pid, bool(is_main_thread))
     # A parent that blocks the signal in its threads has passed that on.
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     woken, wakes = os.pipe()
@@ -40,8 +40,7 @@ def _main() -> None:
 
     import torch.distributed  # noqa: F401
 
-    import shared.comms.courier
-    import shared.comms.group  # noqa: F401
+    import shared.comms.init  # noqa: F401
 
     # What is there now will stay; collecting it would have each rank copy its pages.
     gc.collect()
@@ -106,7 +105,7 @@ def _run(
 ) -> NoReturn:
     """Becomes a rank."""
     try:
-        _rank.die_with_parent(template, is_main_thread=True)
+        rank.die_with_parent(template, is_main_thread=True)
         os.setsid()  # as a fresh rank, so that its own children can be stopped too
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -123,7 +122,7 @@ def _run(
         os.environ.update(env)
         importlib.invalidate_caches()  # folders may have come since
         _reseed()
-        _rank.main([str(control), *args[1:]])
+        rank.main([str(control), *args[1:]])
     except BaseException:  # noqa: BLE001 - ends here in any case, and not as a second template
         traceback.print_exc()
     os._exit(1)

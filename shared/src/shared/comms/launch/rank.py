@@ -1,4 +1,4 @@
-"""Entry point of one rank of a RankPool: `python -m shared.comms._rank`, or a template's fork.
+"""Entry point of one rank of a RankPool: `python -m shared.comms.launch.rank`, or a template's fork.
 
 The first thing it does, before torch is imported, is to tie its life to the parent's: the kernel
 kills it when the parent's thread ends, and a thread ends it when the control socket is closed.
@@ -20,7 +20,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shared.comms.shipping import found
+from shared.comms.launch.shipping import found
 
 __all__ = ["die_with_parent", "main"]
 
@@ -104,23 +104,15 @@ def main(args: list[str]) -> None:
         import torch
         import torch.distributed as dist
 
-        from shared.comms.courier import connect
-        from shared.comms.group import Group
+        from shared.comms.init import join, leave
 
         torch.set_num_threads(threads)
         store = dist.FileStore(os.path.join(folder, "store"), num_ranks)
-        dist.init_process_group(
-            "gloo",
-            store=store,
-            rank=rank,
-            world_size=num_ranks,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        # Now, while all are there; what a function finds dead later, it finds by its connections.
-        connect(Group.world())
+        limit = timedelta(seconds=timeout_s)
+        join(rank, num_ranks, store, backend="gloo", timeout=limit)
         control.send(("ready",))
         _serve(control, commands)
-        dist.destroy_process_group()
+        leave()
         # What registered for the exit gets it; taking torch apart would cost half a second.
         atexit._run_exitfuncs()
         sys.stdout.flush()
