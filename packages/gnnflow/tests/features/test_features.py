@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from gnnflow.features.files import open_matrix
+from gnnflow.features.files import RemoteMatrix, open_matrix
 from gnnflow.features.store import FeatureStore
 from shared.errors import ConfigError, DataError
 
@@ -194,6 +194,7 @@ def test_remote_rows_are_read_by_ranges_that_cover_them(ids, gap_rows):
             return plain(self, path, start, end, **options)
 
         patch.setattr(MemoryFileSystem, "cat_file", counted)
+        assert isinstance(remote, RemoteMatrix)
         assert torch.equal(remote.gather(ids), x[ids])
     wanted = sorted(set(ids.tolist()))
     expected = 0
@@ -321,6 +322,7 @@ def test_an_unknown_protocol():
 def test_a_remote_file_cut_after_opening(put):
     x = matrix(50, 4)
     remote = open_matrix(put("later.npy", as_npy(x)), whole_bytes=0)
+    assert isinstance(remote, RemoteMatrix)
     put("later.npy", as_npy(x)[:-8])
     with pytest.raises(DataError, match="replaced or cut"):
         remote.gather(torch.tensor([49]))

@@ -246,6 +246,7 @@ def sharded(roots, times):
     return out.detach(), grads, [p.to_local().numel() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_fully_shard_wraps_it_block_by_block():
     with RankPool(2, timeout=timedelta(seconds=60)) as pool:
         results = pool.run(sharded, ROOTS, TIMES).results

@@ -23,6 +23,7 @@ from gnnflow.graph.block_store import BlockStore, Placement, Sizing
 from gnnflow.graph.id_set import IdSet
 from gnnflow.graph.rw_lock import ReadWriteLock
 from shared.errors import ConfigError, DataError
+from shared.files import atomic_file
 from shared.kernels.temporal import Adjacency
 
 __all__ = ["Late", "Stats", "TemporalGraph"]
@@ -387,15 +388,10 @@ class TemporalGraph:
         from safetensors.torch import save_file
 
         state = self.state_dict()
-        target = Path(path)
-        unfinished = target.with_name(f".{target.name}.{os.getpid()}")
         # One entry: safetensors writes several in any order, and equal graphs are to make equal files.
         metadata = {"gnnflow": json.dumps({"format": _FORMAT, "settings": state["settings"]})}
-        try:
-            save_file(state["tensors"], unfinished, metadata=metadata)
-            os.replace(unfinished, target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with atomic_file(path) as partial:
+            save_file(state["tensors"], partial, metadata=metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, placement: Placement = "cpu") -> TemporalGraph:
