@@ -120,7 +120,7 @@ def _passed(
     """One pass behind the link: its report, losses, and the memory that it leaves."""
     pipe = _pipeline(events, mode)
     fresh = pipe.memory.read_rows(torch.zeros(1, dtype=torch.int64))[0]
-    pipe.memory._rows = LinkedRows(events.num_nodes, fresh, bytes_per_s)
+    pipe.memory.rows = LinkedRows(events.num_nodes, fresh, bytes_per_s)
     optimizer = torch.optim.Adam(pipe.model.parameters(), 1e-3, fused=True)
     losses = _learn(pipe, train, 0, optimizer)
     return pipe.report(), losses, pipe.memory.snapshot()["rows"]

@@ -51,7 +51,7 @@ class Slow:
 
 def slowed(pipe, seed, most_s=0.004):
     pipe.sampler = Slow(pipe.sampler, ["sample"], seed, most_s)
-    pipe.memory._rows = Slow(pipe.memory._rows, ["read", "write"], seed + 1, most_s)
+    pipe.memory.rows = Slow(pipe.memory.rows, ["read", "write"], seed + 1, most_s)
     return pipe
 
 
@@ -105,7 +105,7 @@ def test_forwarding_is_exact_for_any_stream(
 def test_rows_are_forwarded_where_the_store_lags(toy):
     events = toy.stream(400)
     pipe = toy.pipeline(events, mode="forward", depth=3)
-    pipe.memory._rows = Slow(pipe.memory._rows, ["write"], 0, 0.05)
+    pipe.memory.rows = Slow(pipe.memory.rows, ["write"], 0, 0.05)
     toy.train(pipe, events, epochs=1, size=20)
     report = pipe.report()
     assert report.num_rows_forwarded > 100
@@ -131,14 +131,14 @@ def test_fixed_staleness_is_the_same_in_every_run(toy, staleness):
     """Equal to one stage after another with each write held back until staleness - 1 more were made."""
     events = toy.stream(600)
     late = toy.pipeline(events, mode="sync")
-    store, waiting = late.memory._rows.write, []
+    store, waiting = late.memory.rows.write, []
 
     def hold(ids, rows):
         waiting.append((ids, rows.clone()))
         if len(waiting) == staleness:
             store(*waiting.pop(0))
 
-    late.memory._rows.write = hold
+    late.memory.rows.write = hold
     expected = toy.train(late, events, epochs=1, size=30)
     for seed in (0, 1):
         how = {"mode": "stale", "max_staleness": staleness, "is_fixed": True}
@@ -221,9 +221,9 @@ def test_a_stage_that_raises_ends_the_run_and_says_where(toy, mode, stage):
     if stage == "sample":
         pipe.sampler = Failing(pipe.sampler, "sample", after)
     elif stage == "memory":
-        pipe.memory._rows = Failing(pipe.memory._rows, "read", after)
+        pipe.memory.rows = Failing(pipe.memory.rows, "read", after)
     elif stage == "write":
-        pipe.memory._rows = Failing(pipe.memory._rows, "write", after)
+        pipe.memory.rows = Failing(pipe.memory.rows, "write", after)
     elif stage == "features":
         pipe.features = Failing(pipe.features, "index_select", 2 * after)
     else:
@@ -248,11 +248,11 @@ def test_a_stage_that_raises_ends_the_run_and_says_where(toy, mode, stage):
     plain = toy.pipeline(events, mode="sync")
     if mode != "stale":
         list(plain.train(list(batches(events, 25))[:done]))
-        ours = pipe.memory._rows
+        ours = pipe.memory.rows
         ours = getattr(ours, "_inner", ours)
-        assert torch.equal(ours._table, plain.memory._rows._table)
+        assert torch.equal(ours.table, plain.memory.rows.table)
     # And the memory is free for the next run.
-    pipe.memory._rows = getattr(pipe.memory._rows, "_inner", pipe.memory._rows)
+    pipe.memory.rows = getattr(pipe.memory.rows, "_inner", pipe.memory.rows)
     with pipe.memory.lease("a test"):
         pass
 
@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused(toy, unchecked):
 def test_a_spike_is_waited_for_and_never_exceeds_the_cap(toy):
     events = toy.stream(600)
     pipe = toy.pipeline(events, mode="stale", max_staleness=2)
-    rows, calls = pipe.memory._rows, [0]
+    rows, calls = pipe.memory.rows, [0]
     write = rows.write
 
     def spiky(ids, given):
@@ -424,7 +424,7 @@ def test_the_error_is_told_where_another_stage_is_slow(toy, caplog):
     """Whoever waits for a stage longer than a second is told for which; then comes what went wrong."""
     events = toy.stream()
     pipe = toy.pipeline(events, mode="forward")
-    rows = pipe.memory._rows
+    rows = pipe.memory.rows
     read, calls = rows.read, []
 
     def slow(ids):
@@ -445,7 +445,7 @@ def test_the_error_is_told_where_another_stage_is_slow(toy, caplog):
 def test_a_slow_write_has_the_memory_until_it_ends(toy, caplog):
     events = toy.stream()
     pipe = toy.pipeline(events, mode="forward")
-    rows, ends = pipe.memory._rows, []
+    rows, ends = pipe.memory.rows, []
     write = rows.write
 
     def slow(ids, given):

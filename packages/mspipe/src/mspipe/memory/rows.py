@@ -15,11 +15,11 @@ from torch import Tensor
 from shared.errors import ConfigError, DataError
 from shared.kernels.gather import gather
 
-__all__ = ["LocalRows", "Rows", "SharedRows", "open_rows"]
+__all__ = ["LocalRows", "RowStore", "SharedRows", "open_rows"]
 
 
 @runtime_checkable
-class Rows(Protocol):
+class RowStore(Protocol):
     """Rows of 32-bit words by number, and a count of writes."""
 
     @property
@@ -58,7 +58,7 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> Rows:
+def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> RowStore:
     """Rows at a place, all like `fresh`.
 
     Raises:

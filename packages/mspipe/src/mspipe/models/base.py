@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mspipe.data.sampler import Sampled
-from mspipe.memory.node_memory import NO_MAIL, State
+from mspipe.memory.row_layout import NO_MAIL, State
 from shared.errors import ConfigError
 
 __all__ = ["LinkHead", "MemoryModel", "TimeEncoding", "Updated", "last_events", "mail_dim"]

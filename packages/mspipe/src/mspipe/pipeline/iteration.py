@@ -11,7 +11,7 @@ from torch import Tensor
 from mspipe.data.batching import Batch
 from mspipe.data.sampler import Sampled
 
-__all__ = ["Output", "Work"]
+__all__ = ["Iteration", "Output"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class Output:
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class Iteration:
     """An iteration on its way through the stages.
 
     Attributes:

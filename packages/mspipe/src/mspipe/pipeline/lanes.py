@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Lane", "Stopped", "Works"]
+__all__ = ["Lane", "StageThreads", "Stopped"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Lane:
         self.is_closed = False
 
 
-class Works:
+class StageThreads:
     """Threads, the lanes between them, and one lock around all that they tell one another.
 
     What any of them raises stops all, and is raised by whoever waits next in the caller's thread, with

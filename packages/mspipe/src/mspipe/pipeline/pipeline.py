@@ -21,27 +21,28 @@ from torch.nn import functional as F
 
 from mspipe.data.batching import Batch
 from mspipe.data.sampler import Sampled
-from mspipe.memory.node_memory import NodeMemory, State
+from mspipe.memory.node_memory import NodeMemory
+from mspipe.memory.row_layout import State
 from mspipe.models.base import MemoryModel, newest_mail
-from mspipe.pipeline.iteration import Output, Work
-from mspipe.pipeline.lanes import Lane, Works
+from mspipe.pipeline.iteration import Iteration, Output
+from mspipe.pipeline.lanes import Lane, StageThreads
 from mspipe.pipeline.mitigation import Mitigation
 from mspipe.pipeline.report import Report, Span
 from mspipe.pipeline.stale_schedule import Schedule
 from mspipe.pipeline.streams import Streams
-from mspipe.pipeline.workers import Workers
+from mspipe.pipeline.workers import WorkerSlices
 from mspipe.simulator import Mode
 from shared.comms import Group
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Pipeline", "Samples"]
+__all__ = ["NeighborSampler", "Pipeline"]
 
 _ROOM = 2  # iterations that wait between two stages
 _STOP_S = 1.0
 
 
 @runtime_checkable
-class Samples(Protocol):
+class NeighborSampler(Protocol):
     """A sampler: of events that are there from the start, or of a graph that grows."""
 
     def sample(
@@ -84,7 +85,7 @@ class Pipeline:
         self,
         model: MemoryModel,
         memory: NodeMemory,
-        sampler: Samples,
+        sampler: NeighborSampler,
         features: Float[Tensor, "num_events edge_dim"] | None = None,
         *,
         mode: Mode = "forward",
@@ -120,7 +121,7 @@ class Pipeline:
         self.model, self.memory, self.sampler, self.features = model, memory, sampler, features
         self.max_staleness, self.depth, self.is_early = max_staleness, depth, is_early
         self.mitigation, self.is_fixed = mitigation, is_fixed
-        self.workers = Workers(group)
+        self.workers = WorkerSlices(group)
         self._mode: Mode = mode
         self._report = Report(mode=mode)
         self._is_running = False
@@ -205,7 +206,12 @@ class Pipeline:
         # A write that waits for the fetches it must not be seen by needs room for them.
         is_fixed = self._mode == "stale" and self.is_fixed
         room = max(_ROOM, self.max_staleness or 0) if is_fixed else _ROOM
-        works, to_fetch, to_train, to_write = Works(), Lane(_ROOM), Lane(room), Lane(self.depth)
+        works, to_fetch, to_train, to_write = (
+            StageThreads(),
+            Lane(_ROOM),
+            Lane(room),
+            Lane(self.depth),
+        )
         schedule = Schedule(self.max_staleness) if self._mode == "stale" else None
 
         def sample() -> None:
@@ -275,7 +281,7 @@ class Pipeline:
         end = time.perf_counter()
         self._report.spans.append(Span(name, index, begin - self._start_s, end - self._start_s))
 
-    def _sampled(self, index: int, batch: Batch) -> Work:
+    def _sampled(self, index: int, batch: Batch) -> Iteration:
         with self._stage("sample", index):
             if not len(batch.events):
                 raise DataError(f"batch {index}: expected at least one event, got none")
@@ -292,7 +298,7 @@ class Pipeline:
             written_owners = self._last_writer[written]
             self._last_writer[written] = index
             self._last_place[written] = torch.arange(len(written))
-            return Work(
+            return Iteration(
                 index, slice_, len(batch.events), sampled, writes, written, written_owners, owners,
                 places, print_of=self.workers.print_of(batch),
             )  # fmt: skip
@@ -306,7 +312,7 @@ class Pipeline:
         sampled = self.sampler.sample(ends, events.t.repeat(2))
         return sampled.nodes[self.model.writes(sampled, len(events))]
 
-    def _fetch_features(self, work: Work) -> None:
+    def _fetch_features(self, work: Iteration) -> None:
         with self._stage("features", work.index):
             events, eids, device = work.batch.events, work.sampled.eids, self._device
             if self.features is None:
@@ -319,7 +325,9 @@ class Pipeline:
             edges, own = (part.to(device, non_blocking=True) for part in found)
             work.features = edges, own
 
-    def _await_memory(self, works: Works, work: Work, schedule: Schedule | None) -> None:
+    def _await_memory(
+        self, works: StageThreads, work: Iteration, schedule: Schedule | None
+    ) -> None:
         """Until the store has what this iteration needs of it."""
         index = work.index
         if schedule is not None:
@@ -331,7 +339,7 @@ class Pipeline:
         least = index - self.depth if self._mode == "forward" else index
         works.wait(lambda: self.num_committed >= least)
 
-    def _fetch_memory(self, work: Work) -> None:
+    def _fetch_memory(self, work: Iteration) -> None:
         with self._stage("memory", work.index):
             work.num_committed = self.num_committed
             is_missing = work.is_missing
@@ -355,7 +363,7 @@ class Pipeline:
             is_exact = report.mode != "stale" or not len(oldest)
             report.staleness.append(1 if is_exact else work.index - work.num_committed + 1)
 
-    def _fetch_similar(self, work: Work, mitigation: Mitigation) -> int:
+    def _fetch_similar(self, work: Iteration, mitigation: Mitigation) -> int:
         """Rows of nodes that stale ones are mixed with; how many."""
         assert work.rows is not None, "rows were fetched before"
         sampled = work.sampled
@@ -371,7 +379,7 @@ class Pipeline:
         work.similar = stale, asked, rows.to(self._device, non_blocking=True)
         return len(rows)
 
-    def _mixed(self, work: Work, state: State, mitigation: Mitigation) -> State:
+    def _mixed(self, work: Iteration, state: State, mitigation: Mitigation) -> State:
         """The state with what is most stale mixed; and what that teaches about the mix."""
         assert work.similar is not None, "rows of similar nodes were fetched before"
         stale, asked, rows = work.similar
@@ -393,12 +401,12 @@ class Pipeline:
                 mitigation.fit(own[is_known], mean[is_known], fresh)
         return state._replace(memory=state.memory.index_copy(0, here, mix))
 
-    def _trained(self, work: Work) -> tuple[Output, Tensor]:
+    def _trained(self, work: Iteration) -> tuple[Output, Tensor]:
         # Not around the caller's part of the loop, whose own setting that is.
         with torch.set_grad_enabled(self._is_training):
             return self._computed(work)
 
-    def _computed(self, work: Work) -> tuple[Output, Tensor]:
+    def _computed(self, work: Iteration) -> tuple[Output, Tensor]:
         assert work.rows is not None, "rows were fetched before"
         assert work.features is not None, "as were features"
         report, is_missing = self._report, work.is_missing
@@ -448,7 +456,7 @@ class Pipeline:
             self.workers.average(loss, self.model)
         return Output(loss, pos, neg, work.batch), rows
 
-    def _merged(self, work: Work, rows: Tensor) -> Tensor:
+    def _merged(self, work: Iteration, rows: Tensor) -> Tensor:
         """Rows that the batch writes, where slices of it were looked at."""
         sampled, count = work.sampled, len(work.batch.events)
         is_end = torch.zeros(len(sampled.nodes), dtype=torch.bool)
@@ -471,7 +479,7 @@ class Pipeline:
             loss, self.workers.gathered(output.pos), self.workers.gathered(output.neg), batch
         )
 
-    def _forward_rows(self, work: Work, is_missing: Tensor) -> None:
+    def _forward_rows(self, work: Iteration, is_missing: Tensor) -> None:
         """Puts in the rows that the store did not have yet, from what iterations before this one wrote."""
         assert work.rows is not None, "rows were fetched before"
         for owner in range(work.num_committed, work.index):
@@ -481,7 +489,7 @@ class Pipeline:
                 work.rows[mine.to(device)] = self._ring[owner][work.places[mine].to(device)]
         self._report.num_rows_forwarded += int(is_missing.sum())
 
-    def _write(self, work: Work, rows: Tensor) -> None:
+    def _write(self, work: Iteration, rows: Tensor) -> None:
         with self._stage("write", work.index):
             self.memory.write_rows(work.written, rows)
             self._report.written_bytes += len(rows) * self.memory.layout.row_bytes

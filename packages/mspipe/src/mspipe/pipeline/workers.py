@@ -21,15 +21,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from mspipe.data.batching import Batch
-from mspipe.memory.node_memory import NodeMemory, RowLayout, State
+from mspipe.memory.node_memory import NodeMemory
+from mspipe.memory.row_layout import RowLayout, State
 from shared.comms import Group
 from shared.comms.collectives import all_gather, all_gather_v, all_reduce
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Workers"]
+__all__ = ["WorkerSlices"]
 
 
-class Workers:
+class WorkerSlices:
     """This process among those that share each batch.
 
     Args:

@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from mspipe.memory.rows import Rows
+from mspipe.memory.rows import RowStore
 from shared.errors import ConfigError
 
-__all__ = ["CachedRows"]
+__all__ = ["RowCache"]
 
 
-class CachedRows:
+class RowCache:
     """A table in front of other rows: the least recently used leave it, and writes go to both.
 
     Reads give what reads of the rows behind give, as long as none but this process (and workers that
@@ -35,7 +35,7 @@ class CachedRows:
         ConfigError: there is not room for a single row.
     """
 
-    def __init__(self, rows: Rows, num_words: int, num_kept: int) -> None:
+    def __init__(self, rows: RowStore, num_words: int, num_kept: int) -> None:
         if num_kept < 1:
             raise ConfigError(
                 f"cache_bytes: expected room for a row of {4 * num_words:,} bytes or more"
