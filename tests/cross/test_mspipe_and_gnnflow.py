@@ -15,8 +15,8 @@ import mspipe
 import mspipe.data
 from gnnflow.training.link_task import LinkTask
 from gnnflow.training.rounds import StageClock
-from mspipe.data import metrics
 from mspipe.models.hooked import Hooked
+from shared.data import metrics
 from shared.errors import DataError
 
 scores = st.floats(-4, 4, width=16)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from mspipe.evaluation import evaluate
 from mspipe.pipeline.iteration import Output
 from mspipe.pipeline.pipeline import Pipeline
 from shared.errors import ConfigError, DataError
+from shared.files import atomic_file
 from shared.kernels.philox import stream_key
 
 __all__ = ["Epoch", "Settings", "fit"]
@@ -220,15 +220,8 @@ class _Checkpoint:
             "memory": self._pipe.memory.snapshot(),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
-            with partial.open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self._path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with atomic_file(self._path) as partial:
+            torch.save(state, partial)
 
     def resume(self) -> tuple[int, list[float], list[Epoch]]:
         """Batches that are done in the pass under way, their losses, and the passes before it."""
