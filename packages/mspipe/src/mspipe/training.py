@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mspipe.data.batching import Cut, batches
+from mspipe.data.batching import batches
 from mspipe.data.events import Events
 from mspipe.data.negatives import Negatives
 from mspipe.evaluation import evaluate
@@ -44,7 +44,7 @@ class Settings:
 
     epochs: int = 3
     batch_size: int = 600
-    cut: Cut = "uniform"
+    cut: str = "uniform"
     seed: int = 0
     save_every: int = 200
 

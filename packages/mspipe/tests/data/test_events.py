@@ -117,7 +117,10 @@ def test_slices_refused(which, unchecked):
         (([0], [1], [True]), "t: expected numbers, got torch.bool"),
         (([0], [1], [1j]), "t: expected real numbers, got torch.complex128"),
         (([0] * 3, [1] * 3, [2, 5, 4]), r"event 2 is earlier .* \(4 after 5\); give sort=True"),
-        (([0], [1], [1], [1.0]), r"features: expected one row of numbers an event, got shape \[1\]"),
+        (
+            ([0], [1], [1], [1.0]),
+            r"features: expected one row of numbers an event, got shape \[1\]",
+        ),
         (([0], [1], [1], [[1.0]] * 2), "expected one features for each src, got 2 for 1"),
         (
             ([0], [1], [1], [[1.0, float("inf")]]),

@@ -122,7 +122,11 @@ def test_tables(tmp_path, name):
         ("a.csv", "", "a.csv: expected a table, got No columns"),
         ("a.parquet", "none", "a.parquet: expected a table, got"),
         ("a.csv", "src,to,t\n1,2,3\n", r"columns 'src', 'dst' and 't', got \['src', 'to', 't'\]"),
-        ("a.csv", "src,dst,t,who\n1,2,3,me\n", "expected features to be numbers, column 'who' is not"),
+        (
+            "a.csv",
+            "src,dst,t,who\n1,2,3,me\n",
+            "expected features to be numbers, column 'who' is not",
+        ),
         ("a.csv", "src,dst,t\n1,-2,3\n", "a.csv: dst of event 0: expected 0 or more, got -2"),
     ],
 )
@@ -144,5 +148,7 @@ def test_without_pandas(monkeypatch, tmp_path):
         return plain(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(DataError, match=r"a\.csv: needs pandas, and .*; run: pip install pandas pyarrow"):
+    with pytest.raises(
+        DataError, match=r"a\.csv: needs pandas, and .*; run: pip install pandas pyarrow"
+    ):
         data.read_table(tmp_path / "a.csv")

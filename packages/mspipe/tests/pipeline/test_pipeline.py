@@ -17,6 +17,7 @@ from mspipe.data.sampler import Sampler
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.pipeline.mitigation import Mitigation
 from mspipe.pipeline.pipeline import Pipeline
+from mspipe.pipeline.stages import Stages
 from mspipe.planner import plan
 from shared.errors import ConfigError, DataError
 
@@ -160,10 +161,17 @@ def test_a_stale_row_is_what_an_earlier_iteration_left(toy):
         versions.append(memory.read_rows(every))
 
     memory.write_rows = kept
-    fetch, seen = pipe._fetch_memory, []
-    pipe._fetch_memory = lambda work: (fetch(work), seen.append(work))
+    seen = []
+
+    class Watched(Stages):
+        def fetch_memory(self, work):
+            super().fetch_memory(work)
+            seen.append(work)
+
+    pipe.stages = Watched
     fresh = memory.read_rows(every)
     list(pipe.train(batches(events, 25)))
+    assert len(seen) == 12
     for work in seen:
         # Others may write while rows are read, but never one that this iteration was to wait for.
         least = work.num_committed
@@ -300,7 +308,7 @@ def test_what_does_not_fit_is_refused(toy, unchecked):
     model, sampler = toy.models["tgn"](), Sampler(events, [4])
     memory = NodeMemory(events.num_nodes, model.dim, model.mail_dim)
     for settings_, told in (
-        ({"mode": "fast"}, "expected sync, prefetch"),
+        ({"mode": "fast"}, "mode: expected one of sync, prefetch"),
         ({"depth": 0}, "at least 1"),
         ({"mode": "stale", "max_staleness": 0}, "at least 1"),
         ({"mode": "stale", "max_staleness": -2}, "at least 1"),
