@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def run(events, stage_s, k):
     model = ms.models.TGN(DIM, EDGE_DIM)
     memory = SlowMemory(NUM_NODES, DIM, model.mail_dim)
     memory.write_s = stage_s[-1]
-    settings = {"max_staleness": k, "is_early": False} if k else {}
+    settings: dict[str, Any] = {"max_staleness": k, "is_early": False} if k else {}
     pipe = ms.Pipeline(
         model, memory, ms.Sampler(events, [5]), events.features,
         mode="stale" if k else "forward", stages=calibrated(stage_s), **settings,

@@ -6,21 +6,16 @@ entry that is named by its place, "module:attribute", is imported when it is fir
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from shared.errors import ConfigError
 from shared.registry import Registry
 
-if TYPE_CHECKING:
-    from mspipe.data.events import Events
-    from mspipe.models.base import MemoryModel
-
 __all__ = ["CUTS", "MODELS", "MODES", "Mode"]
 
-MODELS: Registry[str, type[MemoryModel]] = Registry("model")
-"""Memory models by name: built from `dim`, `edge_dim` and, if they look at neighbours, `fanout`."""
+MODELS: Registry[str, Any] = Registry("model")
+"""Classes of `MemoryModel`, made with `dim`, `edge_dim` and, where they have it, `fanout`."""
 MODELS.add("tgn", "mspipe.models.tgn:TGN", "a GRU over messages, attention over neighbours")
 MODELS.add("jodie", "mspipe.models.jodie:JODIE", "a recurrent cell, states that drift with time")
 MODELS.add("apan", "mspipe.models.apan:APAN", "attention over a mailbox that neighbours fill")
@@ -58,8 +53,8 @@ MODES.add("prefetch", Mode(), "memory is fetched ahead, once the write before it
 MODES.add("forward", Mode(is_forwarding=True), "exact, and no fetch waits for a write")
 MODES.add("stale", Mode(is_stale=True), "a fetch may miss the last writes, as MSPipe has it")
 
-CUTS: Registry[str, Callable[[Events, int, int], list[int]]] = Registry("cut")
-"""Functions of events, batch size and seed: where batches begin, and the end."""
+CUTS: Registry[str, Any] = Registry("cut")
+"""Functions of `Events`, batch size and seed, that return where batches begin, and the end."""
 CUTS.add("uniform", "mspipe.data.batching:uniform_bounds", "all batches of one size")
 CUTS.add("random-start", "mspipe.data.batching:random_start_bounds", "a first batch of random size")
 CUTS.add("adaptive", "mspipe.data.batching:adaptive_bounds", "as far as memory stays as fresh")

@@ -131,7 +131,7 @@ def fit(
                     optimizer.zero_grad()
                     out.loss.backward()
                     optimizer.step()
-                    losses.append(pipe.workers.gathered(out.loss.detach()[None]).mean().item())
+                    losses.append(pipe.workers.gather(out.loss.detach()[None]).mean().item())
                     advance(len(out.batch.events), losses)
                     if losses[-1] != losses[-1]:
                         raise DataError(

@@ -220,6 +220,16 @@ class Failing:
         return failing
 
 
+class FailingFeatures(torch.Tensor):
+    """A table of features that fails after some reads."""
+
+    def index_select(self, dim, index):
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("broken on purpose")
+        return self.as_subclass(torch.Tensor).index_select(dim, index)
+
+
 @pytest.mark.parametrize("mode", ["sync", "prefetch", "forward", "stale"])
 @pytest.mark.parametrize("stage", ["sample", "memory", "write", "features", "train"])
 def test_a_stage_that_raises_ends_the_run_and_says_where(toy, mode, stage):
@@ -233,7 +243,8 @@ def test_a_stage_that_raises_ends_the_run_and_says_where(toy, mode, stage):
     elif stage == "write":
         pipe.memory.rows = Failing(pipe.memory.rows, "write", after)
     elif stage == "features":
-        pipe.features = Failing(pipe.features, "index_select", 2 * after)
+        pipe.features = pipe.features.as_subclass(FailingFeatures)
+        pipe.features.left = 2 * after
     else:
         pipe.model.embed = Failing(pipe.model, "embed", after).embed
     begin = time.monotonic()

@@ -37,7 +37,7 @@ class Iteration:
     """An iteration on its way through the stages.
 
     Attributes:
-        batch: this worker's slice; num_events are those of all slices, and print_of tells the whole from
+        batch: this worker's slice; num_events are those of all slices, and fingerprint tells the whole from
             other batches where there are several workers.
         writes: rows of the sample that this worker writes.
         written, written_owners: nodes that the batch writes, whoever does; and as `owners`.
@@ -63,7 +63,7 @@ class Iteration:
     rows: Float[Tensor, "num_rows words"] | None = None
     num_committed: int = 0
     similar: tuple[Tensor, Tensor, Tensor] | None = None
-    print_of: Tensor | None = None
+    fingerprint: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     computed: torch.cuda.Event | None = None
 

@@ -209,7 +209,7 @@ class Pipeline:
                     work.arrived = stages.streams.mark()
                 works.tell(lambda i=work.index: fetched.append(i))
                 if schedule:
-                    schedule.seen(stages.report)
+                    schedule.observe(stages.report)
                 works.put(to_train, work)
             works.close(to_train)
 
@@ -234,7 +234,7 @@ class Pipeline:
                 stages.report.waits["fetched rows"] += waited_s
                 with stages.timed("train", work.index):
                     if schedule:
-                        works.tell(lambda i=work.index: schedule.started(i))
+                        works.tell(lambda i=work.index: schedule.note_start(i))
                     output, rows = stages.train(work)
                     if self.is_early:
                         stages.report.waits["room to write"] += works.put(to_write, (work, rows))
@@ -266,7 +266,5 @@ class Pipeline:
         """What all workers scored of a batch, of which each has a slice."""
         if self.workers.size == 1:
             return output
-        loss = self.workers.gathered(output.loss[None]).mean()
-        return Output(
-            loss, self.workers.gathered(output.pos), self.workers.gathered(output.neg), batch
-        )
+        loss = self.workers.gather(output.loss[None]).mean()
+        return Output(loss, self.workers.gather(output.pos), self.workers.gather(output.neg), batch)

@@ -122,7 +122,7 @@ class Stages:
             written_owners = self._written_rows.claim(written, index)
             return Iteration(
                 index, slice_, len(batch.events), sampled, writes, written, written_owners, owners,
-                places, print_of=self.workers.print_of(batch),
+                places, fingerprint=self.workers.fingerprint(batch),
             )  # fmt: skip
 
     def _find_written(self, batch: Batch) -> Tensor:
@@ -238,8 +238,8 @@ class Stages:
         with torch.no_grad():
             new = self.model.mail(sampled, writes, state, updated, events.t, work.features[1])
             rows = layout.pack(new)
-            if work.print_of is not None:
-                self.workers.check(work.index, work.print_of, self.model)
+            if work.fingerprint is not None:
+                self.workers.check(work.index, work.fingerprint, self.model)
                 rows = self._merge(work, rows)
             work.computed = self.streams.mark()
         if self.mode.is_forwarding or self.mitigation is not None:
@@ -273,7 +273,7 @@ class Stages:
         sampled, count = work.sampled, len(work.batch.events)
         is_end = torch.zeros(len(sampled.nodes), dtype=torch.bool)
         is_end[sampled.roots[: 2 * count]] = True
-        return self.workers.merged(
+        return self.workers.merge(
             work.written,
             sampled.nodes[work.writes],
             rows,

@@ -34,11 +34,11 @@ class Schedule:
         self._stage_s: tuple[float, ...] | None = None
         self._started = (-1, 0.0)
 
-    def started(self, index: int) -> None:
+    def note_start(self, index: int) -> None:
         """Notes that the training of an iteration begins."""
         self._started = index, time.perf_counter()
 
-    def seen(self, report: Report) -> None:
+    def observe(self, report: Report) -> None:
         """Takes in what stages took so far."""
         spans = report.spans[-len(STAGES) * _WINDOW :]
         found: dict[str, list[float]] = {}

@@ -68,7 +68,7 @@ class WorkerSlices:
                 f"one in common, place={memory.place!r} here; use place='cpu', or a name or server each"
             )
 
-    def print_of(self, batch: Batch) -> Tensor | None:
+    def fingerprint(self, batch: Batch) -> Tensor | None:
         """Sums that tell a batch from others, where there are several workers."""
         if self._group is None:
             return None
@@ -78,7 +78,7 @@ class WorkerSlices:
         size = weights.new_tensor([len(events)])
         return torch.cat([(columns * weights).sum(1), batch.negatives.double().sum()[None], size])
 
-    def check(self, index: int, print_of: Tensor, model: nn.Module) -> None:
+    def check(self, index: int, fingerprint: Tensor, model: nn.Module) -> None:
         """Sees to it that all workers are at the same batch with the same weights.
 
         Raises:
@@ -88,7 +88,7 @@ class WorkerSlices:
             return
         with torch.no_grad():
             weights = torch.stack([parameter.double().sum() for parameter in model.parameters()])
-        here = torch.cat([weights, weights.new_tensor([index]), print_of.to(weights)])
+        here = torch.cat([weights, weights.new_tensor([index]), fingerprint.to(weights)])
         found = torch.stack(all_gather(self._group, here))
         if not bool(found.isfinite().all()):
             raise DataError(f"batch {index}: weights are no longer finite; lower the learning rate")
@@ -101,7 +101,7 @@ class WorkerSlices:
                     f"seed or checkpoint, give all the same batches, and step after out.loss.backward()"
                 )
 
-    def merged(
+    def merge(
         self,
         written: Int64[Tensor, " num_written"],
         nodes: Int64[Tensor, " num_here"],
@@ -132,13 +132,13 @@ class WorkerSlices:
             # A view would keep the stride of parts, and times are read as pairs of words.
             later = part[:, :-3].clone(memory_format=torch.contiguous_format).view(torch.float32)
             both = layout.unpack(merged[place])
-            joined = layout.pack(_joined(both, layout.unpack(later), num_new, is_end))
+            joined = layout.pack(_join(both, layout.unpack(later), num_new, is_end))
             # Not where: what was not there yet may be no number.
             merged[place] = torch.where(is_there[place, None], joined, later)
             is_there[place] = True
         return merged
 
-    def gathered(self, slices: Tensor) -> Tensor:
+    def gather(self, slices: Tensor) -> Tensor:
         """The slices of all workers, one after another."""
         if self._group is None:
             return slices
@@ -150,7 +150,7 @@ class WorkerSlices:
             return
         group = self._group
 
-        def averaged() -> None:
+        def average_gradients() -> None:
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             if not grads:
                 return  # somebody asked for gradients without having them kept
@@ -163,12 +163,12 @@ class WorkerSlices:
         def last(grad: Tensor) -> None:
             del grad
             engine: Any = Variable._execution_engine  # as torch's own data parallelism does it
-            engine.queue_callback(averaged)
+            engine.queue_callback(average_gradients)
 
         loss.register_hook(last)
 
 
-def _joined(before: State, later: State, num_new: Tensor, is_end: Tensor) -> State:
+def _join(before: State, later: State, num_new: Tensor, is_end: Tensor) -> State:
     """Rows with what a later slice brings: its states of ends, and its new messages behind the others."""
     memory = torch.where(is_end[:, None], later.memory, before.memory)
     times = torch.where(is_end, later.memory_times, before.memory_times)
