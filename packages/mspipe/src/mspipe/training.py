@@ -30,13 +30,13 @@ _FORMAT = "mspipe training 2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a stream is learnt.
+    """Settings of a training run.
 
     Attributes:
-        epochs: passes.
+        epochs: number of passes over the stream.
         batch_size, cut: see `batches`.
-        seed: of negatives, dropout and the cut.
-        save_every: batches between two checkpoints; at every one the pipeline runs empty.
+        seed: seed of negatives, dropout and the cut.
+        save_every: batches between two checkpoints; the pipeline drains before each.
 
     Raises:
         ConfigError: a number is out of range.
@@ -125,7 +125,7 @@ def fit(
         with _bar(f"epoch {index + 1}", len(train), is_shown=progress) as advance:
             advance(sum(len(batch.events) for batch in cut[:done]), losses)
             while done < len(cut):
-                # Where nothing is saved, nothing has the pipeline run empty.
+                # Without a checkpoint the pipeline never drains within a pass.
                 stop = len(cut) if saved is None else min(len(cut), done + settings.save_every)
                 for out in _seeded(pipe.train(cut[done:stop]), key, done):
                     optimizer.zero_grad()

@@ -116,8 +116,8 @@ class Events:
 
 
 def _copied(values: Any) -> Any:
-    # Torch takes no arrays that run backwards, and an array that is changed later is not ours.
+    # A caller may change its array later; tensors are shared, as torch does.
     try:
         return values if isinstance(values, Tensor) else np.array(values)
     except ValueError:
-        return values  # of no one shape; refused by name below
+        return values  # rows of different lengths, which `Checked` refuses by name

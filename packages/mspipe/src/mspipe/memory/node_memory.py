@@ -24,15 +24,15 @@ class NodeMemory:
     """States and messages of nodes, on this machine or another.
 
     Args:
-        num_nodes: rows.
-        dim: numbers of a state.
-        mail_dim: numbers of a message; see `mspipe.models`, which say theirs.
-        slots: messages a node keeps, 1 but for APAN.
+        num_nodes: number of nodes, a row each.
+        dim: width of a state.
+        mail_dim: width of a message; a model's `mail_dim`.
+        slots: number of messages that a node keeps; a model's `slots`.
         place: "cpu"; "pinned", which a GPU reads fastest; "cuda" or "cuda:1"; "shm:NAME", which all
             processes of a machine see under that name; or "tcp://host:port", of `mspipe serve-memory`.
-        start: time of states that nothing was written to yet.
-        cache_bytes: of rows kept here as well, the least recently used leaving, for a place behind a slow
-            link that no other process writes to; 0 for none.
+        start: time of states before their first write, in the unit of the events' times.
+        cache_bytes: size of an LRU cache of rows on this machine, for a place behind a slow link that no
+            other process writes to; 0 for none.
 
     Attributes:
         layout: of a row.
@@ -177,7 +177,7 @@ class NodeMemory:
     # The whole of it ----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forgets everything, as at the start of an epoch; counts one version.
+        """Sets all rows to their first value, as at the start of an epoch; counts one version.
 
         Raises:
             ConfigError: a pipeline is at work, or a `preserved` block is open.

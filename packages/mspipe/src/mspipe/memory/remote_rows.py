@@ -104,11 +104,11 @@ class RemoteRows:
         )
 
     def reset(self) -> None:
-        """Has all rows as at first, and counts a version; raises as `write`."""
+        """Sets all rows to their first value, and counts a version; raises as `write`."""
         self._change("reset", Op.RESET)
 
     def grow(self, num_rows: int) -> None:
-        """Adds rows as at first; fewer than there are change nothing. Raises as `write`."""
+        """Adds rows of the first value; fewer than there are change nothing. Raises as `write`."""
         self._change(f"grow to {num_rows} rows", Op.GROW, num_rows)
 
     def _change(self, what: str, op: Op, count: int = 0, *payload: Tensor) -> None:

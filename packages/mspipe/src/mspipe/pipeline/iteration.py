@@ -37,8 +37,8 @@ class Iteration:
     """An iteration on its way through the stages.
 
     Attributes:
-        batch: this worker's slice; num_events are those of all slices, and fingerprint tells the whole from
-            other batches where there are several workers.
+        batch: this worker's slice; num_events counts those of all slices, and
+            fingerprint identifies the whole batch where there are several workers.
         writes: rows of the sample that this worker writes.
         written, written_owners: nodes that the batch writes, whoever does; and as `owners`.
         owners: the iteration that writes a row last before this one, or -1.

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """The works were told to stop; ends a thread, and is never seen outside."""
+    """The threads were stopped; ends a thread, and never leaves this module and its caller."""
 
 
 class Lane:
@@ -28,7 +28,7 @@ class Lane:
 
 
 class StageThreads:
-    """Threads, the lanes between them, and one lock around all that they tell one another.
+    """The threads of the stages, and one lock around all that they share.
 
     What any of them raises stops all, and is raised by whoever waits next in the caller's thread, with
     a note of where it came from.
@@ -71,7 +71,7 @@ class StageThreads:
             Seconds waited.
 
         Raises:
-            Stopped: the works stop.
+            Stopped: the threads were stopped.
         """
         begin = time.perf_counter()
         with self.changed:

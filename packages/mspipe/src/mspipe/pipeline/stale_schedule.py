@@ -35,11 +35,11 @@ class Schedule:
         self._started = (-1, 0.0)
 
     def note_start(self, index: int) -> None:
-        """Notes that the training of an iteration begins."""
+        """Notes the time at which the training of an iteration begins."""
         self._started = index, time.perf_counter()
 
     def observe(self, report: Report) -> None:
-        """Takes in what stages took so far."""
+        """Updates the predicted seconds of the stages from the last iterations."""
         spans = report.spans[-len(STAGES) * _WINDOW :]
         found: dict[str, list[float]] = {}
         for span in spans:

@@ -31,7 +31,7 @@ __all__ = ["WorkerSlices"]
 
 
 class WorkerSlices:
-    """This process among those that share each batch.
+    """The slices of a batch, one for each worker, and what workers exchange about them.
 
     Args:
         group: all of them; None for a process alone.
@@ -52,7 +52,7 @@ class WorkerSlices:
         return replace(batch, events=batch.events[begin:end], negatives=batch.negatives[begin:end])
 
     def check_memory(self, memory: NodeMemory) -> None:
-        """Sees to it that no two workers have one memory: one that lags would write over what is newer.
+        """Checks that no two workers share a memory: one that lags would overwrite newer rows.
 
         Raises:
             ConfigError: two have the same shared memory or server.
@@ -69,7 +69,7 @@ class WorkerSlices:
             )
 
     def fingerprint(self, batch: Batch) -> Tensor | None:
-        """Sums that tell a batch from others, where there are several workers."""
+        """Sums by which workers compare their batches; None for a worker alone."""
         if self._group is None:
             return None
         events = batch.events
@@ -79,7 +79,7 @@ class WorkerSlices:
         return torch.cat([(columns * weights).sum(1), batch.negatives.double().sum()[None], size])
 
     def check(self, index: int, fingerprint: Tensor, model: nn.Module) -> None:
-        """Sees to it that all workers are at the same batch with the same weights.
+        """Checks that all workers are at the same batch with the same weights.
 
         Raises:
             DataError: they are not, or a weight is no number.
@@ -110,7 +110,7 @@ class WorkerSlices:
         is_end: Tensor,
         layout: RowLayout,
     ) -> Float[Tensor, "num_written words"]:
-        """What all workers write, of every node once.
+        """Merges what all workers write, each node once.
 
         Args:
             written: the nodes that the batch writes, rising.
@@ -139,13 +139,13 @@ class WorkerSlices:
         return merged
 
     def gather(self, slices: Tensor) -> Tensor:
-        """The slices of all workers, one after another."""
+        """Concatenates the slices of all workers."""
         if self._group is None:
             return slices
         return torch.cat(all_gather_v(self._group, slices))
 
     def average(self, loss: Tensor, model: nn.Module) -> None:
-        """Has `loss.backward()` end with the mean of all workers' gradients."""
+        """Makes `loss.backward()` end with the mean of all workers' gradients."""
         if self._group is None:
             return
         group = self._group
