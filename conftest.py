@@ -1,8 +1,8 @@
 """What every test of the yard needs, in hatch's environment and in a package's own.
 
-Runs before any test file is imported: it decides how Triton kernels run, gives torch one thread, has the shapes and types
-in signatures checked at call time, gives Hypothesis no deadlines, binds the name `shared` to the
-installed package and lets Sybil run the READMEs. Each part steps aside when its library is not
+Runs before any test file is imported: it decides how Triton kernels run, gives torch one thread,
+has the shapes and types in signatures checked at call time, gives Hypothesis no deadlines, binds the
+name `shared` to the installed package and lets Sybil run READMEs and pages. Each part steps aside when its library is not
 installed, so that one package can be tested with nothing but its own `test` extra.
 """
 
@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 # The mode is fixed for a process by the first import of triton, so it is set before all else.
 if not shutil.which("nvidia-smi"):
@@ -42,6 +44,21 @@ if find_spec("jaxtyping") and find_spec("beartype"):
         _takes(name) and ".tests." not in name and not name.endswith(_COMPILED)
     )
 
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Leaves signatures unchecked in tests marked so, fixtures included: checks multiply a training's time."""
+    if item.get_closest_marker("unchecked") is None or not find_spec("jaxtyping"):
+        return (yield)
+    from jaxtyping import config
+
+    config.update("jaxtyping_disable", True)
+    try:
+        return (yield)
+    finally:
+        config.update("jaxtyping_disable", False)
+
+
 if find_spec("hypothesis"):
     from hypothesis import settings
 
@@ -57,5 +74,5 @@ if find_spec("sybil"):
     from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
     pytest_collect_file = Sybil(
-        parsers=[SkipParser(), PythonCodeBlockParser()], pattern="README.md"
+        parsers=[SkipParser(), PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"]
     ).pytest()

@@ -127,7 +127,7 @@ def timings_section(timings: Iterable[dict[str, Any]]) -> str:
             row["name"],
             f"{format_s(row['stats']['median'])} ({format_s(row['stats']['iqr'])})",
             str(row["stats"]["rounds"]),
-            format_number(row["stats"]["median"] / fastest[row["group"]]),
+            format_number(row["stats"]["median"] / fastest[row["group"]]) if row["group"] else "",
         )
         for row in timings
     ]

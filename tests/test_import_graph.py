@@ -51,3 +51,13 @@ def test_a_file_that_imports_what_its_folders_init_defines(plant):
         {"runtime/__init__.py": init, "runtime/engine.py": "from tiny.runtime import Clock"}
     )
     assert [circle.rooms for circle in package.circles] == [["__init__", "engine"]]
+
+
+def test_a_room_is_imported_even_for_a_name_of_another(plant):
+    package = plant(
+        {
+            "runtime/__init__.py": "from tiny.data import ROWS",
+            "planner.py": "from tiny.runtime import ROWS",
+        }
+    )
+    assert [circle.rooms for circle in package.circles] == [["planner", "runtime"]]

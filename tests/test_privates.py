@@ -110,5 +110,8 @@ def test_listed_privates_of_others_are_allowed(tmp_path, text, entry):
 
 
 def test_privates_of_ours_are_not_allowed_by_a_name_of_others(tmp_path):
-    (found,) = accesses(tmp_path, "import tiny as torch\ntorch._utils")
-    assert (found.name, found.foreign) == ("tiny._utils", None)
+    (found,) = accesses(tmp_path, "import hook\nhook._update")
+    assert found.foreign == "hook._update"
+    path = tmp_path / "src/tiny/room.py"
+    (found,) = find_private_accesses(path, {"tiny", "hook"})
+    assert found.foreign is None

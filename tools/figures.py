@@ -18,7 +18,8 @@ differs; `--list` prints every claim that a key can name, with its figure.
 A key is `benchmark: words`, or `package/benchmark: words` from outside the package. The words stand
 in this order in the claim's name or in "name against baseline", and in no other claim of that
 benchmark; a claim's whole name also names it. What follows a key, after bars, replaces the claim's
-name and its baseline's; both may be left out. A README's table has at most six rows.
+name and its baseline's; both may be left out. A README's table has at most six rows. No line begins
+with a mark of `ratio` or `range`: Markdown would take the whole line for HTML.
 """
 
 import argparse
@@ -171,10 +172,10 @@ def filled(text: str, page: Path, package: str, series: list[Series], root: Path
             lines = [line for line in asked.splitlines() if line.strip()]
             if page.name == "README.md" and len(lines) > MOST_ROWS:
                 raise MarkError(f"expected at most {MOST_ROWS} rows, got {len(lines)}")
-            body = f"\n{chosen_table(lines, package, series)}\n"
+            body = f"\n\n{chosen_table(lines, package, series)}\n\n"
         elif kind == "measured":
             mine = [one for one in series if one.newest.package == package]
-            body = f"\n{measured_text(package, mine, page, root)}\n"
+            body = f"\n\n{measured_text(package, mine, page, root)}\n\n"
         else:
             body = find_claim(asked, package, series).ratio_text(with_range=kind == "range")
         return f"<!-- {kind}{asked}-->{body}<!-- end -->"

@@ -133,7 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         path.write_text(text, encoding="utf-8")
     tidy(root, package)
     print(f"Made packages/{name}. Next: `hatch run check`, `hatch run test packages/{name}`, then")
-    print(f"replace the placeholder job in packages/{name}/src/{name}/sums.py and demo.py.")
+    print(
+        f"replace the placeholder job in packages/{name}/src/{name}/summing, demo.py, docs and examples."
+    )
     return 0
 
 

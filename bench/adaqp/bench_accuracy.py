@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import adaqp
-from adaqp.training.evaluation import auc
 from shared.claims import Claim
 from shared.comms import RankPool, all_gather_v
+from shared.data.metrics import auc
 
 SEEDS = 5
 POLICIES = {
@@ -101,9 +101,13 @@ def score(dg, logits):
     label = torch.cat(all_gather_v(dg.group, dg.label[mask].contiguous()))
     right = float((logits.argmax(1) == label).double().mean())
     if logits.shape[1] == 2:
-        return right, auc(logits[:, 1] - logits[:, 0], label)
+        return right, one_against_rest(logits[:, 1] - logits[:, 0], label == 1)
     probability = torch.log_softmax(logits, dim=1)
     counts = label.bincount(minlength=logits.shape[1])
     present = [c for c in range(logits.shape[1]) if 0 < counts[c] < len(label)]
-    weighted = [auc(probability[:, c], (label == c).long()) * float(counts[c]) for c in present]
+    weighted = [one_against_rest(probability[:, c], label == c) * float(counts[c]) for c in present]
     return right, sum(weighted) / float(counts[present].sum())
+
+
+def one_against_rest(score, is_one):
+    return auc(score[is_one], score[~is_one])

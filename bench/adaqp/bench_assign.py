@@ -1,4 +1,4 @@
-"""Bit assignment: the greedy solver against HiGHS, on the same problems and in turns.
+"""Bit assignment: the greedy solver against HiGHS, alternating on the same problems.
 
 What is compared is HiGHS's own solution, not the better of the two that `solver="milp"` returns.
 Problems: all ordered pairs of ranks, SBM-like halo sizes, log-normal variances, uneven links,
@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adaqp.planner import milp as highs
+from adaqp.planner import milp
 from adaqp.planner.planner import Assignment, assign
 from shared.claims import Claim
 from shared.units import format_s
@@ -79,7 +79,7 @@ def compare(ranks: int, problems: int, time_limit_s: float) -> Comparison:
             greedy = assign(problem)
             found["greedy_s"].append(time.perf_counter() - started_s)
         started_s = time.perf_counter()
-        exact = highs.solve(problem, time_limit_s)
+        exact = milp.solve(problem, time_limit_s)
         found["highs_s"].append(time.perf_counter() - started_s)
         best = problem.objective(exact.choice) if exact.choice is not None else float("nan")
         found["difference"].append((greedy.objective - best) / best)

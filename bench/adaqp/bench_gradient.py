@@ -85,7 +85,7 @@ def errors_in_rank(folder, draws):
     policy = Adaptive(every=10**6, first_at=15)
     with dg.messages(policy, links=links) as messages:
         adaqp.Trainer(dg, model, torch.optim.Adam(model.parameters(), 1e-2)).fit(20)
-        channels = messages.trained_channels()
+        channels = messages.sides
         chosen = {n: (c.send_bits, c.recv_bits) for n, c in channels.items()}
     exact = gradient(dg, model, Exact(), {}, 0, links)
     ours = mean_error(dg, model, policy, chosen, exact, draws, links)
@@ -136,7 +136,7 @@ def gradient(dg, model, policy, bits, seed, links):
     with dg.messages(policy, seed=seed, links=links) as messages:
         if bits:
             forward_backward(dg, model)  # makes the channels
-            for name, channel in messages.trained_channels().items():
+            for name, channel in messages.sides.items():
                 channel.set_bits(*bits[name])
             model.zero_grad()
         forward_backward(dg, model)
@@ -180,12 +180,12 @@ def aggregation_variance(dg, channel, bits, draws):
     measured = torch.zeros(dg.num_local)
     with dg.messages(Adaptive(every=10**6, first_at=10**6)) as messages:
         dg.aggregate(x).sum().backward()
-        messages.channels["forward0"].set_bits(send_bits, recv_bits)
+        messages.sides["forward0"].set_bits(send_bits, recv_bits)
         for _ in range(draws):
             out = dg.aggregate(x)
             measured += (out - exact).square().sum(1).detach() / draws
             out.sum().backward()
-        beta = messages.channels["forward0"].beta()
+        beta = messages.sides["forward0"].beta()
     by_sender = (beta / (2.0 ** send_bits.float() - 1) ** 2).sum()
     torch.distributed.all_reduce(by_sender)
     # Senders predict totals with their moving averages, receivers see single rows.

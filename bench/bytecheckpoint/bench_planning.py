@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bytecheckpoint.planner.planner import Part, Pieces, plan
+from bytecheckpoint.planner.planner import Pieces, RankPart, plan
 from shared.claims import Claim
 from shared.comms import Tree
 from shared.topology.boxes import Box, decompose
@@ -141,7 +141,7 @@ def measure(layout: Layout) -> Planning:
     indexed_s = time.perf_counter()
     # Headers are the ranks' own work; one that did not fit what was planned would raise here.
     for data in parts[:: max(world_size // 100, 1)]:
-        assert Part.decode(data).header
+        assert RankPart.decode(data).header
     return Planning(
         ranks=world_size,
         descriptors=len(merged.owner),

@@ -119,7 +119,7 @@ def bench_temporal(benchmark, record_claim):
         every=CHUNK * BATCH, replay=0.0, num_negatives=1, batch_size=BATCH, optimizer=adam,
         fresh_optimizer=False, progress=False,
     )  # fmt: skip
-    trainer.past.negatives = trainer.past.training_negatives = Given(
+    trainer.history.negatives = trainer.history.training_negatives = Given(
         torch.cat([batch.negatives for batch in cut])
     )
     seconds = {"graph": [], "alone": []}

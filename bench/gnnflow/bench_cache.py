@@ -6,8 +6,7 @@ a twentieth of the past before each day. Every policy and size sees the same ids
 A restoration gets the round's events at its start, as the trainer gives them.
 
 What a row moves for counts once, whoever asked for it: of the rows asked for, those that were *saved*
-are all less those copied into the cache, by misses, by restoring and by presampling. No cache can
-save more than Belady's bound, which restoring leaves as it is; hits may be more, for rows that were
+are all less those copied into the cache, by misses and by restoring. No cache can save more than Belady's bound, which restoring leaves as it is; hits may be more, for rows that were
 loaded ahead hit. The bound knows when each aircraft comes back, which decides what is worth a slot
 while few aircraft fit; no policy here knows that.
 """
@@ -18,14 +17,14 @@ import pytest
 import torch
 
 import gnnflow as gf
-from gnnflow.features.belady import belady_hits
+from gnnflow.features.belady import count_belady_hits
+from gnnflow.features.policies import CACHE_POLICIES
 from gnnflow.training.replay import UniformReplay
-from gnnflow.training.rounds import increments
+from gnnflow.training.rounds import cut_increments
 from shared.claims import Claim
 
 BATCH, FANOUT = 600, 10
 SIZES = (0.02, 0.05, 0.1, 0.2)
-POLICIES = ("keep", "lru", "lfu", "fifo", "static")
 BYTES_PER_ROW = 25 * 4
 NUM_REPLAYED_ROUNDS = 30
 
@@ -57,7 +56,7 @@ def rounds_of(events, fanouts, *, replay=0.0, last=None):
     graph = gf.TemporalGraph(undirected=True)
     graph.add_edges(events.src, events.dst, events.t, events.eid)
     sampler = gf.TemporalSampler(graph, fanouts)
-    _, ends = increments(events, 0.0, "1D")
+    _, ends = cut_increments(events, 0.0, "1D")
     random, policy = torch.Generator().manual_seed(0), UniformReplay(replay)
     first = int(events.dst.min())
     found = []
@@ -79,9 +78,6 @@ def rounds_of(events, fanouts, *, replay=0.0, last=None):
 def run(rounds, store, size, policy, *, is_restored):
     """Asks a cache for all batches of all rounds; rows are their ids, so that each is checked."""
     cache = gf.FeatureCache(store, edge=size, policy=policy)
-    if policy == "static":
-        seen = rounds[: len(rounds) * 3 // 10]
-        cache.preset("edge", torch.cat([ids for _, batches in seen for ids in batches]))
     is_exact = True
     for events, batches in rounds:
         if is_restored:
@@ -98,13 +94,14 @@ def measure(rounds, num_rows, sizes):
     store = gf.FeatureStore(edge=torch.arange(float(num_rows))[:, None])
     batches = [ids for _, batches in rounds for ids in batches]
     num_asked = sum(map(len, batches))
-    bounds = {size: belady_hits(batches, round(size * num_rows)) / num_asked for size in sizes}
+    bounds = {
+        size: count_belady_hits(batches, round(size * num_rows)) / num_asked for size in sizes
+    }
     found = {
         (size, policy, is_restored): run(rounds, store, size, policy, is_restored=is_restored)
         for size in sizes
-        for policy in POLICIES
+        for policy in CACHE_POLICIES
         for is_restored in (False, True)
-        if policy != "static" or not is_restored
     }
     return num_asked, bounds, found
 
@@ -126,7 +123,7 @@ def claims_of(name, num_asked, bounds, found):
     """Each size beside the bound; and what restoring moves beside not restoring."""
     for size, bound in bounds.items():
         plain, restored = (found[size, "keep", which] for which in (False, True))
-        others = {p: found[size, p, False] for p in POLICIES if p != "keep"}
+        others = {p: found[size, p, False] for p in CACHE_POLICIES if p != "keep"}
         of_size = [one for (other, *_), one in found.items() if other == size]
         correct = all(one.is_exact and one.saved <= bound for one in of_size)
         texts = ", ".join(f"{p} {one.hits / bound:.3f}" for p, one in others.items())

@@ -15,7 +15,7 @@ import torch
 from numba import njit
 
 import gnnflow as gf
-from gnnflow.training.rounds import increments
+from gnnflow.training.rounds import cut_increments
 from shared.claims import Claim
 from shared.kernels.temporal import Adjacency, sample
 
@@ -36,7 +36,7 @@ def one_thread():
 def days():
     """The year's events, the rows of features, and each day: its events, and its queries."""
     events = gf.data.flights()
-    _, ends = increments(events, 0.0, "1D")
+    _, ends = cut_increments(events, 0.0, "1D")
     random = torch.Generator().manual_seed(0)
     others = torch.randint(0, events.num_nodes, (len(events),), generator=random)
     found = []

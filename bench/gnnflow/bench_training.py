@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gnnflow as gf
-from gnnflow.training.subnormal import no_subnormals
+from gnnflow.training.subnormal import flush_subnormals
 from shared.claims import Claim
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -67,7 +67,7 @@ def kept_memory():
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with no_subnormals():
+    with flush_subnormals():
         yield
     torch.set_num_threads(before)
 

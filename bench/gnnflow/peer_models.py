@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import gnnflow as gf
-from gnnflow.sampling.distinct_roots import distinct_roots
+from gnnflow.sampling.distinct_roots import find_distinct_roots
 
 BATCH, FANOUT, DIM, HEADS = 600, 10, 100, 2
 
@@ -110,7 +110,7 @@ class PygOverHops(Pyg):
         ids, index = torch.unique(sample.nodes(), return_inverse=True)
         rows = self.stream.nodes[ids]
         for depth, block in enumerate(reversed(sample.snapshot(0))):
-            kept, place = distinct_roots(block)
+            kept, place = find_distinct_roots(block)
             target = torch.full_like(block.roots, -1)
             target[kept] = torch.arange(len(kept))
             target = target[block.row]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import gnnflow as gf
 from gnnflow.data.negatives import Negatives
 from gnnflow.training.link_task import LinkTask
-from gnnflow.training.rounds import StageClock, increments
-from gnnflow.training.subnormal import no_subnormals
+from gnnflow.training.rounds import StageClock, cut_increments
+from gnnflow.training.subnormal import flush_subnormals
 from shared.kernels.philox import stream_key
 
 DIM, CODE_DIM, FANOUT, BATCH, RATE = 32, 32, 10, 100, 3e-3
@@ -104,7 +104,7 @@ def read() -> Year:
     tests = Negatives("historical", seed=TEST_SEED)
     tests.observe(events)
     month_ends = [*firsts[1:], len(events)]
-    _, week_ends = increments(events, _share(january, len(events)), "1W")
+    _, week_ends = cut_increments(events, _share(january, len(events)), "1W")
     return Year(events, codes, january, week_ends, month_ends, tests.draw(events[january:]))
 
 
@@ -150,8 +150,8 @@ def learn_weekly(year: Year, name: str, seed: int) -> Found:
         progress=False,
     )
     # One set of tests for all seeds, and training on negatives of the kind that is tested.
-    trainer.past.negatives = Negatives("historical", seed=TEST_SEED)
-    trainer.past.training_negatives = Negatives("historical", seed=seed)
+    trainer.history.negatives = Negatives("historical", seed=TEST_SEED)
+    trainer.history.training_negatives = Negatives("historical", seed=seed)
     found, total, end = Found((np.empty(0), np.empty(0))), 0.0, year.january
     found.reported = []
     for one in trainer.run(year.events):
@@ -160,7 +160,7 @@ def learn_weekly(year: Year, name: str, seed: int) -> Found:
             total = trainer.warmed.total_s
             found.spent.append((end, total))
         begin, end = end, end + one.num_events
-        drawn = trainer.past.negatives.draw(year.events[begin:end])
+        drawn = trainer.history.negatives.draw(year.events[begin:end])
         found.has_same_tests &= torch.equal(
             drawn, year.tests[begin - year.january : end - year.january]
         )
@@ -171,7 +171,7 @@ def learn_weekly(year: Year, name: str, seed: int) -> Found:
     return found
 
 
-@no_subnormals()
+@flush_subnormals()
 def retrain_monthly(year: Year, seed: int) -> tuple[Found, Found]:
     """The retrained model, and that of January on all of the year.
 

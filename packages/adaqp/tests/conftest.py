@@ -5,7 +5,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from adaqp.graphs import generated as data
+from adaqp.graphs import generated
 from adaqp.graphs.graph import Graph, from_edge_index
 from adaqp.partitioning.partitioner import partition
 from shared.comms import RankPool
@@ -18,8 +18,14 @@ def pool2():
 
 
 @pytest.fixture(scope="session")
+def pool3():
+    with RankPool(3, timeout=timedelta(seconds=60)) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def sbm() -> Graph:
-    return data.sbm(600, blocks=6, degree=8, feat=20, seed=3)
+    return generated.sbm(600, blocks=6, degree=8, feat=20, seed=3)
 
 
 @pytest.fixture(scope="session")

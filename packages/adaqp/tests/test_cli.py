@@ -1,19 +1,34 @@
 """The command line end to end: partition, train, interrupt, resume, plan, probe, bench."""
 
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
-from adaqp import LinkTable
-from adaqp import commands as jobs
+from adaqp import LinkTable, commands
+from adaqp.cli import main
 from adaqp.partitioning.partitioner import partition
 from adaqp.training.config import ModelConfig, PolicyConfig, RunConfig
 from shared.errors import ConfigError, DataError
 
 
+def run_here(*args, expect=0):
+    """What the command line prints when it runs in this process, with its exit status checked."""
+    text = io.StringIO()
+    with redirect_stdout(text), redirect_stderr(text):
+        try:
+            status = main([*map(str, args)])
+        except SystemExit as ended:
+            status = ended.code
+    assert status == expect, text.getvalue()
+    return text.getvalue()
+
+
 def adaqp_cli(*args, expect=0):
+    """What the command line prints as a process of its own, with its exit status checked."""
     done = subprocess.run(
         [sys.executable, "-m", "adaqp", *map(str, args)],
         capture_output=True,
@@ -27,7 +42,7 @@ def adaqp_cli(*args, expect=0):
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "parts"
-    text = adaqp_cli("partition", "sbm", "--num-nodes", 4000, "--out", folder, "--parts", 2)
+    text = run_here("partition", "sbm", "--num-nodes", 4000, "--out", folder, "--parts", 2)
     assert "edges cut" in text
     return folder
 
@@ -77,40 +92,46 @@ def test_plan_bench_and_probe_print_tables(parts, tmp_path):
 
 
 def test_errors_say_what_to_do_and_exit_1(parts, tmp_path):
-    text = adaqp_cli("train", tmp_path / "nowhere", expect=1)
+    text = run_here("train", tmp_path / "nowhere", expect=1)
     assert "holds no partition; make one: adaqp partition" in text
-    text = adaqp_cli("partition", tmp_path / "graph.xyz", "--out", tmp_path / "p", expect=1)
+    text = run_here("partition", tmp_path / "graph.xyz", "--out", tmp_path / "p", expect=1)
     assert text.startswith("adaqp: ")
     assert "Traceback" not in text
-    adaqp_cli("train", parts, "--epoch", 3, expect=2)
+    run_here("train", parts, "--epoch", 3, expect=2)
+
+
+def test_an_error_of_a_process_is_one_sentence_and_status_1(tmp_path):
+    text = adaqp_cli("train", tmp_path / "nowhere", expect=1)
+    assert text.startswith("adaqp: ")
+    assert text.count("\n") == 1
 
 
 def test_settings_out_of_range_are_refused():
-    with pytest.raises(ConfigError, match="epochs must be 1 or more"):
+    with pytest.raises(ConfigError, match="epochs, eval_every: expected 1 or more"):
         RunConfig(epochs=0)
-    with pytest.raises(ConfigError, match="lr must be above 0, got -1"):
+    with pytest.raises(ConfigError, match="lr: expected a learning rate above 0, got -1"):
         RunConfig(lr=-1.0)
-    with pytest.raises(ConfigError, match=r"model\.dropout must be in"):
+    with pytest.raises(ConfigError, match=r"model\.dropout: expected a share in"):
         ModelConfig(dropout=1.0)
 
 
 def test_jobs_refuse_what_cannot_be_done(parts, tmp_path, monkeypatch):
     config = RunConfig(epochs=1)
-    with pytest.raises(ConfigError, match="save_every must be 1 or more epochs, got 0"):
-        jobs.train(parts, config, tmp_path / "saved", 0, None, None)
+    with pytest.raises(ConfigError, match="save_every: expected 1 or more epochs, got 0"):
+        commands.train(parts, config, tmp_path / "saved", 0, None, None)
     with pytest.raises(DataError, match=r"nowhere\.json is no file; write one with"):
-        jobs.train(parts, config, None, 50, None, tmp_path / "nowhere.json")
+        commands.train(parts, config, None, 50, None, tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match=r"bench needs an epoch and a policy, got 0 and 1"):
-        jobs.bench(parts, ModelConfig(), [PolicyConfig()], 0, None)
+        commands.bench(parts, ModelConfig(), [PolicyConfig()], 0, None)
     with pytest.raises(ConfigError, match="no links between 1 ranks; name 2 or more"):
-        jobs.probe_links(1, None, 1.0, None)
+        commands.probe_links(1, None, 1.0, None)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="--rate builds hosts of its own"):
-        jobs.bench(parts, ModelConfig(), [PolicyConfig()], 3, "100mbit")
+        commands.bench(parts, ModelConfig(), [PolicyConfig()], 3, "100mbit")
 
 
 def test_one_part_has_no_plan(tmp_path, sbm):
     partition(sbm, 1, method="random", out=tmp_path / "one")
     with pytest.raises(DataError, match="has one part, which sends nothing"):
-        jobs.plan(tmp_path / "one", ModelConfig(), None, None, 0.2)
+        commands.plan(tmp_path / "one", ModelConfig(), None, None, 0.2)

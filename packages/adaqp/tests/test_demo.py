@@ -18,8 +18,8 @@ def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path):
 
 
 def test_an_accuracy_that_falls_is_not_correct():
-    exact = demo._Score(policy="exact", accuracy=0.7, num_bytes=10)
-    worse = demo._Score(policy="adaptive", accuracy=0.6, num_bytes=1)
-    assert not any(c.correct for c in demo._flight_claims([exact, worse], demo._SHORT))
-    equal = demo._Score(policy="adaptive", accuracy=0.7, num_bytes=1)
-    assert all(c.correct for c in demo._flight_claims([exact, equal], demo._SHORT))
+    exact = demo.Score(policy="exact", accuracy=0.7, num_bytes=10)
+    worse = demo.Score(policy="adaptive", accuracy=0.6, num_bytes=1)
+    assert not any(c.correct for c in demo.claim_flights([exact, worse], demo.SHORT))
+    equal = demo.Score(policy="adaptive", accuracy=0.7, num_bytes=1)
+    assert all(c.correct for c in demo.claim_flights([exact, equal], demo.SHORT))

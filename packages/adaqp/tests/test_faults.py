@@ -73,7 +73,7 @@ def lost_update(folder):
     with dg.messages(Fixed(8)) as messages:
         dg.aggregate(x).sum().backward()
         if dg.rank == 0:
-            channel = messages.channels["forward0"]
+            channel = messages.sides["forward0"]
             channel.set_bits(channel.send_bits, channel.recv_bits)
         dg.aggregate(x)
 
@@ -171,7 +171,7 @@ def rows_and_gradients(folder, policy):
 
 
 @pytest.mark.parametrize("policy", [Exact(), Fixed(8)], ids=["exact", "fixed"])
-def test_a_peer_that_only_sends_and_one_that_does_neither(policy, tmp_path):
+def test_a_peer_that_only_sends_and_one_that_does_neither(policy, pool3, tmp_path):
     # Rank 0 feeds rank 1; rank 2 neither sends nor receives. Rows are constant: 8 bits are exact.
     draw = torch.Generator().manual_seed(0)
     src = torch.cat([torch.randint(0, 10, (40,), generator=draw), torch.arange(20, 30)])
@@ -182,7 +182,6 @@ def test_a_peer_that_only_sends_and_one_that_does_neither(policy, tmp_path):
     partition(graph, 3, node // 10, out=tmp_path / "three")
     expected = torch.zeros(30, 5).index_add_(0, dst, feat[src])
     slope = torch.zeros(30, 5).index_add_(0, src, 2 * expected[dst])
-    with RankPool(3, timeout=timedelta(seconds=30)) as pool:
-        for ids, out, grad in pool.run(rows_and_gradients, tmp_path / "three", policy).results:
-            assert torch.allclose(out, expected[ids])
-            assert torch.allclose(grad, slope[ids])
+    for ids, out, grad in pool3.run(rows_and_gradients, tmp_path / "three", policy).results:
+        assert torch.allclose(out, expected[ids])
+        assert torch.allclose(grad, slope[ids])

@@ -12,7 +12,9 @@ from torch import nn
 
 import bytecheckpoint as bcp
 from bytecheckpoint.ranks.team import Team
+from bytecheckpoint.saving.image import Image
 from bytecheckpoint.storage.files import commit
+from shared.comms import Group
 from shared.errors import ConfigError, RankFailure
 
 
@@ -252,7 +254,7 @@ def test_ranks_plan_together_even_if_only_one_has_something_new(tmp_path, pool):
 def many_saves(path, num_saves):
     """What the store keeps of saves that are over."""
     with bcp.Checkpointer(path, keep=1) as ckpt:
-        store = ckpt._saver.team._store
+        store = Group.control().board("bytecheckpoint")
         ckpt.save(0, state()).committed.result()
         dist.barrier()
         before = store.num_keys()
@@ -280,13 +282,20 @@ def test_after_going_back_the_next_save_removes_what_came_after(tmp_path, caplog
         assert ckpt.load_latest(state()) == 101
 
 
+def find_images():
+    """References to all copies of states that are in memory."""
+    return {weakref.ref(one) for one in gc.get_objects() if type(one) is Image}
+
+
 def test_a_closed_checkpointer_holds_no_copy(tmp_path):
+    others = find_images()
     ckpt = bcp.Checkpointer(tmp_path)
     ckpt.save(1, state())
-    image = weakref.ref(ckpt._saver._plan.image)
+    images = find_images() - others
+    assert len(images) == 1
     ckpt.close()
     gc.collect()
-    assert image() is None
+    assert not [one for one in images if one() is not None]
     ckpt.save(2, state(2))
     ckpt.close()
     assert ckpt.steps() == [1, 2]

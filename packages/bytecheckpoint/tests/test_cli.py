@@ -1,15 +1,21 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import load_file, save_model
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import main
+from bytecheckpoint.formats.ranges import Chunk, build_index, join_path
+from bytecheckpoint.formats.registry import FORMATS, Format
+from bytecheckpoint.storage.files.index import File
 from bytecheckpoint.storage.local import LocalStorage
+from bytecheckpoint.tools.writers.registry import WRITERS
+from shared.topology.boxes import Box
 
 
 @pytest.fixture
@@ -223,6 +229,100 @@ def test_convert_writes_what_reads_back_equal(run, tmp_path, capsys, to):
     assert (
         "exists" in out_of(capsys, "convert", run / "step_00000010", target, "--to", to, code=1).err
     )
+
+
+def read_blob(storage, path):
+    """A format of its own: one tensor of bytes that is the whole file, and no values."""
+    num_bytes = storage.size(join_path(path, "all.blob"))
+    chunks = [Chunk("blob", Box((0,), (num_bytes,)), "all.blob", 0)]
+    tensors = {"blob": (torch.uint8, (num_bytes,))}
+    return build_index(tensors, chunks, [File("all.blob", num_bytes)], path), None
+
+
+def write_blob(checkpoint, path, *, progress):
+    path = Path(path)
+    path.mkdir()
+    data = b"".join(
+        checkpoint.read(name).contiguous().view(torch.uint8).numpy().tobytes()
+        for name in checkpoint.index.names
+    )
+    (path / "all.blob").write_bytes(data)
+    progress(len(data))
+
+
+def test_a_format_from_outside_is_in_the_help_written_and_read(run, tmp_path, capsys):
+    def read_help():
+        with pytest.raises(SystemExit) as stopped:
+            main(["convert", "--help"])
+        assert stopped.value.code == 0
+        return capsys.readouterr().out
+
+    names = ["dcp", "safetensors", "torch"]
+    assert f"{{{','.join(names)}}}" in read_help()
+    FORMATS.add("blob", Format("blob", "*.blob", read_blob), "bytes after bytes")
+    WRITERS.add("blob", write_blob, "bytes after bytes")
+    try:
+        assert f"{{{','.join([*names, 'blob'])}}}" in read_help()
+        out_of(capsys, "convert", run / "step_00000030", tmp_path / "out", "--to", "blob")
+        num_bytes = 20_000 * 4 + 7 * 4
+        shown = json.loads(out_of(capsys, "inspect", tmp_path / "out", "--json").out)
+        assert shown["kind"] == "blob"
+        assert [(one["name"], one["shape"]) for one in shown["tensors"]] == [("blob", [num_bytes])]
+        assert (
+            len(json.loads(out_of(capsys, "ls", tmp_path / "out", "--json").out)["checkpoints"])
+            == 1
+        )
+        out_of(capsys, "convert", tmp_path / "out", tmp_path / "hub", "--to", "safetensors")
+        data = (tmp_path / "out" / "all.blob").read_bytes()
+        assert load_file(tmp_path / "hub" / "model.safetensors")["blob"].numpy().tobytes() == data
+    finally:
+        FORMATS.remove("blob")
+        WRITERS.remove("blob")
+    with pytest.raises(SystemExit) as stopped:
+        main(["convert", str(run), str(tmp_path / "other"), "--to", "blob"])
+    assert stopped.value.code == 2
+
+
+def test_what_is_written_has_a_reader_and_what_is_read_a_writer():
+    assert WRITERS.names() == FORMATS.names()
+
+
+def test_results_as_json(run, tmp_path, capsys):
+    def result(*args, code=0):
+        out = out_of(capsys, *args, "--json", code=code).out
+        assert out.count("\n") == 1
+        return json.loads(out)
+
+    steps = result("ls", run)["checkpoints"]
+    assert [(one["step"], one["num_tensors"]) for one in steps] == [
+        (s, 2) for s in (10, 20, 30, 40)
+    ]
+    found = result("inspect", run / "step_00000010", "--values")
+    assert {one["name"]: (one["type"], one["shape"]) for one in found["tensors"]} == {
+        "model.weight": ("float32", [200, 100]),
+        "model.bias": ("float32", [7]),
+    }
+    assert found["aliases"] == {"model.head": "model.weight"}
+    assert found["tree"]["step"] == 10
+    assert result("verify", run, "--deep") == {"num_checkpoints": 4, "damages": []}
+    found = result("diff", run / "step_00000010", run / "step_00000020", code=1)
+    assert [(one["name"], one["num_different"], one["max_abs"]) for one in found["tensors"]] == [
+        ("model.head", 2, 0.5),
+        ("model.weight", 2, 0.5),
+    ]
+    assert found["values"] == [{"path": "step", "a": 10, "b": 20}]
+    found = result("reshard", run, tmp_path / "two", "--world", 2)
+    assert found["dst"] == str(tmp_path / "two")
+    assert [path.stat().st_size for path in sorted((tmp_path / "two").rglob("*.safetensors"))] == (
+        found["file_bytes"]
+    )
+    assert "write" in [one["stage"] for one in result("timeline", run)["stages"]]
+    assert result("gc", run) == {"paths": [], "is_removed": False}
+    data = next((run / "step_00000010").rglob("*.safetensors"))
+    data.write_bytes(data.read_bytes()[:-1])
+    found = result("verify", run, code=1)["damages"]
+    assert [one["checkpoint"] for one in found] == ["step_00000010"]
+    assert found[0]["tensors"] == ["model.bias", "model.weight"]
 
 
 def test_timeline_writes_a_trace_and_a_picture(run, tmp_path, capsys):

@@ -15,25 +15,18 @@ import threading
 import time
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from itertools import pairwise
 
-import msgspec
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import bytecheckpoint as bcp
 from bytecheckpoint.storage.files import commit
-from bytecheckpoint.storage.files.index import ChunkTable, File, Index, num_blocks
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from bytecheckpoint.storage.local import LocalSink, LocalStorage
 from shared.comms import RankPool
-from shared.errors import CommError, ConfigError, DataError, RankFailure
-from shared.topology.boxes import Box
+from shared.errors import CommError, ConfigError, RankFailure
 
 STAGES = ["arena", "fork"]
 
@@ -91,7 +84,7 @@ def state(number, numel=1000):
 
 def loaded(path, step, numel=1000):
     into = state(-1, numel)
-    bcp.load(path / commit.step_folder(step), into)
+    bcp.load(path / commit.format_step(step), into)
     assert bool((into["x"] == into["n"]).all()), "parts of several saves"
     return into["n"]
 
@@ -123,7 +116,7 @@ def save_on_bad_storage(path, call, number, bad_rank, stage):
             part.tensor.fill_(3.0)  # training goes on
             error = handle.committed.exception(20)
         dist.barrier()
-        left = commit.steps(LocalStorage(path))
+        left = commit.list_steps(LocalStorage(path))
         ckpt.save(3, {"x": part, "n": 3}).committed.result(20)
     return type(error), getattr(error, "errno", None), str(error), left
 
@@ -198,7 +191,7 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, call):
     bcp.load(path, into)
     assert into["n"] == 3
     storage = LocalStorage(path)
-    commit.remove_garbage(storage, commit.garbage(storage))
+    commit.remove_garbage(storage, commit.find_garbage(storage))
     assert sorted(storage.list("")) == sorted(
         [MANIFEST_NAME, commit.read_manifest(storage, "").data]
     )
@@ -249,7 +242,6 @@ def save_while_another_dies(path, dying, call, hangs):
     waited_s = time.monotonic() - begin
     text = f"{type(error).__name__}\n{waited_s}\n{error}"
     (path / f"told-{rank}").write_text(text)
-    ckpt._saver.wait()
 
 
 @pytest.mark.parametrize(
@@ -279,7 +271,7 @@ def test_a_rank_that_hangs_is_named_in_time_and_may_finish_later(tmp_path, pool)
         assert "rank 1 of 2 did not report within" in text
         assert (float(waited_s) < 1.9) == (rank == 0)
     assert loaded(tmp_path, 1) == 1
-    assert commit.steps(LocalStorage(tmp_path)) == [1]
+    assert commit.list_steps(LocalStorage(tmp_path)) == [1]
 
 
 # --- Training beside a save. ---
@@ -310,15 +302,15 @@ def collectives_beside(path, stage):
 def test_collectives_of_training_go_on_during_a_save(tmp_path, stage, pool):
     counts = pool.run(collectives_beside, tmp_path, stage).results
     assert min(counts) > 5
-    assert commit.steps(LocalStorage(tmp_path)) == [1]
+    assert commit.list_steps(LocalStorage(tmp_path)) == [1]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_values_changed_in_place_after_save_are_stored_as_they_were(tmp_path, stage):
-    numel = 3 << 20
+    numel = 1 << 20
     one, two = state(1, numel), torch.full((5, 7), 1.0, dtype=torch.bfloat16).t()
     whole = {**one, "two": two, "list": [1]}
-    with bcp.Checkpointer(tmp_path, stage=stage) as ckpt, slow(0.2):
+    with bcp.Checkpointer(tmp_path, stage=stage) as ckpt, slow(0.1):
         for step in (1, 2, 3):
             handle = ckpt.save(step, whole)
             assert not handle.committed.done()
@@ -329,7 +321,7 @@ def test_values_changed_in_place_after_save_are_stored_as_they_were(tmp_path, st
             handle.committed.result(20)
     for step in (1, 2, 3):
         into = {**state(0, numel), "two": torch.zeros(7, 5, dtype=torch.bfloat16), "list": [0]}
-        bcp.load(tmp_path / commit.step_folder(step), into)
+        bcp.load(tmp_path / commit.format_step(step), into)
         assert (into["n"], into["list"]) == (step, [step])
         assert bool((into["x"] == step).all())
         assert bool((into["two"] == step).all())
@@ -481,7 +473,7 @@ kept = []
 def test_a_save_that_is_pending_when_ranks_end_is_finished(tmp_path):
     with RankPool(2, timeout=timedelta(seconds=30)) as pool:
         assert pool.run(save_and_return, tmp_path).results == [False, False]
-    assert commit.steps(LocalStorage(tmp_path)) == [1]
+    assert commit.list_steps(LocalStorage(tmp_path)) == [1]
 
 
 # --- Two jobs. ---
@@ -498,12 +490,12 @@ def test_of_two_jobs_that_save_one_step_one_succeeds(tmp_path):
     winner = errors.index(None)
     assert loaded(tmp_path, 1) == winner + 1
     storage = LocalStorage(tmp_path)
-    commit.remove_garbage(storage, commit.garbage(storage))
+    commit.remove_garbage(storage, commit.find_garbage(storage))
     assert loaded(tmp_path, 1) == winner + 1
 
 
 def test_of_two_jobs_that_replace_one_step_the_last_one_stays_whole(tmp_path):
-    bcp.save(tmp_path / commit.step_folder(1), state(0))
+    bcp.save(tmp_path / commit.format_step(1), state(0))
     met = threading.Barrier(2, timeout=10)
     jobs = [bcp.Checkpointer(tmp_path, overwrite=True) for _ in range(2)]
     with before("publish", lambda *_: met.wait()):
@@ -511,180 +503,3 @@ def test_of_two_jobs_that_replace_one_step_the_last_one_stays_whole(tmp_path):
         errors = [handle.committed.exception(20) for handle in handles]
     assert errors == [None, None]
     assert loaded(tmp_path, 1) in (1, 2)
-
-
-# --- Indices from hostile files. ---
-
-
-def index(shapes, cuts, hashed=True):
-    """Tensors cut along their first dimension, one after another in two files."""
-    names, rows, ends = [], [], [4096, 4096]
-    for at, shape in enumerate(shapes):
-        names.append(f"t{at}")
-        edges = sorted({0, shape[0], *(cut % (shape[0] + 1) for cut in cuts)})
-        for start, stop in pairwise(edges):
-            file = len(rows) % 2
-            size = (stop - start, *shape[1:])
-            rows.append((at, (start, *(0 for _ in shape[1:])), size, file, ends[file]))
-            ends[file] += 4 * int(np.prod(size))
-    files = [
-        File(f"f{at}", end + 8 * num_blocks(end), end) if hashed else File(f"f{at}", end)
-        for at, end in enumerate(ends)
-    ]
-    ndim = max(map(len, shapes))
-    offsets = np.zeros((len(rows), ndim), np.int64)
-    sizes = np.ones((len(rows), ndim), np.int64)
-    for at, (_, offset, size, _, _) in enumerate(rows):
-        offsets[at, : len(offset)], sizes[at, : len(size)] = offset, size
-    return Index(
-        names=names,
-        dtypes=["float32"] * len(names),
-        shapes=[tuple(shape) for shape in shapes],
-        chunks=ChunkTable(np.array([r[0] for r in rows], np.int32), offsets, sizes),
-        file=np.array([r[3] for r in rows], np.int32),
-        start=np.array([r[4] for r in rows], np.int64),
-        files=files,
-    )
-
-
-def is_sound(found):
-    """Each element of each tensor is in exactly one chunk, as readers look chunks up, and chunks
-    lie in files apart from each other; by brute force."""
-    spans = []
-    for at, (name, shape) in enumerate(zip(found.names, found.shapes, strict=True)):
-        if np.prod(shape, dtype=np.float64) > 1e5:
-            return False
-        seen = np.zeros(shape, np.int64)
-        box = Box((0,) * len(shape), tuple(shape))
-        for row, part in found.overlapping(name, box):
-            assert found.chunks.tensor[row] == at
-            seen[part.within(box)] += 1
-            size = found.itemsizes[at] * int(np.prod(found.box(row).sizes))
-            spans.append((int(found.file[row]), int(found.start[row]), int(size)))
-        if (seen != 1).any():
-            return False
-    for file, start, size in spans:
-        limit = found.files[file].hashed_bytes
-        limit = found.files[file].num_bytes if limit is None else limit
-        if start < 0 or start + size > limit:
-            return False
-    spans.sort()
-    return all(one[0] != two[0] or one[1] + one[2] <= two[1] for one, two in pairwise(spans))
-
-
-VALUES = st.sampled_from([-1, 0, 1, 2, 3, 4, 5, 4096, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63)])
-COLUMNS = {"tensor": "<i4", "offsets": "<i8", "sizes": "<i8", "file": "<i4", "start": "<i8"}
-
-
-@settings(max_examples=80)
-@given(data=st.data())
-def test_an_edited_index_is_refused_or_still_sound(data):
-    shapes = data.draw(
-        st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=3)
-    )
-    valid = index(shapes, data.draw(st.lists(st.integers(0, 5), max_size=3)))
-    assert is_sound(Index.decode(valid.encode()))
-    stored = msgspec.msgpack.decode(valid.encode())
-    offsets = stored["offsets"]
-    for _ in range(data.draw(st.integers(1, 3))):
-        kind = data.draw(st.sampled_from([*COLUMNS, "row", "shapes", "files", "ndim", "dtypes"]))
-        if kind in COLUMNS:
-            column = np.frombuffer(stored[kind], COLUMNS[kind]).copy()
-            if len(column):
-                at = data.draw(st.integers(0, len(column) - 1))
-                value = data.draw(
-                    VALUES | st.just(int(column[at]) + 1) | st.just(int(column[at]) - 4)
-                )
-                # Below the smallest number the largest one follows.
-                wrapped = np.array([value % 2**64], np.uint64).view(np.int64)
-                column[at : at + 1] = wrapped.astype(COLUMNS[kind])
-                stored[kind] = column.tobytes()
-        elif kind == "row" and len(stored["tensor"]) and stored["offsets"] == offsets:
-            # A row twice, once with an empty side.
-            num_rows = len(stored["tensor"]) // 4
-            for name, dtype in COLUMNS.items():
-                column = np.frombuffer(stored[name], dtype)
-                column = column.reshape(num_rows, -1)
-                row = column[:1].copy()
-                if name == "sizes" and column.shape[1]:
-                    row[0, -1] = data.draw(st.integers(0, 1))
-                stored[name] = np.concatenate([row, column]).tobytes()
-            break
-        elif kind == "shapes":
-            at = data.draw(st.integers(0, len(stored["shapes"]) - 1))
-            stored["shapes"][at] = data.draw(st.lists(VALUES.filter(lambda v: v >= -1), max_size=4))
-        elif kind == "files":
-            at = data.draw(st.integers(0, 1))
-            stored["files"][at][data.draw(st.integers(1, 2))] = data.draw(VALUES)
-        elif kind == "ndim":
-            stored["ndim"] = data.draw(VALUES)
-        else:
-            stored["dtypes"][0] = data.draw(st.sampled_from(["float64", "uint8", "quint8", ""]))
-    try:
-        found = Index.decode(msgspec.msgpack.encode(stored))
-    except DataError:
-        return
-    assert is_sound(found)
-
-
-@given(content=st.binary(max_size=200))
-def test_arbitrary_bytes_are_no_index(content):
-    with pytest.raises(DataError):
-        Index.decode(content)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../x",
-        "/etc/passwd",
-        "a/../../x",
-        "",
-        ".",
-        "..",
-        "a//b",
-        "a/",
-        ".hidden",
-        "a\\b",
-        "a\0",
-        "x\n",
-        "~/x",
-    ],
-)
-def test_file_names_that_lead_elsewhere_are_refused(name):
-    valid = msgspec.msgpack.decode(index([(4,)], []).encode())
-    valid["files"][0][0] = name
-    with pytest.raises(DataError, match="plain name"):
-        Index.decode(msgspec.msgpack.encode(valid))
-
-
-@pytest.mark.parametrize(
-    ("alias", "target", "reason"),
-    [("t9", "gone", "'gone', which is not stored"), ("t1", "t0", "'t0', but is stored itself")],
-)
-def test_names_tied_in_vain_are_refused(alias, target, reason):
-    valid = msgspec.msgpack.decode(index([(4,), (2,)], []).encode())
-    valid["aliases"] = {alias: target}
-    with pytest.raises(DataError, match=f"'{alias}' is tied to {reason}"):
-        Index.decode(msgspec.msgpack.encode(valid))
-
-
-def test_a_chunk_that_is_empty_only_beyond_the_tensors_dimensions_is_refused():
-    """It has no elements to count, but a reader who leaves out the padding would read it."""
-    one = index([(4,), (2, 2)], [])
-    tensor, offsets, sizes = one.chunks.tensor, one.chunks.offsets, one.chunks.sizes
-    hostile = Index(
-        names=one.names,
-        dtypes=one.dtypes,
-        shapes=one.shapes,
-        chunks=ChunkTable(
-            np.concatenate([tensor[:1], tensor]),
-            np.concatenate([offsets[:1], offsets]),
-            np.concatenate([[[4, 0]], sizes]),
-        ),
-        file=np.concatenate([one.file[:1], one.file]),
-        start=np.concatenate([[2**60], one.start]),
-        files=one.files,
-    )
-    with pytest.raises(DataError):
-        Index.decode(hostile.encode())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gnnflow as gf
-from gnnflow import profiler as speed
+from gnnflow import profiler
 from gnnflow.cli import main
 from gnnflow.config import Recipe
 
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(tmp_path, capsys):
         (["train", "zipf:9:90", "--share", "1.5"], "share: expected"),
         (["train", "zipf:9:90", "--epochs", "0"], "epochs: expected"),
         (["train", "zipf:9:90", "--cache", "2"], "cache: expected a share"),
-        (["train", "zipf:9:90", "--model", "tf-tgn", "--fanouts", "3", "3"], "tf-tgn looks at one"),
+        (["train", "zipf:9:90", "--model", "tf-tgn", "--fanouts", "3", "3"], "tf-tgn reads 1 hop"),
     ],
 )
 def test_numbers_out_of_range_name_their_option(args, told, capsys):
@@ -142,10 +142,11 @@ def test_bench_divides_what_was_done_by_the_median_of_the_seconds(monkeypatch):
     graph = gf.TemporalGraph()
     graph.add_edges([0], [1], [2])
     spans = iter([99, 2, 1, 3, 2, 2])
-    monkeypatch.setattr(speed, "insert_s", lambda *_: (next(spans), graph))
+    monkeypatch.setattr(profiler, "time_insertion", lambda *_: (next(spans), graph))
     seconds = iter([99, 4, 4, 4, 5, 4, 99, 8, 8, 8, 8, 2])
-    monkeypatch.setattr(speed, "sample_s", lambda *_: (next(seconds), 20_000_000))
-    insertion, recent, uniform, blocks = speed.measure(events, 1000, 10)
+    monkeypatch.setattr(profiler, "time_sampling", lambda *_: (next(seconds), 20_000_000))
+    found = profiler.measure(events, 1000, 10)
+    insertion, recent, uniform, blocks = str(found).splitlines()
     assert insertion == "insertion by 1,000: 1.50 M events/s"
     assert recent.endswith("a root: 5.0 M neighbours/s")
     assert uniform.endswith("a root: 2.5 M neighbours/s")

@@ -23,22 +23,22 @@ def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path):
 
 def test_a_graph_that_loses_edges_is_not_correct(monkeypatch):
     events = demo.flights(3000)
-    assert all(claim.correct for claim in demo._grown(events))
-    rebuilt = demo._rebuilt
-    monkeypatch.setattr(demo, "_rebuilt", lambda part: rebuilt(part[5:]))
-    assert not any(claim.correct for claim in demo._grown(events))
+    assert demo.measure_insertion(events).correct
+    rebuild = demo.rebuild_adjacency
+    monkeypatch.setattr(demo, "rebuild_adjacency", lambda part: rebuild(part[5:]))
+    assert not demo.measure_insertion(events).correct
 
 
 def test_a_cache_that_gives_other_rows_is_not_correct(monkeypatch):
     events = demo.flights(3000)
-    assert demo._cached(events).correct
+    assert demo.measure_cache(events).correct
     fetch = demo.FeatureCache.fetch
     monkeypatch.setattr(demo.FeatureCache, "fetch", lambda *args: fetch(*args) + 1)
-    assert not demo._cached(events).correct
+    assert not demo.measure_cache(events).correct
 
 
 def test_the_model_beside_the_learning_one_stays_as_it_was():
-    going, stopped = demo._continued(demo.flights(4000))
+    going, stopped = demo.learn_and_stop(demo.flights(4000))
     assert [one.num_events for one in going] == [one.num_events for one in stopped]
     found = [(one.ap == other.ap) for one, other in zip(going, stopped, strict=True)]
     # The second day is evaluated before it is learnt.

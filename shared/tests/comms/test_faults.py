@@ -126,7 +126,7 @@ def test_raising_rank():
     assert text.startswith("rank 1 of 2 failed running raising")
     assert "KeyError: 'the reason'" in text
     assert "test_faults.py" in text
-    assert "_rank.py" not in text.partition("rank 0 of 2")[0]
+    assert "launch/rank.py" not in text.partition("rank 0 of 2")[0]
     assert "CommError: rank 0: barrier among ranks [0, 1] failed" in text
 
 
@@ -220,7 +220,13 @@ with RankPool(2) as pool:
 """
 
 
-@pytest.mark.parametrize("body", ["time.sleep(1000)", "pool.run(time.sleep, 1000)"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "pool.run(time.sleep, 1000)",
+        pytest.param("time.sleep(1000)", marks=pytest.mark.slow),
+    ],
+)
 def test_dead_parent_leaves_no_rank(tmp_path, monkeypatch, body):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     script = tmp_path / "parent.py"

@@ -37,7 +37,7 @@ def needs_namespaces(function):
 
 def lab_names() -> list[str]:
     """What labs of this process have on the machine."""
-    return [name for name in netlab._names() if f"-{os.getpid()}-" in name]
+    return [name for name in netlab.lab_names() if f"-{os.getpid()}-" in name]
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ LEFTOVERS = """
 import time
 from shared.comms import NetLab, netlab
 lab = NetLab(hosts=2, rate="1gbit").__enter__()
-print(lab._name, flush=True)
+print(lab.name, flush=True)
 time.sleep(1000)
 """
 
@@ -219,14 +219,14 @@ def test_next_lab_removes_what_a_killed_one_left():
     command = [sys.executable, "-c", LEFTOVERS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         name = parent.stdout.readline().strip()
-        left = [other for other in netlab._names() if other.startswith(name)]
+        left = [other for other in netlab.lab_names() if other.startswith(name)]
         sleeper = subprocess.Popen(["ip", "netns", "exec", f"{name}-0", "sleep", "1000"])
         assert name
         assert len(left) == 5
         assert not set(left) & set(netlab.sweep()), "a living lab was taken for a dead one"
         parent.kill()
     with NetLab(hosts=1):
-        assert not [other for other in netlab._names() if other.startswith(name)]
+        assert not [other for other in netlab.lab_names() if other.startswith(name)]
     assert sleeper.wait(5) == -signal.SIGKILL
 
 

@@ -148,7 +148,7 @@ def test_every_form_equals_one_root_at_a_time(form, counts, dim, edge_dim, time_
 @pytest.mark.parametrize("form", ["gpu"], indirect=True)
 def test_a_program_takes_several_roots(form, monkeypatch):
     kernels = form.of("attention")
-    monkeypatch.setattr(kernels, "_PROGRAMS", 2)
+    monkeypatch.setattr(kernels, "PROGRAMS", 2)
     edges = edges_of([3, 0, 5, 1, 2])
     assert_by_hand(kernels.attend, edges, leaves_of(edges, 3, 2, 2), 0.2, form.device)
 
@@ -235,7 +235,7 @@ def test_threads_change_no_bit():
 
 
 def test_the_switch_and_the_type_choose_a_form(monkeypatch):
-    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "chosen_forms", {})
     edges = edges_of([3, 0, 5])
     leaves = leaves_of(edges, 4, 2, 2)
     for form, is_double in ((cpu, False), (reference, False), (reference, True)):

@@ -1,6 +1,6 @@
 import logging
 
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 
 def test_a_function_that_cannot_be_cached_is_compiled_all_the_same(caplog):
@@ -8,7 +8,7 @@ def test_a_function_that_cannot_be_cached_is_compiled_all_the_same(caplog):
     # where neither the source folder nor the user's cache folder can be written.
     namespace: dict = {}
     exec("def triple(x):\n    return 3 * x", namespace)  # noqa: S102
-    with caplog.at_level(logging.INFO, logger="shared.kernels._jit"):
+    with caplog.at_level(logging.INFO, logger="shared.kernels.jit"):
         triple = compiled(namespace["triple"])
     assert triple(14) == 42
     assert "no machine-code cache for triple" in caplog.text

@@ -14,7 +14,7 @@ from shared.kernels.registry import KERNELS, SWITCH, Kernel, select
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "chosen_forms", {})
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))

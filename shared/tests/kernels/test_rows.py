@@ -3,8 +3,8 @@ import threading
 import pytest
 import torch
 
-from shared.kernels import _rows
-from shared.kernels._rows import over_ranges, over_rows
+from shared.kernels import rows
+from shared.kernels.rows import over_ranges, over_rows
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 1001])
@@ -43,6 +43,6 @@ def test_one_thread_means_one_task():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert _rows.num_tasks(1 << 40) == 1
+        assert rows.num_tasks(1 << 40) == 1
     finally:
         torch.set_num_threads(before)

@@ -30,7 +30,7 @@ def one_thread(request):
 def chosen(form, monkeypatch):
     """Has `form` chosen by the dispatcher, with blocks small enough for several of them."""
     kernels = form.of("token_log_probs")
-    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "chosen_forms", {})
     monkeypatch.setenv(registry.SWITCH, {"gpu": "triton"}.get(form.name, form.name))
     shrink(monkeypatch.setattr, kernels, most_rows=9, most_logits=9 * 21)
     return form
@@ -39,12 +39,12 @@ def chosen(form, monkeypatch):
 def shrink(setattr, kernels, most_rows, most_logits, side=16):
     if kernels is reference:
         return
-    setattr(kernels, "_MOST_ROWS", most_rows)
-    setattr(kernels, "_MOST_LOGITS", most_logits)
+    setattr(kernels, "MOST_ROWS", most_rows)
+    setattr(kernels, "MOST_LOGITS", most_logits)
     if kernels is not cpu:
         tile = {"ROWS": side, "COLS": side, "DIMS": 16, "num_warps": 4, "num_stages": 1}
-        setattr(kernels, "_TILES", {2: tile, 4: tile})
-        setattr(kernels, "_MOST_SHARES", 2)
+        setattr(kernels, "TILES", {2: tile, 4: tile})
+        setattr(kernels, "MOST_SHARES", 2)
 
 
 def drawn(rows=7, vocabulary=12, dim=5, seed=0, dtype=torch.float32):
@@ -201,7 +201,7 @@ def test_half_types_are_as_near_as_torch(form, dtype):
 @pytest.mark.usefixtures("chosen")
 def test_gradients_of_half_types_are_summed_in_float32(form, monkeypatch):
     # The first row's gradient is 512 times that of each other: a bfloat16 would not grow by one.
-    monkeypatch.setattr(form.of("token_log_probs"), "_MOST_ROWS", 1)
+    monkeypatch.setattr(form.of("token_log_probs"), "MOST_ROWS", 1)
     hidden, weight, tokens, *_ = drawn(1, 5, 6, dtype=torch.bfloat16)
     grads = torch.ones(40)
     grads[0] = 512
@@ -241,7 +241,7 @@ def peak_bytes(function, path) -> int:
 def test_memory_is_independent_of_the_vocabulary(form, monkeypatch, tmp_path):
     if form.device == "cuda":
         pytest.skip("bench/gpu.py measures memory on a device")
-    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "chosen_forms", {})
     rows, dim, small, large = 32, 8, 256, 1024
     shrink(monkeypatch.setattr, form.of("token_log_probs"), rows, rows * 64, side=32)
     peaks = {}
@@ -289,7 +289,7 @@ def test_the_switch_and_the_type_choose_a_form(monkeypatch):
             "partial_sums",
             lambda *given, name=kernels.__name__, plain=plain: made.append(name) or plain(*given),
         )
-    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "chosen_forms", {})
     monkeypatch.delenv(registry.SWITCH, raising=False)
     partial_sums(*drawn()[:3])
     monkeypatch.setenv(registry.SWITCH, "reference")

@@ -90,7 +90,7 @@ def test_auto_takes_what_is_there(monkeypatch):
     chosen = []
     monkeypatch.setattr(metis, "find_spec", lambda name: name == "dgl" or None)
     monkeypatch.setattr(
-        metis, "_by_dgl", lambda graph, parts: chosen.append(parts) or np.zeros(10, dtype=np.int64)
+        metis, "by_dgl", lambda graph, parts: chosen.append(parts) or np.zeros(10, dtype=np.int64)
     )
     parts = metis.partition(*blocks(2, 5, 2), 2)
     assert chosen == [2]
@@ -119,6 +119,6 @@ def test_bad_settings():
     with pytest.raises(ConfigError, match="parts must be at least 1, got 0"):
         metis.partition(indptr, indices, 0)
     with pytest.raises(ConfigError, match="'auto', 'dgl' or 'pymetis', got 'scotch'"):
-        metis._library("scotch")
+        metis.choose_library("scotch")
     with pytest.raises(DataError, match="10 positive integers"):
         metis.partition(indptr, indices, 2, weights=np.zeros(10, dtype=np.int64))

@@ -4,7 +4,7 @@ import pytest
 
 from shared.errors import ConfigError, DataError
 from shared.topology import Operation, Replay
-from shared.topology.replay.graph import Graph
+from shared.topology.replay.graph import OperationGraph
 
 A, B = Operation("a", "q", 1.0), Operation("b", "q", 1.0, after=["a"])
 
@@ -57,7 +57,7 @@ def test_orders_that_cannot_be():
     with pytest.raises(ConfigError, match=r"'a' holds .*; give them one order"):
         Replay([A._replace(queue=("p", "q"))], both)
     with pytest.raises(ConfigError, match="queue 'q': the order must be one of given, readiness, "):
-        Graph([A], {"q": "fifo"})
+        OperationGraph([A], {"q": "fifo"})
 
 
 def test_what_a_timeline_does_not_have():

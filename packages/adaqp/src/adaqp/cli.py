@@ -1,14 +1,14 @@
 """The command line: partition, plan, train, bench, probe-links, demo."""
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from adaqp.training.config import POLICY_NAMES, ModelConfig, PolicyConfig, PolicyName, RunConfig
-from shared.errors import MeshyardError
+from adaqp.planner.widths import WIDTHS
+from adaqp.training.config import POLICIES, ModelConfig, PolicyConfig, RunConfig
+from shared.cli import choice, run_command
 
 __all__ = ["main"]
 
@@ -24,8 +24,9 @@ class Partition:
         parts: number of ranks that will train.
         method: METIS cuts few edges; random is the worst case.
         num_nodes: size of the generated graph.
-        seed: of the generator and of METIS.
-        cluster_rows: rows METIS places together within a part, about a core's cache; 0: by id.
+        seed: seeds the generator and METIS.
+        cluster_rows: rows METIS places together within a part, so that they fit a core's cache;
+            0: rows in order of their ids.
     """
 
     graph: Annotated[str, tyro.conf.Positional]
@@ -36,17 +37,17 @@ class Partition:
     seed: int = 0
     cluster_rows: int = 2048
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Writes the parts and prints what the cut costs."""
-        from adaqp.graphs import generated as data
+        from adaqp.graphs import generated
         from adaqp.partitioning.partitioner import partition
 
         if self.graph == "sbm":
-            graph = data.sbm(self.num_nodes, seed=self.seed)
+            graph = generated.sbm(self.num_nodes, seed=self.seed)
         elif self.graph == "flights":
-            graph = data.flights(seed=self.seed)
+            graph = generated.flights(seed=self.seed)
         else:
-            graph = data.read(Path(self.graph))
+            graph = generated.read(Path(self.graph))
         report = partition(
             graph,
             self.parts,
@@ -62,8 +63,8 @@ class Partition:
 class Plan:
     """Predict an epoch's seconds under each policy, without training or using the network.
 
-    Every rank measures its own compute and packing; what the links cost is probed, read from
-    `adaqp probe-links`, or told with --rate.
+    Every rank measures its own compute and packing; what the links cost is probed, read from a
+    file (`--links`), or assumed (`--rate`).
 
     Args:
         folder: a partition.
@@ -79,11 +80,11 @@ class Plan:
     links: Path | None = None
     latency_ms: float = 0.2
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints the table."""
-        from adaqp import commands as jobs
+        from adaqp import commands
 
-        jobs.plan(self.folder, self.model, self.rate, self.links, self.latency_ms)
+        commands.plan(self.folder, self.model, self.rate, self.links, self.latency_ms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +108,11 @@ class Train:
     history: Path | None = None
     links: Path | None = None
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Trains, with a progress bar on rank 0."""
-        from adaqp import commands as jobs
+        from adaqp import commands
 
-        jobs.train(
+        commands.train(
             self.folder,
             self.run_config,
             self.checkpoint,
@@ -119,6 +120,10 @@ class Train:
             self.history,
             self.links,
         )
+
+
+def _compared() -> tuple[str, ...]:
+    return tuple(name for name in POLICIES if not POLICIES.get(name).is_control)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,38 +136,38 @@ class Bench:
         policies: which to compare; the first is the baseline.
         epochs: timed epochs of each policy, rounded up to a multiple of three, after three that
             warm up.
-        width: bits of the fixed policy.
+        width: bits a value under the fixed policy.
         lam: the adaptive policy's weight of variance against time.
         rate: put each rank into a host of its own behind links of this rate (needs root).
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
     model: ModelConfig = field(default_factory=ModelConfig)
-    policies: tuple[PolicyName, ...] = POLICY_NAMES[:5]
+    policies: tuple[Annotated[str, choice(POLICIES)], ...] = field(default_factory=_compared)
     epochs: int = 9
-    width: int = 4
+    width: Annotated[int, choice(WIDTHS)] = 4
     lam: float = 0.5
     rate: str | None = None
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints the table."""
-        from adaqp import commands as jobs
+        from adaqp import commands
 
         chosen = [PolicyConfig(name=n, width=self.width, lam=self.lam) for n in self.policies]
-        jobs.bench(self.folder, self.model, chosen, self.epochs, self.rate)
+        commands.bench(self.folder, self.model, chosen, self.epochs, self.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeLinks:
     """Measure what a message and a byte cost between every two ranks.
 
-    Under torchrun it measures those ranks; alone it starts `ranks` here.
+    Under torchrun it measures between those ranks, otherwise it starts `ranks` here.
 
     Args:
         ranks: ranks to start when not under torchrun.
         out: JSON file for `adaqp plan --links`.
         budget_s: seconds the measurement may take.
-        fallback_rate: rate ("1gbit") of pairs whose measurement noise spoiled.
+        fallback_rate: rate ("1gbit") of pairs whose measured times do not rise with the size.
     """
 
     ranks: int = 2
@@ -170,11 +175,11 @@ class ProbeLinks:
     budget_s: float = 2.0
     fallback_rate: str | None = None
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints the table, and writes it."""
-        from adaqp import commands as jobs
+        from adaqp import commands
 
-        jobs.probe_links(self.ranks, self.out, self.budget_s, self.fallback_rate)
+        commands.probe_links(self.ranks, self.out, self.budget_s, self.fallback_rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,16 +194,23 @@ class Demo:
     out: Path = Path("adaqp-demo")
     full: bool = False
 
-    def run(self) -> None:
-        """Runs it; exits 1 if a result is not correct."""
+    def execute(self) -> int:
+        """Runs it; the status is 1 if a result is not correct."""
         from adaqp import demo
 
-        sys.exit(0 if demo.run(self.out, is_full=self.full) else 1)
+        return int(not demo.run(self.out, is_full=self.full))
 
 
-def main() -> None:
-    """Entry point of `adaqp` and `python -m adaqp`."""
-    command = tyro.extras.subcommand_cli_from_dict(
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: the arguments; the process's own if None.
+
+    Returns:
+        The exit status.
+    """
+    return run_command(
         {
             "partition": Partition,
             "plan": Plan,
@@ -208,10 +220,6 @@ def main() -> None:
             "demo": Demo,
         },
         prog="adaqp",
-        description="Full-graph GNN training across hosts with adaptively quantised messages.",
+        about="Full-graph GNN training across hosts with adaptively quantised messages.",
+        argv=argv,
     )
-    try:
-        command.run()
-    except MeshyardError as error:
-        print(f"adaqp: {error}", file=sys.stderr)
-        sys.exit(1)

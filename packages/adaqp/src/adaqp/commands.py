@@ -22,13 +22,15 @@ from rich.table import Table
 
 from adaqp.messages.distgraph import load
 from adaqp.messages.network import LinkTable, probe
+from adaqp.policy import Policy
 from adaqp.simulator.profiler import Profile, measure
 from adaqp.simulator.simulator import predict
 from adaqp.training.comparison import Timing, compare_in_rank
-from adaqp.training.config import ModelConfig, PolicyConfig, RunConfig
+from adaqp.training.config import POLICIES, ModelConfig, PolicyConfig, RunConfig
 from adaqp.training.trainer import History, Trainer
 from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
 from shared.errors import ConfigError, DataError
+from shared.files import write_atomically
 from shared.units import parse_rate
 
 __all__ = ["bench", "plan", "probe_links", "profile_in_rank", "train"]
@@ -78,9 +80,12 @@ def train(
 ) -> None:
     """Trains and prints the outcome; continues from `checkpoint` where one lies there."""
     if save_every < 1:
-        raise ConfigError(f"save_every must be 1 or more epochs, got {save_every}")
+        raise ConfigError(f"save_every: expected 1 or more epochs, got {save_every}")
     links = _read_links(links_file)
-    args = (folder, config, checkpoint, save_every, links)
+    # Built here, since ranks know no policy that was registered from outside.
+    policy, settings = config.policy.build()
+    settings |= {"seed": config.seed, "links": links}
+    args = (folder, config, policy, settings, checkpoint, save_every)
     history = _run(_num_parts(folder), _train_in_rank, *args)[0]
     if history is None:
         return
@@ -89,21 +94,20 @@ def train(
     phases = ", ".join(f"{p} {s:.1f} s" for p, s in history.seconds_by_phase().items())
     _console.print(f"epoch {last}: {scores}\nrank 0: {phases}")
     if history_file is not None:
-        history_file.write_text(json.dumps(history.to_json()))
+        write_atomically(history_file, json.dumps(history.to_json()))
 
 
 def _train_in_rank(
     folder: Path,
     config: RunConfig,
+    policy: Policy,
+    settings: dict[str, Any],
     checkpoint: Path | None,
     save_every: int,
-    links: LinkTable | None,
 ) -> History | None:
     dg = load(folder)
     torch.manual_seed(config.seed)
     model = config.model.build(dg)
-    policy, settings = config.policy.build()
-    settings |= {"seed": config.seed, "links": links}
     with dg.messages(policy, **settings), _progress(dg.rank, config) as on_epoch:
         optimizer = torch.optim.Adam(model.parameters(), config.lr)
         trainer = Trainer(dg, model, optimizer, seed=config.seed, on_epoch=on_epoch)
@@ -205,10 +209,7 @@ def plan(
     table = Table(
         "policy", "epoch s", "compute s", "quantise s", "wait s", "MB", "bits", box=SIMPLE_HEAD
     )
-    names = ("exact-no-overlap", "exact", "stale")
-    policies = [PolicyConfig(name=name) for name in names]
-    policies += [PolicyConfig(name="fixed", width=width) for width in (8, 4, 2)]
-    for policy in [*policies, PolicyConfig(name="adaptive")]:
+    for policy in _planned_policies():
         built, settings = policy.build()
         guess = predict(profiles, links, built, overlap=settings["overlap"])
         table.add_row(
@@ -219,6 +220,16 @@ def plan(
             f"{guess.mean_bits:.1f}",
         )
     _console.print(table)
+
+
+def _planned_policies() -> Iterator[PolicyConfig]:
+    """Every policy but controls, those of one width at each that the adaptive one has."""
+    for name in POLICIES:
+        kind = POLICIES.get(name)
+        if kind.has_width:
+            yield from (PolicyConfig(name=name, width=b) for b in reversed(PolicyConfig().bits))
+        elif not kind.is_control:
+            yield PolicyConfig(name=name)
 
 
 def profile_in_rank(
@@ -258,7 +269,7 @@ def probe_links(ranks: int, out: Path | None, budget_s: float, fallback_rate: st
             )
     _console.print(table)
     if out is not None:
-        out.write_text(links.to_json())
+        write_atomically(out, links.to_json())
 
 
 def _probe_in_rank(budget_s: float, fallback_rate: str | None) -> LinkTable:

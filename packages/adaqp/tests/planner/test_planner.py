@@ -210,7 +210,7 @@ def test_grouping_loses_and_doubles_nothing(beta, group_size):
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_impossible_group_sizes_are_refused(size):
-    with pytest.raises(ConfigError, match=f"group_size: expected 1 or more messages, came {size}"):
+    with pytest.raises(ConfigError, match=f"group_size: expected 1 or more messages, got {size}"):
         group_messages([1.0], size)
 
 
@@ -338,8 +338,8 @@ def test_explanation_of_another_problem_is_refused():
         ({"lam": float("nan")}, "lam: expected a number from 0"),
         ({"hidden_s": -1.0}, "hidden_s: expected finite seconds"),
         ({"hidden_s": float("inf")}, "hidden_s: expected finite seconds"),
-        ({"beta": [1.0, -1.0, 1.0]}, r"beta\[1\]: expected a finite number >= 0, came -1.0"),
-        ({"beta": [1.0, 1.0, np.nan]}, r"beta\[2\]: expected a finite number >= 0, came nan"),
+        ({"beta": [1.0, -1.0, 1.0]}, r"beta\[1\]: expected a finite number >= 0, got -1.0"),
+        ({"beta": [1.0, 1.0, np.nan]}, r"beta\[2\]: expected a finite number >= 0, got nan"),
         ({"s_per_byte": [1.0, -1.0]}, r"s_per_byte\[1\]"),
         ({"latency_s": [np.inf, 1.0]}, r"latency_s\[0\]"),
         ({"bytes": [[1.0, 2.0, -3.0]] * 3}, r"bytes\[0, 2\]"),
@@ -358,9 +358,9 @@ def test_impossible_problems_are_refused(changes, message):
 
 
 def test_unknown_solver_and_time_limit_are_refused():
-    with pytest.raises(ConfigError, match="expected 'greedy' or 'milp', came 'cbc'"):
+    with pytest.raises(ConfigError, match="expected 'greedy' or 'milp', got 'cbc'"):
         assign(small(), solver="cbc")
-    with pytest.raises(ConfigError, match="time_limit_s: expected seconds > 0, came 0"):
+    with pytest.raises(ConfigError, match="time_limit_s: expected seconds > 0, got 0"):
         assign(small(), solver="milp", time_limit_s=0)
 
 

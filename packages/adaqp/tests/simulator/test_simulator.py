@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from adaqp import Adaptive, Drop, Exact, Fixed, LinkTable, Stale
+from adaqp.planner.widths import WIDTHS
 from adaqp.simulator.profiler import ChannelProfile, Profile
 from adaqp.simulator.simulator import predict
-
-WIDTHS = (1, 2, 4, 8, 16, 32)
 
 
 def profile(rows_to, *, compute_s=0.1, hidden_s=0.02, channels=2):

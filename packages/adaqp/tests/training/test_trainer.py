@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import adaqp
-from adaqp.graphs import generated as data
+from adaqp.graphs import generated
 from adaqp.graphs.graph import from_edge_index
 from adaqp.policy import Adaptive, Exact, Fixed, Stale
 from adaqp.simulator.profiler import measure
@@ -94,16 +94,17 @@ def test_a_checkpoint_of_another_run_is_refused(sbm, directed, cut, tmp_path):
         resumed_with(cut(sbm, 1), tmp_path / "nowhere", Fixed(4))
 
 
-def test_a_crash_between_two_renames_loses_nothing(sbm, cut, tmp_path):
+@pytest.mark.parametrize("replaced", ["here.replaced", "here.old"])
+def test_a_crash_between_two_renames_loses_nothing(replaced, sbm, cut, tmp_path):
     dg = adaqp.load(cut(sbm, 1))
     with dg.messages(Fixed(4)):
         trainer = make(dg, Fixed(4))
         trainer.fit(2)
         trainer.save(tmp_path / "here")
-        # As a process leaves it that is killed after the first rename.
-        (tmp_path / "here").rename(tmp_path / "here.old")
+        # As a process leaves it that is killed after the first rename; release 0.1.0 named it .old.
+        (tmp_path / "here").rename(tmp_path / replaced)
         (tmp_path / "here.new").mkdir()
-        assert find(tmp_path / "here") == tmp_path / "here.old"
+        assert find(tmp_path / "here") == tmp_path / replaced
         again = make(dg, Fixed(4))
         again.resume(tmp_path / "here")
         assert again.epoch == 2
@@ -178,7 +179,7 @@ def test_an_evaluation_is_on_no_epochs_clock(sbm, cut, pool2):
 
 def test_multilabel_targets_train(cut, pool2):
     draw = torch.Generator().manual_seed(2)
-    base = data.sbm(400, blocks=4, degree=8, feat=10, seed=1)
+    base = generated.sbm(400, blocks=4, degree=8, feat=10, seed=1)
     target = torch.nn.functional.one_hot(base.label, 4).float()
     target = torch.maximum(
         target, target.roll(1, dims=1) * (torch.rand(400, 1, generator=draw) < 0.5)

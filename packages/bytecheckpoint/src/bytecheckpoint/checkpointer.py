@@ -73,9 +73,13 @@ class Checkpointer:
             ConfigError: a setting is out of range, or the URL cannot be opened.
         """
         if every_n < 1 or (keep is not None and keep < 1):
-            raise ConfigError(f"every_n and keep must be at least 1, got {every_n} and {keep}")
+            raise ConfigError(
+                f"expected every_n and keep to be at least 1, got {every_n} and {keep}"
+            )
         if when_busy not in ("wait", "drop", "fail"):
-            raise ConfigError(f"when_busy must be 'wait', 'drop' or 'fail', got {when_busy!r}")
+            raise ConfigError(
+                f"expected when_busy to be 'wait', 'drop' or 'fail', got {when_busy!r}"
+            )
         self._storage = open_storage(url)
         self._saver = Saver(self._storage, stage=stage, timeout=timeout)
         self._keep = keep
@@ -84,7 +88,7 @@ class Checkpointer:
         self._overwrite = overwrite
         self._last: Handle | None = None
         # Threads may not ask a storage for its listing while the interpreter ends.
-        self._steps = self._listed()
+        self._steps = self._list_steps_together()
         self._went_back_to: int | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -118,7 +122,7 @@ class Checkpointer:
             ConfigError: the step is negative, or a save is under way and `when_busy` is "fail".
         """
         if step < 0:
-            raise ConfigError(f"a step is 0 or more, got {step}")
+            raise ConfigError(f"expected a step of at least 0, got {step}")
         team = self._saver.team
         if step % self._every_n:
             return Handle(step, Trace(team.rank), is_skipped=True)
@@ -131,7 +135,7 @@ class Checkpointer:
             _log.warning("step %d is not saved: another save is under way", step)
             return Handle(step, Trace(team.rank), is_skipped=True)
         self._last = self._saver.save(
-            commit.step_folder(step),
+            commit.format_step(step),
             state,
             step=step,
             overwrite=self._overwrite,
@@ -152,7 +156,7 @@ class Checkpointer:
             DataError: it is damaged or does not fit.
         """
         self._saver.wait()
-        path = commit.step_folder(step)
+        path = commit.format_step(step)
         report = load_state(self._saver.team, self._storage, path, state, **options)
         later = [one for one in self._steps if one > step]
         if later and self._saver.team.is_coordinator:
@@ -181,7 +185,7 @@ class Checkpointer:
         self._saver.wait()
         team = self._saver.team
         # All load what the coordinator found, whatever else appears meanwhile.
-        newest = team.maximum([max(self._listed(), default=-1)])[0]
+        newest = team.maximum([max(self._list_steps_together(), default=-1)])[0]
         if newest < 0:
             return None
         self.load(newest, state, **options)
@@ -189,7 +193,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps that can be loaded, ascending; looks at the storage."""
-        return commit.steps(self._storage)
+        return commit.list_steps(self._storage)
 
     def close(self) -> None:
         """Waits for the save under way, and raises what went wrong with the last one.
@@ -202,12 +206,12 @@ class Checkpointer:
         if self._last is not None and self._last.committed.done():
             self._last.committed.result()
 
-    def _listed(self) -> list[int]:
+    def _list_steps_together(self) -> list[int]:
         """The steps that the coordinator finds; none on other ranks."""
         found, error = [], None
         try:
             if self._saver.team.is_coordinator:
-                found = commit.steps(self._storage)
+                found = commit.list_steps(self._storage)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
             error = caught
         self._saver.team.agree(error)
@@ -221,13 +225,13 @@ class Checkpointer:
         self._steps = sorted({*self._steps, step})
         if self._went_back_to is not None and self._overwrite:
             for later in [s for s in self._steps if s > self._went_back_to and s != step]:
-                commit.remove_checkpoint(self._storage, commit.step_folder(later))
+                commit.remove_checkpoint(self._storage, commit.format_step(later))
                 self._steps.remove(later)
         self._went_back_to = None
         while self._keep is not None and len(self._steps) > self._keep:
             # The one just written stays, also when training went back to before the others.
             oldest = next(one for one in self._steps if one != step)
-            commit.remove_checkpoint(self._storage, commit.step_folder(oldest))
+            commit.remove_checkpoint(self._storage, commit.format_step(oldest))
             self._steps.remove(oldest)
 
 

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from shared.errors import MeshyardError
+from bytecheckpoint.tools.writers.registry import WRITERS
+from shared.cli import JsonOption, choice, run_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,13 +29,14 @@ folders of torch.distributed.checkpoint (.metadata) are read as well.
 Exit status: 0 done; 1 failed, damaged or different; 2 wrong usage.
 """
 
+_FORMATS = "; ".join(f"{name}: {WRITERS.about(name)}" for name in WRITERS)
 _Run = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
 _Checkpoint = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
 _New = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NEW")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ls:
+class Ls(JsonOption):
     """List the checkpoints of a run: step, size, ranks, tensors.
 
     Example: bytecheckpoint ls /nfs/run7
@@ -45,27 +47,30 @@ class Ls:
 
     def execute(self) -> int:
         """Prints the table; 1 if a checkpoint is damaged or there is none."""
-        from bytecheckpoint.tools.inventory import entries
+        from bytecheckpoint.tools.inventory import list_checkpoints
         from shared.units import format_bytes
 
-        found = entries(self.run)
-        table = _table("checkpoint", "step>", "size>", "ranks>", "files>", "tensors>", "damage")
+        found = list_checkpoints(self.run)
+        table = _make_table(
+            "checkpoint", "step>", "size>", "ranks>", "files>", "tensors>", "damage"
+        )
         for one in found:
             numbers = (one.step, one.num_bytes, one.world_size, one.num_files, one.num_tensors)
             step, size, *rest = ("-" if n is None else n for n in numbers)
             size = size if isinstance(size, str) else format_bytes(size)
             table.add_row(one.path or ".", *map(str, (step, size, *rest)), one.damage)
+        is_damaged = any(one.damage for one in found)
+        if not is_damaged:
+            table.columns.pop()
+        if found or self.json:
+            self.print_result({"checkpoints": [one._asdict() for one in found]}, _draw(table))
         if not found:
             print(f"{self.run}: no checkpoint", file=sys.stderr)
-            return 1
-        if not any(one.damage for one in found):
-            table.columns.pop()
-        _show(table)
-        return int(any(one.damage for one in found))
+        return int(is_damaged or not found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inspect:
+class Inspect(JsonOption):
     """Show the tensors of a checkpoint: name, type, shape, size, chunks.
 
     Example: bytecheckpoint inspect /nfs/run7/step_00000100 --filter '*layers.3.*'
@@ -82,38 +87,48 @@ class Inspect:
         """Prints the table; 1 if nothing matches."""
         import json
 
-        from bytecheckpoint.loading import checkpoint as opened
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.loading.checkpoint import open as open_checkpoint
+        from bytecheckpoint.tools.inventory import find_newest
         from shared.units import format_bytes
 
-        with opened.open(newest(self.checkpoint)) as checkpoint:
+        with open_checkpoint(find_newest(self.checkpoint)) as checkpoint:
             index = checkpoint.index
-            table = _table("tensor", "type", "shape", "size>", "chunks>")
-            total, count = 0, 0
-            wanted = _matcher(self.filter)
+            table = _make_table("tensor", "type", "shape", "size>", "chunks>")
+            total, tensors = 0, []
+            wanted = _make_matcher(self.filter)
             for at in sorted(range(len(index.names)), key=index.names.__getitem__):
                 if not wanted(index.names[at]):
                     continue
                 rows = slice(int(index.rows[at]), int(index.rows[at + 1]))
                 num_bytes = int(index.num_bytes[rows].sum())
-                total, count = total + num_bytes, count + 1
+                total += num_bytes
+                record = {
+                    "name": index.names[at],
+                    "type": index.dtypes[at],
+                    "shape": list(index.shapes[at]),
+                    "num_bytes": num_bytes,
+                    "num_chunks": rows.stop - rows.start,
+                }
+                tensors.append(record)
                 shape = "x".join(map(str, index.shapes[at])) or "scalar"
-                chunks = str(rows.stop - rows.start)
-                size = format_bytes(num_bytes)
+                size, chunks = format_bytes(num_bytes), str(record["num_chunks"])
                 table.add_row(index.names[at], index.dtypes[at], shape, size, chunks)
-            for alias, target in sorted(index.aliases.items()):
-                if wanted(alias):
-                    table.add_row(alias, "", f"tied to {target}", "", "")
-            _show(table)
-            print(f"{count} of {len(index.names)} tensors, {format_bytes(total)}")
+            aliases = {name: to for name, to in sorted(index.aliases.items()) if wanted(name)}
+            for alias, target in aliases.items():
+                table.add_row(alias, "", f"tied to {target}", "", "")
+            count = f"{len(tensors)} of {len(index.names)} tensors, {format_bytes(total)}"
+            result = {"kind": checkpoint.kind, "tensors": tensors, "aliases": aliases}
+            text = f"{_draw(table)}\n{count}"
             if self.values:
-                extra = checkpoint.source.extra
-                print(json.dumps({key: extra[key] for key in ("tree", "ranks")}, indent=1))
+                extra = {key: checkpoint.source.extra[key] for key in ("tree", "ranks")}
+                result |= extra
+                text += f"\n{json.dumps(extra, indent=1)}"
+            self.print_result(result, text)
         return int(not table.row_count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verify:
+class Verify(JsonOption):
     """Check that checkpoints are whole; list every damage.
 
     Example: bytecheckpoint verify /nfs/run7 --deep
@@ -126,34 +141,35 @@ class Verify:
 
     def execute(self) -> int:
         """Prints damages; 1 if there are any or nothing to check."""
-        from bytecheckpoint.tools.inventory import entries
+        from bytecheckpoint.tools.inventory import list_checkpoints
         from bytecheckpoint.tools.verify import verify
         from shared.units import format_bytes
 
-        found = entries(self.run)
+        found = list_checkpoints(self.run)
         total = sum(one.num_bytes or 0 for one in found)
-        num_damages = 0
-        with _progress("reading", total, is_shown=self.deep) as progress:
+        damages, lines = [], []
+        with _show_progress("reading", total, is_shown=self.deep) as progress:
             for one in found:
-                damages = verify(one.url, deep=self.deep, progress=progress)
-                num_damages += len(damages)
-                for damage in damages:
+                for damage in verify(one.url, deep=self.deep, progress=progress):
+                    damages.append({"checkpoint": one.path or self.run, **damage._asdict()})
                     block = "" if damage.block is None else f", block {damage.block}"
-                    print(f"{one.path or self.run}: {damage.file}{block}: {damage.what}")
+                    lines.append(f"{one.path or self.run}: {damage.file}{block}: {damage.what}")
                     if damage.tensors:
-                        print(f"    holds parts of {_some(damage.tensors)}")
+                        lines.append(f"    holds parts of {_shorten(damage.tensors)}")
         how = "every byte" if self.deep else "sizes, headers and tables, not their content (--deep)"
+        if found and not damages:
+            lines = [f"whole checkpoints: {len(found)}, {format_bytes(total)}; looked at {how}"]
+        if lines or self.json:
+            self.print_result({"num_checkpoints": len(found), "damages": damages}, "\n".join(lines))
         if not found:
             print(f"{self.run}: no checkpoint", file=sys.stderr)
-        elif not num_damages:
-            print(f"whole checkpoints: {len(found)}, {format_bytes(total)}; looked at {how}")
-        else:
-            print(f"damages: {num_damages}, checkpoints: {len(found)}", file=sys.stderr)
-        return int(num_damages > 0 or not found)
+        elif damages:
+            print(f"damages: {len(damages)}, checkpoints: {len(found)}", file=sys.stderr)
+        return int(bool(damages) or not found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diff:
+class Diff(JsonOption):
     """Compare two checkpoints, of any formats and layouts, bit by bit.
 
     Example: bytecheckpoint diff /nfs/run7/step_00000100 /nfs/run8/step_00000100
@@ -168,31 +184,37 @@ class Diff:
 
     def execute(self) -> int:
         """Prints what differs; 1 if anything does."""
-        from bytecheckpoint.loading import checkpoint as opened
+        from bytecheckpoint.loading.checkpoint import open as open_checkpoint
         from bytecheckpoint.tools.diff import diff_tensors, diff_values
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.tools.inventory import find_newest
 
-        table = _table("tensor", "differs in", "A", "B", "elements>", "max abs>")
-        num_equal = 0
-        with opened.open(newest(self.a)) as a, opened.open(newest(self.b)) as b:
+        table = _make_table("tensor", "differs in", "A", "B", "elements>", "max abs>")
+        num_equal, tensors = 0, []
+        with open_checkpoint(find_newest(self.a)) as a, open_checkpoint(find_newest(self.b)) as b:
             total = a.index.total_bytes
-            with _progress("comparing", total, is_shown=True) as progress:
-                for one in diff_tensors(a, b, _matcher(self.filter), progress):
+            with _show_progress("comparing", total, is_shown=True) as progress:
+                for one in diff_tensors(a, b, _make_matcher(self.filter), progress):
                     if not one.what:
                         num_equal += 1
-                    elif one.what == "values":
+                        continue
+                    tensors.append(one._asdict())
+                    if one.what == "values":
                         far = (f"{one.num_different:,}", f"{one.max_abs:.3g}")
                         table.add_row(one.name, one.what, one.a, "same", *far)
                     else:
                         table.add_row(one.name, one.what, one.a, one.b, "", "")
             extras = [one.source.extra for one in (a, b)]
+        others = []
         for part in ("tree", "ranks") if self.filter == "*" else ():
             for path, *values in diff_values(extras[0][part], extras[1][part]):
+                others.append({"path": path, "a": values[0], "b": values[1]})
                 shown = (f"{value!r:.40}" for value in values)
                 table.add_row(path, "value", *shown, "", "")
-        if table.row_count:
-            _show(table)
-        print(f"equal tensors: {num_equal}, differences: {table.row_count}")
+        count = f"equal tensors: {num_equal}, differences: {table.row_count}"
+        self.print_result(
+            {"num_equal": num_equal, "tensors": tensors, "values": others},
+            f"{_draw(table)}\n{count}" if table.row_count else count,
+        )
         return int(table.row_count > 0)
 
 
@@ -207,28 +229,27 @@ class Convert:
     """Checkpoint of any format, a file of torch.save too, or a run for its newest."""
     dst: _New
     """What to make: a folder, for torch a file. Must not exist."""
-    to: Literal["dcp", "safetensors", "torch"]
-    """dcp: a folder of torch.distributed.checkpoint; safetensors: the weights for Hugging Face;
-    torch: one file of torch.save, which torch.load(weights_only=True) reads."""
+    to: Annotated[str, choice(WRITERS), tyro.conf.arg(help=_FORMATS)]
     prefix: str | None = None
     """For safetensors: which tensors are the model's, and what is cut from their names."""
 
     def execute(self) -> int:
         """Converts, with a progress bar."""
-        from bytecheckpoint.formats import convert, open_any
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.loading.checkpoint import open_any
+        from bytecheckpoint.tools.convert import convert
+        from bytecheckpoint.tools.inventory import find_newest
 
-        src = newest(self.src)
+        src = find_newest(self.src)
         with open_any(src) as checkpoint:
             total = checkpoint.index.total_bytes
-        with _progress("writing", total, is_shown=True) as progress:
+        with _show_progress("writing", total, is_shown=True) as progress:
             convert(src, self.dst, self.to, prefix=self.prefix, progress=progress)
         print(self.dst)
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reshard:
+class Reshard(JsonOption):
     """Rewrite a checkpoint as files of equal size, one a rank, without starting any rank.
 
     Loading on another number of ranks needs no such thing. It pays where one checkpoint is read
@@ -247,23 +268,26 @@ class Reshard:
 
     def execute(self) -> int:
         """Rewrites, with a progress bar."""
-        from bytecheckpoint.loading import checkpoint as opened
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.loading.checkpoint import open as open_checkpoint
+        from bytecheckpoint.tools.inventory import find_newest
         from bytecheckpoint.tools.reshard import reshard
         from shared.units import format_bytes
 
-        src = newest(self.src)
-        with opened.open(src) as checkpoint:
+        src = find_newest(self.src)
+        with open_checkpoint(src) as checkpoint:
             total = checkpoint.index.total_bytes
-        with _progress("writing", total, is_shown=True) as progress:
+        with _show_progress("writing", total, is_shown=True) as progress:
             sizes = reshard(src, self.dst, self.world, progress=progress)
         smallest, largest = (format_bytes(pick(sizes, default=0)) for pick in (min, max))
-        print(f"{self.dst}: {len(sizes)} files of {smallest} to {largest}")
+        self.print_result(
+            {"dst": self.dst, "file_bytes": sizes},
+            f"{self.dst}: {len(sizes)} files of {smallest} to {largest}",
+        )
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class Timeline(JsonOption):
     """Show what a save spent its seconds on, rank by rank.
 
     Example: bytecheckpoint timeline /nfs/run7 --out timeline
@@ -279,36 +303,51 @@ class Timeline:
         """Prints seconds by stage and writes the files; 1 if the checkpoint has no trace."""
         import json
 
-        from bytecheckpoint.loading import checkpoint as opened
+        from bytecheckpoint.loading.checkpoint import open as open_checkpoint
         from bytecheckpoint.tools import report
-        from bytecheckpoint.tools.inventory import newest
+        from bytecheckpoint.tools.inventory import find_newest
         from shared.units import format_bytes, format_s
 
-        url = newest(self.checkpoint)
-        with opened.open(url) as checkpoint:
-            spans = report.spans_of(checkpoint.source.extra.get("trace", []))
+        url = find_newest(self.checkpoint)
+        with open_checkpoint(url) as checkpoint:
+            spans = report.parse_spans(checkpoint.source.extra.get("trace", []))
         if not spans:
             print(f"{url}: was saved without a trace", file=sys.stderr)
             return 1
-        table = _table("stage", "median>", "slowest>", "on rank>", "bytes>", "GB/s a rank>")
-        for one in report.stage_times(spans):
+        stages = []
+        table = _make_table("stage", "median>", "slowest>", "on rank>", "bytes>", "GB/s a rank>")
+        for one in report.sum_stages(spans):
             slowest = float(one.seconds.max())
             busy = float(one.seconds.sum())
             rate = f"{one.num_bytes / busy / 1e9:.2f}" if one.num_bytes and busy else ""
             moved = format_bytes(one.num_bytes) if one.num_bytes else ""
-            median = format_s(float(sorted(one.seconds)[len(one.seconds) // 2]))
-            table.add_row(one.stage, median, format_s(slowest), str(one.slowest), moved, rate)
-        _show(table)
+            median = float(sorted(one.seconds)[len(one.seconds) // 2])
+            shown = (format_s(median), format_s(slowest), str(one.slowest), moved, rate)
+            table.add_row(one.stage, *shown)
+            stages.append(
+                {
+                    "stage": one.stage,
+                    "median_s": median,
+                    "slowest_s": slowest,
+                    "slowest_rank": one.slowest,
+                    "num_bytes": one.num_bytes,
+                }
+            )
+        paths = []
         if self.out is not None:
             self.out.mkdir(parents=True, exist_ok=True)
-            (self.out / "trace.json").write_text(json.dumps(report.chrome_trace(spans)))
+            (self.out / "trace.json").write_text(json.dumps(report.make_chrome_trace(spans)))
             report.draw_heat(spans, f"save of {url}", self.out / "heat.svg")
-            print(f"{self.out / 'trace.json'}\n{self.out / 'heat.svg'}")
+            paths = [str(self.out / "trace.json"), str(self.out / "heat.svg")]
+        self.print_result(
+            {"checkpoint": url, "stages": stages, "files": paths},
+            "\n".join([_draw(table), *paths]),
+        )
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gc:
+class Gc(JsonOption):
     """Remove what saves that never ended left behind; only shows it without --yes.
 
     A save that is under way looks the same: run it when none is.
@@ -322,19 +361,18 @@ class Gc:
     """Remove it."""
 
     def execute(self) -> int:
-        """Prints what is, or would be, removed."""
+        """Removes it, or prints what would be removed."""
         from bytecheckpoint.storage import open_storage
-        from bytecheckpoint.storage.files.commit import garbage, remove_garbage
+        from bytecheckpoint.storage.files.commit import find_garbage, remove_garbage
 
         storage = open_storage(self.run)
-        found = garbage(storage)
-        for path in found:
-            print(f"{'removed' if self.yes else 'would remove'} {path}")
-            if self.yes:
-                remove_garbage(storage, [path])
-        if not found:
-            print("nothing to remove")
-        elif not self.yes:
+        found = find_garbage(storage)
+        if self.yes:
+            remove_garbage(storage, found)
+        what = "removed" if self.yes else "would remove"
+        lines = [f"{what} {path}" for path in found] or ["nothing to remove"]
+        self.print_result({"paths": found, "is_removed": self.yes}, "\n".join(lines))
+        if found and not self.yes:
             print("nothing was removed; add --yes, when no save is under way", file=sys.stderr)
         return 0
 
@@ -358,48 +396,40 @@ class Demo:
         return 0 if demo.run(self.out, is_full=self.full) else 1
 
 
-_Command = (
-    Annotated[Ls, tyro.conf.subcommand("ls")]
-    | Annotated[Inspect, tyro.conf.subcommand("inspect")]
-    | Annotated[Verify, tyro.conf.subcommand("verify")]
-    | Annotated[Diff, tyro.conf.subcommand("diff")]
-    | Annotated[Convert, tyro.conf.subcommand("convert")]
-    | Annotated[Reshard, tyro.conf.subcommand("reshard")]
-    | Annotated[Timeline, tyro.conf.subcommand("timeline")]
-    | Annotated[Gc, tyro.conf.subcommand("gc")]
-    | Annotated[Demo, tyro.conf.subcommand("demo")]
-)
+_COMMANDS = {
+    "ls": Ls,
+    "inspect": Inspect,
+    "verify": Verify,
+    "diff": Diff,
+    "convert": Convert,
+    "reshard": Reshard,
+    "timeline": Timeline,
+    "gc": Gc,
+    "demo": Demo,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand.
+    """Runs one subcommand and returns the exit status.
 
     Args:
         argv: the arguments; the process's own when left out.
-
-    Returns:
-        The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    command = tyro.cli(_Command, prog="bytecheckpoint", description=_ABOUT, args=argv)  # type: ignore[arg-type]
-    try:
-        return command.execute()
-    except (MeshyardError, OSError) as error:
-        print(f"bytecheckpoint: {error}", file=sys.stderr)
-        return 1
+    return run_command(_COMMANDS, prog="bytecheckpoint", about=_ABOUT, argv=argv)
 
 
-def _matcher(pattern: str) -> Callable[[str], bool]:
+def _make_matcher(pattern: str) -> Callable[[str], bool]:
     if not set("*?[") & set(pattern):
         pattern = f"*{pattern}*"
     return lambda name: fnmatchcase(name, pattern)
 
 
-def _some(names: tuple[str, ...]) -> str:
+def _shorten(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     return ", ".join(names[:8]) + more
 
 
-def _table(*columns: str) -> Table:
+def _make_table(*columns: str) -> Table:
     """A table without lines; columns that end in > are of numbers."""
     from rich.table import Table
 
@@ -412,18 +442,20 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _show(table: Table) -> None:
+def _draw(table: Table) -> str:
     from rich.console import Console
 
     # What goes into a file or pipe is not broken to the width of no terminal.
     console = Console()
-    console.print(table) if console.is_terminal else Console(width=10**6).print(
-        table, soft_wrap=True
-    )
+    if not console.is_terminal:
+        console = Console(width=10**6)
+    with console.capture() as captured:
+        console.print(table, soft_wrap=not console.is_terminal)
+    return captured.get().rstrip("\n")
 
 
 @contextmanager
-def _progress(what: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
+def _show_progress(what: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
     from rich import progress
     from rich.console import Console
 

@@ -11,9 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
 
 import bytecheckpoint as bcp
-from bytecheckpoint.formats import convert
-from bytecheckpoint.formats.hf import INDEX_NAME, write_hf
-from bytecheckpoint.tools.writers.output import slabs
+from bytecheckpoint.formats.hf import INDEX_NAME
+from bytecheckpoint.tools.convert import convert
+from bytecheckpoint.tools.writers.hf import write_hf
+from bytecheckpoint.tools.writers.slabs import cut_slabs
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
@@ -203,7 +204,10 @@ def long_header(folder):
         (long_header, "expected a safetensors header"),
         (in_index(lambda c: c["weight_map"].update(w="../secret")), "leads out"),
         (in_index(lambda c: c["weight_map"].update(w=3)), "leads out"),
-        (in_index(lambda c: c["weight_map"].update(w="gone.safetensors")), "file is missing"),
+        (
+            in_index(lambda c: c["weight_map"].update(w="gone.safetensors")),
+            "expected a file, found none",
+        ),
         (in_index(lambda c: c.pop("weight_map")), "expected JSON with a weight_map"),
     ],
 )
@@ -216,7 +220,7 @@ def test_headers_that_mislead_are_refused(repository, change, message):
 def test_a_name_in_two_files_is_refused(tmp_path):
     for name in ("a", "b"):
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(DataError, match=r"b\.safetensors: 'w' stands in another file"):
+    with pytest.raises(DataError, match=r"b\.safetensors: expected 'w' in one file"):
         bcp.open(tmp_path)
 
 
@@ -246,7 +250,7 @@ def test_damaged_headers_are_data_errors_or_harmless(repository):
 def test_slabs_are_the_elements_in_order_and_none_too_large(offsets, sizes, limit, itemsize):
     box = Box(tuple(offsets[: len(sizes)]), tuple(sizes))
     grid = torch.arange(box.numel).view(sizes)
-    parts = list(slabs(box, itemsize, limit))
+    parts = list(cut_slabs(box, itemsize, limit))
     assert all(part.numel * itemsize <= max(limit, itemsize) for part in parts)
     seen = [grid[part.within(box)].reshape(-1) for part in parts]
     assert torch.equal(torch.cat(seen) if seen else grid.reshape(-1), torch.arange(box.numel))

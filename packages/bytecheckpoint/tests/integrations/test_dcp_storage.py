@@ -22,14 +22,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
 from bytecheckpoint import DCPReader, DCPWriter
+from bytecheckpoint.saving import file_stream
 from bytecheckpoint.saving.writer import hash_blocks
 from bytecheckpoint.storage import open_storage
 from bytecheckpoint.storage.files import commit
-from bytecheckpoint.storage.files.data_file import data_file
+from bytecheckpoint.storage.files.data_file import size_file
 from bytecheckpoint.storage.files.index import BLOCK_BYTES
 from bytecheckpoint.storage.local import LocalSink
 from bytecheckpoint.tools.verify import verify
-from bytecheckpoint.tools.writers import data_stream as stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -216,7 +216,7 @@ def test_nothing_is_committed_when_a_rank_fails(pool, tmp_path):
         assert "RANK 1" in message
     assert pool.run(load_resharded, path).results == [3, 3]
     # The rank that failed removed all, but for what the other may have written later.
-    assert len(commit.garbage(open_storage(str(tmp_path)), "step")) <= 1
+    assert len(commit.find_garbage(open_storage(str(tmp_path)), "step")) <= 1
 
 
 def test_a_full_disk_leaves_nothing_and_says_so(tmp_path, monkeypatch):
@@ -334,7 +334,7 @@ def test_reads_other_formats_by_ranges(tmp_path):
         loaded = {"matrix": torch.zeros(1000, 100)}
         dcp.load(loaded, storage_reader=reader, planner=DefaultLoadPlanner(allow_partial_load=True))
         assert torch.equal(loaded["matrix"], matrix)
-        assert reader._source.num_bytes_read == matrix.nbytes
+        assert reader.num_bytes_read == matrix.nbytes
     loaded = {"matrix": torch.zeros(1000, 100), "step": 0}
     dcp.load(loaded, storage_reader=DCPReader(tmp_path / "dcp"))
     assert loaded["step"] == 3
@@ -415,11 +415,11 @@ def test_ranks_that_do_not_coordinate_are_refused(tmp_path):
 )
 def test_files_are_streamed_in_blocks(tmp_path, monkeypatch, num_bytes):
     """A write is of two blocks here, so that files have several."""
-    monkeypatch.setattr(stream, "WRITE_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(file_stream, "WRITE_BYTES", 2 * BLOCK_BYTES)
     storage = open_storage(str(tmp_path))
     data = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).numpy().tobytes()
-    file = data_file("rank-00000.safetensors", num_bytes)
-    with stream.FileStream(storage, "data", file) as out:
+    file = size_file("rank-00000.safetensors", num_bytes)
+    with file_stream.FileStream(storage, "data", file) as out:
         for start in range(0, num_bytes, 100_001):
             out.write(data[start : start + 100_001])
         record = out.finish()

@@ -4,12 +4,12 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from bytecheckpoint.planner.planner import Part, Pieces, assign_writers, plan
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.planner.planner import Pieces, RankPart, assign_writers, plan
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import Index
 from shared.errors import ConfigError, DataError
 from shared.topology import Box, decompose
@@ -73,7 +73,7 @@ def owners_of(pieces: list[Pieces], name: str, box: Box) -> set[int]:
     return found
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(worlds(), st.sampled_from([0, 1, 100, MIB]))
 def test_every_element_is_written_once_by_one_who_holds_it(pieces, split_bytes):
     planned = plan(Pieces.merge(pieces), len(pieces), split_bytes=split_bytes)
@@ -91,7 +91,7 @@ def test_parts_fill_their_files_without_gaps(pieces):
     planned = plan(Pieces.merge(pieces), len(pieces), split_bytes=64)
     rows_written, files = 0, []
     for rank in range(len(pieces)):
-        part = Part.decode(planned.part(rank).encode())
+        part = RankPart.decode(planned.part(rank).encode())
         assert part.rank == rank
         if part.file is None:
             assert part.rows == []
@@ -99,7 +99,7 @@ def test_parts_fill_their_files_without_gaps(pieces):
         dtypes = dict(zip(part.names, part.dtypes, strict=True))
         position, last = len(part.header), 16
         for name, box, start in part.rows:
-            itemsize = dtype_named(dtypes[name]).itemsize
+            itemsize = parse_dtype(dtypes[name]).itemsize
             assert start == position
             assert start % itemsize == 0
             assert itemsize <= last
@@ -150,7 +150,7 @@ def test_boxes_of_other_dimensions():
 
 
 def test_other_bytes_are_no_pieces():
-    for kind in (Pieces, Part):
+    for kind in (Pieces, RankPart):
         with pytest.raises(DataError, match="same version"):
             kind.decode(b"\x93\x01\x02\x03")
 
@@ -249,7 +249,7 @@ def test_one_writer_each_among_the_owners(chunks):
     assert load.tolist() == expected.tolist()
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
 def test_lpt_keeps_its_bound(sizes, num_ranks):
     best = min(
@@ -294,7 +294,8 @@ def least_highest_load(sizes: list[int], owners: list[list[int]]) -> float:
 megabytes = st.integers(0, 300 * MIB)
 
 
-@settings(max_examples=60)
+# Small sizes are drawn often, and say nothing about the last line.
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 @given(owned_chunks(max_ranks=6, max_chunks=12, sizes=megabytes), st.sampled_from([True, 4 * MIB]))
 def test_shares_are_whole_and_as_even_as_can_be(chunks, split):
     sizes, owners = chunks

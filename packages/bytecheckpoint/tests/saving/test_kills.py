@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-NUM_KILLS = 20
+NUM_KILLS = 12
 NUM_KILLS_SLOW = 200
 WORLD_SIZE = 2
 
@@ -95,9 +95,9 @@ def test_what_kills_left_behind_is_collected(tmp_path):
     from bytecheckpoint.storage.local import LocalStorage
 
     storage = LocalStorage(tmp_path)
-    commit.remove_garbage(storage, commit.garbage(storage))
-    assert commit.garbage(storage) == []
-    assert commit.steps(storage) == [0]
+    commit.remove_garbage(storage, commit.find_garbage(storage))
+    assert commit.find_garbage(storage) == []
+    assert commit.list_steps(storage) == [0]
     assert len(list(tmp_path.glob("step_*/data-*"))) == 1
     assert found["newest"] >= 0
 

@@ -15,7 +15,7 @@ from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from bytecheckpoint.storage.local import LocalStorage
 from shared.errors import DataError
 
-from ..toy import save, version_of
+from .toy import save, version_of
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -42,16 +42,16 @@ def seal(storage, path, manifest):
 
 
 def test_appears_is_found_and_goes_away(storage):
-    assert commit.steps(storage) == []
+    assert commit.list_steps(storage) == []
     for step in (100_000_000, 20, 3):
         save(storage, step, 0)
-    assert commit.steps(storage) == [3, 20, 100_000_000]
+    assert commit.list_steps(storage) == [3, 20, 100_000_000]
     assert [version_of(storage, step) for step in (3, 20, 100_000_000)] == [0, 0, 0]
-    commit.remove_checkpoint(storage, commit.step_folder(20))
-    commit.remove_checkpoint(storage, commit.step_folder(21))
-    assert commit.steps(storage) == [3, 100_000_000]
+    commit.remove_checkpoint(storage, commit.format_step(20))
+    commit.remove_checkpoint(storage, commit.format_step(21))
+    assert commit.list_steps(storage) == [3, 100_000_000]
     assert storage.list("") == ["step_00000003", "step_100000000"]
-    assert commit.garbage(storage) == []
+    assert commit.find_garbage(storage) == []
 
 
 def test_lies_in_the_root_itself(storage):
@@ -68,12 +68,12 @@ def test_is_replaced_only_if_asked(storage):
     with pytest.raises(FileExistsError, match=r"step_00000001/manifest\.json"):
         save(storage, 1, 1)
     assert version_of(storage, 1) == 0
-    [left] = commit.garbage(storage)
+    [left] = commit.find_garbage(storage)
     commit.remove_garbage(storage, [left])
     second = save(storage, 1, 2, overwrite=True)
     assert version_of(storage, 1) == 2
     assert first.data != second.data
-    assert storage.list(commit.step_folder(1)) == [second.data, MANIFEST_NAME]
+    assert storage.list(commit.format_step(1)) == [second.data, MANIFEST_NAME]
 
 
 def test_one_of_several_savers_wins(storage):
@@ -99,15 +99,15 @@ def test_needs_all_data_files(storage, monkeypatch):
     monkeypatch.setattr(storage, "size", lambda path: size(path + "x"))
     with pytest.raises(DataError, match=r"rank-00000\.safetensors: expected .* nothing"):
         save(storage, 1, 0)
-    assert commit.steps(storage) == []
-    assert MANIFEST_NAME not in storage.list(commit.step_folder(1))
+    assert commit.list_steps(storage) == []
+    assert MANIFEST_NAME not in storage.list(commit.format_step(1))
 
 
 def test_folders_listed_late(storage, monkeypatch):
     """A file that another host wrote may be there before it is listed."""
     monkeypatch.setattr(storage, "sizes", lambda path: {"rank-00000.safetensors": 0})
     save(storage, 1, 0)
-    assert commit.steps(storage) == [1]
+    assert commit.list_steps(storage) == [1]
 
 
 @pytest.mark.parametrize("appears", [False, True])
@@ -129,11 +129,11 @@ def test_a_save_that_fails_at_the_end(storage, monkeypatch, appears):
         if data not in (old.data, MANIFEST_NAME):
             commit.discard(storage, "step_00000001", data)
     assert version_of(storage, 1) == appears
-    assert commit.garbage(storage) == ([f"step_00000001/{old.data}"] if appears else [])
+    assert commit.find_garbage(storage) == ([f"step_00000001/{old.data}"] if appears else [])
 
 
 def test_discarding_without_a_manifest_to_go_by(local):
-    data = commit.data_folder()
+    data = commit.draw_folder_name()
     put(local, f"step_00000001/{data}/a", b"")
     put(local, f"step_00000001/{MANIFEST_NAME}", b"damaged")
     commit.discard(local, "step_00000001", data)
@@ -153,30 +153,30 @@ def test_old_data_that_cannot_be_removed(local, monkeypatch):
     monkeypatch.setattr(local, "remove_tree", refuse)
     save(local, 1, 1, overwrite=True)
     assert version_of(local, 1) == 1
-    assert commit.garbage(local) == [f"step_00000001/{old.data}"]
+    assert commit.find_garbage(local) == [f"step_00000001/{old.data}"]
 
 
 def test_garbage_is_what_nobody_names(storage):
     kept = save(storage, 1, 0)
-    put(storage, f"step_00000001/{commit.data_folder()}/rank-00000.safetensors", b"dead")
-    put(storage, f"step_00000002/{commit.data_folder()}/rank-00000.safetensors", b"dead")
+    put(storage, f"step_00000001/{commit.draw_folder_name()}/rank-00000.safetensors", b"dead")
+    put(storage, f"step_00000002/{commit.draw_folder_name()}/rank-00000.safetensors", b"dead")
     put(storage, "step_00000001/.manifest.json.0123456789ab", b"dead")
     put(storage, "step_00000001/notes.txt", b"alive")
     put(storage, "logs/data.txt", b"alive")
     save(storage, 3, 0)
     put(storage, "step_00000003/manifest.json", b"damaged, but its data may be wanted")
-    found = commit.garbage(storage)
+    found = commit.find_garbage(storage)
     assert len(found) == 3
     commit.remove_garbage(storage, found)
-    assert commit.garbage(storage) == []
-    assert commit.steps(storage) == [1]
+    assert commit.find_garbage(storage) == []
+    assert commit.list_steps(storage) == [1]
     assert storage.list("") == ["logs", "step_00000001", "step_00000003"]
     assert storage.list("step_00000001") == [kept.data, MANIFEST_NAME, "notes.txt"]
     assert len(storage.list("step_00000003")) == 2
 
 
 def test_what_others_left_in_a_step_is_no_garbage(storage):
-    ours = commit.data_folder()
+    ours = commit.draw_folder_name()
     for path in (
         "step_00000100/.metadata",  # a folder of DCP
         "step_00000100/__0_0.distcp",
@@ -189,7 +189,7 @@ def test_what_others_left_in_a_step_is_no_garbage(storage):
         put(storage, path, b"theirs or dead")
     if storage.has_rename:
         (Path(storage.url) / "step_00000500").mkdir()
-    found = commit.garbage(storage)
+    found = commit.find_garbage(storage)
     empty = ["step_00000500"] * storage.has_rename
     assert found == [f"step_00000200/{ours}", "step_00000400", *empty]
     commit.remove_garbage(storage, found)
@@ -206,11 +206,11 @@ def test_what_a_failed_save_leaves_depends_on_whether_it_may_appear(storage):
         (True, DataError("a file is missing"), False),
         (True, KeyboardInterrupt(), not storage.has_rename),
     ):
-        data = commit.data_folder()
+        data = commit.draw_folder_name()
         put(storage, f"step_00000001/{data}/a", b"")
         with (
             pytest.raises(type(error)),
-            commit.discarding(storage, "step_00000001", data, may_appear=may_appear),
+            commit.discard_on_error(storage, "step_00000001", data, may_appear=may_appear),
         ):
             raise error
         assert (data in storage.list("step_00000001")) == is_left
@@ -234,7 +234,7 @@ def test_files_are_looked_for(local, name, harm):
         put(local, where, content[:-1] if harm == "short" else content + b"\0")
     with pytest.raises(DataError, match=name):
         commit.check_files(local, "step_00000001", manifest)
-    assert commit.steps(local) == [2]
+    assert commit.list_steps(local) == [2]
     if name != "rank-00001.safetensors":
         with pytest.raises(DataError, match=name):
             version_of(local, 1)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from bytecheckpoint.storage.files import data_file as shard
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files import data_file
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import BLOCK_BYTES, ChunkTable
 from shared.errors import DataError
 from shared.topology import Box
@@ -43,9 +43,9 @@ def entries_of(header: bytes) -> dict:
 
 
 def file_of(chunks: list[tuple[str, torch.Tensor, Box]]) -> bytes:
-    header = shard.header((name, str(t.dtype)[6:], box) for name, t, box in chunks)
+    header = data_file.encode_header((name, str(t.dtype)[6:], box) for name, t, box in chunks)
     data = b"".join(t.reshape(-1).view(torch.uint8).numpy().tobytes() for _, t, _ in chunks)
-    file = shard.data_file("rank-00000.safetensors", len(header) + len(data))
+    file = data_file.size_file("rank-00000.safetensors", len(header) + len(data))
     return header + data + bytes(range(1, 9)) * ((file.num_bytes - file.hashed_bytes) // 8)
 
 
@@ -53,9 +53,9 @@ def file_of(chunks: list[tuple[str, torch.Tensor, Box]]) -> bytes:
 def test_lengths_of_entries_are_known_without_making_them(chunks):
     names, dtypes, boxes = zip(*chunks, strict=True) if chunks else ((), (), ())
     ndim = max((len(box.sizes) for box in boxes), default=0)
-    num_bytes = [b.numel * dtype_named(t).itemsize for b, t in zip(boxes, dtypes, strict=True)]
+    num_bytes = [b.numel * parse_dtype(t).itemsize for b, t in zip(boxes, dtypes, strict=True)]
     end = np.cumsum([0, *num_bytes])[1:]
-    lengths = shard.entry_bytes(
+    lengths = data_file.count_entry_bytes(
         names,
         dtypes,
         [len(box.sizes) for box in boxes],
@@ -71,17 +71,17 @@ def test_lengths_of_entries_are_known_without_making_them(chunks):
         end - np.array(num_bytes, dtype=np.int64),
         end,
     )
-    header = shard.header(chunks)
+    header = data_file.encode_header(chunks)
     assert 1 + lengths.sum() == header.rindex(b'"__xxh3__"') - 8
-    assert shard.header_bytes(int(lengths.sum())) == len(header)
+    assert data_file.count_header_bytes(int(lengths.sum())) == len(header)
 
 
 @given(chunk_lists())
 def test_header_says_what_lies_where(chunks):
-    header = shard.header(chunks)
-    assert len(header) % shard.ALIGN_BYTES == 0
+    header = data_file.encode_header(chunks)
+    assert len(header) % data_file.ALIGN_BYTES == 0
     entries = entries_of(header)
-    assert list(entries)[-1] == shard.TABLE_NAME
+    assert list(entries)[-1] == data_file.TABLE_NAME
     position = 0
     for (name, dtype, box), (key, entry) in zip(chunks, entries.items(), strict=False):
         tensor, _, offsets = key.rpartition("@")
@@ -89,13 +89,13 @@ def test_header_says_what_lies_where(chunks):
         assert offsets == ",".join(map(str, box.offsets))
         begin, end = entry["data_offsets"]
         assert begin == position
-        assert end - begin == box.numel * dtype_named(dtype).itemsize
+        assert end - begin == box.numel * parse_dtype(dtype).itemsize
         position = end
-    table = entries[shard.TABLE_NAME]
+    table = entries[data_file.TABLE_NAME]
     hashed = len(header) + position
     count = 8 * -(-hashed // BLOCK_BYTES)
     assert table == {"dtype": "U8", "shape": [count], "data_offsets": [position, position + count]}
-    assert shard.data_file("x", hashed).num_bytes == hashed + count
+    assert data_file.size_file("x", hashed).num_bytes == hashed + count
 
 
 def test_safetensors_reads_the_file():
@@ -117,13 +117,12 @@ def test_safetensors_reads_the_file():
     # Types without a name are there as bytes, in a further dimension.
     assert torch.equal(found["c@7"].view(torch.complex64).view(3), chunks[0][1])
     assert found["new@0,0"].shape == (2, 2, 1)
-    assert found[shard.TABLE_NAME].tolist() == list(range(1, 9))
+    assert found[data_file.TABLE_NAME].tolist() == list(range(1, 9))
     assert len(found) == len(chunks) + 1
 
 
-def test_header_larger_than_readers_take(monkeypatch):
-    monkeypatch.setattr(shard, "_MAX_HEADER_BYTES", 8192)
+def test_header_larger_than_readers_take():
     few = [(f"tensor.{at}", "float32", Box((0,), (1,))) for at in range(50)]
-    assert len(shard.header(few)) == 4096
+    assert len(data_file.encode_header(few, max_bytes=8192)) == 4096
     with pytest.raises(DataError, match="500 chunks in one file"):
-        shard.header(few * 10)
+        data_file.encode_header(few * 10, max_bytes=8192)

@@ -13,7 +13,7 @@ import xxhash
 import bytecheckpoint as bcp
 from bytecheckpoint.loading.reader import UNIT_BYTES
 from bytecheckpoint.storage.files import commit
-from bytecheckpoint.storage.files.index import BLOCK_BYTES, num_blocks
+from bytecheckpoint.storage.files.index import BLOCK_BYTES, count_blocks
 from bytecheckpoint.storage.files.manifest import Manifest
 from bytecheckpoint.storage.local import LocalStorage
 from bytecheckpoint.tools.reshard import reshard
@@ -389,7 +389,7 @@ def test_values_of_another_state_are_refused_or_ignored_but_never_run(copy):
             {"tree": {"n": {"step": tree, "text": ""}}, "ranks": {}, "trace": []}
         ).encode()
         (copy / manifest.data / "extra.json").write_bytes(extra)
-        changed = msgspec.structs.replace(manifest, extra=commit.record("extra.json", extra))
+        changed = msgspec.structs.replace(manifest, extra=commit.describe_file("extra.json", extra))
         (copy / "manifest.json").write_bytes(changed.encode())
         into = empty()
         with pytest.raises(DataError):
@@ -403,7 +403,9 @@ def test_values_of_another_state_are_refused_or_ignored_but_never_run(copy):
         b"{",
     ):
         (copy / manifest.data / "extra.json").write_bytes(content)
-        changed = msgspec.structs.replace(manifest, extra=commit.record("extra.json", content))
+        changed = msgspec.structs.replace(
+            manifest, extra=commit.describe_file("extra.json", content)
+        )
         (copy / "manifest.json").write_bytes(changed.encode())
         with pytest.raises(DataError):
             bcp.load(copy, {"n": {"step": -1, "text": ""}})
@@ -413,8 +415,8 @@ def test_the_table_covers_every_byte_before_it(originals):
     for file in data_files(originals / "two1"):
         content = file.read_bytes()
         hashed = len(content) - 8 * -(-len(content) // (BLOCK_BYTES + 8))
-        assert num_blocks(hashed) * 8 == len(content) - hashed
-        for block in range(num_blocks(hashed)):
+        assert count_blocks(hashed) * 8 == len(content) - hashed
+        for block in range(count_blocks(hashed)):
             data = content[block * BLOCK_BYTES : min((block + 1) * BLOCK_BYTES, hashed)]
             at = hashed + 8 * block
             assert xxhash.xxh3_64_digest(data)[::-1] == content[at : at + 8]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import bytecheckpoint as bcp
 from bytecheckpoint.loading.source import split_url
 from bytecheckpoint.storage import WRITE_BYTES, Sink, Storage, local, open_storage
-from bytecheckpoint.storage import fsspec as by_fsspec
+from bytecheckpoint.storage.fsspec import FsspecStorage
 from bytecheckpoint.storage.local import LocalStorage
 from bytecheckpoint.storage.s3 import S3Storage
 from shared.errors import ConfigError
@@ -50,11 +50,10 @@ def proxy(s3_server):
 
 
 @pytest.fixture
-def flaky(s3, proxy, monkeypatch):
+def flaky(s3, proxy):
     """Storage behind a proxy that fails as told, and the proxy."""
-    monkeypatch.setattr(by_fsspec, "_WAITS_S", (0.001,) * 3)
     proxy.fail_each_once, proxy.fail_always, proxy.failed = "", "", []
-    return S3Storage(s3 + "/run", endpoint_url=proxy.url), proxy
+    return S3Storage(s3 + "/run", waits_s=(0.001,) * 3, endpoint_url=proxy.url), proxy
 
 
 def page_aligned(content):
@@ -140,7 +139,7 @@ def test_missing_and_short_files(storage):
         with pytest.raises(OSError, match=rf"short: expected {num_bytes} bytes .* after {got} of"):
             read(storage, "short", offset, num_bytes)
     with pytest.raises(OSError, match="short: expected"):
-        read(storage, "short", 0, 3 * by_fsspec._READ_BYTES)
+        read(storage, "short", 0, 3 * WRITE_BYTES)
 
 
 def test_paths_stay_below_the_root(storage):
@@ -180,7 +179,9 @@ def test_abort_leaves_nothing(storage):
     assert storage.sizes("a") == {}
     if storage.url.startswith("s3"):
         bucket = storage.url.split("/")[2]
-        assert "Uploads" not in storage._fs.call_s3("list_multipart_uploads", Bucket=bucket)
+        assert "Uploads" not in fsspec.filesystem("s3").call_s3(
+            "list_multipart_uploads", Bucket=bucket
+        )
 
 
 def test_unknown_protocols():
@@ -233,7 +234,7 @@ def test_a_checkpoint_may_be_all_there_is(request, tmp_path, monkeypatch, kind):
     if kind == "s3":
         request.getfixturevalue("s3")
         url = f"s3://{uuid.uuid4().hex}"
-        S3Storage(url)._fs.mkdir(url)
+        fsspec.filesystem("s3").mkdir(url)
     else:
         url = f"memory://{uuid.uuid4().hex}" if kind == "memory" else f"file://{tmp_path}/only"
     for value in (1, 2):
@@ -369,19 +370,26 @@ def test_a_link_whose_answer_was_lost(folder, monkeypatch):
     assert folder.read("a") == b"1"
 
 
-def test_many_threads_read_many_files(folder):
+def test_many_threads_read_many_files(tmp_path):
     """More files than stay open; none is closed under a thread that reads it."""
-    num_files = 3 * local._MAX_OPEN_FILES
-    before = len(os.listdir("/proc/self/fd"))
+    folder = LocalStorage(tmp_path / "run", max_open_files=16)
+    num_files = 3 * 16
     for at in range(num_files):
         folder.publish(f"{at}", b"%06d" % at * 100, overwrite=False)
-    order = [random.Random(0).randrange(num_files) for _ in range(1000)]
+    draw = random.Random(0)
+    order = [draw.randrange(num_files) for _ in range(1000)]
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda at: read(folder, f"{at}", 6, 6), order))
     assert found == [b"%06d" % at for at in order]
-    assert len(os.listdir("/proc/self/fd")) <= before + local._MAX_OPEN_FILES
+    assert count_open_files(folder.url) == 16
     folder.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert count_open_files(folder.url) == 0
+
+
+def count_open_files(path):
+    """How many files of a folder this process has open."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.realpath(link).startswith(path) for link in links)
 
 
 def test_a_file_made_anew_is_not_the_old_one(folder):
@@ -476,8 +484,7 @@ def test_too_many_parts(s3):
 
 
 def test_other_protocols_retry_and_look_before_they_put(monkeypatch):
-    storage = open_storage(f"memory://{uuid.uuid4().hex}/run")
-    monkeypatch.setattr(by_fsspec, "_WAITS_S", (0.001,) * 3)
+    storage = FsspecStorage(f"memory://{uuid.uuid4().hex}/run", waits_s=(0.001,) * 3)
     kind = type(fsspec.filesystem("memory"))
     pipe, cat, fails = kind.pipe_file, kind.cat_file, [1, 2]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bytecheckpoint.ranks.trace import Span
-from bytecheckpoint.tools.report import chrome_trace, draw_heat, spans_of, stage_times
+from bytecheckpoint.tools.report import draw_heat, make_chrome_trace, parse_spans, sum_stages
 from shared.errors import DataError
 
 
@@ -39,7 +39,7 @@ def test_stages_come_in_the_order_of_the_work_with_seconds_that_overlap_counted_
         Span("zeal", 0, 0.0, 0.5, 0),
         Span("plan", 0, 0.0, 0.25, 0),
     ]
-    plan, write, zeal = stage_times(spans)
+    plan, write, zeal = sum_stages(spans)
     assert (plan.stage, write.stage, zeal.stage) == ("plan", "write", "zeal")
     assert write.ranks.tolist() == [0, 1]
     assert write.seconds.tolist() == [0.0, 5.0]
@@ -48,7 +48,7 @@ def test_stages_come_in_the_order_of_the_work_with_seconds_that_overlap_counted_
 
 def test_chrome_trace_has_what_the_format_asks_for():
     spans = [Span("write", 2, 0.5, 1.0, 10**9), Span("write", 2, 1.0, 1.0, 0), *save_spans(2)]
-    trace = json.loads(json.dumps(chrome_trace(spans), allow_nan=False))
+    trace = json.loads(json.dumps(make_chrome_trace(spans), allow_nan=False))
     events = trace["traceEvents"]
     assert len([event for event in events if event["ph"] == "X"]) == len(spans)
     by_thread = {}
@@ -85,9 +85,9 @@ def test_heat_table_names_the_straggler(tmp_path, num_ranks):
 
 
 def test_stored_spans_are_read_and_checked():
-    assert spans_of([["write", 3, 0.5, 1, 7]]) == [Span("write", 3, 0.5, 1.0, 7)]
+    assert parse_spans([["write", 3, 0.5, 1, 7]]) == [Span("write", 3, 0.5, 1.0, 7)]
     for bad in ("x", [["write", 3, 0.5]], [["write", 3, 0.5, -1.0, 0]], [[1, 2, 3.0, 4.0, 5]]):
         with pytest.raises(DataError):
-            spans_of(bad)
+            parse_spans(bad)
     with pytest.raises(DataError, match="saved without a trace"):
         draw_heat([], "nothing", Path("unused.svg"))

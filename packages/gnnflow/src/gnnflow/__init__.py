@@ -22,7 +22,6 @@ if getattr(shared, "__project__", None) != "meshyard":
 
 if TYPE_CHECKING:
     from gnnflow import data, models
-    from gnnflow.data.events import Events
     from gnnflow.features.cache import FeatureCache
     from gnnflow.features.inputs import Inputs, Rows, attach
     from gnnflow.features.store import FeatureStore
@@ -33,8 +32,9 @@ if TYPE_CHECKING:
     from gnnflow.ranks.trainer import DistributedTrainer
     from gnnflow.sampling.mfg import MFG, Sequences
     from gnnflow.sampling.sampler import TemporalSampler
-    from gnnflow.training import evaluation as evaluate
     from gnnflow.training.continual import ContinualTrainer, Round
+    from shared.data import metrics as evaluate
+    from shared.data.events import Events
 
 __all__ = [
     "MFG",
@@ -67,26 +67,26 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "features.cache": ("FeatureCache",),
-    "training.continual": ("ContinualTrainer", "Round"),
-    "ranks.sampler": ("DistributedSampler", "owned", "paired", "rebalance"),
-    "ranks.features": ("DistributedFeatures",),
-    "ranks.trainer": ("DistributedTrainer",),
-    "data.events": ("Events",),
-    "features.store": ("FeatureStore",),
-    "graph.temporal_graph": ("Stats", "TemporalGraph"),
-    "features.inputs": ("Inputs", "Rows", "attach"),
-    "sampling.mfg": ("MFG", "Sequences"),
-    "partitioning.planner": ("PartitionSummary", "partition", "summarize"),
-    "sampling.sampler": ("TemporalSampler",),
+    "gnnflow.features.cache": ("FeatureCache",),
+    "gnnflow.features.inputs": ("Inputs", "Rows", "attach"),
+    "gnnflow.features.store": ("FeatureStore",),
+    "gnnflow.graph.temporal_graph": ("Stats", "TemporalGraph"),
+    "gnnflow.partitioning.planner": ("PartitionSummary", "partition", "summarize"),
+    "gnnflow.ranks.features": ("DistributedFeatures",),
+    "gnnflow.ranks.sampler": ("DistributedSampler", "owned", "paired", "rebalance"),
+    "gnnflow.ranks.trainer": ("DistributedTrainer",),
+    "gnnflow.sampling.mfg": ("MFG", "Sequences"),
+    "gnnflow.sampling.sampler": ("TemporalSampler",),
+    "gnnflow.training.continual": ("ContinualTrainer", "Round"),
+    "shared.data.events": ("Events",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"data": "data", "evaluate": "training.evaluation", "models": "models"}
+_MODULES = {"data": "gnnflow.data", "evaluate": "shared.data.metrics", "models": "gnnflow.models"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
-        return getattr(import_module(f"gnnflow.{_HOME_OF[name]}"), name)
+        return getattr(import_module(_HOME_OF[name]), name)
     if name in _MODULES:
-        return import_module(f"gnnflow.{_MODULES[name]}")
+        return import_module(_MODULES[name])
     raise AttributeError(f"module 'gnnflow' has no attribute {name!r}")

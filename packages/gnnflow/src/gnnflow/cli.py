@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from shared.errors import ConfigError, MeshyardError
+from gnnflow.config import MODELS, Recipe
+from gnnflow.features.policies import CACHE_POLICIES
+from gnnflow.partitioning.methods import PARTITION_METHODS
+from gnnflow.sampling.policies import SAMPLING_POLICIES
+from gnnflow.training.replay_policies import REPLAY_POLICIES
+from shared.cli import JsonOption, choice, run_command
+from shared.errors import ConfigError
+from shared.files import write_atomically
 
 if TYPE_CHECKING:
-    from gnnflow.data.events import Events
+    from gnnflow.training.continual import ContinualTrainer
+    from shared.data.events import Events
 
 __all__ = ["main"]
 
@@ -28,33 +37,59 @@ _Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
-    """Settings that `train` and `continual` share."""
+class _Training(JsonOption):
+    """Options of both `train` and `continual`."""
 
-    model: Literal["tgat", "tf-tgn", "dysat", "sage", "gat"] = "tgat"
-    """Which model; tf-tgn reads a sequence of neighbours with a Transformer decoder."""
+    model: Annotated[str, choice(MODELS)] = "tgat"
+    """Model; tf-tgn reads a sequence of neighbours with a Transformer decoder."""
     dim: int = 100
     """Columns of embeddings."""
     fanouts: tuple[int, ...] = ()
     """Neighbours a hop; the published ones when none are given."""
+    policy: Annotated[str, choice(SAMPLING_POLICIES)] | None = None
+    """Neighbours that are sampled; the model's published policy when none is given."""
     batch_size: int = 600
     """Events a batch."""
     cache: float = 0.0
-    """Share of the edge features in a cache."""
+    """Share of the edge features that a cache holds, from 0 (no cache) to 1."""
+    cache_policy: Annotated[str, choice(CACHE_POLICIES)] = "keep"
+    """Which row leaves the cache when another enters."""
     negatives: Literal["random", "historical", "inductive"] = "random"
-    """What events are told from when they are evaluated."""
+    """Destinations that events are ranked against in evaluations."""
     limit: int | None = None
-    """Only so many events, the first ones."""
+    """Read only the first so many events."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of weights, draws and everything else that is random."""
     placement: Literal["cpu", "cuda", "hybrid"] = "cpu"
-    """Where the graph lies and is sampled."""
+    """Where the graph lies and is sampled; hybrid: edges in host memory that the GPU reads."""
     checkpoint: Path | None = None
-    """Folder to go on from, and to write to."""
+    """Folder to resume from, and to write to."""
+
+    def make_trainer(self, events: Events, **options: Any) -> ContinualTrainer:
+        """A trainer of a new graph, with these and other settings of `ContinualTrainer`."""
+        from gnnflow.training.continual import ContinualTrainer
+
+        recipe = Recipe(
+            model=self.model,
+            dim=self.dim,
+            fanouts=self.fanouts or None,
+            policy=self.policy,
+            cache=self.cache,
+            cache_policy=self.cache_policy,
+            seed=self.seed,
+        )
+        return ContinualTrainer(
+            **recipe.build(events.sorted(), placement=self.placement)._asdict(),
+            batch_size=self.batch_size,
+            negatives=self.negatives,
+            seed=self.seed,
+            checkpoint=self.checkpoint,
+            **options,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Train(_Model):
+class Train(_Training):
     """Train on the first part of a stream in several passes, and evaluate on the rest.
 
     Example: gnnflow train flights --limit 50000 --model tf-tgn --epochs 3
@@ -63,31 +98,36 @@ class Train(_Model):
     data: _Data
     """The events."""
     share: float = 0.7
-    """Of the events that are trained on first; the rest is evaluated, and learnt, in two halves."""
+    """Share of the events that are trained on first; the rest comes in two halves."""
     epochs: int = 3
     """Passes over the first part."""
 
-    def run(self) -> None:
-        """Prints a line for each half."""
+    def execute(self) -> None:
+        """Prints a line for each half, when it is done."""
         if not 0 <= self.share < 1:
             raise ConfigError(f"share: expected 0 or more and below 1, got {self.share}")
         if self.epochs < 1:
             raise ConfigError(f"epochs: expected 1 pass or more, got {self.epochs}")
         events = _read(self.data, self.limit)
         rest = len(events) - int(len(events) * self.share)
-        trainer = _trainer(
-            self, events, warmup=self.share, every=max(1, -(-rest // 2)), replay=0.0,
+        trainer = self.make_trainer(
+            events, warmup=self.share, every=max(1, -(-rest // 2)), replay=0.0,
             warmup_epochs=self.epochs,
         )  # fmt: skip
+        halves = []
         for at, found in enumerate(trainer.run(events), 1):
+            halves.append(found.to_json())
             print(
                 f"half {at}: {found.num_events:,} events, AP {found.ap:.4f}, AUC {found.auc:.4f}, "
-                f"MRR {found.mrr:.4f}"
+                f"MRR {found.mrr:.4f}",
+                file=sys.stderr if self.json else sys.stdout,
             )
+        if self.json:
+            self.print_result({"halves": halves}, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Continual(_Model):
+class Continual(_Training):
     """Go through a stream: evaluate each increment, then learn from it and from replayed events.
 
     Writes rounds.json, continual.svg and a page, continual.html.
@@ -105,37 +145,46 @@ class Continual(_Model):
     """Length of an increment: a time such as 12h or 7D, or a number of events."""
     replay: float = 0.05
     """Past events trained on with an increment, as a share of all there are."""
+    replay_policy: Annotated[str, choice(REPLAY_POLICIES)] = "uniform"
+    """Which past events those are."""
     window: str | None = None
     """Edges older than this expire: a time such as 30D, or a number in the stream's own unit."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints the last round and where the page is."""
-        import json
-
         from gnnflow.training import report
 
         events = _read(self.data, self.limit)
-        every = int(self.every) if self.every.isdecimal() else self.every
-        trainer = _trainer(
-            self, events, warmup=self.warmup, every=every, replay=self.replay, window=self.window
+        trainer = self.make_trainer(
+            events,
+            warmup=self.warmup,
+            every=int(self.every) if self.every.isdecimal() else self.every,
+            replay=REPLAY_POLICIES.get(self.replay_policy)(self.replay, seed=self.seed),
+            window=self.window,
         )
         self.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
         rounds = list(trainer.run(events))
-        (self.out / "rounds.json").write_text(json.dumps([one.to_json() for one in rounds]))
+        text = json.dumps([one.to_json() for one in rounds])
+        write_atomically(self.out / "rounds.json", text)
         page = report.write_page(
             {self.model: rounds},
             self.out,
             title=f"{self.model} on {events.label or self.data}",
             is_unix_time=self.data == "flights",
         )
-        total = sum(one.num_events + one.num_replayed for one in rounds)
-        seconds = sum(one.total_s for one in rounds)
-        mean = sum(one.ap * one.num_events for one in rounds) / sum(o.num_events for o in rounds)
-        print(f"{len(rounds)} rounds, mean AP {mean:.4f}, {total / seconds:,.0f} events/s: {page}")
+        num_events = sum(one.num_events for one in rounds)
+        num_learnt = num_events + sum(one.num_replayed for one in rounds)
+        rate = num_learnt / sum(one.total_s for one in rounds)
+        mean = sum(one.ap * one.num_events for one in rounds) / num_events
+        record = {"num_rounds": len(rounds), "mean_ap": mean, "events_per_s": rate}
+        self.print_result(
+            record | {"page": str(page)},
+            f"{len(rounds)} rounds, mean AP {mean:.4f}, {rate:,.0f} events/s: {page}",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
+class Partition(JsonOption):
     """Assign the nodes of a stream to parts, and say what a partition costs.
 
     Example: gnnflow partition flights --parts 4 --method fennel --out parts.npy
@@ -145,19 +194,19 @@ class Partition:
     """The events."""
     parts: int
     """How many parts."""
-    method: Literal["hash", "round-robin", "least-edges", "ldg", "fennel", "metis"] = "fennel"
-    """How: all but metis decide as the stream arrives."""
+    method: Annotated[str, choice(PARTITION_METHODS)] = "fennel"
+    """How nodes are placed: all but metis decide as the stream arrives."""
     out: Path | None = None
     """File for the part of every node, as a NumPy array."""
     limit: int | None = None
-    """Only so many events, the first ones."""
+    """Read only the first so many events."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints cut edges and balance."""
         import numpy as np
 
-        from gnnflow.data.events import Events
         from gnnflow.partitioning.planner import partition, summarize
+        from shared.data.events import Events
 
         one_way = _read(self.data, self.limit)
         # An event's two entries lie with its two nodes.
@@ -166,13 +215,14 @@ class Partition:
             [Events(one_way.src, one_way.dst, one_way.t, one_way.eid), reverse]
         ).sorted()
         owners = partition(events, self.parts, self.method)
-        print(summarize(events, owners, self.parts))
+        summary = summarize(events, owners, self.parts)
+        self.print_result(asdict(summary), summary)
         if self.out is not None:
             np.save(self.out, owners.numpy())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class Bench(JsonOption):
     """Measure, on this machine and your stream, what insertion and sampling take.
 
     Example: gnnflow bench zipf:100000:1000000
@@ -185,18 +235,18 @@ class Bench:
     fanout: int = 10
     """Neighbours a root."""
     limit: int | None = None
-    """Only so many events, the first ones."""
+    """Read only the first so many events."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints insertions and samples a second, and what the graph takes."""
         from gnnflow.profiler import measure
 
-        for line in measure(_read(self.data, self.limit), self.increment, self.fanout):
-            print(line)
+        found = measure(_read(self.data, self.limit), self.increment, self.fanout)
+        self.print_result(asdict(found), found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Info:
+class Info(JsonOption):
     """Say what is in a stream or in a saved graph (*.safetensors).
 
     Example: gnnflow info events.parquet
@@ -205,19 +255,26 @@ class Info:
     data: _Data
     """The events, or the graph."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints a few lines."""
         if self.data.endswith(".safetensors"):
             from gnnflow.graph.temporal_graph import TemporalGraph
 
-            print(TemporalGraph.load(self.data).stats())
+            stats = TemporalGraph.load(self.data).stats()
+            self.print_result(asdict(stats), stats)
             return
         events = _read(self.data, None)
-        width = 0 if events.features is None else events.features.shape[1]
-        nodes = int(max(events.src.max(), events.dst.max())) + 1 if len(events) else 0
-        print(f"{events.label or self.data}: {len(events):,} events, ids below {nodes:,}")
+        record: dict[str, Any] = {
+            "label": events.label or self.data,
+            "num_events": len(events),
+            "num_nodes": events.num_nodes,
+            "edge_dim": 0 if events.features is None else events.features.shape[1],
+        }
+        lines = ["{label}: {num_events:,} events, ids below {num_nodes:,}"]
         if len(events):
-            print(f"times {events.t[0].item()} to {events.t[-1].item()}, {width} edge features")
+            record |= {"first_t": events.t[0].item(), "last_t": events.t[-1].item()}
+            lines.append("times {first_t} to {last_t}, {edge_dim} edge features")
+        self.print_result(record, "\n".join(lines).format(**record))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,58 +289,11 @@ class Demo:
     full: bool = False
     """The long form: three months."""
 
-    def run(self) -> None:
+    def execute(self) -> int:
         """Runs the demo and prints its claims."""
         from gnnflow import demo
 
-        if not demo.run(self.out, is_full=self.full):
-            raise SystemExit(1)
-
-
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Continual, tyro.conf.subcommand("continual")]
-    | Annotated[Partition, tyro.conf.subcommand("partition")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-    | Annotated[Info, tyro.conf.subcommand("info")]
-    | Annotated[Demo, tyro.conf.subcommand("demo")]
-)
-
-
-def _read(data: str, limit: int | None) -> Events:
-    from gnnflow.data import streams as sources
-
-    if limit is not None and limit < 0:
-        raise ConfigError(f"limit: expected 0 events or more, got {limit}")
-    if data == "flights":
-        return sources.flights(limit)
-    if data.startswith("zipf:"):
-        sizes = data.removeprefix("zipf:").split(":")
-        if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
-            raise ConfigError(f"expected zipf:NODES:EVENTS, such as zipf:1000:50000, got {data!r}")
-        return sources.zipf(int(sizes[0]), int(sizes[1]))[:limit]
-    return sources.read_events(data)[:limit]
-
-
-def _trainer(settings: _Model, events: Events, **options):  # noqa: ANN202
-    from gnnflow.config import Recipe
-    from gnnflow.training.continual import ContinualTrainer
-
-    recipe = Recipe(
-        model=settings.model,
-        dim=settings.dim,
-        fanouts=settings.fanouts or None,
-        cache=settings.cache,
-        seed=settings.seed,
-    )
-    return ContinualTrainer(
-        **recipe.build(events.sorted(), placement=settings.placement)._asdict(),
-        batch_size=settings.batch_size,
-        negatives=settings.negatives,
-        seed=settings.seed,
-        checkpoint=settings.checkpoint,
-        **options,
-    )
+        return int(not demo.run(self.out, is_full=self.full))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -295,10 +305,27 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    command = tyro.cli(Command, prog="gnnflow", description=_ABOUT, args=argv)  # type: ignore[arg-type]
-    try:
-        command.run()
-    except (MeshyardError, OSError, MemoryError) as error:
-        print(f"gnnflow: {error}", file=sys.stderr)
-        return 1
-    return 0
+    commands = {
+        "train": Train,
+        "continual": Continual,
+        "partition": Partition,
+        "bench": Bench,
+        "info": Info,
+        "demo": Demo,
+    }
+    return run_command(commands, prog="gnnflow", about=_ABOUT, argv=argv)
+
+
+def _read(data: str, limit: int | None) -> Events:
+    from gnnflow.data import flights, read_events, zipf
+
+    if limit is not None and limit < 0:
+        raise ConfigError(f"limit: expected 0 events or more, got {limit}")
+    if data == "flights":
+        return flights(limit)
+    if data.startswith("zipf:"):
+        sizes = data.removeprefix("zipf:").split(":")
+        if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
+            raise ConfigError(f"expected zipf:NODES:EVENTS, such as zipf:1000:50000, got {data!r}")
+        return zipf(int(sizes[0]), int(sizes[1]))[:limit]
+    return read_events(data)[:limit]

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from gnnflow.data.events import Events
-from gnnflow.features.cache import FeatureCache
-from gnnflow.features.store import Features, FeatureStore
-from gnnflow.graph.temporal_graph import TemporalGraph
-from gnnflow.sampling.sampler import TemporalSampler
 from shared.errors import ConfigError
+from shared.registry import Registry
 
-__all__ = ["ModelName", "Parts", "Recipe"]
+if TYPE_CHECKING:
+    import torch
 
-ModelName = Literal["tgat", "tf-tgn", "dysat", "sage", "gat"]
+    from gnnflow.features.cache import FeatureCache
+    from gnnflow.features.store import Features
+    from gnnflow.graph.block_store import Placement
+    from gnnflow.graph.temporal_graph import TemporalGraph
+    from gnnflow.models.spec import ModelEntry
+    from gnnflow.sampling.sampler import TemporalSampler
+    from shared.data.events import Events
+
+__all__ = ["MODELS", "Parts", "Recipe"]
+
+# Named by their place: the command line's help needs the names alone, and no torch.
+MODELS: Registry[str, ModelEntry] = Registry("model")
+MODELS.add("tgat", "gnnflow.models.tgat:SPEC", "attention over timed neighbours, hop by hop")
+MODELS.add("tf-tgn", "gnnflow.models.tf_tgn:SPEC", "a Transformer decoder over neighbours")
+MODELS.add("dysat", "gnnflow.models.dysat:SPEC", "attention in snapshots, recurrence over them")
+MODELS.add("sage", "gnnflow.models.sage:SPEC", "means of sampled neighbours, without time")
+MODELS.add("gat", "gnnflow.models.gat:SPEC", "attention over sampled neighbours, without time")
 
 
 class Parts(NamedTuple):
-    """What a `ContinualTrainer` takes."""
+    """What a `ContinualTrainer` takes, by its arguments' names."""
 
     model: torch.nn.Module
     graph: TemporalGraph
@@ -31,78 +42,85 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What is trained, with the settings published for each model where none is given.
+    """What is trained; what is not given is as published for the model.
 
     Attributes:
-        model: which.
+        model: a name of `MODELS`.
         dim: columns of embeddings.
-        fanouts: neighbours a hop; the published ones of the model when None.
-        num_layers: blocks of TF-TGN; the others have a layer a hop.
-        cache: share of the edge features that a cache on the device holds; 0 for none.
+        fanouts: neighbours a hop; the model's own when None.
+        policy: a name of `gnnflow.sampling.policies`; the model's own when None.
+        num_layers: blocks of TF-TGN; the other models have a layer a hop.
+        cache: share of the edge features that a cache on the device holds, in [0, 1]; 0 for none.
+        cache_policy: a name of `gnnflow.features.policies`: which rows leave the cache.
         seed: of weights, draws and everything else.
     """
 
-    model: ModelName = "tgat"
+    model: str = "tgat"
     dim: int = 100
     fanouts: tuple[int, ...] | None = None
+    policy: str | None = None
     num_layers: int = 2
     cache: float = 0.0
+    cache_policy: str = "keep"
     seed: int = 0
 
-    def build(self, events: Events, *, placement: Any = "cpu") -> Parts:
+    def build(self, events: Events, *, placement: Placement = "cpu") -> Parts:
         """Makes everything, with nothing in the graph yet.
 
+        Args:
+            events: the stream, for the type of its times, its length and its features.
+            placement: where the graph lies and is sampled, see `TemporalGraph`.
+
         Raises:
-            ConfigError: a setting is out of range.
+            ConfigError: a setting is out of range, or a name is not registered.
             DataError: the ids of events with features lie too far apart.
         """
-        from gnnflow import models
+        # Imported here, since the command line reads `MODELS` for its help.
+        import torch
 
-        fanouts = self.fanouts or _FANOUTS[self.model]
-        if self.model == "tf-tgn" and len(fanouts) != 1:
-            raise ConfigError(f"fanouts: tf-tgn looks at one hop, expected one, got {fanouts}")
+        from gnnflow.features.cache import FeatureCache
+        from gnnflow.features.store import FeatureStore
+        from gnnflow.graph.temporal_graph import TemporalGraph
+        from gnnflow.models.heads import LinkHead
+        from gnnflow.models.spec import ModelSizes
+        from gnnflow.sampling.sampler import TemporalSampler
+
+        spec = MODELS.get(self.model)
+        fanouts = self.fanouts or spec.fanouts
+        if spec.max_hops is not None and len(fanouts) > spec.max_hops:
+            raise ConfigError(
+                f"fanouts: {self.model} reads {spec.max_hops} hop, expected as many fanouts, got "
+                f"{list(fanouts)}; give fewer, or another model"
+            )
         if not 0 <= self.cache <= 1:
             raise ConfigError(f"cache: expected a share in [0, 1], got {self.cache}")
-        width = 0 if events.features is None else events.features.shape[1]
         graph = TemporalGraph(
             undirected=True,
             time_dtype="float64" if events.t.is_floating_point() else "int64",
             placement=placement,
         )
-        window = None
-        if self.model == "dysat":
-            length = (events.t[-1] - events.t[0]).item() if len(events) else 0
-            # Snapshots of a tenth of the stream; of a second where all is at one time.
-            window = (length / 10 if isinstance(length, float) else length // 10) or 1
         sampler = TemporalSampler(
             graph,
             fanouts,
-            policy="uniform" if self.model in ("sage", "gat", "dysat") else "recent",
-            snapshots=3 if self.model == "dysat" else 1,
-            window=window,
+            policy=self.policy or spec.policy,
+            snapshots=spec.num_snapshots,
+            window=_choose_window(events) if spec.num_snapshots > 1 else None,
             seed=self.seed,
         )
         torch.manual_seed(self.seed)
-        sizes = (self.dim, 0, width)
-        model = {
-            "tgat": lambda: models.TGAT(*sizes, num_layers=len(fanouts)),
-            "tf-tgn": lambda: models.TFTGN(*sizes, num_blocks=self.num_layers),
-            "dysat": lambda: models.DySAT(*sizes, num_layers=len(fanouts)),
-            "sage": lambda: models.GraphSAGE(*sizes, num_layers=len(fanouts)),
-            "gat": lambda: models.GAT(*sizes, num_layers=len(fanouts)),
-        }[self.model]()
+        width = 0 if events.features is None else events.features.shape[1]
+        model = spec.build(ModelSizes(self.dim, width, len(fanouts), self.num_layers))
         features: Features | FeatureCache | None = None
         if events.features is not None:
             features = FeatureStore(edge=events.rows_by_id())
             if self.cache:
-                features = FeatureCache(features, node=0.0, edge=self.cache)
-        return Parts(model, graph, sampler, features, models.LinkHead(self.dim))
+                features = FeatureCache(
+                    features, node=0.0, edge=self.cache, policy=self.cache_policy
+                )
+        return Parts(model, graph, sampler, features, LinkHead(self.dim))
 
 
-_FANOUTS: dict[str, tuple[int, ...]] = {
-    "tgat": (10, 10),
-    "tf-tgn": (10,),
-    "dysat": (10, 10),
-    "sage": (15, 10),
-    "gat": (10, 10),
-}
+def _choose_window(events: Events) -> int | float:
+    """A tenth of the stream; a unit of time where all events are at one time."""
+    length = (events.t[-1] - events.t[0]).item() if len(events) else 0
+    return (length / 10 if isinstance(length, float) else length // 10) or 1

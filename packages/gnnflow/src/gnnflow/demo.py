@@ -17,20 +17,20 @@ import torch
 from rich.console import Console
 
 from gnnflow.config import Recipe
-from gnnflow.data.events import Events
-from gnnflow.data.streams import flights
-from gnnflow.features.belady import belady_hits
+from gnnflow.data import flights
+from gnnflow.features.belady import count_belady_hits
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import FeatureStore
-from gnnflow.profiler import insert_s
+from gnnflow.profiler import time_insertion
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training import report
 from gnnflow.training.continual import ContinualTrainer
 from gnnflow.training.rounds import Round
-from shared.claims import Claim, write_demo
+from shared.claims import Claim, finish
+from shared.data.events import Events
 from shared.kernels.temporal import Adjacency, sample
 
-__all__ = ["run"]
+__all__ = ["learn_and_stop", "measure_cache", "measure_insertion", "rebuild_adjacency", "run"]
 
 _SOURCE = "gnnflow demo"
 _INCREMENT = 1000
@@ -39,7 +39,11 @@ _SHARE = 0.2
 
 
 def run(out: Path, *, is_full: bool) -> bool:
-    """Runs the demo and writes demo.json and a picture to `out`.
+    """Runs the demo, writes demo.json and a picture, and prints the claims to stderr.
+
+    Args:
+        out: folder, made if missing.
+        is_full: three months instead of one.
 
     Returns:
         Whether every claim's result was correct.
@@ -49,33 +53,26 @@ def run(out: Path, *, is_full: bool) -> bool:
     # January, or January to March.
     events = flights(80_000 if is_full else 26_000)
     with console.status("gnnflow: growing a graph, and rebuilding one"):
-        grown = _grown(events)
+        inserted = measure_insertion(events)
     with console.status("gnnflow: sampling through a cache"):
-        cached = _cached(events)
+        cached = measure_cache(events)
     with console.status("gnnflow: learning day by day, and not any more"):
-        going, stopped = _continued(events)
-    claims = [*grown, cached, _learnt(going, stopped, events)]
+        going, stopped = learn_and_stop(events)
+    claims = [inserted, cached, _compare_learning(going, stopped, events)]
     curves = {"learning on": going, "stopped after the first day": stopped}
     report.draw(curves, out / "continual.svg", title="TF-TGN on departures", is_unix_time=True)
     figures = {name: [one.to_json() for one in rounds] for name, rounds in curves.items()}
-    write_demo(out, "gnnflow", claims, figures)
-    for claim in claims:
-        verdict = "" if claim.correct else "  NOT CORRECT"
-        console.print(
-            f"gnnflow: {claim.name}: {claim.ours:.4g} {claim.unit} against {claim.baseline:.4g} "
-            f"({claim.baseline_name}), {claim.ratio:.2f}x{verdict}",
-            soft_wrap=True,
-        )
-    return all(claim.correct for claim in claims)
+    return finish(out, "gnnflow", claims, figures)
 
 
-def _grown(events: Events) -> list[Claim]:
+def measure_insertion(events: Events) -> Claim:
+    """Seconds to insert the events by increments, against rebuilding, and whether samples agree."""
     inserted, rebuilt, graph, adjacency = [], [], None, None
     for repeat in range(_REPEATS + 1):
-        seconds, graph = insert_s(events, _INCREMENT)
+        seconds, graph = time_insertion(events, _INCREMENT)
         begin = time.perf_counter()
         for end in range(_INCREMENT, len(events) + _INCREMENT, _INCREMENT):
-            adjacency = _rebuilt(events[:end])
+            adjacency = rebuild_adjacency(events[:end])
         if repeat:  # the first one warms up
             inserted.append(seconds)
             rebuilt.append(time.perf_counter() - begin)
@@ -89,23 +86,21 @@ def _grown(events: Events) -> list[Claim]:
         torch.equal(getattr(ours, name), getattr(theirs, name))
         for name in ("nodes", "times", "dt", "eids", "row")
     )
-    return [
-        Claim(
-            name=f"a month of events inserted by {_INCREMENT:,}",
-            unit="s",
-            ours=median(inserted),
-            baseline=median(rebuilt),
-            baseline_name="a sorted adjacency rebuilt at every increment",
-            higher_is_better=False,
-            correct=is_same,
-            detail=f"{len(events):,} departures in both directions, median of {_REPEATS}; the ten "
-            f"newest neighbours of both ends of every event are the same in both",
-            source=_SOURCE,
-        )
-    ]
+    return Claim(
+        name=f"a month of events inserted by {_INCREMENT:,}",
+        unit="s",
+        ours=median(inserted),
+        baseline=median(rebuilt),
+        baseline_name="a sorted adjacency rebuilt at every increment",
+        higher_is_better=False,
+        correct=is_same,
+        detail=f"{len(events):,} departures in both directions, median of {_REPEATS}; the ten "
+        f"newest neighbours of both ends of every event are the same in both",
+        source=_SOURCE,
+    )
 
 
-def _rebuilt(events: Events) -> Adjacency:
+def rebuild_adjacency(events: Events) -> Adjacency:
     """Both directions of all events, sorted; an event's two entries stand as insertion puts them."""
     src = torch.stack([events.src, events.dst], 1).view(-1)
     dst = torch.stack([events.dst, events.src], 1).view(-1)
@@ -114,9 +109,10 @@ def _rebuilt(events: Events) -> Adjacency:
     )
 
 
-def _cached(events: Events) -> Claim:
+def measure_cache(events: Events) -> Claim:
+    """Edge features found in a cache while the events are sampled, against Belady's bound."""
     assert events.features is not None, "flights have features"
-    _, graph = insert_s(events, _INCREMENT)
+    _, graph = time_insertion(events, _INCREMENT)
     sampler = TemporalSampler(graph, [10, 10])
     store = FeatureStore(edge=events.features)
     cache = FeatureCache(store, edge=_SHARE)
@@ -129,7 +125,7 @@ def _cached(events: Events) -> Claim:
         is_same &= torch.equal(cache.fetch("edge", ids), store.gather("edge", ids))
     found = cache.stats()["edge"]
     total = sum(len(ids) for ids in batches)
-    best = belady_hits(batches, found.num_slots) / total
+    best = count_belady_hits(batches, found.num_slots) / total
     return Claim(
         name=f"edge features found in a cache of {100 * _SHARE:.0f} % of them",
         unit="of all asked for",
@@ -143,8 +139,8 @@ def _cached(events: Events) -> Claim:
     )
 
 
-def _continued(events: Events) -> tuple[list[Round], list[Round]]:
-    """The rounds of a model that goes on learning, and as it would have done after the first."""
+def learn_and_stop(events: Events) -> tuple[list[Round], list[Round]]:
+    """The rounds of a model that goes on learning, and of one that stops after the first round."""
     parts = Recipe(model="tf-tgn", dim=32, num_layers=1, seed=0).build(events)
     trainer = ContinualTrainer(
         **parts._asdict(), warmup=0.3, every="1D", num_negatives=1, progress=False
@@ -168,7 +164,7 @@ def _continued(events: Events) -> tuple[list[Round], list[Round]]:
     return going, stopped
 
 
-def _learnt(going: list[Round], stopped: list[Round], events: Events) -> Claim:
+def _compare_learning(going: list[Round], stopped: list[Round], events: Events) -> Claim:
     def mean(rounds: list[Round]) -> float:
         return sum(one.ap * one.num_events for one in rounds) / sum(o.num_events for o in rounds)
 

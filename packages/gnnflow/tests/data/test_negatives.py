@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnflow.data.events import Events
 from gnnflow.data.negatives import Negatives
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 pairs = st.lists(
@@ -124,7 +124,9 @@ def test_times_are_told_apart_to_the_second():
 
 
 def test_refuses():
-    with pytest.raises(ConfigError, match="'random', 'historical' or 'inductive', got 'hard'"):
+    with pytest.raises(
+        ConfigError, match="expected one of random, historical, inductive, got 'hard'"
+    ):
         Negatives("hard")
     negatives = Negatives("inductive")
     events = Events([0, 0], [1, 2], [5, 5])

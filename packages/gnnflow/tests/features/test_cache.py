@@ -1,7 +1,7 @@
 """Caches against the plain store and simple models of each policy."""
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import FrozenInstanceError
 from itertools import pairwise
@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnnflow.features.cache import FeatureCache
-from gnnflow.features.slot_table import WANTED
 from gnnflow.features.store import FeatureStore
 from shared.errors import ConfigError, DataError
 
-POLICIES = ["lru", "keep", "lfu", "fifo", "static"]
+POLICIES = ["lru", "keep", "lfu"]
 
 
 def rows_of(count, dim=3, seed=0):
@@ -41,28 +40,26 @@ class Model:
 
     def fetch(self, ids, capacity):
         hits = [i for i in once(ids) if i in self.held]
-        self.access(once(ids), capacity, is_restoring=False)
+        self.access(once(ids), capacity)
         return len(hits)
 
     def restore(self, ids, capacity):
         ids = once(ids)[:capacity][::-1]
         missing = [i for i in ids if i not in self.held]
         skipped = missing[: max(0, len(missing) - self.limit)]
-        self.access([i for i in ids if i not in skipped], capacity, is_restoring=True)
+        self.access([i for i in ids if i not in skipped], capacity)
 
 
 class Queue(Model):
-    """LRU, FIFO and what is kept beside LRU: ids in the order in which they leave."""
+    """LRU, and what is kept beside it: ids in the order in which they leave."""
 
-    def __init__(self, is_renewed=True):
+    def __init__(self):
         super().__init__()
         self.queue, self.kept = [], []
-        self.is_renewed = is_renewed
 
-    def access(self, batch, capacity, *, is_restoring):
+    def access(self, batch, capacity):
         missed = [i for i in batch if i not in self.held]
-        entering = batch if self.is_renewed or is_restoring else missed
-        entering = [i for i in entering if i not in self.kept]
+        entering = [i for i in batch if i not in self.kept]
         self.queue = [i for i in self.queue if i not in entering] + entering
         excess = len(self.queue) + len(self.kept) - capacity
         while excess > 0:
@@ -84,7 +81,7 @@ class Counts(Model):
         super().__init__()
         self.keys, self.time = {}, 0
 
-    def access(self, batch, capacity, **_):
+    def access(self, batch, capacity):
         misses = []
         for at in batch:
             self.time += 1
@@ -100,34 +97,16 @@ class Counts(Model):
         self.held = list(self.keys)
 
 
-class Static(Model):
-    def access(self, *_, **__):
-        pass
-
-    def restore(self, ids, capacity):
-        pass
-
-    def preset(self, ids, capacity):
-        counts = Counter(ids)
-        self.held = sorted(counts, key=lambda i: (-counts[i], i))[:capacity]
-
-
 def model_of(policy):
-    return {
-        "lru": Queue,
-        "keep": Queue,
-        "fifo": lambda: Queue(is_renewed=False),
-        "lfu": Counts,
-        "static": Static,
-    }[policy]()
+    return {"lru": Queue, "keep": Queue, "lfu": Counts}[policy]()
 
 
 def num_wanted(cache):
-    return int(cache._parts["edge"].map._state[WANTED])
+    return cache.stats()["edge"].num_wanted
 
 
 def num_restorable(cache):
-    return cache._parts["edge"].map._limit
+    return cache.stats()["edge"].max_restored
 
 
 class Traced(FeatureStore):
@@ -145,7 +124,7 @@ class Traced(FeatureStore):
 
 
 STEP = st.tuples(
-    st.sampled_from(["fetch"] * 8 + ["append", "restore", "preset", "clear", "break"]),
+    st.sampled_from(["fetch"] * 8 + ["append", "restore", "clear", "break"]),
     st.lists(st.integers(0, 2**20), max_size=14),
 )
 
@@ -187,10 +166,6 @@ def test_rows_and_what_is_held_follow_the_model(policy, fraction, num_rows, spre
             cache.restore(wanted)
             model.limit = num_restorable(cache)
             model.restore(ids, capacity)
-        elif name == "preset":
-            if policy == "static":
-                cache.preset("edge", wanted)
-                model.preset(ids, capacity)
         else:
             asked = store.asked
             assert torch.equal(cache.fetch("edge", wanted), known[wanted])
@@ -217,10 +192,6 @@ def test_long_runs_follow_the_model(policy):
     cache = FeatureCache(FeatureStore(edge=known), edge=0.05, policy=policy)
     model = model_of(policy)
     hits = 0
-    if policy == "static":
-        seen = zipf(2000, 3000, draw)
-        cache.preset("edge", seen)
-        model.preset(seen.tolist(), 100)
     for at in range(150):
         ids = zipf(2000, 250 if at % 9 == 0 else 30, draw)
         model.wanted = num_wanted(cache)
@@ -282,7 +253,7 @@ def test_the_node_cache_lives_on_across_rounds_and_restoring_edges():
 def test_restored_edges_stay_until_they_are_visited():
     """A round in the order of the edges hits all that were restored; without it, none."""
     store = FeatureStore(edge=rows_of(100))
-    for policy in ("lru", "keep", "fifo", "lfu"):
+    for policy in POLICIES:
         hits = {}
         for is_restored in (False, True):
             cache = FeatureCache(store, edge=0.4, policy=policy)
@@ -322,7 +293,7 @@ def test_a_bad_batch_changes_nothing(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("call", ["fetch", "restore", "preset"])
+@pytest.mark.parametrize("call", ["fetch", "restore"])
 def test_rows_that_did_not_arrive_are_not_taken_for_held(policy, call, monkeypatch):
     known = rows_of(30)
     store = Traced(edge=known)
@@ -331,7 +302,6 @@ def test_rows_that_did_not_arrive_are_not_taken_for_held(policy, call, monkeypat
     calls = {
         "fetch": lambda: cache.fetch("edge", ids),
         "restore": lambda: cache.restore(ids),
-        "preset": lambda: cache.preset("edge", ids),
     }
     for fails_late in (False, True):
         cache.fetch("edge", torch.arange(12))
@@ -339,7 +309,7 @@ def test_rows_that_did_not_arrive_are_not_taken_for_held(policy, call, monkeypat
             if fails_late:
                 patch.setattr(torch.Tensor, "index_copy_", lambda *_: 1 / 0)
             store.is_broken = not fails_late
-            with suppress(OSError, ZeroDivisionError, ConfigError):
+            with suppress(OSError, ZeroDivisionError):
                 calls[call]()
             store.is_broken = False
         every = torch.arange(30)
@@ -354,8 +324,6 @@ def test_the_store_is_asked_once_a_call_even_for_nothing(policy):
     for num_calls in range(1, 4):
         cache.fetch("edge", ids[: 10 * num_calls - 10])
         assert store.num_calls == num_calls
-    if policy == "static":
-        cache.preset("edge", ids[:0])
     cache.restore(ids[:0])
     assert store.num_calls == 4
 
@@ -453,10 +421,17 @@ def test_a_fraction_outside_its_range_is_refused(fraction):
         FeatureCache(FeatureStore(), edge=fraction)
 
 
-def test_preset_is_for_static_caches():
-    cache = FeatureCache(FeatureStore(node=rows_of(10)), policy="lru")
-    with pytest.raises(ConfigError, match="expected policy 'static'"):
-        cache.preset("node", torch.arange(3))
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("fifo", "expected one of keep, lru, lfu, got 'fifo'; use 'lru'"),
+        ("static", "expected one of keep, lru, lfu, got 'static'; use 'keep'"),
+        ("lro", "expected one of keep, lru, lfu, got 'lro'; did you mean 'lru'"),
+    ],
+)
+def test_a_policy_that_is_not_there_is_refused_with_what_to_use(policy, told):
+    with pytest.raises(ConfigError, match=told):
+        FeatureCache(FeatureStore(node=rows_of(10)), policy=policy)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

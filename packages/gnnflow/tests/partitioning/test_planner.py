@@ -11,19 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gnnflow.data.events import Events
+from gnnflow.partitioning.methods import PARTITION_METHODS
 from gnnflow.partitioning.online import (
     Fennel,
     Hashed,
     LeastEdges,
     LinearGreedy,
     RoundRobin,
-    mixed,
+    mix_ids,
 )
 from gnnflow.partitioning.planner import partition, summarize
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
-METHODS = ["hash", "round-robin", "least-edges", "ldg", "fennel", "metis"]
+METHODS = PARTITION_METHODS.names()
 ONLINE: dict[str, Any] = {
     "hash": Hashed,
     "round-robin": RoundRobin,
@@ -152,12 +153,12 @@ def test_parts_do_not_depend_on_batches(seed, cuts, num_parts, method):
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_sources_by_turns_and_by_fewest_edges(num_parts):
     events = random_events(200, 40, 1)
-    turns, by_edges, edges = {}, {}, [0] * num_parts
+    turns, assign_by_edges, edges = {}, {}, [0] * num_parts
     for node in events.src.tolist():
         turns.setdefault(node, len(turns) % num_parts)
-        part = by_edges.setdefault(node, edges.index(min(edges)))
+        part = assign_by_edges.setdefault(node, edges.index(min(edges)))
         edges[part] += 1
-    for method, expected in (("round-robin", turns), ("least-edges", by_edges)):
+    for method, expected in (("round-robin", turns), ("least-edges", assign_by_edges)):
         found = in_batches(ONLINE[method](num_parts), events, [50]).tolist()
         assert {node: part for node, part in enumerate(found) if part >= 0} == expected
 
@@ -192,9 +193,9 @@ def test_nodes_that_are_no_source_go_where_the_fewest_nodes_are():
 
 def test_hashes_are_those_of_splitmix():
     # The first outputs of the published generator, seeded with 0 and with its own increment.
-    assert [hex(int(word)) for word in mixed(np.array([0]))] == ["0xe220a8397b1dcdaf"]
+    assert [hex(int(word)) for word in mix_ids(np.array([0]))] == ["0xe220a8397b1dcdaf"]
     step = np.array([0x9E3779B97F4A7C15 - 2**64])
-    assert [hex(int(word)) for word in mixed(step)] == ["0x6e789e6aa1b965f4"]
+    assert [hex(int(word)) for word in mix_ids(step)] == ["0x6e789e6aa1b965f4"]
     ids = torch.arange(10_000)
     sizes = torch.bincount(Hashed(8).part_of(ids))
     # Each size is binomial: five standard deviations about 1,250.

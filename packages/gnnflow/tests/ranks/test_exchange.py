@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnnflow.ranks.exchange import Route
+from gnnflow.ranks.exchange import SendPlan
 from gnnflow.ranks.sampler import rebalance
 
 
@@ -13,9 +13,9 @@ from gnnflow.ranks.sampler import rebalance
     owners=st.lists(st.integers(-1, 4), max_size=40),
 )
 def test_routes_keep_the_order_of_items(owners):
-    route = Route.to(torch.tensor(owners, dtype=torch.int64), 5)
+    send_plan = SendPlan.to(torch.tensor(owners, dtype=torch.int64), 5)
     expected = [[at for at, owner in enumerate(owners) if owner == rank] for rank in range(5)]
-    assert [part.tolist() for part in route.order.split(route.sends)] == expected
+    assert [part.tolist() for part in send_plan.order.split(send_plan.sends)] == expected
 
 
 @given(
@@ -25,17 +25,17 @@ def test_routes_keep_the_order_of_items(owners):
 )
 def test_answers_come_to_all_who_asked(owners, seed, num_askers):
     noise = np.random.default_rng(seed)
-    route = Route.to(torch.tensor(owners, dtype=torch.int64), 3)
-    num_came = torch.from_numpy(noise.integers(0, 4, len(route.order)))
+    send_plan = SendPlan.to(torch.tensor(owners, dtype=torch.int64), 3)
+    num_came = torch.from_numpy(noise.integers(0, 4, len(send_plan.order)))
     which = torch.from_numpy(noise.integers(0, len(owners), num_askers))
     # An answer tells its question and its number.
     came = [
         (item, number)
-        for item, count in zip(route.order.tolist(), num_came.tolist(), strict=True)
+        for item, count in zip(send_plan.order.tolist(), num_came.tolist(), strict=True)
         for number in range(count)
     ]
-    counts = dict(zip(route.order.tolist(), num_came.tolist(), strict=True))
-    row, place = route.answers(num_came, which)
+    counts = dict(zip(send_plan.order.tolist(), num_came.tolist(), strict=True))
+    row, place = send_plan.answers(num_came, which)
     assert [(asker, *came[at]) for asker, at in zip(row.tolist(), place.tolist(), strict=True)] == [
         (asker, item, number)
         for asker, item in enumerate(which.tolist())

@@ -15,12 +15,6 @@ from shared.errors import CommError, ConfigError, DataError, RankFailure
 NUM_NODES, NUM_EDGES = 40, 300
 
 
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=timedelta(seconds=60)) as ranks:
-        yield ranks
-
-
 def rows(count, dim=3, first=0):
     return torch.arange(first * dim, (first + count) * dim, dtype=torch.float32).reshape(-1, dim)
 
@@ -53,9 +47,6 @@ def cached(policy, is_lopsided):
 
     features.gather = counted
     cache = gf.FeatureCache(features, node=0.5, edge=0.2, policy=policy)
-    if policy == "static":
-        cache.preset("node", torch.from_numpy(noise.integers(0, NUM_NODES, 30)))
-        cache.preset("edge", torch.arange(50 * group.rank, 50 * group.rank + 50))
     is_right, num_calls, num_edges = [], len(num_gathers), NUM_EDGES
     for turn in range(12):
         nodes = torch.from_numpy(noise.integers(0, NUM_NODES, 15))
@@ -72,7 +63,7 @@ def cached(policy, is_lopsided):
             edges = torch.arange(num_edges - 30, num_edges)
         if turn % 5 == 4:
             cache.restore(torch.from_numpy(noise.permutation(num_edges)[: 10 + 50 * group.rank]))
-            num_calls += policy != "static"
+            num_calls += 1
         is_right.append(torch.equal(cache.fetch("node", nodes), rows(NUM_NODES)[nodes]))
         is_right.append(torch.equal(cache.fetch("edge", edges), rows(num_edges, 2)[edges]))
         num_calls += 2
@@ -80,7 +71,7 @@ def cached(policy, is_lopsided):
     return is_right, len(num_gathers) == num_calls, min(num_gathers), hits
 
 
-@pytest.mark.parametrize("policy", ["keep", "lru", "lfu", "fifo", "static"])
+@pytest.mark.parametrize("policy", ["keep", "lru", "lfu"])
 @pytest.mark.parametrize("is_lopsided", [False, True])
 def test_ranks_fetch_through_caches_of_their_own(pool, policy, is_lopsided):
     results = pool.run(cached, policy, is_lopsided).results

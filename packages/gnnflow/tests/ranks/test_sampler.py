@@ -11,22 +11,15 @@ import pytest
 import torch
 
 import gnnflow as gf
-import gnnflow.sampling.sampler
-from gnnflow.data.events import Events
+from gnnflow.features.store import Features
 from gnnflow.partitioning.planner import partition
 from gnnflow.ranks.features import DistributedFeatures
 from gnnflow.ranks.sampler import DistributedSampler, owned, paired
 from shared.comms import Group, RankPool
+from shared.data.events import Events
 from shared.errors import CommError, ConfigError, DataError, RankFailure
 
 NUM_NODES = 30
-
-
-@pytest.fixture(scope="session")
-def pool():
-    """Two ranks for the tests that leave them alive."""
-    with RankPool(2, timeout=timedelta(seconds=60)) as ranks:
-        yield ranks
 
 
 def events(is_float=False, is_shuffled=False):
@@ -241,7 +234,7 @@ def gathered(node_owners, edge_owners):
         node_owners=node_owners,
         edge_owners=edge_owners,
     )
-    assert isinstance(features, gf.features.Features)
+    assert isinstance(features, Features)
     noise = np.random.default_rng(mine)
     is_right = []
 

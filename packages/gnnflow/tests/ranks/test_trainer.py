@@ -9,16 +9,10 @@ import torch
 import gnnflow as gf
 from gnnflow.partitioning.online import Fennel, Hashed
 from gnnflow.ranks.trainer import DistributedTrainer
-from shared.comms import Group, RankPool
+from shared.comms import Group
 from shared.errors import ConfigError, DataError
 
 NUM_NODES, NUM_EVENTS = 36, 330
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with RankPool(2, timeout=timedelta(seconds=60)) as ranks:
-        yield ranks
 
 
 @pytest.fixture(autouse=True, scope="module")

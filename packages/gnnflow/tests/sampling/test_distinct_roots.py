@@ -4,14 +4,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnnflow.sampling.distinct_roots import distinct_roots, distinct_sequences, rows_of
+from gnnflow.sampling.distinct_roots import find_distinct_roots, find_distinct_sequences, find_rows
 from gnnflow.sampling.mfg import Sequences, TemporalBlock
 
 
 @given(st.lists(st.integers(0, 9)))
 def test_rows_of_an_index(values):
     index = torch.tensor(values, dtype=torch.int64)
-    distinct, place = rows_of(index, 10)
+    distinct, place = find_rows(index, 10)
     assert distinct.tolist() == sorted(set(values))
     assert torch.equal(distinct[place], index)
 
@@ -35,7 +35,7 @@ def test_distinct_roots_are_those_no_earlier_root_equals(roots, is_float):
         times[row] - neighbors.to(dtype), neighbors, torch.tensor(row, dtype=torch.int64),
     )  # fmt: skip
     first = [roots.index(root) for root in roots]
-    kept, place = distinct_roots(block)
+    kept, place = find_distinct_roots(block)
     # A root that differs from the first of its node and time is not compared with others.
     assert torch.equal(kept, kept.unique())
     assert all(roots[at] == roots[kept[to]] for at, to in enumerate(place.tolist()))
@@ -56,16 +56,16 @@ def test_roots_whose_keys_collide_are_two():
     keys = nodes * a + times * b
     assert keys[0] == keys[1]
     none = torch.empty(0, dtype=torch.int64)
-    kept, place = distinct_roots(TemporalBlock(nodes, times, none, none, none, none, none))
+    kept, place = find_distinct_roots(TemporalBlock(nodes, times, none, none, none, none, none))
     assert (kept.tolist(), place.tolist()) == ([0, 1], [0, 1, 0])
 
 
 def test_distinct_sequences():
     block = TemporalBlock(*map(torch.tensor, ([4, 4, 5, 4], [9, 9, 9, 8], [1, 1, 1], [2, 2, 2])),
                           *map(torch.tensor, ([7, 7, 7], [3, 3, 3], [0, 1, 2])))  # fmt: skip
-    kept, place = distinct_sequences(Sequences.of(block, 2))
+    kept, place = find_distinct_sequences(Sequences.of(block, 2))
     assert kept.tolist() == [0, 2, 3]
     assert place.tolist() == [0, 0, 1, 2]
     other = Sequences.of(block, 2)
     other.eids[1, 1] = 6
-    assert distinct_sequences(other)[0].tolist() == [0, 1, 2, 3]
+    assert find_distinct_sequences(other)[0].tolist() == [0, 1, 2, 3]

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from gnnflow.data.events import Events
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import FeatureStore
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.models import TFTGN, TGAT, GraphSAGE, LinkHead
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training.continual import ContinualTrainer
+from shared.data.events import Events
 
 NUM_SOURCES, NUM_DESTINATIONS, NUM_GROUPS = 24, 12, 3
 MODELS = {

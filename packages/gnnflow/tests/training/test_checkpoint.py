@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from gnnflow.data.events import Events
 from gnnflow.features.store import FeatureStore
 from gnnflow.models import TGAT
 from gnnflow.training.replay import StructureReplay
+from shared.data.events import Events
 from shared.errors import DataError
 
 
@@ -58,7 +58,7 @@ def test_resumes_to_the_same_curve_bit_for_bit(toy, tmp_path, settings):
     # Once more: everything is there, and nothing is computed.
     again = make(folder)
     assert toy.curve(again.run(events)) == expected
-    assert again.past.graph.num_edges == whole.past.graph.num_edges
+    assert again.history.graph.num_edges == whole.history.graph.num_edges
 
 
 def test_the_random_state_of_the_process_decides_nothing_and_is_left_alone(toy):
@@ -97,7 +97,7 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path
     with pytest.raises(DataError, match="written with events "):
         next(make().run(toy.clubs(300, seed=9)))
     used = make()
-    used.past.graph.add_edges([0], [1], [0])
+    used.history.graph.add_edges([0], [1], [0])
     with pytest.raises(DataError, match="written with edges before 0, this run has 1"):
         next(used.run(events))
     wide = TGAT(dim=16, node_dim=toy.num_groups, num_layers=1, num_heads=2, time_dim=8)
@@ -122,7 +122,7 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before(toy, tmp_path, monke
     folder = tmp_path / "run"
     run = toy.trainer_of(events, checkpoint=folder).run(events)
     next(run)
-    replace = "gnnflow.training.checkpoint.os.replace"
+    replace = "shared.files.os.replace"
     for at in (1, 2):
         # The first renaming is of the tensors, the second of the state that names them.
         count = itertools.count(1)
@@ -150,7 +150,7 @@ def test_a_run_whose_store_had_rows_already_is_resumed(toy, tmp_path, num_rows):
     def make():
         trainer = toy.trainer_of(events, checkpoint=tmp_path)
         features = FeatureStore(node=toy.node_rows(), edge=events.features[:num_rows])
-        trainer.past.features = features
+        trainer.history.features = features
         return trainer, features
 
     run = make()[0].run(events)
@@ -165,9 +165,9 @@ def test_a_run_whose_store_had_rows_already_is_resumed(toy, tmp_path, num_rows):
 def test_an_insertion_that_is_refused_leaves_no_rows(toy):
     events = toy.clubs(50)
     trainer = toy.trainer_of(events)
-    trainer.past.features = features = FeatureStore(edge=events.features[:0])
+    trainer.history.features = features = FeatureStore(edge=events.features[:0])
     bad = Events([2**50], [1], [10**6], [0], events.features[:1])
     with pytest.raises(MemoryError, match="renumber sparse ids"):
-        trainer.past.insert(bad)
+        trainer.history.insert(bad)
     assert features.num_rows("edge") == 0
-    assert trainer.past.graph.num_edges == 0
+    assert trainer.history.graph.num_edges == 0

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from gnnflow.data.events import Events
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import FeatureStore
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.models import TGAT, LinkHead
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training.continual import ContinualTrainer
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 
@@ -39,14 +39,14 @@ def test_learns_what_a_shuffled_stream_does_not_have(toy, name, epochs, rate):
 def test_replay_and_window(toy, monkeypatch):
     events = toy.clubs(600)
     trainer = toy.trainer_of(events, warmup=0.5, every="1h", replay=0.1, window="2h")
-    graph, drawn = trainer.past.graph, []
-    inner = trainer.past.replay.draw
+    graph, drawn = trainer.history.graph, []
+    inner = trainer.history.replay.draw
 
     def draw(*given):
         drawn.append((*given, inner(*given)))
         return drawn[-1][-1]
 
-    monkeypatch.setattr(trainer.past.replay, "draw", draw)
+    monkeypatch.setattr(trainer.history.replay, "draw", draw)
     for one in trainer.run(events):
         start = 300 + 60 * (one.index - 1)
         assert one.time == events.t[start]
@@ -61,7 +61,7 @@ def test_replay_and_window(toy, monkeypatch):
     plain = toy.trainer_of(events, warmup=0.5, every="1h", replay=0.1)
     counts = [one.num_replayed for one in plain.run(events)]
     assert counts == [int(0.1 * (300 + 60 * at)) for at in range(5)]
-    assert plain.past.graph.num_edges == 600
+    assert plain.history.graph.num_edges == 600
 
 
 def test_caches_and_growing_stores_change_no_number(toy):
@@ -101,7 +101,7 @@ def test_a_round_begins_with_its_edges_in_the_cache(toy, monkeypatch):
     )
     trainer = toy.trainer_of(events, cache={"edge": 0.2}, warmup=0.5, replay=0.1)
     rounds = list(trainer.run(events))
-    places = [trainer.past.replay.draw(0, start, at) for at, start in ((1, 130), (2, 230))]
+    places = [trainer.history.replay.draw(0, start, at) for at, start in ((1, 130), (2, 230))]
     assert [one.num_replayed for one in rounds] == [13, 23]
     for found, replayed, (start, end) in zip(
         restored, [places[0][:0], *places], [(0, 130), (130, 230), (230, 260)], strict=True
@@ -137,7 +137,7 @@ def test_training_negatives_are_random_whatever_evaluation_has(toy):
         rounds = list(toy.trainer_of(events, negatives=kind).run(events))
         losses[kind] = [one.loss for one in rounds]
         if kind == "inductive":
-            assert toy.trainer_of(events).past.negatives.since is None
+            assert toy.trainer_of(events).history.negatives.since is None
     assert losses["random"] == losses["historical"] == losses["inductive"]
 
 
@@ -148,7 +148,7 @@ def test_training_negatives_are_random_whatever_evaluation_has(toy):
         ({"every": "x"}, "every: expected a number above 0"),
         ({"window": -1.0}, "window: expected a number above 0"),
         ({"replay": -1.0}, "replay: expected a share"),
-        ({"negatives": "hard"}, "expected negatives 'random'"),
+        ({"negatives": "hard"}, "negatives: expected one of random, historical"),
         ({"num_negatives": 0}, "num_negatives: expected 1 or more, got 0"),
         ({"batch_size": 0}, "batch_size: expected 1 or more"),
         ({"epochs": 0}, "epochs: expected 1 or more"),

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from gnnflow.data.events import Events
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.sampler import TemporalSampler
-from gnnflow.training import evaluation
 from gnnflow.training.continual import ContinualTrainer
+from shared.data import metrics
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 
@@ -99,9 +99,9 @@ def test_evaluation_sees_just_what_one_event_at_a_time_would(toy, monkeypatch):
             torch.testing.assert_close((pos[one], neg[one]), expected, atol=1e-5, rtol=1e-4)
         task.sampler = trainer.sampler
         pos, neg = (torch.cat([row[part] for row in scored]) for part in (3, 4))
-        assert found.ap == evaluation.average_precision(pos, neg[:, 0])
-        assert found.auc == evaluation.auc(pos, neg[:, 0])
-        assert found.mrr == evaluation.mrr(pos, neg)
+        assert found.ap == metrics.average_precision(pos, neg[:, 0])
+        assert found.auc == metrics.auc(pos, neg[:, 0])
+        assert found.mrr == metrics.mrr(pos, neg)
         scored.clear()
         return found
 
@@ -143,7 +143,7 @@ def test_passes_draw_apart_and_evaluations_alike(toy, monkeypatch):
 
 def fingerprint(trainer):
     """A digest of everything an evaluation might touch."""
-    graph = trainer.past.graph
+    graph = trainer.history.graph
     found = hashlib.sha256(str((graph.stats(), graph.version, graph.newest)).encode())
     for column in graph.edges():
         found.update(column.numpy().tobytes())
@@ -153,7 +153,7 @@ def fingerprint(trainer):
         found.update(str([part.training for part in module.modules()]).encode())
     for state in trainer.optimizer.state_dict()["state"].values():
         found.update(str({name: value.tolist() for name, value in state.items()}).encode())
-    cache = trainer.past.features
+    cache = trainer.history.features
     for kind in ("node", "edge"):
         found.update(cache.held(kind).numpy().tobytes())
     found.update(str(cache.stats()).encode())
@@ -164,7 +164,7 @@ def fingerprint(trainer):
 
 
 @pytest.mark.parametrize("has_memory", [False, True])
-@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "lfu", "keep"])
 def test_evaluation_leaves_everything_as_it_was(toy, has_memory, policy):
     events = toy.clubs(400)
     trainer = toy.trainer_of(

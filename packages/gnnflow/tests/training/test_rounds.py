@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gnnflow.data.events import Events
-from gnnflow.training.rounds import Round, StageClock, increments, span
+from gnnflow.training.rounds import Round, StageClock, cut_increments, parse_span
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 
@@ -24,7 +24,7 @@ def at(times):
 )
 def test_increments_of_a_length_of_time(times, warmup, days):
     events = at([86_400 * t // 4 for t in times])
-    first, ends = increments(events, warmup, f"{days}D")
+    first, ends = cut_increments(events, warmup, f"{days}D")
     assert first == int(warmup * len(times))
     # Brute force: the increment of each event by its distance from the first one.
     which = [(t - times[first]) // (4 * days) for t in times[first:]]
@@ -34,7 +34,7 @@ def test_increments_of_a_length_of_time(times, warmup, days):
 
 @given(st.integers(1, 40), st.floats(0, 0.99), st.integers(1, 50))
 def test_increments_of_a_number_of_events(count, warmup, every):
-    first, ends = increments(at(range(count)), warmup, every)
+    first, ends = cut_increments(at(range(count)), warmup, every)
     sizes = [end - start for start, end in zip([first, *ends], ends, strict=False)]
     assert first == int(warmup * count)
     assert sum(sizes) == count - first
@@ -44,7 +44,7 @@ def test_increments_of_a_number_of_events(count, warmup, every):
 
 def test_increments_begin_at_the_first_event_after_the_warm_up():
     hours = [0, 1, 30, 53, 54, 100]
-    first, ends = increments(at([3600 * h for h in hours]), 0.34, "1D")
+    first, ends = cut_increments(at([3600 * h for h in hours]), 0.34, "1D")
     # From 30 h on: [30, 54), [54, 78), nothing in [78, 102) but the last one.
     assert (first, ends) == (2, [4, 5, 6])
 
@@ -64,7 +64,7 @@ def test_increments_begin_at_the_first_event_after_the_warm_up():
     ],
 )
 def test_spans(value, expected):
-    assert span("window", value) == expected
+    assert parse_span("window", value) == expected
 
 
 @pytest.mark.parametrize(
@@ -72,17 +72,17 @@ def test_spans(value, expected):
 )
 def test_spans_refuse(value):
     with pytest.raises(ConfigError, match="window: expected a number above 0 or a text such as"):
-        span("window", value)
+        parse_span("window", value)
 
 
 def test_increments_refuse():
     for warmup in (-0.1, 1.0):
         with pytest.raises(ConfigError, match="warmup: expected a share"):
-            increments(at([1]), warmup, 1)
+            cut_increments(at([1]), warmup, 1)
     with pytest.raises(ConfigError, match="every: expected 1 event or more an increment, got 0"):
-        increments(at([1]), 0, 0)
+        cut_increments(at([1]), 0, 0)
     with pytest.raises(ConfigError, match="every: expected a number above 0 or a text"):
-        increments(at([1]), 0, "soon")
+        cut_increments(at([1]), 0, "soon")
 
 
 def test_rounds_go_through_json():

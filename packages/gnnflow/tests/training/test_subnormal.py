@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from gnnflow.training.subnormal import no_subnormals
+from gnnflow.training.subnormal import flush_subnormals
 
 
 def product():
@@ -11,12 +11,12 @@ def product():
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor cannot")
 def test_small_floats_are_zero_inside_only():
     assert product() > 0
-    with no_subnormals():
+    with flush_subnormals():
         assert product() == 0
-        with no_subnormals():
+        with flush_subnormals():
             assert product() == 0
         assert product() == 0
     assert product() > 0
-    with pytest.raises(ValueError, match="inside"), no_subnormals():
+    with pytest.raises(ValueError, match="inside"), flush_subnormals():
         raise ValueError("inside")
     assert product() > 0

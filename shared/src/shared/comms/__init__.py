@@ -20,7 +20,8 @@ if TYPE_CHECKING:
         scatter_v,
     )
     from shared.comms.courier import PendingRounds, Round, post_rounds
-    from shared.comms.group import Group, init_from_env
+    from shared.comms.group import Group
+    from shared.comms.init import init_from_env
     from shared.comms.launch import RankPool, RunResult
     from shared.comms.ledger import Ledger, LedgerSnapshot, Traffic
     from shared.comms.netlab import HostCounters, NetLab, NetLabUnavailable
@@ -54,7 +55,7 @@ __all__ = [
 
 _HOME = {
     "Group": "group",
-    "init_from_env": "group",
+    "init_from_env": "init",
     "Ledger": "ledger",
     "LedgerSnapshot": "ledger",
     "Traffic": "ledger",

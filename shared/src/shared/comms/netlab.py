@@ -32,7 +32,7 @@ from shared.errors import ConfigError, TopologyError
 from shared.process_mark import is_alive, mark
 from shared.units import parse_rate
 
-__all__ = ["HostCounters", "NetLab", "NetLabUnavailable", "available", "sweep"]
+__all__ = ["HostCounters", "NetLab", "NetLabUnavailable", "available", "lab_names", "sweep"]
 
 _log = logging.getLogger(__name__)
 
@@ -123,14 +123,14 @@ class NetLab:
         self.rate = rate
         self.ranks_per_host = ranks_per_host
         self.delay = delay
-        self._name = ""
+        self.name = ""
 
     def __enter__(self) -> NetLab:
         reason = available()
         if reason is not None:
             raise NetLabUnavailable(reason)
         sweep()
-        self._name = f"{_PREFIX}{mark()}-{next(_labs)}"
+        self.name = f"{_PREFIX}{mark()}-{next(_labs)}"
         try:
             self._build()
         except BaseException:
@@ -196,11 +196,11 @@ class NetLab:
         )
 
     def _check_entered(self) -> None:
-        if not self._name:
+        if not self.name:
             raise ConfigError("this lab has no hosts: use it inside `with NetLab(...) as lab:`")
 
     def _namespace(self, host: int | str) -> str:
-        return f"{self._name}-{host}"
+        return f"{self.name}-{host}"
 
     def _build(self) -> None:
         switch = self._namespace("switch")
@@ -243,7 +243,7 @@ class NetLab:
         _run(*_inside(namespace), *where, "parent", "1:", *limit)
 
     def _remove(self) -> None:
-        name, self._name = self._name, ""
+        name, self.name = self.name, ""
         _remove_all(f"{name}-")
 
 
@@ -277,7 +277,7 @@ def sweep() -> list[str]:
     Returns:
         Names of what was removed.
     """
-    dead = sorted({name for name in _names() if not is_alive(name.removeprefix(_PREFIX))})
+    dead = sorted({name for name in lab_names() if not is_alive(name.removeprefix(_PREFIX))})
     for name in dead:
         _remove_all(name)
     if dead:
@@ -285,7 +285,7 @@ def sweep() -> list[str]:
     return dead
 
 
-def _names() -> list[str]:
+def lab_names() -> list[str]:
     """Everything on this machine that is named as a lab's."""
     return [
         path.name

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import struct
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Tree:
             CommError: a rank died or the timeout passed.
             ConfigError: the group is not gloo.
         """
-        return group.tree or _agreed(group)
+        return _trees.get(group) or _agree(group)
 
     def parent(self, rank: int) -> int | None:
         """Who a rank sends to; None for rank 0. A lower rank."""
@@ -93,8 +94,12 @@ class Tree:
         return range(min(first, count), min(first + self.arity, count))
 
 
-def _agreed(group: Group) -> Tree:
-    """A tree of hosts if every rank is told the same number of ranks a host; kept on the group."""
+# Agreed on once a group, and forgotten with it.
+_trees: weakref.WeakKeyDictionary[Group, Tree] = weakref.WeakKeyDictionary()
+
+
+def _agree(group: Group) -> Tree:
+    """A tree of hosts if every rank is told the same number of ranks a host."""
     tree = Tree(world_size=group.world_size)
     if group.world_size == Group.world().world_size:
         mine = os.environ.get("LOCAL_WORLD_SIZE", "1").encode()
@@ -105,7 +110,7 @@ def _agreed(group: Group) -> Tree:
             outcome = error
         per_host = int(broadcast(group, outcome, tree))
         tree = Tree(world_size=group.world_size, ranks_per_host=per_host)
-    group.tree = tree
+    _trees[group] = tree
     return tree
 
 

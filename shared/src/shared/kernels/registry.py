@@ -57,7 +57,7 @@ KERNELS = {
         "token_log_probs",
     )
 }
-_chosen: dict[tuple[Kernel, str, str], ModuleType] = {}
+chosen_forms: dict[tuple[Kernel, str, str], ModuleType] = {}
 
 
 def select(kernel: str | Kernel, device: torch.device | str) -> ModuleType:
@@ -78,11 +78,11 @@ def select(kernel: str | Kernel, device: torch.device | str) -> ModuleType:
         kernel = KERNELS[kernel]
     forced = os.environ.get(SWITCH, "")
     key = (kernel, device_type, forced)
-    module = _chosen.get(key)
+    module = chosen_forms.get(key)
     if module is None:
         form = _form(kernel, device_type, forced)
         module = _load(kernel, form, device_type)
-        _chosen[key] = module
+        chosen_forms[key] = module
         why = f" ({SWITCH})" if forced else ""
         log.info("kernel %s on %s: the %s form%s", kernel.name, device_type, form, why)
     return module

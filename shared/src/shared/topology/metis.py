@@ -60,7 +60,7 @@ def partition(
     _check_graph(indptr, indices)
     if weights is not None and (len(weights) != num_nodes or (weights <= 0).any()):
         raise DataError(f"weights must be {num_nodes} positive integers, got {weights!r}")
-    library = _library(method)
+    library = choose_library(method)
     if library == "dgl" and weights is not None:
         raise ConfigError(f"DGL's METIS takes no node weights; {_INSTALL['pymetis']}")
     if parts == 1 or num_nodes <= parts:
@@ -71,12 +71,17 @@ def partition(
     if library == "pymetis":
         assignment = _by_pymetis(graph, parts, seed, weights)
     else:
-        assignment = _by_dgl(graph, parts)
+        assignment = by_dgl(graph, parts)
     _fill_empty_parts(assignment, parts)
     return assignment
 
 
-def _library(method: str) -> str:
+def choose_library(method: str) -> str:
+    """The library that a method names, or for "auto" the first that is installed.
+
+    Raises:
+        ConfigError: the method is unknown, or what it names is not installed.
+    """
     if method not in ("auto", *_INSTALL):
         raise ConfigError(f"method must be 'auto', 'dgl' or 'pymetis', got {method!r}")
     # pymetis first: it imports in milliseconds and takes the seed.
@@ -126,7 +131,7 @@ def _by_pymetis(graph: csr_array, parts: int, seed: int, weights: np.ndarray | N
     return np.array(assignment, dtype=np.int64)
 
 
-def _by_dgl(graph: csr_array, parts: int) -> np.ndarray:
+def by_dgl(graph: csr_array, parts: int) -> np.ndarray:
     import dgl
     import torch
     from dgl.partition import metis_partition_assignment

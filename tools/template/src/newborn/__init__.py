@@ -18,8 +18,8 @@ if getattr(shared, "__project__", None) != "meshyard":
 __version__ = "0.1.0"
 
 # Public name -> its module, imported at first use so that `newborn --help` stays fast.
-_HOME = {"range_sums": "newborn.sums"}
-__all__ = ["__version__", "range_sums"]
+_HOME = {"METHODS": "newborn.summing.registry", "range_sums": "newborn.summing.ranges"}
+__all__ = ["METHODS", "__version__", "range_sums"]
 
 
 def __getattr__(name: str) -> Any:

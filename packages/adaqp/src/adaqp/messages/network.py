@@ -1,15 +1,15 @@
 """What a message costs between any two ranks, measured the way messages will be sent.
 
 AdaQP (arXiv 2306.01381) fits a straight line to each pair's times. Here all pairs of all ring rounds
-send as an exchange of the halo does, since a pair timed alone does not share its host's link; the
-receiver's clock counts, since a send returns when the system has buffered it; and a fit that noise
-turned negative is replaced, marked and reported instead of used.
+send at once, as an exchange of the halo does, since a pair timed alone does not share its host's
+link. Times are the receiver's, since a send returns when the system has buffered it. A fit that
+noise made negative is replaced, marked and reported.
 """
 
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from shared.errors import ConfigError
 from shared.topology.link import fit_link
 from shared.units import KiB, MiB
 
-__all__ = ["LinkTable", "probe"]
+__all__ = ["LinkTable", "measure_rounds_s", "probe"]
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class LinkTable:
             table = getattr(self, name)
             if table.shape != shape or not (np.isfinite(table) & (table >= 0)).all():
                 raise ConfigError(
-                    f"{name}: expected a table {shape} of finite costs >= 0, came shape "
+                    f"{name}: expected a table {shape} of finite costs >= 0, got shape "
                     f"{table.shape} with values from {table.min(initial=0)} to "
                     f"{table.max(initial=0)}; probe the links again"
                 )
@@ -76,7 +76,7 @@ class LinkTable:
         """
         if ranks < 1 or not bytes_per_s > 0:
             raise ConfigError(
-                f"expected 1 or more ranks and a rate > 0 bytes/s, came {ranks} ranks at "
+                f"expected 1 or more ranks and a rate > 0 bytes/s, got {ranks} ranks at "
                 f"{bytes_per_s} bytes/s; see shared.units.parse_rate for rates such as '1gbit'"
             )
         others = 1.0 - np.eye(ranks)
@@ -116,7 +116,7 @@ class LinkTable:
         values = json.loads(text)
         if not isinstance(values, dict) or set(values) != _KEYS or values["format"] != _FORMAT:
             raise ConfigError(
-                f"link table: expected format {_FORMAT} with the keys {sorted(_KEYS)}, came "
+                f"link table: expected format {_FORMAT} with the keys {sorted(_KEYS)}, got "
                 f"{text[:80]!r}; write it with `adaqp probe-links`"
             )
         return cls(
@@ -126,16 +126,56 @@ class LinkTable:
         )
 
 
+def measure_rounds_s(group: Group, num_bytes: int) -> np.ndarray:
+    """Times messages of one size; every rank calls it together.
+
+    Args:
+        group: the ranks.
+        num_bytes: size of each message.
+
+    Returns:
+        [world_size - 1] median seconds that each ring round adds until its message has arrived.
+    """
+    num_ranks, rank = group.world_size, group.rank
+    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device)
+    received = torch.empty_like(sent)
+    rounds = [
+        Round(
+            send_to=(rank + shift) % num_ranks,
+            send=sent,
+            recv_from=(rank - shift) % num_ranks,
+            recv=received,
+        )
+        for shift in range(1, num_ranks)
+    ]
+    landed_s = np.zeros((_REPEATS, num_ranks))
+    for repeat in range(_REPEATS):
+        barrier(group)
+        landed_s[repeat, 0] = time.perf_counter()
+        # All at once, as an exchange does: a rank that is ahead meets another sender's message.
+        pending = post_rounds(group, rounds, "probe")
+        for index in range(len(rounds)):
+            pending.wait(index)
+            if group.device.type == "cuda":
+                torch.cuda.synchronize()
+            landed_s[repeat, index + 1] = time.perf_counter()
+        pending.wait_all()
+    # The first message of a pair opens its connection.
+    return np.median(np.diff(landed_s, axis=1)[1:], axis=0)
+
+
 def probe(
     group: Group,
     sizes_bytes: Sequence[int] | None = None,
     budget_s: float = 2.0,
     fallback_bytes_per_s: float | None = None,
+    *,
+    measure: Callable[[Group, int], np.ndarray] = measure_rounds_s,
 ) -> LinkTable:
-    """Measure the cost of messages between all ranks; every rank calls it and gets the table.
+    """Measures the cost of messages between all ranks; every rank calls it and gets the table.
 
-    Round r pairs each rank i with i + r, all pairs at once, round upon round. Sizes grow fourfold from 1 KiB, each
-    is sent a few times, and the median time at the receiver is kept.
+    Round r pairs each rank i with i + r, all pairs at once, round upon round. Sizes grow fourfold
+    from 1 KiB, each is sent a few times, and the median time at the receiver is kept.
 
     Args:
         group: the ranks.
@@ -143,6 +183,7 @@ def probe(
         budget_s: seconds after which no larger size is begun.
         fallback_bytes_per_s: rate of a pair whose line falls or is flat. Without one it is the
             rate of the largest message.
+        measure: times messages of one size.
 
     Returns:
         Seconds a byte and a message between all ranks, the same on every rank.
@@ -159,7 +200,7 @@ def probe(
     begun_s = time.perf_counter()
     for index, num_bytes in enumerate(sizes):
         started_s = time.perf_counter()
-        measured.append(_round_times_s(group, num_bytes))
+        measured.append(measure(group, num_bytes))
         if sizes_bytes is None and index:
             # The next size takes about _GROWTH times what this one took; all ranks must agree.
             now_s = time.perf_counter()
@@ -193,7 +234,7 @@ def _checked_sizes(
 ) -> list[int]:
     if not budget_s > 0 or (fallback is not None and not fallback > 0):
         raise ConfigError(
-            f"expected budget_s > 0 and fallback_bytes_per_s > 0 or None, came {budget_s} and "
+            f"expected budget_s > 0 and fallback_bytes_per_s > 0 or None, got {budget_s} and "
             f"{fallback}; 2 seconds suit most networks"
         )
     if sizes_bytes is None:
@@ -203,40 +244,10 @@ def _checked_sizes(
         return sizes
     if len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1:
         raise ConfigError(
-            f"sizes_bytes: expected two or more different sizes >= 1, came {list(sizes_bytes)}; "
+            f"sizes_bytes: expected two or more different sizes >= 1, got {list(sizes_bytes)}; "
             "a line needs two points, such as 1 KiB and 1 MiB"
         )
     return list(sizes_bytes)
-
-
-def _round_times_s(group: Group, num_bytes: int) -> np.ndarray:
-    """Median seconds that each ring round adds until its message of this size has come."""
-    num_ranks, rank = group.world_size, group.rank
-    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device)
-    came = torch.empty_like(sent)
-    rounds = [
-        Round(
-            send_to=(rank + shift) % num_ranks,
-            send=sent,
-            recv_from=(rank - shift) % num_ranks,
-            recv=came,
-        )
-        for shift in range(1, num_ranks)
-    ]
-    landed_s = np.zeros((_REPEATS, num_ranks))
-    for repeat in range(_REPEATS):
-        barrier(group)
-        landed_s[repeat, 0] = time.perf_counter()
-        # All at once, as an exchange does: a rank that is ahead meets another sender's message.
-        pending = post_rounds(group, rounds, "probe")
-        for index in range(len(rounds)):
-            pending.wait(index)
-            if group.device.type == "cuda":
-                torch.cuda.synchronize()
-            landed_s[repeat, index + 1] = time.perf_counter()
-        pending.wait_all()
-    # The first message of a pair opens its connection.
-    return np.median(np.diff(landed_s, axis=1)[1:], axis=0)
 
 
 def _fit(

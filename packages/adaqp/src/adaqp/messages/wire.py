@@ -1,11 +1,12 @@
-"""The bytes of one message buffer: which rows go at which width, where, and how they are checked.
+"""The bytes of one message buffer: the width of each row, its place, and how it is checked.
 
-A buffer carries the rows one rank sends to one peer in one exchange. Rows of equal width form a
-block; a header names the table of widths both sides must hold, so that a lost update is refused
-before a byte is unpacked. Scale and zero point travel in front of the blocks, where they stay
-aligned. After AdaQP (arXiv 2306.01381); one buffer instead of two, no pickled index lists.
+A buffer holds the rows that one rank sends to one peer in one exchange. Rows of equal width form a
+block. A header holds the version of the table of widths, which sender and receiver must agree on,
+so that a lost update is refused before a byte is unpacked. Scale and zero point stand in front of
+the blocks, where they are aligned. After AdaQP (arXiv 2306.01381); one buffer instead of two, no
+pickled index lists.
 
-    header (version, bytes) | zero point and scale of each quantised row | 32 | 16 | 8 | 4 | 2 | 1
+    header (version, bytes) | zero point and scale of each quantised row | 32 | 16 | 8 | 4 | 2 | 1 bits
 
 A buffer whose rows all travel as they are has no header: it is received in place.
 """
@@ -17,26 +18,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from adaqp.planner.widths import AS_IS, DROPPED, WIDTHS
 from shared.errors import CommError, DataError
 from shared.kernels.gather import gather
 from shared.kernels.quantize import dequantize, packed_width, quantize
 
-__all__ = ["HEADER_BYTES", "WIDTHS", "Layout", "pack", "row_bytes", "unpack"]
+__all__ = ["HEADER_BYTES", "BufferLayout", "pack", "row_bytes", "unpack"]
 
 HEADER_BYTES = 16
-# 32 sends a row in its own dtype, 16 as bfloat16, 0 not at all (the receiver sees zeros).
-WIDTHS = (32, 16, 8, 4, 2, 1, 0)
 
 
 def row_bytes(bits: int, dim: int, itemsize: int, wire_dtype: torch.dtype) -> int:
     """Bytes one row of `dim` values of `itemsize` bytes takes on the wire, parameters included."""
-    if bits == 0:
+    if bits == DROPPED:
         return 0
-    if bits == 32:
-        return dim * itemsize
-    if bits == 16:
-        return dim * 2
-    return packed_width(dim, bits) + 2 * wire_dtype.itemsize
+    width = WIDTHS.get(bits)
+    if width.is_quantised:
+        return packed_width(dim, bits) + 2 * wire_dtype.itemsize
+    return dim * (itemsize if width.dtype is None else getattr(torch, width.dtype).itemsize)
+
+
+def _cast_dtype(bits: int, own: torch.dtype) -> torch.dtype:
+    """What rows of dtype `own` travel as at a width that is not quantised."""
+    name = WIDTHS.get(bits).dtype
+    return own if name is None else getattr(torch, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,7 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """Where each row of one message list lies in its buffer.
 
     Args:
@@ -72,14 +77,15 @@ class Layout:
     @cached_property
     def is_raw(self) -> bool:
         """Every row travels in its own dtype, so the buffer is the rows and nothing else."""
-        return bool((self.bits == 32).all())
+        return bool((self.bits == AS_IS).all())
 
     @cached_property
     def blocks(self) -> tuple[_Block, ...]:
         """Blocks of equal width, widest first; empty ones are left out."""
-        rows = {b: (self.bits == b).nonzero().flatten() for b in WIDTHS if b}
+        rows = {b: (self.bits == b).nonzero().flatten() for b in sorted(WIDTHS, reverse=True)}
+        quantised = {b for b in rows if WIDTHS.get(b).is_quantised}
         params_at = 0 if self.is_raw else HEADER_BYTES
-        num_quantised = sum(len(rows[b]) for b in (8, 4, 2, 1))
+        num_quantised = sum(len(rows[b]) for b in quantised)
         # Padded so that the rows that travel in their own dtype (up to 8 bytes) stay aligned.
         start = params_at + -(-num_quantised * 2 * self.wire_dtype.itemsize // 8) * 8
         blocks = []
@@ -90,7 +96,7 @@ class Layout:
             stop = start + len(positions) * row_bytes(
                 bits, self.dim, self.dtype.itemsize, self.wire_dtype
             )
-            if bits <= 8:
+            if bits in quantised:
                 num_params_bytes = len(positions) * 2 * self.wire_dtype.itemsize
                 params = slice(params_at, params_at + num_params_bytes)
                 params_at += num_params_bytes
@@ -107,7 +113,7 @@ class Layout:
 
 
 def pack(
-    layout: Layout,
+    layout: BufferLayout,
     x: Tensor,
     rows: Tensor,
     *,
@@ -141,7 +147,7 @@ def pack(
         index = rows if block.is_whole else rows[block.positions]
         body = buffer[block.start : block.stop]
         if block.params is None:
-            dtype = x.dtype if block.bits == 32 else torch.bfloat16
+            dtype = _cast_dtype(block.bits, x.dtype)
             out = body.view(dtype).view(len(index), layout.dim)
             if dtype == x.dtype:
                 gather(x, index, out=out)
@@ -171,7 +177,7 @@ def pack(
     return buffer, spread
 
 
-def unpack(layout: Layout, buffer: Tensor, out: Tensor) -> None:
+def unpack(layout: BufferLayout, buffer: Tensor, out: Tensor) -> None:
     """Writes the rows of a received buffer to `out`, in list order.
 
     Args:
@@ -199,7 +205,7 @@ def unpack(layout: Layout, buffer: Tensor, out: Tensor) -> None:
     for block in layout.blocks:
         body = buffer[block.start : block.stop]
         if block.params is None:
-            dtype = layout.dtype if block.bits == 32 else torch.bfloat16
+            dtype = _cast_dtype(block.bits, layout.dtype)
             rows = body.view(dtype).view(-1, layout.dim)
             if block.is_whole:
                 out.copy_(rows)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shared.kernels.segment import CSR
 
-__all__ = ["Operator", "Part", "Route", "operator", "routes"]
+__all__ = ["GraphPart", "Operator", "RowRoute", "operator", "routes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class GraphPart:
     """What `adaqp.partition` wrote for one rank, on the rank's device.
 
     Attributes:
@@ -74,7 +74,7 @@ class Operator:
     alpha_sq: Tensor
 
 
-def operator(part: Part, weight: str, *, transposed: bool = False) -> Operator:
+def operator(part: GraphPart, weight: str, *, transposed: bool = False) -> Operator:
     """Builds the weighted aggregation of one part.
 
     Args:
@@ -124,7 +124,7 @@ def operator(part: Part, weight: str, *, transposed: bool = False) -> Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RowRoute:
     """Who sends which rows to whom, for one kind of exchange.
 
     Attributes:
@@ -150,9 +150,9 @@ class Route:
         return slice(self.recv_offsets[peer], self.recv_offsets[peer + 1])
 
 
-def routes(part: Part) -> tuple[Route, Route]:
+def routes(part: GraphPart) -> tuple[RowRoute, RowRoute]:
     """The two kinds of exchange: `pull` fills the halo, `push` returns the halo's gradients."""
     send, halo = part.send_offsets.tolist(), part.halo_offsets.tolist()
-    pull = Route(part.send_rows, send, halo)
-    push = Route(torch.arange(part.num_halo, device=part.send_rows.device), halo, send)
+    pull = RowRoute(part.send_rows, send, halo)
+    push = RowRoute(torch.arange(part.num_halo, device=part.send_rows.device), halo, send)
     return pull, push

@@ -12,8 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,6 +26,7 @@ from torch import Tensor
 
 from adaqp.graphs.graph import MASKS, Graph
 from shared.errors import ConfigError, DataError
+from shared.files import atomic_folder
 from shared.units import format_bytes
 
 __all__ = ["FORMAT", "METHODS", "PartInfo", "PartitionReport", "partition"]
@@ -156,18 +155,14 @@ def partition(
     if cluster_rows and not (find_spec("pymetis") or find_spec("dgl")):
         logger.warning("rows stay in order of their ids, slower to train on: pip install pymetis")
         cluster_rows = 0
-    layout = _Layout(graph, parts, owner, _clusters(graph, cluster_rows, seed))
+    layout = _PartLayout(graph, parts, owner, _clusters(graph, cluster_rows, seed))
     digest = hashlib.blake2b(graph.fingerprint().encode(), digest_size=16)
     digest.update(owner.tobytes())
     digest.update(layout.nodes.tobytes())
     fingerprint = digest.hexdigest()
     name = method if isinstance(method, str) else "given"
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    token = f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}"
-    fresh = folder.parent / f"{token}.new"
-    fresh.mkdir()
-    try:
+    with atomic_folder(folder) as fresh:
         infos = []
         for rank, tensors in enumerate(layout.files()):
             path = fresh / f"part{rank}.safetensors"
@@ -185,9 +180,6 @@ def partition(
         )
         meta = _meta(graph, report, seed)
         (fresh / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        _replace(fresh, folder, folder.parent / f"{token}.old")
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     logger.info("wrote %s\n%s", folder, report)
     return report
 
@@ -273,7 +265,7 @@ def _indptr(rows: np.ndarray, num_rows: int) -> np.ndarray:
     return indptr
 
 
-class _Layout:
+class _PartLayout:
     # Who holds what in which order; `files` then yields one part's tensors at a time.
 
     def __init__(self, graph: Graph, parts: int, owner: np.ndarray, cluster: np.ndarray) -> None:
@@ -395,16 +387,3 @@ def _check_folder(folder: Path) -> None:
             f"out: expected an empty folder or an earlier partition, {folder} holds "
             f"{strange[0]!r}; name another folder or empty it first"
         )
-
-
-def _replace(fresh: Path, folder: Path, old: Path) -> None:
-    # A folder cannot be renamed over a full one: the earlier partition steps aside first.
-    if folder.exists():
-        folder.rename(old)
-    try:
-        fresh.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from adaqp.planner import greedy
-from adaqp.planner import milp as highs
+from adaqp.planner import greedy, milp
 from adaqp.planner.explanation import explain
 from adaqp.planner.problem import Assignment, Numbers, fields_from_json
 from shared.errors import ConfigError, DataError
@@ -63,7 +62,7 @@ class Solution:
         known = np.isin(self.bits, problem.bits).all()
         if self.bits.size != problem.num_groups or not known:
             raise ConfigError(
-                f"problem: expected the {self.bits.size} groups this solution was made for, came "
+                f"problem: expected the {self.bits.size} groups this solution was made for, got "
                 f"{problem.num_groups} groups with bits {problem.bits.tolist()}; "
                 "pass the problem that was solved"
             )
@@ -117,15 +116,15 @@ def assign(problem: Assignment, solver: str = "greedy", time_limit_s: float = 10
         ConfigError: the solver's name is unknown or the time limit is not positive.
     """
     if solver not in ("greedy", "milp"):
-        raise ConfigError(f"solver: expected 'greedy' or 'milp', came {solver!r}; choose one")
+        raise ConfigError(f"solver: expected 'greedy' or 'milp', got {solver!r}; choose one")
     if not time_limit_s > 0:
-        raise ConfigError(f"time_limit_s: expected seconds > 0, came {time_limit_s}; give a few")
+        raise ConfigError(f"time_limit_s: expected seconds > 0, got {time_limit_s}; give a few")
     started_s = time.perf_counter()
     found = greedy.solve(problem)
     choice, bound, name = found.choice, found.bound, "greedy"
     if solver == "milp":
         left_s = max(time_limit_s - (time.perf_counter() - started_s), 1e-3)
-        exact = highs.solve(problem, left_s)
+        exact = milp.solve(problem, left_s)
         bound = max(bound, exact.bound)
         is_better = False
         if exact.choice is not None:
@@ -154,13 +153,13 @@ def group_messages(beta_per_message: Numbers, group_size: int) -> MessageGroups:
         DataError: a message's variance is negative or not finite.
     """
     if group_size < 1:
-        raise ConfigError(f"group_size: expected 1 or more messages, came {group_size}; try 100")
+        raise ConfigError(f"group_size: expected 1 or more messages, got {group_size}; try 100")
     beta = np.asarray(beta_per_message, dtype=np.float64)
     bad = ~np.isfinite(beta) | (beta < 0)
     if bad.any():
         first = int(bad.argmax())
         raise DataError(
-            f"beta_per_message[{first}]: expected a finite variance >= 0, came {beta[first]}; "
+            f"beta_per_message[{first}]: expected a finite variance >= 0, got {beta[first]}; "
             "look for NaN or infinity in that message"
         )
     order = np.argsort(-beta, kind="stable")

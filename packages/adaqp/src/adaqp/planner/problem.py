@@ -15,7 +15,7 @@ from typing import Protocol, SupportsFloat, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from adaqp.policy import WIDTHS
+from adaqp.planner.widths import WIDTHS
 from shared.errors import ConfigError
 
 __all__ = ["Assignment"]
@@ -39,7 +39,8 @@ class Assignment:
 
     Channel c needs `latency_s[c] + s_per_byte[c] * bytes` seconds and belongs to one round; the
     rounds run one after another, each as long as its slowest channel. A group costs
-    `beta / (2**bits - 1)**2` variance, and none at 16 and 32 bits, which are sent unquantised.
+    `beta / (2**bits - 1)**2` variance, and none at widths that are not quantised, such as 16 and 32
+    bits.
 
     The objective is `lam * V / dV + (1 - lam) * max(0, sum_r Z_r - hidden_s) / dT`, where V is the
     total variance, Z_r the time of round r, and dV and dT how much V and the sum of Z_r change
@@ -51,7 +52,8 @@ class Assignment:
         channel: [groups] channel of each group, 0 <= channel < channels.
         bytes: [groups, options] bytes of each group at each bit-width, parameters included. Need
             be neither convex nor monotone in the bits.
-        bits: [options] the bit-widths to choose from, ascending, out of 1, 2, 4, 8, 16, 32.
+        bits: [options] the bit-widths to choose from, ascending, out of
+            `adaqp.planner.widths.WIDTHS`.
         round_of: [channels] any integer naming the round of each channel.
         s_per_byte: [channels] seconds a byte.
         latency_s: [channels] seconds a message, counted for every channel listed here.
@@ -102,20 +104,20 @@ class Assignment:
 
     def _check_options(self) -> None:
         bits = self.bits
-        known = np.isin(bits, WIDTHS).all()
+        known = np.isin(bits, WIDTHS.names()).all()
         if bits.ndim != 1 or bits.size == 0 or not known or (np.diff(bits) <= 0).any():
             raise ConfigError(
-                f"bits: expected one or more of {WIDTHS}, ascending, came {bits.tolist()}; "
+                f"bits: expected one or more of {WIDTHS.names()}, ascending, got {bits.tolist()}; "
                 "list the bit-widths to choose from, such as (2, 4, 8)"
             )
         if not 0.0 <= self.lam <= 1.0:
             raise ConfigError(
-                f"lam: expected a number from 0 (only time) to 1 (only variance), came {self.lam}; "
+                f"lam: expected a number from 0 (only time) to 1 (only variance), got {self.lam}; "
                 "0.5 weighs both alike"
             )
         if not 0.0 <= self.hidden_s < np.inf:
             raise ConfigError(
-                f"hidden_s: expected finite seconds >= 0, came {self.hidden_s}; "
+                f"hidden_s: expected finite seconds >= 0, got {self.hidden_s}; "
                 "give 0 when nothing hides the messages"
             )
 
@@ -135,13 +137,13 @@ class Assignment:
             if shape != expected or not expected:
                 raise ConfigError(
                     f"{name}: expected shape {expected} (one entry a group, option or channel), "
-                    f"came {shape}; build all arrays over the same groups and channels"
+                    f"got {shape}; build all arrays over the same groups and channels"
                 )
         if self.channel.size and not 0 <= self.channel.min() <= self.channel.max() < channels[0]:
             wrong = int(((self.channel < 0) | (self.channel >= channels[0])).argmax())
             raise ConfigError(
                 f"channel[{wrong}]: expected 0 <= channel < {channels[0]} (the length of "
-                f"round_of), came {self.channel[wrong]}; list every channel that carries a group"
+                f"round_of), got {self.channel[wrong]}; list every channel that carries a group"
             )
 
     @property
@@ -161,7 +163,8 @@ class Assignment:
     def option_variance(self) -> Float64[np.ndarray, "groups options"]:
         """Variance of each group at each bit-width."""
         steps = (2.0**self.bits - 1.0) ** 2
-        return np.where(self.bits >= 16, 0.0, self.beta[:, None] / steps)
+        is_quantised = np.array([WIDTHS.get(b).is_quantised for b in self.bits.tolist()])
+        return np.where(is_quantised, self.beta[:, None] / steps, 0.0)
 
     def channel_bytes(
         self, choice: Int64[np.ndarray, " groups"]
@@ -237,10 +240,10 @@ def fields_from_json(text: str, record: type, number: int) -> dict:
     values = json.loads(text)
     expected = {f.name for f in fields(record) if f.init} | {"format"}
     if not isinstance(values, dict) or set(values) != expected or values["format"] != number:
-        came = sorted(values) if isinstance(values, dict) else type(values).__name__
+        found = sorted(values) if isinstance(values, dict) else type(values).__name__
         raise ConfigError(
-            f"{record.__name__}: expected format {number} with the keys {sorted(expected)}, came "
-            f"{came}; read it with the release that wrote it"
+            f"{record.__name__}: expected format {number} with the keys {sorted(expected)}, got "
+            f"{found}; read it with the release that wrote it"
         )
     del values["format"]
     return values
@@ -250,7 +253,7 @@ def _integers(name: str, values: object) -> np.ndarray:
     array = np.asarray(values)
     if array.size and (array.dtype.kind not in "iuf" or (array % 1 != 0).any()):
         raise ConfigError(
-            f"{name}: expected integers, came {array.dtype} {array}; give whole numbers"
+            f"{name}: expected integers, got {array.dtype} {array}; give whole numbers"
         )
     return array.astype(np.int64)
 
@@ -261,7 +264,7 @@ def _costs(name: str, values: object) -> np.ndarray:
     if bad.any():
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ConfigError(
-            f"{name}{list(first)}: expected a finite number >= 0, came {array[first]}; "
+            f"{name}{list(first)}: expected a finite number >= 0, got {array[first]}; "
             "look for NaN or infinity in what was traced or probed"
         )
     return array

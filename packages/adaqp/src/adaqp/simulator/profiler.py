@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from adaqp.messages.distgraph import DistGraph
-from adaqp.messages.wire import Layout, pack, unpack
-from adaqp.policy import WIDTHS, Adaptive
+from adaqp.messages.wire import BufferLayout, pack, unpack
+from adaqp.planner.widths import WIDTHS
+from adaqp.policy import Adaptive
 from adaqp.training.trainer import Trainer
 
 __all__ = ["ChannelProfile", "Profile", "measure"]
@@ -77,17 +78,17 @@ def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int 
         seconds = trainer.fit(_WARM_STEPS + steps).seconds
         channels = {
             name: ChannelProfile(
-                dim=channel.dim,
-                itemsize=channel.itemsize,
+                dim=side.dim,
+                itemsize=side.itemsize,
                 rows_to=[
-                    channel.route.sent_to(p).stop - channel.route.sent_to(p).start
+                    side.route.sent_to(p).stop - side.route.sent_to(p).start
                     for p in range(dg.num_parts)
                 ],
-                hidden_s=channel.hidden_s,
-                beta=channel.beta().double().cpu(),
-                **_packing_s(channel.dim, channel.route.send_rows, dg, messages.wire_dtype),
+                hidden_s=side.hidden_s,
+                beta=side.beta().double().cpu(),
+                **_packing_s(side.dim, side.route.send_rows, dg, messages.wire_dtype),
             )
-            for name, channel in messages.trained_channels().items()
+            for name, side in messages.sides.items()
         }
     return Profile(
         compute_s=median(seconds["compute"][_WARM_STEPS:]),
@@ -107,7 +108,9 @@ def _packing_s(
         return {"pack_s": packing, "unpack_s": unpacking}
     out = x.new_empty(len(rows), dim)
     for bits in WIDTHS:
-        layout = Layout(torch.full((len(rows),), bits, dtype=torch.uint8), dim, x.dtype, wire_dtype)
+        layout = BufferLayout(
+            torch.full((len(rows),), bits, dtype=torch.uint8), dim, x.dtype, wire_dtype
+        )
         packed, unpacked = [], []
         for key in range(3):
             start = time.perf_counter()
@@ -120,5 +123,5 @@ def _packing_s(
             unpacked.append(time.perf_counter() - middle)
         packing[bits] = min(packed) / len(rows)
         # Rows that all travel as they are are received in place.
-        unpacking[bits] = min(unpacked) / len(rows) if bits < 32 else 0.0
+        unpacking[bits] = min(unpacked) / len(rows) if not layout.is_raw else 0.0
     return {"pack_s": packing, "unpack_s": unpacking}

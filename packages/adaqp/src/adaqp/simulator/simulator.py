@@ -14,7 +14,8 @@ from adaqp.messages.assigner import problem_of
 from adaqp.messages.network import LinkTable
 from adaqp.messages.wire import HEADER_BYTES, row_bytes
 from adaqp.planner.planner import assign, group_messages
-from adaqp.policy import Adaptive, Drop, Exact, Fixed, Policy, Stale
+from adaqp.planner.widths import AS_IS
+from adaqp.policy import Adaptive, Policy
 from adaqp.simulator.profiler import Profile
 from shared.errors import ConfigError
 
@@ -83,7 +84,7 @@ def predict(
         dim = profiles[0].channels[name].dim
         bits_sum += dim * sum(float(w.sum()) for row in widths for w in row)
         num_values += dim * sum(len(w) for row in widths for w in row)
-    if isinstance(policy, Stale):
+    if policy.is_late:
         wait_s = max(0.0, sending_s - compute_s)
     seconds = {
         "compute": compute_s,
@@ -106,16 +107,9 @@ def _widths(
     profiles: list[Profile], name: str, links: LinkTable, policy: Policy, wire_dtype: torch.dtype
 ) -> Widths:
     rows_to = [p.channels[name].rows_to for p in profiles]
-    match policy:
-        case Exact() | Stale():
-            width = 32
-        case Drop():
-            width = 0
-        case Fixed(bits=bits):
-            width = bits
-        case Adaptive():
-            return _adaptive_widths(profiles, name, links, policy, wire_dtype)
-    return [[np.full(rows, width) for rows in row] for row in rows_to]
+    if isinstance(policy, Adaptive):
+        return _adaptive_widths(profiles, name, links, policy, wire_dtype)
+    return [[np.full(rows, policy.start_bits) for rows in row] for row in rows_to]
 
 
 def _adaptive_widths(
@@ -171,7 +165,7 @@ def _bytes_and_packing(
                     packing_s[sender] += channel.pack_s[bits] * count
                     unpack_s = profiles[receiver].channels[name].unpack_s
                     packing_s[receiver] += unpack_s[bits] * count
-            if num_bytes[sender, receiver] and (rows != 32).any():
+            if num_bytes[sender, receiver] and (rows != AS_IS).any():
                 num_bytes[sender, receiver] += HEADER_BYTES
     return num_bytes, float(packing_s.max())
 

@@ -1,7 +1,7 @@
 """Policies timed against each other on the same ranks: blocks of epochs that alternate.
 
-Alternating spreads whatever else the machine does over all policies alike; each block ends when
-nothing is left under way, so that no policy's messages travel on another's time.
+Alternating spreads other load of the machine evenly over all policies. Each block ends when all its
+messages have arrived, so that none delays the next policy's block.
 """
 
 import time
@@ -13,6 +13,7 @@ import torch
 
 from adaqp.messages.distgraph import DistGraph, load
 from adaqp.messages.runtime import Messages
+from adaqp.policy import Adaptive
 from adaqp.training.config import ModelConfig, PolicyConfig
 from adaqp.training.trainer import Trainer
 from shared.comms import all_reduce, barrier
@@ -139,7 +140,7 @@ def _seconds(dg: DistGraph, act: Callable[[], None]) -> float:
 
 def _timing(dg: DistGraph, policy: PolicyConfig, run: _Run, num_timed: int) -> Timing:
     history = run.trainer.history
-    adapts = policy.name == "adaptive" and dg.group is not None
+    adapts = isinstance(run.messages.policy, Adaptive) and dg.group is not None
     with dg.using(run.messages):
         accuracy = run.trainer.evaluate()
     sent = torch.tensor([median(run.epoch_bytes)], dtype=torch.float64)

@@ -3,28 +3,29 @@
 This module imports neither torch nor numba, so that `adaqp --help` answers at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from adaqp.planner.widths import WIDTHS
+from adaqp.policy import Adaptive, Drop, Exact, Fixed, Policy, Stale
+from shared.cli import choice
 from shared.errors import ConfigError
+from shared.registry import Registry
 
 if TYPE_CHECKING:
     from torch import nn
 
     from adaqp.messages.distgraph import DistGraph
-    from adaqp.policy import Policy
 
-__all__ = ["POLICY_NAMES", "ModelConfig", "PolicyConfig", "RunConfig"]
+__all__ = ["MODELS", "POLICIES", "ModelConfig", "PolicyConfig", "PolicyKind", "RunConfig"]
 
-PolicyName = Literal["exact", "exact-no-overlap", "fixed", "adaptive", "stale", "drop"]
-POLICY_NAMES: tuple[PolicyName, ...] = (
-    "exact-no-overlap",
-    "exact",
-    "fixed",
-    "adaptive",
-    "stale",
-    "drop",
-)
+# Functions (dg, dims, *, norm, dropout) -> module.
+MODELS: Registry[str, Callable[..., Any]] = Registry("model.conv")
+MODELS.add("gcn", "adaqp.training.nn:gcn", "Kipf and Welling's graph convolution")
+MODELS.add("sage", "adaqp.training.nn:sage", "GraphSAGE with the mean of neighbours")
+MODELS.add("gin", "adaqp.training.nn:gin", "graph isomorphism network")
+MODELS.add("gat", "adaqp.training.nn:gat", "graph attention, 4 heads")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,29 +40,48 @@ class ModelConfig:
         dropout: share of hidden values dropped in training.
     """
 
-    conv: Literal["gcn", "sage", "gin", "gat"] = "gcn"
+    conv: Annotated[str, choice(MODELS)] = "gcn"
     hidden: int = 128
     layers: int = 3
     norm: Literal["layer", "none"] = "layer"
     dropout: float = 0.5
 
     def __post_init__(self) -> None:
+        MODELS.check(self.conv)
         if self.hidden < 1 or self.layers < 1:
             raise ConfigError(
-                f"model.hidden and model.layers must be 1 or more, got {self.hidden} and "
-                f"{self.layers}"
+                f"model.hidden, model.layers: expected 1 or more, got {self.hidden} and {self.layers}"
             )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"model.dropout must be in [0, 1), got {self.dropout}")
+            raise ConfigError(f"model.dropout: expected a share in [0, 1), got {self.dropout}")
 
     def build(self, dg: "DistGraph") -> "nn.Module":
         """The model for a rank's share, in its features' dtype and on their device."""
-        from adaqp.training import nn
-
         dims = [dg.feat.shape[1], *[self.hidden] * (self.layers - 1), dg.num_classes]
         norm = None if self.norm == "none" else self.norm
-        model = getattr(nn, self.conv)(dg, dims, norm=norm, dropout=self.dropout)
+        model = MODELS.get(self.conv)(dg, dims, norm=norm, dropout=self.dropout)
         return model.to(device=dg.feat.device, dtype=dg.feat.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyKind:
+    """A policy as the command line and tables know it.
+
+    Attributes:
+        build: makes the policy from its settings.
+        overlaps: exchanges hide behind local work.
+        has_width: the settings' `width` is the policy's; tables print it beside the name, and
+            `adaqp plan` predicts the policy at several.
+        is_control: left out of comparisons unless asked for.
+    """
+
+    build: "Callable[[PolicyConfig], Policy]"
+    overlaps: bool = True
+    has_width: bool = False
+    is_control: bool = False
+
+
+POLICIES: Registry[str, PolicyKind] = Registry("policy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,10 +89,11 @@ class PolicyConfig:
     """How messages travel.
 
     Args:
-        name: "exact" (overlapped), "exact-no-overlap" (the plain way), "fixed" at `width` bits,
-            "adaptive" among `bits`, "stale" (last step's messages), or "drop" (none at all).
-        width: bits of the fixed policy.
-        bits: widths the adaptive policy chooses from.
+        name: "exact" (hidden behind local work), "exact-no-overlap", "fixed" (all rows at `width`
+            bits), "adaptive" (each group of rows at one of `bits`), "stale" (the messages of the
+            step before), "drop" (no messages), or a policy registered elsewhere.
+        width: bits a value under the fixed policy.
+        bits: bits a value that the adaptive policy chooses from, ascending.
         lam: adaptive: weight of variance against time, 0 to 1.
         every: adaptive: steps between assignments.
         first_at: adaptive: step of the first assignment.
@@ -84,9 +105,9 @@ class PolicyConfig:
             gradients back.
     """
 
-    name: PolicyName = "adaptive"
-    width: int = 4
-    bits: tuple[int, ...] = (2, 4, 8)
+    name: Annotated[str, choice(POLICIES)] = "adaptive"
+    width: Annotated[int, choice(WIDTHS)] = 4
+    bits: tuple[Annotated[int, choice(WIDTHS)], ...] = (2, 4, 8)
     lam: float = 0.5
     every: int = 50
     first_at: int = 5
@@ -96,35 +117,50 @@ class PolicyConfig:
     overlap: Literal["edges", "nodes"] = "edges"
     backward: Literal["auto", "push", "pull"] = "auto"
 
-    def build(self) -> "tuple[Policy, dict[str, Any]]":
+    def __post_init__(self) -> None:
+        POLICIES.check(self.name)
+
+    def build(self) -> tuple[Policy, dict[str, Any]]:
         """The policy, and the settings of `dg.messages` that go with it.
 
         Raises:
             ConfigError: a setting of the policy is outside its range.
         """
-        from adaqp.policy import Adaptive, Drop, Exact, Fixed, Stale
-
-        overlap = None if self.name == "exact-no-overlap" else self.overlap
-        settings: dict[str, Any] = {"overlap": overlap, "backward": self.backward}
-        if self.name == "adaptive":
-            return Adaptive(
-                bits=self.bits,
-                lam=self.lam,
-                every=self.every,
-                first_at=self.first_at,
-                solver=self.solver,
-                scope=self.scope,
-                group_size=self.group_size,
-            ), settings
-        if self.name == "fixed":
-            return Fixed(self.width), settings
-        return {"stale": Stale, "drop": Drop}.get(self.name, Exact)(), settings
+        kind = POLICIES.get(self.name)
+        overlap = self.overlap if kind.overlaps else None
+        return kind.build(self), {"overlap": overlap, "backward": self.backward}
 
     @property
     def label(self) -> str:
         """Short name for tables and pictures."""
-        name = f"fixed {self.width} bits" if self.name == "fixed" else self.name.replace("-", " ")
+        name = self.name.replace("-", " ")
+        if POLICIES.get(self.name).has_width:
+            name = f"{name} {self.width} bits"
         return f"{name}, by nodes" if self.overlap == "nodes" else name
+
+
+def _build_adaptive(config: PolicyConfig) -> Adaptive:
+    names = ("bits", "lam", "every", "first_at", "solver", "scope", "group_size")
+    return Adaptive(**{name: getattr(config, name) for name in names})
+
+
+for _name, _kind, _about in (
+    (
+        "exact-no-overlap",
+        PolicyKind(build=lambda _: Exact(), overlaps=False),
+        "exact messages, waited for before anything else is computed",
+    ),
+    ("exact", PolicyKind(build=lambda _: Exact()), "exact messages behind local work"),
+    (
+        "fixed",
+        PolicyKind(build=lambda config: Fixed(config.width), has_width=True),
+        "all rows at one width",
+    ),
+    ("adaptive", PolicyKind(build=_build_adaptive), "widths chosen from the data"),
+    ("stale", PolicyKind(build=lambda _: Stale()), "exact messages of the step before"),
+    ("drop", PolicyKind(build=lambda _: Drop(), is_control=True), "no messages at all"),
+):
+    POLICIES.add(_name, _kind, _about)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,8 +186,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.eval_every < 0:
             raise ConfigError(
-                f"epochs must be 1 or more and eval_every 0 or more, got {self.epochs} and "
+                f"epochs, eval_every: expected 1 or more and 0 or more, got {self.epochs} and "
                 f"{self.eval_every}"
             )
         if not self.lr > 0:
-            raise ConfigError(f"lr must be above 0, got {self.lr}")
+            raise ConfigError(f"lr: expected a learning rate above 0, got {self.lr}")

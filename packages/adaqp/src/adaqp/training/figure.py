@@ -6,23 +6,16 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from adaqp.messages.clock import PHASES
+from adaqp.planner.widths import WIDTHS
 from adaqp.training.comparison import Timing
 
 __all__ = ["draw"]
 
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _PHASE_COLOURS = dict(
     zip(PHASES, ("#0072B2", "#E69F00", "#D55E00", "#999999", "#CC79A7"), strict=True)
 )
-_BITS_COLOURS = {
-    0: "#ffffff",
-    1: "#f0e442",
-    2: "#56B4E9",
-    4: "#009E73",
-    8: "#0072B2",
-    16: "#CC79A7",
-    32: "#000000",
-}
+_DROPPED_COLOUR = "#ffffff"
 
 
 def draw(timings: list[Timing], title: str, path: Path) -> None:
@@ -56,7 +49,8 @@ def draw(timings: list[Timing], title: str, path: Path) -> None:
         for bits in sorted({b for c in channels for b in adaptive[0].bits[c]}):
             shares = [100 * adaptive[0].bits[c].get(bits, 0.0) for c in channels]
             label = f"{bits} bit" + "s" * (bits > 1)
-            right.barh(channels, shares, left=start, label=label, color=_BITS_COLOURS[bits])
+            colour = WIDTHS.get(bits).colour if bits in WIDTHS else _DROPPED_COLOUR
+            right.barh(channels, shares, left=start, label=label, color=colour)
             start = [a + b for a, b in zip(start, shares, strict=True)]
         right.invert_yaxis()
         right.set_xlabel("% of rank 0's rows, adaptive policy")

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from adaqp.messages.clock import PHASES
 from adaqp.messages.distgraph import DistGraph
+from adaqp.planner.widths import AS_IS
 from shared.comms import all_reduce, broadcast
 from shared.errors import ConfigError, DataError
 
@@ -174,11 +175,11 @@ class Trainer:
         all_reduce(self.dg.group, on_wire)
         return on_wire.to(tensor.device)
 
-    def predict(self, *, bits: int = 32) -> Tensor:
+    def predict(self, *, bits: int = AS_IS) -> Tensor:
         """Logits of this rank's rows by the whole graph, [num_local, num_classes].
 
         Args:
-            bits: width of the messages; 32 is exact.
+            bits: width of the messages; 32 is exact, 0 sends nothing.
         """
         self.model.eval()
         with torch.no_grad(), self.dg.current_messages.evaluation(bits):
@@ -202,10 +203,16 @@ class Trainer:
         """Writes a DCP checkpoint, which replaces `folder` only when it is complete.
 
         All ranks call it together; `folder` must be one they all see.
-        """
-        from adaqp.training.checkpoint import save
 
-        save(self, Path(folder))
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        from adaqp.training import checkpoint
+
+        about = self._run_identity() | {"epoch": self.epoch}
+        checkpoint.save(
+            Path(folder), self._shared_state() | self._own_state(), about, self.dg.group
+        )
 
     def resume(self, folder: str | Path) -> None:
         """Continues from `save`: with the same graph, partition, model and policy.
@@ -213,9 +220,65 @@ class Trainer:
         Raises:
             DataError: no checkpoint there, or one of another graph, partition or policy.
         """
-        from adaqp.training.checkpoint import resume
+        from torch.distributed.checkpoint.state_dict import (
+            set_model_state_dict,
+            set_optimizer_state_dict,
+        )
 
-        resume(self, Path(folder))
+        from adaqp.training import checkpoint
+
+        state = self._shared_state()
+        about = checkpoint.load(
+            Path(folder), state, self._run_identity(), self._own_prefix, self.dg.group
+        )
+        set_model_state_dict(self.model, state["model"])
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        own = {
+            name.removeprefix(self._own_prefix): tensor
+            for name, tensor in state.items()
+            if name.startswith(self._own_prefix)
+        }
+        torch.set_rng_state(own.pop("rng"))
+        device = self.dg.device
+        device_rng = own.pop("device_rng", None)
+        if device_rng is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(device_rng, device)
+        self.dg.current_messages.load_state_dict({k: v.to(device) for k, v in own.items()})
+        self.epoch = about["epoch"]
+
+    @property
+    def _own_prefix(self) -> str:
+        return f"rank{self.dg.rank}."
+
+    def _run_identity(self) -> dict[str, Any]:
+        """What a run that resumes must have in common with the one that saved."""
+        messages = self.dg.current_messages
+        return {
+            "fingerprint": self.dg.meta["fingerprint"],
+            "parts": self.dg.num_parts,
+            "policy": f"{messages.policy} {messages.wire_dtype} seed {messages.seed}",
+            "backward": "pull" if messages.pulls else "push",
+        }
+
+    def _shared_state(self) -> dict[str, Any]:
+        """Weights and optimiser, equal on all ranks."""
+        # Importing DCP takes most of a second.
+        from torch.distributed.checkpoint.state_dict import (
+            get_model_state_dict,
+            get_optimizer_state_dict,
+        )
+
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def _own_state(self) -> dict[str, Tensor]:
+        """Widths, moving averages, late messages and random state of this rank."""
+        own = self.dg.current_messages.state_dict() | {"rng": torch.get_rng_state()}
+        if self.dg.device.type == "cuda":
+            own["device_rng"] = torch.cuda.get_rng_state(self.dg.device)
+        return {f"{self._own_prefix}{name}": tensor.cpu() for name, tensor in own.items()}
 
 
 def _default_loss(label: Tensor) -> Loss:

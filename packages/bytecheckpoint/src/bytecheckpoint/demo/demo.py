@@ -1,9 +1,9 @@
-"""`bytecheckpoint demo`: training that is killed, and goes on elsewhere as if nothing had happened.
+"""`bytecheckpoint demo`: training that is killed and resumed elsewhere with the same losses.
 
-A small Transformer learns English text on two ranks, saving every few steps behind training's back.
-All ranks are killed in the middle; training goes on from the newest checkpoint, in one process and
-on four ranks, and each step's loss is compared with that of a run nobody killed. Beside it, how long
-a save blocks, ours and torch DCP's in turn.
+A small Transformer learns English text on two ranks, saving every few steps in the background.
+All ranks are killed in the middle. Training resumes from the newest checkpoint, in one process and on
+four ranks, and each step's loss is compared with that of an uninterrupted run. The demo also measures
+how long a save blocks training, ours and torch DCP's in turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from bytecheckpoint.demo import training
-from shared.claims import Claim, write_demo
+from shared.claims import Claim, finish
 from shared.comms import RankPool
 from shared.errors import RankFailure
 
@@ -60,29 +60,29 @@ def run(out: Path, *, is_full: bool) -> bool:
         saved = folder / "run"
         with RankPool(2, timeout=_TIMEOUT) as pool:
             with console.status("bytecheckpoint: training on two ranks, undisturbed"):
-                whole = pool.run(training.losses, size.num_layers, size.num_steps).results[0][1]
+                whole = pool.run(training.train, size.num_layers, size.num_steps).results[0][1]
             with console.status("bytecheckpoint: saving, ours and DCP's in turn"):
                 args = (size.num_layers, folder, size.rounds)
-                blocked = pool.run(training.blocked, *args).results[0]
+                blocked = pool.run(training.measure_blocking, *args).results[0]
             with (
                 console.status("bytecheckpoint: training until every rank is killed"),
                 suppress(RankFailure),
             ):
                 args = (size.num_layers, saved, size.every_n, size.kill_at)
-                pool.run(training.losses_until_killed, *args)
+                pool.run(training.train_until_killed, *args)
         with console.status("bytecheckpoint: going on in one process"):
-            alone = training.losses(size.num_layers, size.num_steps, saved)
+            alone = training.train(size.num_layers, size.num_steps, saved)
         with (
             console.status("bytecheckpoint: going on on four ranks"),
             RankPool(4, timeout=_TIMEOUT) as pool,
         ):
-            four = pool.run(training.losses, size.num_layers, size.num_steps, saved).results[0]
-            read = pool.run(training.read_bytes, size.num_layers, saved).results[0]
+            four = pool.run(training.train, size.num_layers, size.num_steps, saved).results[0]
+            read = pool.run(training.measure_read_bytes, size.num_layers, saved).results[0]
     claims = [
-        _resumed("one process", whole, alone, size),
-        _resumed("four ranks", whole, four, size),
-        *_blocked(blocked, size),
-        _read(read),
+        _claim_resumption("one process", whole, alone, size),
+        _claim_resumption("four ranks", whole, four, size),
+        *_claim_blocking(blocked, size),
+        _claim_reads(read),
     ]
     figures = {
         "whole": whole,
@@ -92,18 +92,12 @@ def run(out: Path, *, is_full: bool) -> bool:
         "read": read,
     }
     _draw(whole, alone, four, blocked, size, out / "resumed.svg")
-    write_demo(out, "bytecheckpoint", claims, figures)
-    for claim in claims:
-        verdict = "" if claim.correct else "  NOT CORRECT"
-        console.print(
-            f"bytecheckpoint: {claim.name}: {claim.ours:.4g} {claim.unit} against "
-            f"{claim.baseline:.4g} ({claim.baseline_name}), {claim.ratio:.2f}x{verdict}",
-            soft_wrap=True,
-        )
-    return all(claim.correct for claim in claims)
+    return finish(out, "bytecheckpoint", claims, figures)
 
 
-def _resumed(where: str, whole: list[float], found: tuple[int, list[float]], size: _Size) -> Claim:
+def _claim_resumption(
+    where: str, whole: list[float], found: tuple[int, list[float]], size: _Size
+) -> Claim:
     first, losses = found
     expected = whole[first:]
     furthest = max((abs(a - b) for a, b in zip(losses, expected, strict=False)), default=1.0)
@@ -124,7 +118,7 @@ def _resumed(where: str, whole: list[float], found: tuple[int, list[float]], siz
     )
 
 
-def _blocked(found: dict[str, list[float]], size: _Size) -> list[Claim]:
+def _claim_blocking(found: dict[str, list[float]], size: _Size) -> list[Claim]:
     claims = []
     for name, ours, theirs, baseline in (
         ("training blocked by a save", "ours", "dcp", "torch DCP, async_save"),
@@ -147,7 +141,7 @@ def _blocked(found: dict[str, list[float]], size: _Size) -> list[Claim]:
     return claims
 
 
-def _read(found: dict[str, int]) -> Claim:
+def _claim_reads(found: dict[str, int]) -> Claim:
     return Claim(
         name="four ranks load the whole model: bytes read from storage",
         unit="MB",

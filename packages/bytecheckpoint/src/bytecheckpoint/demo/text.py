@@ -4,10 +4,10 @@ import torch
 
 from shared.errors import ConfigError
 
-__all__ = ["bible"]
+__all__ = ["load_bible"]
 
 
-def bible() -> torch.Tensor:
+def load_bible() -> torch.Tensor:
     """About four million characters of English text: uint8 [characters].
 
     Raises:

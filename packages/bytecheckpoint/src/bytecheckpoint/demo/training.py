@@ -1,7 +1,7 @@
 """The demo's training: a small Transformer on text, the same run on any number of ranks.
 
-A step takes the next samples of the whole run, whoever computes them, and averages over all: so the
-loss of a step is the same on one rank, two or four, but for the order in which floats are added.
+A step averages over the next samples of the whole run, whichever ranks compute them, so its loss is
+the same on one rank, two or four, except for the order in which floats are added.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import bytecheckpoint as bcp
-from bytecheckpoint.demo.text import bible
+from bytecheckpoint.demo.text import load_bible
 from shared.comms import Group, all_reduce, barrier
 from shared.topology import Mesh
 
-__all__ = ["Run", "blocked", "losses", "losses_until_killed", "read_bytes"]
+__all__ = ["Run", "measure_blocking", "measure_read_bytes", "train", "train_until_killed"]
 
 _CONTEXT = 64
 _BATCH = 8
@@ -71,7 +71,7 @@ class Run:
             fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
-        self.text = bible()
+        self.text = load_bible()
         self.order = bcp.LoaderState(len(self.text) // (_CONTEXT + 1), dataset="bible")
         self.state: dict[str, Any] = {
             "model": self.model,
@@ -99,26 +99,26 @@ class Run:
             all_reduce(Group.world(), mean)
         return mean.item() / self.world_size
 
-    def resumed(self, checkpointer: bcp.Checkpointer) -> int:
+    def resume(self, checkpointer: bcp.Checkpointer) -> int:
         """Goes on from the newest checkpoint; the step it stands at."""
         checkpointer.load_latest(self.state)
         self._samples = iter(self.order)
         return self.state["extra"]["step"]
 
 
-def losses(num_layers: int, num_steps: int, folder: Path | None = None) -> tuple[int, list[float]]:
+def train(num_layers: int, num_steps: int, folder: Path | None = None) -> tuple[int, list[float]]:
     """Trains to a step, from a folder's newest checkpoint where one is given.
 
     Returns:
         The step it began at, and the loss of each step from there.
     """
     run = Run(num_layers)
-    first = 0 if folder is None else run.resumed(bcp.Checkpointer(folder))
+    first = 0 if folder is None else run.resume(bcp.Checkpointer(folder))
     return first, [run.step() for _ in range(first, num_steps)]
 
 
-def losses_until_killed(num_layers: int, folder: Path, every_n: int, kill_at: int) -> None:
-    """Trains and saves behind training's back, until every rank is killed without warning."""
+def train_until_killed(num_layers: int, folder: Path, every_n: int, kill_at: int) -> None:
+    """Trains and saves in the background, until every rank is killed without warning."""
     run = Run(num_layers)
     checkpointer = bcp.Checkpointer(folder, every_n=every_n, keep=2)
     while True:
@@ -132,7 +132,7 @@ def losses_until_killed(num_layers: int, folder: Path, every_n: int, kill_at: in
             handle.committed.result()
 
 
-def blocked(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]]:
+def measure_blocking(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]]:
     """How long a save keeps training from going on, ours and DCP's in turn.
 
     Returns:
@@ -141,19 +141,19 @@ def blocked(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]
     """
     run = Run(num_layers)
     run.step()
-    state = {"model": run.model.state_dict(), "optimizer": _tensors_of(run.optimizer)}
+    state = {"model": run.model.state_dict(), "optimizer": _list_tensors(run.optimizer)}
     found: dict[str, list[float]] = {
         key: [] for key in ("ours", "ours total", "dcp", "dcp total", "correct")
     }
     checkpointer = bcp.Checkpointer(folder / "ours", keep=1)
     for number in range(rounds + 1):
-        begin = _together()
+        begin = _start_together()
         handle = checkpointer.save(number, state)
         ours = time.perf_counter() - begin
         handle.committed.result(timeout=timedelta(minutes=5).total_seconds())
         ours_total = time.perf_counter() - begin
         writer = dcp.FileSystemWriter(folder / "dcp")
-        begin = _together()
+        begin = _start_together()
         future = dcp.async_save(state, storage_writer=writer)
         theirs = time.perf_counter() - begin
         assert isinstance(future, Future)
@@ -170,7 +170,7 @@ def blocked(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]
     return found
 
 
-def read_bytes(num_layers: int, folder: Path) -> dict[str, int]:
+def measure_read_bytes(num_layers: int, folder: Path) -> dict[str, int]:
     """Bytes that all ranks read from storage when each wants the whole model."""
     found = {}
     for dedupe in ("never", "always"):
@@ -185,12 +185,12 @@ def read_bytes(num_layers: int, folder: Path) -> dict[str, int]:
     return found
 
 
-def _together() -> float:
+def _start_together() -> float:
     barrier(Group.world())
     return time.perf_counter()
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _list_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as a dictionary of tensors, which both ways can save."""
     return {
         f"{at}.{key}": value

@@ -21,39 +21,40 @@ from bytecheckpoint.formats.archive import Archive
 from bytecheckpoint.formats.pickles import (
     Metadata,
     StoredTensor,
-    contiguous_strides,
+    compute_strides,
     load_metadata,
     load_tree,
 )
-from bytecheckpoint.formats.ranges import Chunk, Window, build_index, joined
+from bytecheckpoint.formats.ranges import Chunk, Window, build_index, join_path
 from bytecheckpoint.formats.tree import Path, encode, nest
 from bytecheckpoint.storage import Storage
-from bytecheckpoint.storage.files.index import File, Index, plain_name
-from bytecheckpoint.tools.writers.dcp import METADATA_NAME, write_dcp
+from bytecheckpoint.storage.files.index import File, Index, check_file_name
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
 __all__ = [
     "METADATA_NAME",
+    "ByteRange",
     "Folder",
-    "Part",
     "load_entry",
+    "locate_elements",
     "read_folder",
     "read_index",
-    "write_dcp",
+    "read_paths",
 ]
 
+METADATA_NAME = ".metadata"
 _NUM_THREADS = 8
 _MAX_DEPTH = 100
 _log = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
-    """A part of a file.
+class ByteRange(NamedTuple):
+    """A range of a file's bytes.
 
     Attributes:
         file: its name.
-        start: offset of the part's first byte.
+        start: offset of its first byte.
         num_bytes: its length.
     """
 
@@ -72,7 +73,7 @@ class Folder(NamedTuple):
     """
 
     index: Index
-    entries: dict[str, Part]
+    entries: dict[str, ByteRange]
     paths: dict[str, Path] | None
 
 
@@ -111,28 +112,32 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
     Raises:
         DataError: as `read_index`.
     """
-    where = joined(path, METADATA_NAME)
+    where = join_path(path, METADATA_NAME)
     metadata = load_metadata(storage.read(where), where, trust_pickle=trust_pickle)
     try:
-        tensors, boxes, others = _described(metadata)
-        parts = _parts(metadata, where)
-        paths = paths_of(metadata)
+        tensors, boxes, others = _describe_contents(metadata)
+        parts = _list_ranges(metadata, where)
+        paths = read_paths(metadata)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{where}: expected the metadata of DCP, {error}") from error
     entries = {}
     for name in others:
         if (name, None) not in parts:
-            raise DataError(f"{where}: does not say where {name!r} lies; it is damaged")
+            raise DataError(
+                f"{where}: expected a place of {name!r}, got none; it is damaged: fetch the "
+                f"folder again"
+            )
         entries[name] = parts[name, None]
-    lying: dict[str, list[tuple[Box, Part]]] = {name: [] for name in tensors}
+    lying: dict[str, list[tuple[Box, ByteRange]]] = {name: [] for name in tensors}
     for name, box in boxes:
         if (name, box.offsets) not in parts:
             raise DataError(
-                f"{where}: does not say where {name!r} at {list(box.offsets)} lies; it is damaged"
+                f"{where}: expected a place of {name!r} at {list(box.offsets)}, got none; it is "
+                f"damaged: fetch the folder again"
             )
         lying[name].append((box, parts[name, box.offsets]))
-    aliases = _same_bytes(lying, tensors)
-    by_file: dict[str, list[tuple[str, Box, Part]]] = {}
+    aliases = _find_aliases(lying, tensors)
+    by_file: dict[str, list[tuple[str, Box, ByteRange]]] = {}
     for part in entries.values():
         by_file.setdefault(part.file, [])
     for name, found in lying.items():
@@ -146,14 +151,17 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
     files = [File(*item) for item in sizes.items()]
     for name, part in entries.items():
         if part.start + part.num_bytes > sizes[part.file]:
-            raise DataError(f"{joined(path, part.file)}: cut off before the end of {name!r}")
+            raise DataError(
+                f"{join_path(path, part.file)}: expected the file to hold all of {name!r}, but "
+                f"it is cut off; fetch it again"
+            )
     chunks = [chunk for _, found in scans for chunk in found]
     stored = {name: described for name, described in tensors.items() if name not in aliases}
     return Folder(build_index(stored, chunks, files, where, aliases), entries, paths)
 
 
 def load_entry(
-    storage: Storage, path: str, name: str, part: Part, *, trust_pickle: bool = False
+    storage: Storage, path: str, name: str, part: ByteRange, *, trust_pickle: bool = False
 ) -> Any:
     """Reads a value that is no tensor.
 
@@ -161,19 +169,19 @@ def load_entry(
         DataError: it holds objects that torch.load(weights_only=True) refuses, or is damaged.
     """
     buffer = bytearray(part.num_bytes)
-    storage.read_into(joined(path, part.file), part.start, memoryview(buffer))
+    storage.read_into(join_path(path, part.file), part.start, memoryview(buffer))
     try:
         return torch.load(io.BytesIO(buffer), map_location="cpu", weights_only=not trust_pickle)
     except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         why = next((line for line in lines if "GLOBAL" in line), lines[0] if lines else "damaged")
         raise DataError(
-            f"{joined(path, part.file)}: the value {name!r} was refused: {why}; trust_pickle=True "
-            f"lets its code run, if you trust its source"
+            f"{join_path(path, part.file)}: the value {name!r} was refused: {why}; "
+            f"trust_pickle=True lets its code run, if you trust its source"
         ) from error
 
 
-def _described(
+def _describe_contents(
     metadata: Metadata,
 ) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...]]], list[tuple[str, Box]], list[str]]:
     """Types and shapes of tensors, boxes of their chunks, and names of other values."""
@@ -187,11 +195,11 @@ def _described(
         dtype = found.properties.dtype
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"no element type for {name!r}")
-        shape = _whole_numbers(found.size)
+        shape = _check_whole_numbers(found.size)
         tensors[name] = (dtype, shape)
         known = set()
         for chunk in found.chunks:
-            box = Box(_whole_numbers(chunk.offsets), _whole_numbers(chunk.sizes))
+            box = Box(_check_whole_numbers(chunk.offsets), _check_whole_numbers(chunk.sizes))
             if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
                 raise ValueError(f"a chunk of {name!r} has other dimensions than the tensor")
             if box.numel and box not in known:
@@ -200,8 +208,8 @@ def _described(
     return tensors, boxes, others
 
 
-def _same_bytes(
-    lying: Mapping[str, list[tuple[Box, Part]]], described: Mapping[str, tuple]
+def _find_aliases(
+    lying: Mapping[str, list[tuple[Box, ByteRange]]], described: Mapping[str, tuple]
 ) -> dict[str, str]:
     """Names of tensors that lie where another does, and the other's."""
     first: dict[tuple, str] = {}
@@ -214,7 +222,9 @@ def _same_bytes(
     return aliases
 
 
-def _parts(metadata: Metadata, where: str) -> dict[tuple[str, tuple[int, ...] | None], Part]:
+def _list_ranges(
+    metadata: Metadata, where: str
+) -> dict[tuple[str, tuple[int, ...] | None], ByteRange]:
     parts = {}
     for item, info in vars(metadata)["storage_data"].items():
         if getattr(info, "transform_descriptors", None):
@@ -225,14 +235,16 @@ def _parts(metadata: Metadata, where: str) -> dict[tuple[str, tuple[int, ...] | 
             )
         # A value that is no tensor has no offset, and DCP pickles none for it.
         offset = getattr(item, "offset", None)
-        offset = None if offset is None else _whole_numbers(offset)
-        start, num_bytes = _whole_numbers((info.offset, info.length))
-        parts[item.fqn, offset] = Part(plain_name(info.relative_path, where), start, num_bytes)
+        offset = None if offset is None else _check_whole_numbers(offset)
+        start, num_bytes = _check_whole_numbers((info.offset, info.length))
+        parts[item.fqn, offset] = ByteRange(
+            check_file_name(info.relative_path, where), start, num_bytes
+        )
     return parts
 
 
-def paths_of(metadata: object) -> dict[str, Path] | None:
-    """The paths of flat names, as torch's default planner leaves them in a `Metadata`."""
+def read_paths(metadata: object) -> dict[str, Path] | None:
+    """Reads the paths of flat names, as torch's default planner leaves them in a `Metadata`."""
     data = getattr(metadata, "planner_data", None)
     if not isinstance(data, dict):
         return None
@@ -246,7 +258,7 @@ def paths_of(metadata: object) -> dict[str, Path] | None:
     }
 
 
-def _whole_numbers(numbers: Iterable[Any]) -> tuple[int, ...]:
+def _check_whole_numbers(numbers: Iterable[Any]) -> tuple[int, ...]:
     numbers = tuple(numbers)
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
         raise ValueError(f"{numbers!r:.80} are no sizes")
@@ -257,14 +269,14 @@ def _scan(
     storage: Storage,
     path: str,
     file: str,
-    wanted: list[tuple[str, Box, Part]],
+    wanted: list[tuple[str, Box, ByteRange]],
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> tuple[int, list[Chunk]]:
     """Size of a file, and where in it the elements of each chunk lie."""
-    window = Window(storage, joined(path, file))
+    window = Window(storage, join_path(path, file))
     chunks = []
     for name, box, part in sorted(wanted, key=lambda one: one[2].start):
-        where = f"{joined(path, file)} at {part.start}, tensor {name!r}"
+        where = f"{join_path(path, file)} at {part.start}, tensor {name!r}"
         # The beginning first: it is in the window of the end of the archive before.
         window.read(part.start, min(part.num_bytes, 1024))
         archive = Archive(window.read, part.start, part.num_bytes, where)
@@ -276,24 +288,27 @@ def _scan(
                 f"{where}: expected {tensors[name][0]} of shape {list(box.sizes)}, got "
                 f"{stored.dtype} of {list(stored.shape)}; .metadata belongs to another save"
             )
-        chunks.append(Chunk(name, box, file, elements_start(archive, stored, where)))
+        chunks.append(Chunk(name, box, file, locate_elements(archive, stored, where)))
     return window.num_bytes, chunks
 
 
-def elements_start(archive: Archive, stored: StoredTensor, where: str) -> int:
-    """Where a tensor's first element lies in the archive's file.
+def locate_elements(archive: Archive, stored: StoredTensor, where: str) -> int:
+    """Finds where a tensor's first element lies in the archive's file, in bytes.
 
     Raises:
         DataError: the elements do not lie there in row-major order, or not all of them.
     """
     if "byteorder" in archive.names and archive.read("byteorder") != b"little":
-        raise DataError(f"{where}: written on a big-endian machine; save it again with torch")
-    steps = zip(stored.shape, stored.strides, contiguous_strides(stored.shape), strict=True)
+        raise DataError(
+            f"{where}: expected little-endian elements, got big-endian ones; save it again with "
+            f"torch on a little-endian machine"
+        )
+    steps = zip(stored.shape, stored.strides, compute_strides(stored.shape), strict=True)
     if not stored.is_plain or any(size > 1 and step != flat for size, step, flat in steps):
         raise DataError(
-            f"{where}: its elements are stored with strides {list(stored.strides)} for shape "
-            f"{list(stored.shape)}, or as a lazy conjugate; ranges need row-major order: load it "
-            f"with torch and save `tensor.resolve_conj().contiguous()`"
+            f"{where}: expected elements in row-major order, got strides {list(stored.strides)} "
+            f"for shape {list(stored.shape)}, or a lazy conjugate; load it with torch and save "
+            f"`tensor.resolve_conj().contiguous()`"
         )
     numel = 1
     for size in stored.shape:
@@ -301,5 +316,8 @@ def elements_start(archive: Archive, stored: StoredTensor, where: str) -> int:
     record = archive.locate(f"data/{stored.key}")
     begin = stored.offset * stored.dtype.itemsize
     if begin + numel * stored.dtype.itemsize > min(record.num_bytes, stored.storage_bytes):
-        raise DataError(f"{where}: its storage is smaller than its shape; the file is damaged")
+        raise DataError(
+            f"{where}: expected a storage of at least the tensor's size, got a smaller one; the "
+            f"file is damaged: fetch it again"
+        )
     return record.start + begin

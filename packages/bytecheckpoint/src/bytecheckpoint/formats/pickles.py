@@ -1,4 +1,4 @@
-"""The pickles in torch's files, read without running what they name, and written without tensors.
+"""The pickles in torch's files, read without running what they name.
 
 A pickle may name any function of any module and have it called, so the ones read here name ours
 only: each class that torch's files need is replaced by a record of plain values, and any other is
@@ -14,24 +14,24 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import torch
-from torch import _utils
-from torch.storage import UntypedStorage, _dtype_to_storage_type_map
+from torch.storage import _dtype_to_storage_type_map
 
 from shared.errors import DataError
 
 __all__ = [
+    "TYPED_STORAGES",
     "Metadata",
+    "StorageRecord",
     "StoredTensor",
-    "contiguous_strides",
-    "dump_tree",
+    "compute_strides",
     "load_metadata",
     "load_tree",
 ]
 
-_TYPED = {
+TYPED_STORAGES = {
     dtype: name for dtype, name in _dtype_to_storage_type_map().items() if hasattr(torch, name)
 }
-_DTYPES = {name: dtype for dtype, name in _TYPED.items()}
+_DTYPES = {name: dtype for dtype, name in TYPED_STORAGES.items()}
 _FAILURES = (
     pickle.UnpicklingError,
     ArithmeticError,
@@ -46,7 +46,7 @@ _FAILURES = (
 
 
 # Tuples, because a pickle may set the attributes of objects it makes.
-class _Storage(NamedTuple):
+class StorageRecord(NamedTuple):
     """A record of elements in an archive; without a type its length is in bytes."""
 
     dtype: torch.dtype | None
@@ -76,8 +76,8 @@ class StoredTensor(NamedTuple):
     is_plain: bool = True
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major tensor, in elements."""
+def compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Computes the strides of a row-major tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -94,7 +94,7 @@ class _TensorProperties:
         self.dtype = state[0]
 
 
-def _metadata_globals() -> dict[tuple[str, str], Any]:
+def _allow_metadata_globals() -> dict[tuple[str, str], Any]:
     """What a `.metadata` may name; new at each call, because a pickle may write to classes."""
     dcp = "torch.distributed.checkpoint"
     records = [
@@ -129,7 +129,7 @@ class _Rebuild:
 
     def v2(
         self,
-        storage: _Storage,
+        storage: StorageRecord,
         offset: int,
         shape: tuple,
         strides: tuple,
@@ -139,11 +139,11 @@ class _Rebuild:
     ) -> StoredTensor:
         if storage.dtype is None:
             raise TypeError("a tensor of version 2 needs a typed storage")
-        return _stored(storage, storage.dtype, offset, shape, strides, not metadata)
+        return _make_stored(storage, storage.dtype, offset, shape, strides, not metadata)
 
     def v3(
         self,
-        storage: _Storage,
+        storage: StorageRecord,
         offset: int,
         shape: tuple,
         strides: tuple,
@@ -152,7 +152,7 @@ class _Rebuild:
         dtype: torch.dtype,
         metadata: dict | None = None,
     ) -> StoredTensor:
-        return _stored(storage, dtype, offset, shape, strides, not metadata)
+        return _make_stored(storage, dtype, offset, shape, strides, not metadata)
 
     def parameter(self, tensor: StoredTensor, requires_grad: bool, hooks: Any) -> StoredTensor:
         if not isinstance(tensor, StoredTensor):
@@ -166,8 +166,8 @@ class _Rebuild:
         return text.encode("latin1")
 
 
-def _stored(
-    storage: _Storage,
+def _make_stored(
+    storage: StorageRecord,
     dtype: torch.dtype,
     offset: int,
     shape: tuple,
@@ -213,15 +213,15 @@ class _Reader(pickle.Unpickler):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
-    def persistent_load(self, pid: Any) -> _Storage:
+    def persistent_load(self, pid: Any) -> StorageRecord:
         kind, dtype, key, _, num_elements = pid
         is_typed = dtype is None or isinstance(dtype, torch.dtype)
         if kind != "storage" or not is_typed or not isinstance(key, str) or not key.isalnum():
             raise pickle.UnpicklingError("it refers to something that is no storage")
-        return _Storage(dtype, key, num_elements)
+        return StorageRecord(dtype, key, num_elements)
 
 
-def _loaded(
+def _load(
     data: bytes, allowed: dict[tuple[str, str], Any], where: str, *, trusted: bool = False
 ) -> Any:
     try:
@@ -244,7 +244,7 @@ def load_metadata(data: bytes, where: str, *, trust_pickle: bool = False) -> Met
     Raises:
         DataError: it names something else, or is no such pickle.
     """
-    found = _loaded(data, _metadata_globals(), where, trusted=trust_pickle)
+    found = _load(data, _allow_metadata_globals(), where, trusted=trust_pickle)
     if not isinstance(found, Metadata):
         raise DataError(f"{where}: expected a pickle of Metadata, got a {type(found).__name__}")
     return found
@@ -256,30 +256,4 @@ def load_tree(data: bytes, where: str) -> Any:
     Raises:
         DataError: it holds objects other than tensors, containers and plain values.
     """
-    return _loaded(data, _TREE_GLOBALS, where)
-
-
-class _Writer(pickle.Pickler):
-    # What torch's own restricted reader takes: protocol 2, and tensors rebuilt from storages.
-    def persistent_id(self, obj: Any) -> tuple | None:
-        if not isinstance(obj, _Storage):
-            return None
-        kind = UntypedStorage if obj.dtype is None else getattr(torch, _TYPED[obj.dtype])
-        return ("storage", kind, obj.key, "cpu", obj.num_elements)
-
-    def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, StoredTensor):
-            return NotImplemented
-        place = (obj.offset, obj.shape, obj.strides, False, OrderedDict())
-        if obj.dtype in _TYPED:
-            storage = _Storage(obj.dtype, obj.key, obj.storage_bytes // obj.dtype.itemsize)
-            return _utils._rebuild_tensor_v2, (storage, *place)
-        storage = _Storage(None, obj.key, obj.storage_bytes)
-        return _utils._rebuild_tensor_v3, (storage, *place, obj.dtype)
-
-
-def dump_tree(tree: Any) -> bytes:
-    """The `data.pkl` of a tree of containers, plain values and `StoredTensor`."""
-    buffer = io.BytesIO()
-    _Writer(buffer, protocol=2).dump(tree)
-    return buffer.getvalue()
+    return _load(data, _TREE_GLOBALS, where)

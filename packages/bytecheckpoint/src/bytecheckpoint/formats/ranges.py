@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from bytecheckpoint.storage import Storage
-from bytecheckpoint.storage.files.dtypes import name_of
+from bytecheckpoint.storage.files.dtypes import get_dtype_name
 from bytecheckpoint.storage.files.index import ChunkTable, File, Index
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
-__all__ = ["Chunk", "Window", "build_index", "joined"]
+__all__ = ["Chunk", "Window", "build_index", "join_path"]
 
 _WINDOW_BYTES = 64 * 1024
 
@@ -48,11 +48,13 @@ class Window:
         try:
             self.num_bytes = storage.size(path)
         except FileNotFoundError as error:
-            raise DataError(f"{path}: the file is missing; fetch the whole folder") from error
+            raise DataError(
+                f"{path}: expected a file, found none; fetch the whole folder"
+            ) from error
         self._windows: list[tuple[int, bytes]] = []
 
     def read(self, offset: int, num_bytes: int) -> bytes:
-        """The bytes at an offset.
+        """Reads bytes at an offset.
 
         Raises:
             DataError: the file ends before.
@@ -73,8 +75,8 @@ class Window:
         return data[:num_bytes]
 
 
-def joined(path: str, name: str) -> str:
-    """A path below another, which may be empty."""
+def join_path(path: str, name: str) -> str:
+    """Joins a path and a name below it; the path may be empty."""
     return posixpath.join(path, name) if path else name
 
 
@@ -85,7 +87,7 @@ def build_index(
     where: str,
     aliases: Mapping[str, str] | None = None,
 ) -> Index:
-    """The index of chunks in files.
+    """Builds the index of chunks in files.
 
     Args:
         tensors: type and global shape by name.
@@ -109,7 +111,7 @@ def build_index(
         sizes[row, : len(chunk.box.sizes)] = chunk.box.sizes
     index = Index(
         names=names,
-        dtypes=[name_of(dtype) for dtype, _ in tensors.values()],
+        dtypes=[get_dtype_name(dtype) for dtype, _ in tensors.values()],
         shapes=[shape for _, shape in tensors.values()],
         chunks=ChunkTable(
             np.array([numbers[chunk.name] for chunk in rows], dtype=np.int32), offsets, sizes

@@ -44,17 +44,20 @@ def encode(value: Any, path: str, leaf: Callable[[Any, str], Any] = encode_leaf)
         DataError: JSON cannot say it.
     """
     try:
-        return _encoded(value, path, leaf)
+        return _encode(value, path, leaf)
     except RecursionError:
-        raise DataError(f"{path or 'the state'}: a value lies too deep, or in itself") from None
+        raise DataError(
+            f"{path or 'the state'}: expected nested values, got one that is nested too deep or "
+            f"in itself"
+        ) from None
 
 
-def _encoded(value: Any, path: str, leaf: Callable[[Any, str], Any]) -> Any:
+def _encode(value: Any, path: str, leaf: Callable[[Any, str], Any]) -> Any:
     if isinstance(value, Mapping):
-        items = {key: _encoded(item, _below(path, key), leaf) for key, item in value.items()}
+        items = {key: _encode(item, _extend(path, key), leaf) for key, item in value.items()}
         return encode_dict(items)
     if type(value) in (list, tuple):
-        items = [_encoded(item, _below(path, at), leaf) for at, item in enumerate(value)]
+        items = [_encode(item, _extend(path, at), leaf) for at, item in enumerate(value)]
         return {"$tuple": items} if type(value) is tuple else items
     return leaf(value, path)
 
@@ -78,19 +81,21 @@ def nest(leaves: Mapping[str, Any], paths: Mapping[str, Path]) -> Any:
             if not isinstance(node, dict):
                 break
         if not isinstance(node, dict) or path[-1] in node:
-            raise DataError(f"two values stand at {'.'.join(map(str, path))!r}; rename one")
+            raise DataError(
+                f"expected one value at {'.'.join(map(str, path))!r}, got two; rename one"
+            )
         node[path[-1]] = _Leaf(tree)
-    return _closed(root)
+    return _close(root)
 
 
 class _Leaf(NamedTuple):
     tree: Any
 
 
-def _closed(node: Any) -> Any:
+def _close(node: Any) -> Any:
     if isinstance(node, _Leaf):
         return node.tree
-    items = {key: _closed(value) for key, value in node.items()}
+    items = {key: _close(value) for key, value in node.items()}
     if items and all(type(key) is int for key in items) and sorted(items) == [*range(len(items))]:
         return [items[at] for at in range(len(items))]
     return encode_dict(items)
@@ -108,7 +113,7 @@ def expand(extra: Mapping[str, Any], tensors: Iterable[str]) -> Any:
     walk = _Expansion(list(tensors), extra.get("ranks", {}), list(_modules("", tree)))
     found = walk.visit("", tree)
     rest = {name: {"$tensor": name} for name in walk.names if name not in walk.placed}
-    return encode_dict({**dict(_items(found)), **rest}) if rest else found
+    return encode_dict({**dict(_list_items_of(found)), **rest}) if rest else found
 
 
 def flatten(tree: Any) -> Flat:
@@ -127,7 +132,7 @@ def flatten(tree: Any) -> Flat:
 
 def _flatten(path: Path, tree: Any, found: Flat) -> None:
     if _is_dict(tree):
-        for key, item in _items(tree):
+        for key, item in _list_items_of(tree):
             _flatten((*path, str(key)), item, found)
     elif _is_cut(tree):
         for at, item in enumerate(_list_items(tree)):
@@ -135,12 +140,12 @@ def _flatten(path: Path, tree: Any, found: Flat) -> None:
     else:
         name = ".".join(map(str, path))
         if name in found.paths:
-            raise DataError(f"two values are named {name!r}; rename a key")
+            raise DataError(f"expected one value named {name!r}, got two; rename a key")
         found.paths[name] = path
-        if _kind(tree) == "$tensor":
+        if _get_kind(tree) == "$tensor":
             found.tensors[name] = tree["$tensor"]
         else:
-            found.values[name] = decode_tree(tree, _no_tensor)
+            found.values[name] = decode_tree(tree, _refuse_tensor)
 
 
 def at_path(tree: Any, path: Iterable[str | int]) -> Any:
@@ -150,7 +155,7 @@ def at_path(tree: Any, path: Iterable[str | int]) -> Any:
         DataError: there is none.
     """
     for key in path:
-        items = dict(enumerate(_list_items(tree)) if isinstance(key, int) else _items(tree))
+        items = dict(enumerate(_list_items(tree)) if isinstance(key, int) else _list_items_of(tree))
         if key not in items:
             raise DataError(f"extra values: expected one at {path}, found none; damaged")
         tree = items[key]
@@ -158,39 +163,42 @@ def at_path(tree: Any, path: Iterable[str | int]) -> Any:
 
 
 def _is_dict(tree: Any) -> bool:
-    return isinstance(tree, dict) and _kind(tree) in ("", "$dict")
+    return isinstance(tree, dict) and _get_kind(tree) in ("", "$dict")
 
 
 def _is_cut(tree: Any) -> bool:
     """Whether a list has tensors or dictionaries in it."""
     items = _list_items(tree)
-    return any(_kind(item) == "$tensor" or _is_dict(item) or _is_cut(item) for item in items)
+    return any(_get_kind(item) == "$tensor" or _is_dict(item) or _is_cut(item) for item in items)
 
 
 def _list_items(tree: Any) -> list[Any]:
-    if _kind(tree) == "$tuple":
+    if _get_kind(tree) == "$tuple":
         return tree["$tuple"]
     return tree if isinstance(tree, list) else []
 
 
-def _no_tensor(name: str) -> Any:
-    raise DataError(f"tensor {name!r} stands inside of a value that is no container")
+def _refuse_tensor(name: str) -> Any:
+    raise DataError(
+        f"expected tensors in containers only, got {name!r} inside another value; the file is "
+        f"damaged"
+    )
 
 
-def _kind(tree: Any) -> str:
+def _get_kind(tree: Any) -> str:
     """The tag of a tagged value, empty if it is none."""
     is_tagged = isinstance(tree, dict) and len(tree) == 1 and next(iter(tree)).startswith("$")
     return next(iter(tree)) if is_tagged else ""
 
 
-def _items(tree: Any) -> Iterator[tuple[Any, Any]]:
+def _list_items_of(tree: Any) -> Iterator[tuple[Any, Any]]:
     """Keys and trees of a dictionary's tree."""
-    if _kind(tree) == "$dict":
-        return ((decode_tree(key, _no_tensor), item) for key, item in tree["$dict"])
+    if _get_kind(tree) == "$dict":
+        return ((decode_tree(key, _refuse_tensor), item) for key, item in tree["$dict"])
     return iter(tree.items() if isinstance(tree, dict) else ())
 
 
-def _below(path: str, key: Any) -> str:
+def _extend(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
@@ -205,10 +213,10 @@ class _Expansion:
 
     def visit(self, path: str, tree: Any) -> Any:
         if isinstance(tree, list):
-            return [self.visit(_below(path, at), item) for at, item in enumerate(tree)]
+            return [self.visit(_extend(path, at), item) for at, item in enumerate(tree)]
         if not isinstance(tree, dict):
             return tree
-        match _kind(tree):
+        match _get_kind(tree):
             case "$tensor" | "$array" as kind:
                 self.placed.add(tree[kind])
                 return {"$tensor": tree[kind]}
@@ -221,11 +229,13 @@ class _Expansion:
             case "$ranks":
                 return self.visit(path, self._ranks.get(path, []))
             case "" | "$dict":
-                items = {key: self.visit(_below(path, key), item) for key, item in _items(tree)}
+                items = {
+                    key: self.visit(_extend(path, key), item) for key, item in _list_items_of(tree)
+                }
                 return encode_dict(items)
         return tree
 
-    def _tensors_below(self, path: str) -> Iterator[tuple[str, Any]]:
+    def _take_tensors(self, path: str) -> Iterator[tuple[str, Any]]:
         prefix = f"{path}." if path else ""
         for name in self.names:
             if name.startswith(prefix) and name not in self.placed:
@@ -233,8 +243,8 @@ class _Expansion:
                 yield name.removeprefix(prefix), {"$tensor": name}
 
     def _module(self, path: str, extra: Any) -> Any:
-        items = dict(self._tensors_below(path))
-        for name, item in _items(extra):
+        items = dict(self._take_tensors(path))
+        for name, item in _list_items_of(extra):
             items[name.removeprefix(f"{path}." if path else "")] = self.visit(name, item)
         return encode_dict(items)
 
@@ -243,7 +253,7 @@ class _Expansion:
         # torch names parameters from their module on, the checkpoint from the state's root on.
         prefix = next((m for m in self._modules if all(n.startswith(m) for n in names)), "")
         state: dict[str, dict[str, Any]] = {}
-        for rest, leaf in self._tensors_below(_below(path, "state")):
+        for rest, leaf in self._take_tensors(_extend(path, "state")):
             name, _, key = rest.rpartition(".")
             state.setdefault(name.removeprefix(prefix), {})[key] = leaf
         for name, values in content["values"].items():
@@ -252,7 +262,7 @@ class _Expansion:
         groups = []
         for group in content["groups"]:
             params = [name.removeprefix(prefix) for name in group["params"]]
-            settings = dict(_items(self.visit(path, group["settings"])))
+            settings = dict(_list_items_of(self.visit(path, group["settings"])))
             groups.append(encode_dict({**settings, "params": params}))
         states = encode_dict({name: encode_dict(items) for name, items in state.items()})
         return {"state": states, "param_groups": groups}
@@ -260,11 +270,11 @@ class _Expansion:
 
 def _modules(path: str, tree: Any) -> Iterator[str]:
     """What names of parameters begin with, for each module of a tree."""
-    if _kind(tree) == "$module":
+    if _get_kind(tree) == "$module":
         yield f"{path}." if path else ""
     elif _is_dict(tree):
-        for key, item in _items(tree):
-            yield from _modules(_below(path, key), item)
+        for key, item in _list_items_of(tree):
+            yield from _modules(_extend(path, key), item)
     else:
         for at, item in enumerate(_list_items(tree)):
-            yield from _modules(_below(path, at), item)
+            yield from _modules(_extend(path, at), item)

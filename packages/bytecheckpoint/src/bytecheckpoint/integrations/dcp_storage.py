@@ -28,28 +28,27 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from bytecheckpoint.formats.dcp import METADATA_NAME, load_entry, paths_of, read_folder
+from bytecheckpoint.formats.dcp import METADATA_NAME, load_entry, read_folder, read_paths
 from bytecheckpoint.formats.ranges import Chunk, build_index
 from bytecheckpoint.formats.tree import at_path, encode, expand, flatten, nest
 from bytecheckpoint.loading.reader import (
     copy_parts,
-    held_boxes,
+    find_held_boxes,
+    list_wants,
+    match_parts,
     plan_units,
     read_units,
-    wanted_parts,
-    wants_of,
 )
 from bytecheckpoint.loading.source import Source, Summary, open_source
 from bytecheckpoint.ranks.trace import Trace
+from bytecheckpoint.saving.file_stream import FileStream
 from bytecheckpoint.state.values import decode_tree, dump
 from bytecheckpoint.storage import open_storage
-from bytecheckpoint.storage.files import commit
-from bytecheckpoint.storage.files import data_file as shard
-from bytecheckpoint.storage.files.dtypes import dtype_named, name_of
+from bytecheckpoint.storage.files import commit, data_file
+from bytecheckpoint.storage.files.dtypes import get_dtype_name, parse_dtype
 from bytecheckpoint.storage.files.index import Index
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME, FileRecord, Manifest
-from bytecheckpoint.tools.writers.data_stream import FileStream
-from bytecheckpoint.tools.writers.output import data_of
+from bytecheckpoint.tools.writers.slabs import view_bytes
 from shared.errors import ConfigError, DataError
 from shared.topology.boxes import Box
 
@@ -141,7 +140,7 @@ class DCPWriter(StorageWriter):
             raise FileExistsError(
                 f"{self._url} holds a checkpoint; save elsewhere, or pass overwrite=True"
             )
-        self._folder, self._world_size = commit.data_folder(), len(plans)
+        self._folder, self._world_size = commit.draw_folder_name(), len(plans)
         return [
             dataclasses.replace(plan, storage_data=_Task(self._folder, rank))
             for rank, plan in enumerate(plans)
@@ -157,12 +156,12 @@ class DCPWriter(StorageWriter):
         results = []
         pieces = []
         # Nobody is told when a rank failed, so that rank removes what others have written as well.
-        with commit.discarding(open_storage(self._url), "", plan.storage_data.folder):
+        with commit.discard_on_error(open_storage(self._url), "", plan.storage_data.folder):
             for item in plan.items:
                 if item.type == WriteItemType.BYTE_IO:
                     data = planner.resolve_data(item)
                     assert isinstance(data, io.BytesIO), "values come pickled"
-                    tree = _tree_of(data, item.index.fqn)
+                    tree = _decode_tree(data, item.index.fqn)
                     results.append(WriteResult(item.index, len(dump(tree)), tree))
                 else:
                     pieces.append(item)
@@ -180,9 +179,9 @@ class DCPWriter(StorageWriter):
             OSError: the storage refused.
         """
         storage = open_storage(self._url)
-        with commit.discarding(storage, "", self._folder):
-            manifest, index, extra = self._assembled(metadata, results)
-        with commit.discarding(storage, "", self._folder, may_appear=True):
+        with commit.discard_on_error(storage, "", self._folder):
+            manifest, index, extra = self._assemble(metadata, results)
+        with commit.discard_on_error(storage, "", self._folder, may_appear=True):
             commit.commit(storage, "", manifest, index, extra, overwrite=self._overwrite)
 
     @classmethod
@@ -190,7 +189,7 @@ class DCPWriter(StorageWriter):
         """Any path or URL will do."""
         return True
 
-    def _assembled(
+    def _assemble(
         self, metadata: dcp.Metadata, results: list[list[WriteResult]]
     ) -> tuple[Manifest, bytes, bytes]:
         """The manifest, and the contents of the two small files it names."""
@@ -207,9 +206,9 @@ class DCPWriter(StorageWriter):
             for name, found in metadata.state_dict_metadata.items()
             if isinstance(found, dcp.TensorStorageMetadata)
         }
-        files = [shard.data_file(name, hashed) for name, (_, hashed) in sorted(written.items())]
+        files = [data_file.size_file(name, hashed) for name, (_, hashed) in sorted(written.items())]
         index = build_index(tensors, chunks, files, self._url)
-        paths = paths_of(metadata) or {}
+        paths = read_paths(metadata) or {}
         tree = nest({name: {"$tensor": name} for name in tensors} | leaves, paths)
         entries = {name: paths.get(name, (name,)) for name in leaves}
         encoded = index.encode()
@@ -217,8 +216,8 @@ class DCPWriter(StorageWriter):
         manifest = Manifest(
             world_size=self._world_size,
             data=self._folder,
-            index=commit.record("index.msgpack", encoded),
-            extra=commit.record("extra.json", extra),
+            index=commit.describe_file("index.msgpack", encoded),
+            extra=commit.describe_file("extra.json", extra),
             files=[written[file.name][0] for file in files],
         )
         return manifest, encoded, extra
@@ -233,40 +232,42 @@ class DCPWriter(StorageWriter):
             chunk = data.chunk
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if box.numel:
-                pieces.append((item, name_of(data.properties.dtype), box))
+                pieces.append((item, get_dtype_name(data.properties.dtype), box))
         if not pieces:
             return []
         # Larger elements first, so that each piece is aligned without gaps.
-        pieces.sort(key=lambda piece: -dtype_named(piece[1]).itemsize)
-        header = shard.header((item.index.fqn, dtype, box) for item, dtype, box in pieces)
+        pieces.sort(key=lambda piece: -parse_dtype(piece[1]).itemsize)
+        header = data_file.encode_header(
+            (item.index.fqn, dtype, box) for item, dtype, box in pieces
+        )
         starts, end = [], len(header)
         for _, dtype, box in pieces:
             starts.append(end)
-            end += box.numel * dtype_named(dtype).itemsize
-        file = shard.data_file(f"rank-{task.rank:05d}.safetensors", end)
+            end += box.numel * parse_dtype(dtype).itemsize
+        file = data_file.size_file(f"rank-{task.rank:05d}.safetensors", end)
         with FileStream(open_storage(self._url), task.folder, file) as stream:
             stream.write(header)
             for item, dtype, box in pieces:
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, torch.Tensor), "what is no tensor is of type BYTE_IO"
-                if tuple(tensor.shape) != box.sizes or tensor.dtype != dtype_named(dtype):
+                if tuple(tensor.shape) != box.sizes or tensor.dtype != parse_dtype(dtype):
                     raise DataError(
                         f"{item.index.fqn}: expected {dtype} of shape {list(box.sizes)} as the "
                         f"planner said, got {tensor.dtype} of {list(tensor.shape)}"
                     )
-                stream.write(data_of(tensor))
+                stream.write(view_bytes(tensor))
             record = stream.finish()
         return [
             WriteResult(
                 item.index,
-                box.numel * dtype_named(dtype).itemsize,
+                box.numel * parse_dtype(dtype).itemsize,
                 _Written(box, start, record, end),
             )
             for (item, dtype, box), start in zip(pieces, starts, strict=True)
         ]
 
 
-def _tree_of(data: io.BytesIO, name: str) -> Any:
+def _decode_tree(data: io.BytesIO, name: str) -> Any:
     # What was pickled in this very process may be unpickled in it.
     data.seek(0)
     return encode(torch.load(data, map_location="cpu", weights_only=False), name)
@@ -308,6 +309,11 @@ class DCPReader(StorageReader):
             self._url = os.fspath(checkpoint_id)
         self._source, self._values, self._names = None, {}, {}
 
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes of tensors that this process has read from the storage."""
+        return self._source.num_bytes_read if self._source is not None else 0
+
     def read_metadata(self) -> dcp.Metadata:
         """What the checkpoint holds, each tensor as one chunk; only small files are read.
 
@@ -334,7 +340,7 @@ class DCPReader(StorageReader):
         described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {
             name: dcp.BytesStorageMetadata() for name in self._values
         }
-        described |= _described(self._source.index, self._names)
+        described |= _describe_tensors(self._source.index, self._names)
         return dcp.Metadata(described, planner_data=paths)
 
     def set_up_storage_reader(
@@ -360,7 +366,7 @@ class DCPReader(StorageReader):
         wanted = []
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._pickled(item.storage_index.fqn))
+                planner.load_bytes(item, self._pickle(item.storage_index.fqn))
             else:
                 wanted.append(item)
         targets = [planner.resolve_tensor(item).detach() for item in wanted]
@@ -384,7 +390,7 @@ class DCPReader(StorageReader):
         """Any path or URL will do."""
         return True
 
-    def _pickled(self, name: str) -> io.BytesIO:
+    def _pickle(self, name: str) -> io.BytesIO:
         source = self._source
         assert source is not None, "read_metadata is called first"
         value = self._values[name]
@@ -397,25 +403,27 @@ class DCPReader(StorageReader):
         return data
 
 
-def _described(index: Index, names: Mapping[str, str]) -> dict[str, dcp.TensorStorageMetadata]:
+def _describe_tensors(
+    index: Index, names: Mapping[str, str]
+) -> dict[str, dcp.TensorStorageMetadata]:
     found = {}
     for name, stored_name in names.items():
         at = index.position[stored_name]
         size = torch.Size(index.shapes[at])
         whole = dcp.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-        properties = dcp.TensorProperties(dtype=dtype_named(index.dtypes[at]))
+        properties = dcp.TensorProperties(dtype=parse_dtype(index.dtypes[at]))
         found[name] = dcp.TensorStorageMetadata(properties, size, [whole])
     return found
 
 
 def _read_boxes(source: Source, places: list[tuple[str, Box]], targets: list[torch.Tensor]) -> None:
-    wants = wants_of(source.index, places)
+    wants = list_wants(source.index, places)
 
     def use(unit: Any, buffer: torch.Tensor) -> None:
         for at in unit.wants:
             want = wants[at]
-            held = held_boxes(source, unit, want.row, buffer)
-            copy_parts(wanted_parts(held, want, places[want.place][1], targets[want.place]))
+            held = find_held_boxes(source, unit, want.row, buffer)
+            copy_parts(match_parts(held, want, places[want.place][1], targets[want.place]))
 
     units = plan_units(source, wants)
     read_units(source, units, use, Trace(0), _NUM_THREADS)

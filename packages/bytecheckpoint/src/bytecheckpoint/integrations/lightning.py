@@ -53,7 +53,7 @@ class CheckpointCallback(Callback):
     def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
         """Loads the newest checkpoint: the strategy is set up, and the loop has not begun."""
         self._checkpointer = Checkpointer(self._url, **self._options)
-        self._last_step = self._checkpointer.load_latest(self._state_of(trainer))
+        self._last_step = self._checkpointer.load_latest(self._collect_state(trainer))
         self._rng = None if self._last_step is None else rng_state().state_dict()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
@@ -67,7 +67,7 @@ class CheckpointCallback(Callback):
         step = trainer.global_step
         if step and step % self._every_n_steps == 0 and step != self._last_step:
             assert self._checkpointer is not None, "fitting starts before its first batch ends"
-            self._checkpointer.save(step, self._state_of(trainer))
+            self._checkpointer.save(step, self._collect_state(trainer))
             self._last_step = step
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:
@@ -75,7 +75,7 @@ class CheckpointCallback(Callback):
         if self._checkpointer is not None:
             self._checkpointer.close()
 
-    def _state_of(self, trainer: Trainer) -> dict[str, Any]:
+    def _collect_state(self, trainer: Trainer) -> dict[str, Any]:
         return {
             "model": trainer.model,
             "optimizers": dict(enumerate(trainer.optimizers)),

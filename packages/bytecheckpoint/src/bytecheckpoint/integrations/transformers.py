@@ -1,4 +1,4 @@
-"""Checkpoints for the Trainer of Hugging Face transformers, written behind training.
+"""Checkpoints for the Trainer of Hugging Face transformers, written in the background.
 
 The Trainer's own loop decides what it skips when it resumes, by a folder with its counters. It gets
 one that is empty of weights, and the callback then loads everything in place.
@@ -20,7 +20,7 @@ from bytecheckpoint.checkpointer import Checkpointer
 from bytecheckpoint.loading.checkpoint import open as open_checkpoint
 from bytecheckpoint.state.rng import rng_state
 from bytecheckpoint.storage import open_storage
-from bytecheckpoint.tools.inventory import newest
+from bytecheckpoint.tools.inventory import find_newest
 
 __all__ = ["CheckpointCallback"]
 
@@ -63,8 +63,8 @@ class CheckpointCallback(TrainerCallback):
         self._rng: dict[str, Any] | None = None
 
     def resume_folder(self) -> str | None:
-        """What to give to `Trainer.train(resume_from_checkpoint=...)`; None to start anew."""
-        url = newest(self._url)
+        """Makes the folder for `Trainer.train(resume_from_checkpoint=...)`; None at the start."""
+        url = find_newest(self._url)
         if not open_storage(url).list(""):
             return None
         with open_checkpoint(url) as checkpoint:
@@ -90,7 +90,7 @@ class CheckpointCallback(TrainerCallback):
         """Opens the run, and loads the step that `resume_folder` found."""
         self._checkpointer = Checkpointer(self._url, **self._options)
         if self._resume_step is not None:
-            self._checkpointer.load(self._resume_step, self._state_of(state, objects))
+            self._checkpointer.load(self._resume_step, self._collect_state(state, objects))
             self._rng = rng_state().state_dict()
             self._resume_step = None
         if self._folder is not None:
@@ -131,9 +131,9 @@ class CheckpointCallback(TrainerCallback):
 
     def _save(self, state: TrainerState, objects: dict[str, Any]) -> None:
         assert self._checkpointer is not None, "training begins before its first step ends"
-        self._checkpointer.save(state.global_step, self._state_of(state, objects))
+        self._checkpointer.save(state.global_step, self._collect_state(state, objects))
 
-    def _state_of(self, state: TrainerState, objects: dict[str, Any]) -> dict[str, Any]:
+    def _collect_state(self, state: TrainerState, objects: dict[str, Any]) -> dict[str, Any]:
         optimizer = objects["optimizer"]
         return {
             "model": objects["model"],

@@ -9,25 +9,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bytecheckpoint.formats.registry import find_file_format
 from bytecheckpoint.loading.reader import (
     Unit,
     copy_parts,
-    held_boxes,
+    find_held_boxes,
+    list_wants,
+    match_parts,
     plan_units,
     read_units,
-    wanted_parts,
-    wants_of,
 )
-from bytecheckpoint.loading.source import Source, open_source, split_url
+from bytecheckpoint.loading.source import Source, open_source, read_summary, split_url
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.state.values import decode_tree
 from bytecheckpoint.storage import Storage, open_storage
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import Index
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
-__all__ = ["Checkpoint", "View", "open"]
+__all__ = ["Checkpoint", "View", "open", "open_any", "open_in"]
 
 
 class View:
@@ -44,7 +45,7 @@ class View:
         at = index.position[name]
         self.name = name
         self.shape = index.shapes[at]
-        self.dtype = dtype_named(index.dtypes[at])
+        self.dtype = parse_dtype(index.dtypes[at])
         self._checkpoint = checkpoint
 
     def __repr__(self) -> str:
@@ -92,7 +93,7 @@ class Checkpoint:
 
     Attributes:
         source: what it is read from.
-        kind: "native", "hf" or "dcp".
+        kind: "native", or of another format: "dcp", "hf" or "torch".
         step: of training, None where it does not say.
         world_size: ranks that wrote it.
         trace: what took how long in reads.
@@ -166,12 +167,12 @@ class Checkpoint:
         if any(start < 0 or size < 0 or start + size > limit for start, size, limit in ends):
             raise DataError(f"{name}: expected a box within {list(view.shape)}, got {box}")
         values = torch.empty(box.sizes, dtype=view.dtype)
-        wants = wants_of(self.index, [(name, box)])
+        wants = list_wants(self.index, [(name, box)])
 
         def use(unit: Unit, buffer: Tensor) -> None:
             for at in unit.wants:
-                held = held_boxes(self.source, unit, wants[at].row, buffer)
-                copy_parts(wanted_parts(held, wants[at], box, values))
+                held = find_held_boxes(self.source, unit, wants[at].row, buffer)
+                copy_parts(match_parts(held, wants[at], box, values))
 
         read_units(self.source, plan_units(self.source, wants), use, self.trace)
         return values
@@ -194,6 +195,23 @@ def open(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """
     root, name = split_url(os.fspath(path))
     return open_in(open_storage(root), name, verify=verify)
+
+
+def open_any(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens what `open` opens, and local checkpoints that are one file, as torch.save writes.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: it is damaged, or cannot be read by ranges.
+    """
+    if not os.path.isfile(path):
+        return open(path)
+    folder, name = os.path.split(os.path.abspath(path))
+    other = find_file_format(name)
+    if other is None:
+        raise DataError(f"{path}: expected a checkpoint, got a file of no format that can be read")
+    storage = open_storage(folder)
+    return Checkpoint(Source.of(storage, read_summary(other, storage, name, folder="")))
 
 
 def open_in(storage: Storage, path: str, *, verify: bool = True) -> Checkpoint:

@@ -20,19 +20,19 @@ from bytecheckpoint.loading.saved_values import SavedValues
 from bytecheckpoint.loading.source import Source
 from bytecheckpoint.state.describe import LocalState, describe, is_per_rank, is_stateful, join
 from bytecheckpoint.state.local_tensors import FlatShard
-from bytecheckpoint.state.modules import clean, fill_missing_state, parameter_names, unwrapped
+from bytecheckpoint.state.modules import clean, fill_missing_state, list_parameter_names, unwrap
 from bytecheckpoint.state.values import decode_tree
-from bytecheckpoint.storage.files.dtypes import dtype_named, name_of
+from bytecheckpoint.storage.files.dtypes import get_dtype_name, parse_dtype
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
-__all__ = ["Destinations", "Place", "destinations"]
+__all__ = ["Destination", "Destinations", "find_destinations"]
 
 _MAX_NAMED = 20
 _log = logging.getLogger(__name__)
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where a box of a tensor goes.
 
     Attributes:
@@ -61,7 +61,7 @@ class Destinations:
         made: optimizer state that was made so that it can be loaded.
     """
 
-    places: list[Place] = field(default_factory=list)
+    places: list[Destination] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Destinations:
                 del optimizer.state[parameter]
 
 
-def destinations(
+def find_destinations(
     state: dict[str, Any],
     source: Source,
     rank: int,
@@ -116,9 +116,9 @@ def destinations(
     """
     index = source.index
     local = describe(state, rank)
-    stored_as = _names_here(state, source, local)
+    stored_as = _map_names(state, source, local)
     stored = {
-        here: (dtype_named(index.dtypes[at]), index.shapes[at])
+        here: (parse_dtype(index.dtypes[at]), index.shapes[at])
         for here, name in stored_as.items()
         for at in (index.position[name],)
     }
@@ -131,7 +131,7 @@ def destinations(
         local = describe(state, rank)
     saved = SavedValues(source.extra, rank)
     walk = _Restore(local, saved, stored, rank, world_size)
-    has_values = source.summary.kind != "hf"  # which holds nothing but tensors
+    has_values = source.has_values
     found = Destinations(missing=walk.missing, unexpected=walk.unexpected, made=made)
     try:
         if has_values:
@@ -182,7 +182,8 @@ def _fill(
             )
         elif stored_dtype != dtype and not cast:
             found.wrong.append(
-                f"{name}: {name_of(stored_dtype)} in the checkpoint, {name_of(dtype)} here "
+                f"{name}: {get_dtype_name(stored_dtype)} in the checkpoint, "
+                f"{get_dtype_name(dtype)} here "
                 f"(cast=True converts)"
             )
         found.wrong += [
@@ -194,12 +195,12 @@ def _fill(
             )
         ]
         found.places += [
-            Place(stored_as[name], piece.box, piece.tensor, stored_dtype) for piece in pieces
+            Destination(stored_as[name], piece.box, piece.tensor, stored_dtype) for piece in pieces
         ]
     for name, tensor in walk.fresh.items():
         box = Box((0,) * tensor.dim(), tuple(tensor.shape))
         if tensor.numel():
-            found.places.append(Place(stored_as[name], box, tensor, tensor.dtype))
+            found.places.append(Destination(stored_as[name], box, tensor, tensor.dtype))
     wanted = {*local.tensors, *local.aliases, *walk.fresh}
     roots = tuple(f"{key}." for key in state)
     found.unexpected += [
@@ -216,14 +217,14 @@ def _is_of_rank(name: str, local: LocalState) -> bool:
     return any(name.startswith(f"{path}.rank") for path in local.rank_trees)
 
 
-def _names_here(state: dict[str, Any], source: Source, local: LocalState) -> dict[str, str]:
+def _map_names(state: dict[str, Any], source: Source, local: LocalState) -> dict[str, str]:
     """The checkpoint's names by the names that a state of this form gives the same tensors.
 
     A folder of safetensors names a model's tensors from the model on; torch's own optimizer states
     name parameters so as well.
     """
     names = list(source.index.position)
-    if source.summary.kind == "hf":
+    if not source.has_values:
         if len(state) != 1:
             raise DataError(
                 f"a folder of safetensors holds one model: load it into {{'model': model}}, got "
@@ -239,7 +240,7 @@ def _names_here(state: dict[str, Any], source: Source, local: LocalState) -> dic
             if name.startswith(prefix)
         }
         parameters = {parameter for parameter, _ in split.values()}
-        known = local.parameters.known_as(parameters, local.modules)
+        known = local.parameters.find_names_of(parameters, local.modules)
         for name in split:
             del found[name]
         for name, (parameter, key) in split.items():
@@ -284,9 +285,9 @@ class _Restore:
             if not nodes:
                 self.missing.append(path)
             elif self.apply:
-                value.load_state_dict(self._decoded(nodes[0]))
+                value.load_state_dict(self._decode(nodes[0]))
             else:
-                self._decoded(nodes[0])
+                self._decode(nodes[0])
         elif isinstance(value, dict) and value:
             self._dict(path, value, nodes)
         elif isinstance(value, list | tuple) and value:
@@ -294,7 +295,7 @@ class _Restore:
         elif not nodes:
             self.missing.append(path)
         else:
-            return self._decoded(nodes[0])
+            return self._decode(nodes[0])
         return value
 
     def _dict(self, path: str, value: dict[Any, Any], nodes: list[Any]) -> None:
@@ -320,7 +321,7 @@ class _Restore:
                 self.missing += [join(path, at) for at in range(len(saved), len(value))]
                 self.unexpected += [join(path, at) for at in range(len(value), len(saved))]
                 return value
-            return self._decoded(nodes[0]) if nodes else value
+            return self._decode(nodes[0]) if nodes else value
         items = [
             self.visit(join(path, at), item, self._saved.child(join(path, at), nodes, at))
             for at, item in enumerate(value)
@@ -333,7 +334,7 @@ class _Restore:
         return value
 
     def _module(self, path: str, module: nn.Module, nodes: list[Any]) -> None:
-        root = unwrapped(module)
+        root = unwrap(module)
         for name, inner in root.named_modules():
             if type(inner).get_extra_state is nn.Module.get_extra_state:
                 continue
@@ -341,23 +342,25 @@ class _Restore:
             found = self._saved.child(key, nodes, key)
             if not found:
                 self.missing.append(key)
-            elif isinstance(decoded := self._decoded(found[0]), Tensor) and not self.apply:
+            elif isinstance(decoded := self._decode(found[0]), Tensor) and not self.apply:
                 continue
             elif self.apply:
                 inner.set_extra_state(decoded)
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer, nodes: list[Any]) -> None:
         known = self.local.parameters
-        stored = [name for node in nodes for group in _groups(node) for name in group["params"]]
-        here = known.known_as(stored, self.local.modules)
+        stored = [
+            name for node in nodes for group in _list_groups(node) for name in group["params"]
+        ]
+        here = known.find_names_of(stored, self.local.modules)
         settings: dict[str, Any] = {}
         values: dict[str, Any] = {}
         for node in reversed(nodes):
-            for group in _groups(node):
+            for group in _list_groups(node):
                 for name in group["params"]:
                     settings[here.get(name, name)] = group["settings"]
             values.update(node.get("$optimizer", {}).get("values", {}))
-        names = iter(parameter_names(optimizer, known))
+        names = iter(list_parameter_names(optimizer, known))
         for at, group in enumerate(optimizer.param_groups):
             own = [name for _ in group["params"] for name in next(names)]
             lost = [name for name in own if name not in settings]
@@ -370,7 +373,7 @@ class _Restore:
                 )
             if self.apply and found:
                 # Capturable and scheduled settings may be tensors, which are loaded in place.
-                new = self._decoded(found[0])
+                new = self._decode(found[0])
                 for key, setting in new.items():
                     if isinstance(group.get(key), Tensor) and isinstance(setting, Tensor):
                         group[key].copy_(setting)
@@ -378,7 +381,7 @@ class _Restore:
                         group[key] = setting
             for parameter, name in zip(group["params"], own, strict=False):
                 for key, content in values.get(name, {}).items():
-                    decoded = self._decoded(content)
+                    decoded = self._decode(content)
                     if self.apply:
                         optimizer.state[parameter][key] = decoded
 
@@ -387,21 +390,21 @@ class _Restore:
         if not trees or (len(trees) == self._world_size and trees[self._rank] is None):
             self.missing.append(path)
         elif len(trees) == self._world_size:
-            decoded = self._decoded(trees[self._rank])
+            decoded = self._decode(trees[self._rank])
             if self.apply:
                 value.load_state_dict(decoded)
         elif not hasattr(value, "load_rank_states"):
             raise DataError(
                 f"{path}: {len(trees)} ranks saved the positions of their {type(value).__name__}, "
-                f"and {self._world_size} load; give the loader a bcp.LoaderState as its sampler and "
-                f"put what its track() returns into the state"
+                f"and {self._world_size} load; give the loader a bcp.LoaderState as its sampler "
+                f"and put what its track() returns into the state"
             )
         else:
-            decoded = [self._decoded(tree) for tree in trees if tree is not None]
+            decoded = [self._decode(tree) for tree in trees if tree is not None]
             if self.apply:
                 value.load_rank_states(decoded, self._rank, self._world_size)
 
-    def _decoded(self, tree: Any) -> Any:
+    def _decode(self, tree: Any) -> Any:
         return decode_tree(tree, self._tensor)
 
     def _tensor(self, name: str) -> Any:
@@ -422,7 +425,7 @@ class _Restore:
         return name in self._stored
 
 
-def _groups(node: dict[str, Any]) -> list[dict[str, Any]]:
+def _list_groups(node: dict[str, Any]) -> list[dict[str, Any]]:
     """An optimizer's groups as ours: names of parameters, and settings; torch's own form too."""
     if "$optimizer" in node:
         return node["$optimizer"]["groups"]

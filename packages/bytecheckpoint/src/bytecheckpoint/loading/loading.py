@@ -10,23 +10,23 @@ import msgspec
 import torch
 from torch import Tensor
 
-from bytecheckpoint.loading.destinations import Destinations, destinations
+from bytecheckpoint.loading.destinations import Destinations, find_destinations
 from bytecheckpoint.loading.rates import Rates, measure, pays
 from bytecheckpoint.loading.reader import (
     Unit,
     copy_parts,
-    held_boxes,
+    find_held_boxes,
+    list_wants,
+    match_parts,
     plan_units,
     read_units,
-    wanted_parts,
-    wants_of,
 )
 from bytecheckpoint.loading.shared_reads import plan_shared, run_shared
 from bytecheckpoint.loading.source import Source, Summary, open_source
 from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
-from bytecheckpoint.state.describe import no_collection
+from bytecheckpoint.state.describe import pause_collection
 from bytecheckpoint.storage import Storage
 from shared.errors import ConfigError
 from shared.topology.boxes import Box
@@ -64,7 +64,7 @@ class LoadReport:
 
 
 @torch.no_grad()
-@no_collection()
+@pause_collection()
 def load_state(
     team: Team,
     storage: Storage,
@@ -108,12 +108,12 @@ def load_state(
     begin = time.perf_counter()
     trace = Trace(team.rank)
     with trace.span("open"):
-        source = _opened(team, storage, path, verify)
+        source = _open_together(team, storage, path, verify)
     found: Destinations | None = None
     try:
         with trace.span("plan"):
             found = _destinations(team, source, state, strict=strict, cast=cast)
-            loading = _Loading.prepared(team, source, found, trace, num_threads, is_apart=atomic)
+            loading = _Loading.prepare(team, source, found, trace, num_threads, is_apart=atomic)
         is_shared = loading.read(dedupe, rates)
         loading.finish()
     except BaseException:
@@ -141,7 +141,7 @@ def load_state(
     )
 
 
-def _opened(team: Team, storage: Storage, path: str, verify: bool) -> Source:
+def _open_together(team: Team, storage: Storage, path: str, verify: bool) -> Source:
     """The checkpoint, whose small files the coordinator reads for all."""
     sent, error = None, None
     if team.is_coordinator:
@@ -160,7 +160,7 @@ def _destinations(
     """Where everything goes; refuses, on all ranks, what is misfit on any."""
     found, error = None, None
     try:
-        found = destinations(state, source, team.rank, team.world_size, cast=cast)
+        found = find_destinations(state, source, team.rank, team.world_size, cast=cast)
     except Exception as caught:  # noqa: BLE001 - raised on all ranks together
         error = caught
     try:
@@ -208,10 +208,10 @@ class _Loading:
             else (place.box, place.tensor)
             for place in found.places
         ]
-        self._wants = wants_of(source.index, [(p.name, p.box) for p in found.places])
+        self._wants = list_wants(source.index, [(p.name, p.box) for p in found.places])
 
     @classmethod
-    def prepared(
+    def prepare(
         cls,
         team: Team,
         source: Source,
@@ -241,7 +241,7 @@ class _Loading:
             alone = plan_units(source, self._wants)
             group, plan = team.group, None
             if group is not None and self._is_shared(dedupe, rates, alone):
-                everyone = [wants_of(source.index, p) for p in self._everyones_places()]
+                everyone = [list_wants(source.index, p) for p in self._gather_places()]
                 plan = plan_shared(source, everyone)
         if group is None or plan is None:
             self._check_fronts()
@@ -313,8 +313,8 @@ class _Loading:
             for at in unit.wants:
                 want = self._wants[at]
                 box, target = self._targets[want.place]
-                held = held_boxes(self._source, unit, want.row, buffer)
-                parts += wanted_parts(held, want, box, target)
+                held = find_held_boxes(self._source, unit, want.row, buffer)
+                parts += match_parts(held, want, box, target)
             self._touched.update(self._wants[at].place for at in unit.wants)
             copy_parts(parts)
 
@@ -346,7 +346,7 @@ class _Loading:
             num_ranks=team.world_size,
         )
 
-    def _everyones_places(self) -> list[list[tuple[str, Box]]]:
+    def _gather_places(self) -> list[list[tuple[str, Box]]]:
         own = [(place.name, place.box) for place in self._found.places]
         return [
             [(name, Box(*box)) for name, box in msgspec.msgpack.decode(data, type=_Boxes)]

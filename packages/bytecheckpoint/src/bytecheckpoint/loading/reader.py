@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bytecheckpoint.loading.source import Source
 from bytecheckpoint.ranks.trace import Trace
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import BLOCK_BYTES, Index
 from shared.topology.boxes import Box, decompose, intersect
 
@@ -29,11 +29,11 @@ __all__ = [
     "Unit",
     "Want",
     "copy_parts",
-    "held_boxes",
+    "find_held_boxes",
+    "list_wants",
+    "match_parts",
     "plan_units",
     "read_units",
-    "wanted_parts",
-    "wants_of",
 ]
 
 # Largest read, and how many run at a time, by whether storage is a file system: requests to an
@@ -74,7 +74,7 @@ class Unit(NamedTuple):
     wants: list[int]
 
 
-def wants_of(index: Index, places: Iterable[tuple[str, Box]]) -> list[Want]:
+def list_wants(index: Index, places: Iterable[tuple[str, Box]]) -> list[Want]:
     """The parts of chunks that make up boxes of tensors.
 
     Args:
@@ -107,16 +107,16 @@ def plan_units(source: Source, wants: Sequence[Want]) -> list[Unit]:
             found.append((start, start + chunk.numel * itemsize, at))
             continue
         gap_here = max(gap, BLOCK_BYTES) if source.has_checksums(file) else gap
-        for first, last in _intervals(chunk, part, gap_here // itemsize):
+        for first, last in _merge_intervals(chunk, part, gap_here // itemsize):
             found.append((start + first * itemsize, start + last * itemsize, at))
     return [
         unit
         for file, found in sorted(by_file.items())
-        for unit in _units_of(source, file, sorted(found), gap)
+        for unit in _make_units(source, file, sorted(found), gap)
     ]
 
 
-def _intervals(chunk: Box, part: Box, gap: int) -> Iterator[tuple[int, int]]:
+def _merge_intervals(chunk: Box, part: Box, gap: int) -> Iterator[tuple[int, int]]:
     """Ranges of the chunk's flat order that hold a part of it; near ones joined.
 
     Args:
@@ -135,13 +135,13 @@ def _intervals(chunk: Box, part: Box, gap: int) -> Iterator[tuple[int, int]]:
             for at in range(part.sizes[d]):
                 offsets = (*part.offsets[:d], part.offsets[d] + at, *part.offsets[d + 1 :])
                 sizes = (*part.sizes[:d], 1, *part.sizes[d + 1 :])
-                yield from _intervals(chunk, Box(offsets, sizes), gap)
+                yield from _merge_intervals(chunk, Box(offsets, sizes), gap)
             return
     span = 1 + sum((n - 1) * s for n, s in zip(part.sizes, strides, strict=True))
     yield first, first + span
 
 
-def _units_of(
+def _make_units(
     source: Source, file: int, intervals: list[tuple[int, int, int]], gap: int
 ) -> Iterator[Unit]:
     hashed = source.index.files[file].hashed_bytes if source.has_checksums(file) else None
@@ -156,7 +156,7 @@ def _units_of(
             ranges.append([start, stop])
     units: list[tuple[int, int]] = []
     for start, stop in ranges:
-        cuts = [start, *_cuts(source, file, start, stop), stop]
+        cuts = [start, *_list_cuts(source, file, start, stop), stop]
         units += [(a, b) for a, b in pairwise(cuts) if a < b]
     begins = [start for start, _ in units]
     # Dictionaries, because a want of many intervals may meet a unit many times.
@@ -170,7 +170,7 @@ def _units_of(
         yield Unit(file, start, stop, list(wants))
 
 
-def _cuts(source: Source, file: int, start: int, stop: int) -> Iterator[int]:
+def _list_cuts(source: Source, file: int, start: int, stop: int) -> Iterator[int]:
     """Where a long range is cut: between elements, and between blocks where there are checksums."""
     unit_bytes = UNIT_BYTES[source.storage.has_rename]
     if source.has_checksums(file):
@@ -193,7 +193,9 @@ def _cuts(source: Source, file: int, start: int, stop: int) -> Iterator[int]:
                 return
 
 
-def held_boxes(source: Source, unit: Unit, row: int, buffer: Tensor) -> list[tuple[Box, Tensor]]:
+def find_held_boxes(
+    source: Source, unit: Unit, row: int, buffer: Tensor
+) -> list[tuple[Box, Tensor]]:
     """The part of a chunk that a unit holds, as boxes and views of the unit's buffer.
 
     Args:
@@ -204,13 +206,13 @@ def held_boxes(source: Source, unit: Unit, row: int, buffer: Tensor) -> list[tup
     """
     index = source.index
     tensors, _, starts, itemsizes = index.columns
-    dtype, itemsize = dtype_named(index.dtypes[tensors[row]]), itemsizes[row]
+    dtype, itemsize = parse_dtype(index.dtypes[tensors[row]]), itemsizes[row]
     chunk, begin = index.box(row), starts[row]
     first = max(0, -(-(unit.start - begin) // itemsize))
     last = min(chunk.numel, (unit.stop - begin) // itemsize)
     if first >= last:
         return []
-    values = _typed(buffer, begin + first * itemsize - unit.start, (last - first), dtype)
+    values = _view_typed(buffer, begin + first * itemsize - unit.start, (last - first), dtype)
     if last - first == chunk.numel:
         return [(chunk, values.view(chunk.sizes))]
     found, at = [], 0
@@ -221,7 +223,7 @@ def held_boxes(source: Source, unit: Unit, row: int, buffer: Tensor) -> list[tup
     return found
 
 
-def _typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _view_typed(buffer: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
     values = buffer[start : start + numel * dtype.itemsize]
     if start % dtype.itemsize:
         values = values.clone()  # other formats do not align their elements
@@ -275,7 +277,7 @@ def read_units(
             raise
 
 
-def wanted_parts(
+def match_parts(
     held: list[tuple[Box, Tensor]], want: Want, destination: Box, place: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """What a destination wants of the boxes at hand: where each part goes, and its values."""

@@ -28,7 +28,7 @@ class SavedValues:
             raise DataError("extra values: expected lists by rank; the checkpoint is damaged")
         self._by_rank: dict[str, list[Any]] = by_rank
         self._rank = rank
-        self.root = self._own_first("", [tree])
+        self.root = self._put_own_first("", [tree])
 
     def child(self, path: str, nodes: list[Any], key: Any) -> list[Any]:
         """What there is under a key.
@@ -40,20 +40,20 @@ class SavedValues:
         """
         found = []
         for node in nodes:
-            items = _items(node)
+            items = _list_items(node)
             if key in items:
                 found.append(items[key])
-        return self._own_first(path, found)
+        return self._put_own_first(path, found)
 
     def keys(self, nodes: list[Any]) -> list[Any]:
         """All keys that any candidate has."""
-        return list(dict.fromkeys(key for node in nodes for key in _items(node)))
+        return list(dict.fromkeys(key for node in nodes for key in _list_items(node)))
 
     def of_ranks(self, path: str) -> list[Any]:
         """What each rank of the save had at a path that differs by rank."""
         return self._by_rank.get(path, [])
 
-    def _own_first(self, path: str, nodes: list[Any]) -> list[Any]:
+    def _put_own_first(self, path: str, nodes: list[Any]) -> list[Any]:
         values = self._by_rank.get(path)
         if values is None:
             return nodes
@@ -61,7 +61,7 @@ class SavedValues:
         return [value for value in (*own, *values) if value is not None]
 
 
-def _items(node: Any) -> dict[Any, Any]:
+def _list_items(node: Any) -> dict[Any, Any]:
     if isinstance(node, list):
         return dict(enumerate(node))
     if not isinstance(node, dict):
@@ -69,7 +69,7 @@ def _items(node: Any) -> dict[Any, Any]:
     if len(node) == 1:
         ((kind, content),) = node.items()
         if kind == "$dict":
-            return {decode_tree(key, _no_tensor): value for key, value in content}
+            return {decode_tree(key, _refuse_tensor): value for key, value in content}
         if kind == "$tuple":
             return dict(enumerate(content))
         if kind in ("$module", "$optimizer"):
@@ -79,5 +79,5 @@ def _items(node: Any) -> dict[Any, Any]:
     return node
 
 
-def _no_tensor(name: str) -> Any:
+def _refuse_tensor(name: str) -> Any:
     raise DataError(f"a dictionary's key cannot be the tensor {name!r}")

@@ -17,7 +17,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from bytecheckpoint.loading.reader import NUM_THREADS, Unit, Want, held_boxes, plan_units
+from bytecheckpoint.loading.reader import NUM_THREADS, Unit, Want, find_held_boxes, plan_units
 from bytecheckpoint.loading.source import Source
 from bytecheckpoint.ranks.trace import Trace
 from shared.comms import Group, reshard
@@ -87,7 +87,7 @@ def run_shared(
         source: of the checkpoint.
         plan: the same on all ranks.
         places: this rank's destinations, by the position that wants name: box and tensor.
-        touched: told a destination's position before it is written to.
+        touched: called with a destination's position before it is written to.
         before_use: called while the first units are read, before any is used; what it raises is
             raised.
         trace: of the load.
@@ -137,13 +137,13 @@ def run_shared(
                     following = number + num_ahead
                     if following < len(mine):
                         ahead[mine[following]] = threads.submit(read, mine[following])
-                moves += _moves(group.rank, source, plan, at, buffer, places, touched)
+                moves += _plan_moves(group.rank, source, plan, at, buffer, places, touched)
             with trace.span("exchange"):
                 reshard.run(group, moves)
     return error
 
 
-def _moves(
+def _plan_moves(
     rank: int,
     source: Source,
     plan: SharedReads,
@@ -164,7 +164,7 @@ def _moves(
         want, owner = plan.wants[position], plan.owner[position]
         if want.row not in held_of:
             assert buffer is not None, "some of the unit is wanted"
-            held_of[want.row] = held_boxes(source, unit, want.row, buffer)
+            held_of[want.row] = find_held_boxes(source, unit, want.row, buffer)
         held = held_of[want.row]
         parts = [part for box, _ in held if (part := intersect(box, want.box)) is not None]
         if owner == rank and parts:

@@ -16,14 +16,15 @@ from typing import Any
 import msgspec
 import xxhash
 
-from bytecheckpoint.state.values import parse
+from bytecheckpoint.formats.registry import FORMATS, Format, find_folder_format
+from bytecheckpoint.state.values import dump, parse
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.files import commit
-from bytecheckpoint.storage.files.index import BLOCK_BYTES, Index, num_blocks
+from bytecheckpoint.storage.files.index import BLOCK_BYTES, Index, count_blocks
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME, FileRecord
 from shared.errors import DataError
 
-__all__ = ["Source", "Summary", "open_source", "split_url"]
+__all__ = ["Source", "Summary", "open_source", "read_summary", "split_url"]
 
 # With one slash too few it is refused when it is opened.
 _PROTOCOL = re.compile(r"[^/]+:/+")
@@ -33,7 +34,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """All that is to be known of a checkpoint before its tensors are read; travels between ranks.
 
     Attributes:
-        kind: "native", "hf" or "dcp".
+        kind: "native", or the kind of a format in `bytecheckpoint.formats.registry`.
         folder: of the data files, from the storage's root.
         index: encoded.
         extra: everything that is no tensor, as JSON.
@@ -91,6 +92,11 @@ class Source:
             raise DataError(f"{where}: expected an object with a tree; the file is damaged")
         return found
 
+    @property
+    def has_values(self) -> bool:
+        """Whether it says more than tensors; a folder of safetensors files does not."""
+        return self.summary.kind == "native" or self.extra["tree"] is not None
+
     def has_checksums(self, file: int) -> bool:
         """Whether blocks of a file are verified."""
         return self.verify and self.index.files[file].hashed_bytes is not None
@@ -114,16 +120,16 @@ class Source:
         self._fill(file, start, buffer)
         if not self.has_checksums(file):
             return
-        table = self._table(file)
+        table = self._get_table(file)
         for at in range(0, len(buffer), BLOCK_BYTES):
             block = (start + at) // BLOCK_BYTES
             digest = xxhash.xxh3_64_intdigest(buffer[at : at + BLOCK_BYTES])
             if digest.to_bytes(8, "little") != table[8 * block : 8 * block + 8]:
                 raise DataError(
                     f"{self.path(file)}: block {block} (bytes {block * BLOCK_BYTES} to "
-                    f"{block * BLOCK_BYTES + len(buffer[at : at + BLOCK_BYTES])}) does not have its "
-                    f"checksum; it holds parts of {self._held(file, block)}. The file is damaged: "
-                    f"load another step"
+                    f"{block * BLOCK_BYTES + len(buffer[at : at + BLOCK_BYTES])}) does not have "
+                    f"its checksum; it holds parts of {self._name_held(file, block)}. The file is "
+                    f"damaged: load another step"
                 )
 
     def check_fronts(self, first: int, step: int) -> None:
@@ -135,13 +141,13 @@ class Source:
         for file in range(first, len(self.index.files), step):
             if not self.has_checksums(file):
                 continue
-            self._table(file)
+            self._get_table(file)
             starts = self.index.start[self.index.file == file]
             hashed = self.index.files[file].hashed_bytes or 0
             end = -(-int(starts.min(initial=hashed)) // BLOCK_BYTES) * BLOCK_BYTES
             self.read(file, 0, memoryview(bytearray(min(end, hashed))))
 
-    def _held(self, file: int, block: int) -> str:
+    def _name_held(self, file: int, block: int) -> str:
         """The tensors with elements in a block, for errors."""
         index, first = self.index, block * BLOCK_BYTES
         rows = (index.file == file) & (index.start < first + BLOCK_BYTES)
@@ -152,12 +158,12 @@ class Source:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(map(repr, names[:3])) + more
 
-    def _table(self, file: int) -> memoryview:
+    def _get_table(self, file: int) -> memoryview:
         with self._lock:
             if file not in self._tables:
                 entry = self.index.files[file]
                 hashed = entry.hashed_bytes or 0
-                table = memoryview(bytearray(8 * num_blocks(hashed)))
+                table = memoryview(bytearray(8 * count_blocks(hashed)))
                 self._fill(file, hashed, table)
                 if xxhash.xxh3_128_hexdigest(table) != self.summary.files[file].xxh3_128:
                     raise DataError(
@@ -215,17 +221,10 @@ def open_source(storage: Storage, path: str) -> Summary:
             step=manifest.step,
             world_size=manifest.world_size,
         )
-    # Their readers are imported for those who read them.
-    if ".metadata" in names:
-        from bytecheckpoint.formats import dcp
-
-        index, tree = dcp.read_index(storage, path)
-        return Summary(kind="dcp", folder=path, index=index.encode(), extra=_extra_of(tree))
-    if any(name.endswith(".safetensors") for name in names):
-        from bytecheckpoint.formats import hf
-
-        index = hf.read_index(storage, path)
-        return Summary(kind="hf", folder=path, index=index.encode(), extra=_extra_of(None))
+    other = find_folder_format(names)
+    if other is not None:
+        return read_summary(other, storage, path, folder=path)
+    patterns = [one.pattern for one in map(FORMATS.get, FORMATS) if not one.is_file]
     found = f"it holds {', '.join(names[:5])}" if names else "there is nothing"
     hint = (
         "; it is a folder of steps: open one of them, or use Checkpointer.load_latest"
@@ -233,10 +232,23 @@ def open_source(storage: Storage, path: str) -> Summary:
         else ""
     )
     raise FileNotFoundError(
-        f"{storage.url}/{path}: expected a checkpoint ({MANIFEST_NAME}), a DCP folder (.metadata) "
-        f"or *.safetensors files, but {found}{hint}"
+        f"{storage.url}/{path}: expected a checkpoint ({MANIFEST_NAME}), or a folder with "
+        f"{' or '.join(patterns)}, but {found}{hint}"
     )
 
 
-def _extra_of(tree: Any) -> bytes:
-    return msgspec.json.encode({"tree": tree, "ranks": {}, "trace": []})
+def read_summary(other: Format, storage: Storage, path: str, *, folder: str) -> Summary:
+    """Reads a checkpoint of another format, as far as `Summary` says.
+
+    Args:
+        other: its format.
+        storage: where it lies.
+        path: of its folder, or of its file.
+        folder: that holds its data files.
+
+    Raises:
+        DataError: it is damaged, or cannot be read by ranges.
+    """
+    index, tree = other.read(storage, path)
+    extra = dump({"tree": tree, "ranks": {}, "trace": []})
+    return Summary(kind=other.kind, folder=folder, index=index.encode(), extra=extra)

@@ -17,7 +17,7 @@ import numpy as np
 
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Assignment", "Shares", "assign_writers", "place"]
+__all__ = ["Shares", "WriterAssignment", "assign_writers", "place"]
 
 _MIB = 1024 * 1024
 # A rank's share is rounded by at most one granule, here to 1/32 of what an average rank writes.
@@ -27,7 +27,7 @@ _PASSES = 64
 _SETTLED = 1e-3
 
 
-class Assignment(NamedTuple):
+class WriterAssignment(NamedTuple):
     """Writers of chunks.
 
     Attributes:
@@ -58,7 +58,7 @@ def assign_writers(
     owners: Sequence[Iterable[SupportsIndex]],
     *,
     split: int | bool = False,
-) -> Assignment:
+) -> WriterAssignment:
     """Gives each chunk to one of its owners, or parts of it to several, so that loads are even.
 
     O(chunks log chunks + entries of owners), a few times the latter where sets of owners overlap.
@@ -93,11 +93,11 @@ def assign_writers(
     load = np.zeros(owner.max(initial=-1) + 1, dtype=np.int64)
     np.add.at(load, shares.rank, shares.num_bytes)
     if not cap:
-        return Assignment(shares.rank.tolist(), load)
+        return WriterAssignment(shares.rank.tolist(), load)
     parts: list[list[tuple[int, int]]] = [[] for _ in sets]
     for chunk, rank, count in zip(*(column.tolist() for column in shares), strict=True):
         parts[chunk].append((rank, count))
-    return Assignment(parts, load)
+    return WriterAssignment(parts, load)
 
 
 def place(
@@ -124,9 +124,9 @@ def place(
     if granule_bytes:
         mean = num_bytes.sum() / max(len(np.unique(owner)), 1)
         fine = max(1 << (int(mean) // _GRANULES).bit_length() >> 1, _LEAST_GRANULE_BYTES)
-        shared = _poured(num_bytes, owned, load, min(granule_bytes, fine), mean * _SETTLED)
+        shared = _pour(num_bytes, owned, load, min(granule_bytes, fine), mean * _SETTLED)
     else:
-        shared = _whole(num_bytes, owned, load)
+        shared = _place_whole(num_bytes, owned, load)
     columns = np.array(shared, dtype=np.int64).reshape(-1, 3).T
     chunk = np.concatenate((single, columns[0]))
     order = np.argsort(chunk, kind="stable")
@@ -137,7 +137,7 @@ def place(
     )
 
 
-def _whole(
+def _place_whole(
     num_bytes: np.ndarray, owned: dict[int, np.ndarray], load: np.ndarray
 ) -> list[tuple[int, int, int]]:
     shares = []
@@ -148,7 +148,7 @@ def _whole(
     return shares
 
 
-def _poured(
+def _pour(
     num_bytes: np.ndarray,
     owned: dict[int, np.ndarray],
     load: np.ndarray,
@@ -169,7 +169,7 @@ def _poured(
         moved = 0.0
         for at, (ranks, _) in enumerate(sets):
             load[ranks] -= amounts[at]
-            poured = _level(load[ranks], totals[at])
+            poured = _find_level(load[ranks], totals[at])
             moved = max(moved, float(np.abs(poured - amounts[at]).max()))
             amounts[at] = poured
             load[ranks] += poured
@@ -179,17 +179,17 @@ def _poured(
     for at, (ranks, chunks) in enumerate(sets):
         # Poured once more, so that a set makes up for the rounding of those before.
         load[ranks] -= amounts[at]
-        room = _level(load[ranks], totals[at])
+        room = _find_level(load[ranks], totals[at])
         given = np.zeros(len(ranks))
         for chunk in chunks:
-            for place, count in _filled(int(num_bytes[chunk]), room, granule_bytes).items():
+            for place, count in _fill(int(num_bytes[chunk]), room, granule_bytes).items():
                 shares.append((chunk, int(ranks[place]), count))
                 given[place] += count
         load[ranks] += given
     return shares
 
 
-def _level(load: np.ndarray, amount: float) -> np.ndarray:
+def _find_level(load: np.ndarray, amount: float) -> np.ndarray:
     """What each rank gets when an amount is poured where least is, until all reached are level."""
     rising = np.sort(load)
     levels = (np.cumsum(rising) + amount) / np.arange(1, len(load) + 1)
@@ -198,7 +198,7 @@ def _level(load: np.ndarray, amount: float) -> np.ndarray:
     return np.maximum(levels[reached - 1] - load, 0.0)
 
 
-def _filled(num_bytes: int, room: np.ndarray, granule_bytes: int) -> dict[int, int]:
+def _fill(num_bytes: int, room: np.ndarray, granule_bytes: int) -> dict[int, int]:
     """Pours a chunk into the most room, again and again; `room` becomes what is left."""
     parts: dict[int, int] = {}
     while num_bytes or not parts:

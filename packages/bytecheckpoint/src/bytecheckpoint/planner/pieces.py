@@ -70,7 +70,7 @@ class Pieces:
             if at == len(known):
                 known.append(is_what)
             elif known[at] != is_what:
-                raise _disagreement(name, rank, known[at], rank, is_what)
+                raise _describe_disagreement(name, rank, known[at], rank, is_what)
             if not len(box.offsets) == len(box.sizes) == len(is_what[1]):
                 raise DataError(
                     f"expected boxes of {len(is_what[1])} dimensions of {name!r} on rank {rank}, "
@@ -114,8 +114,8 @@ class Pieces:
                     known.append((dtype, shape))
                     first_seen.append(part)
                 elif known[at] != (dtype, shape):
-                    one, other = first_seen[at]._holder(name), part._holder(name)
-                    raise _disagreement(name, one, known[at], other, (dtype, shape))
+                    one, other = first_seen[at]._find_holder(name), part._find_holder(name)
+                    raise _describe_disagreement(name, one, known[at], other, (dtype, shape))
             tensors.append(places[part.chunks.tensor])
         ndim = max((part.chunks.offsets.shape[1] for part in parts), default=0)
         no_rows = np.empty((0, ndim), dtype=np.int64)
@@ -125,8 +125,8 @@ class Pieces:
             shapes=[shape for _, shape in known],
             chunks=ChunkTable(
                 np.concatenate([np.empty(0, dtype=np.int32), *tensors]),
-                np.concatenate([no_rows, *(_widened(p.chunks.offsets, ndim, 0) for p in parts)]),
-                np.concatenate([no_rows, *(_widened(p.chunks.sizes, ndim, 1) for p in parts)]),
+                np.concatenate([no_rows, *(_widen(p.chunks.offsets, ndim, 0) for p in parts)]),
+                np.concatenate([no_rows, *(_widen(p.chunks.sizes, ndim, 1) for p in parts)]),
             ),
             owner=np.concatenate([np.empty(0, dtype=np.int32), *(p.owner for p in parts)]),
         )
@@ -152,7 +152,7 @@ class Pieces:
             names=self.names,
             dtypes=self.dtypes,
             shapes=self.shapes,
-            **self.chunks.packed(),
+            **self.chunks.pack(),
             owner=self.owner.astype("<i4").tobytes(),
         )
         return msgspec.msgpack.encode(stored)
@@ -174,20 +174,22 @@ class Pieces:
             names=stored.names,
             dtypes=stored.dtypes,
             shapes=stored.shapes,
-            chunks=ChunkTable.unpacked(stored),
+            chunks=ChunkTable.unpack(stored),
             owner=np.frombuffer(stored.owner, "<i4"),
         )
 
-    def _holder(self, name: str) -> int:
+    def _find_holder(self, name: str) -> int:
         return int(self.owner[self.chunks.tensor == self.names.index(name)][0])
 
 
-def _widened(columns: np.ndarray, ndim: int, value: int) -> np.ndarray:
+def _widen(columns: np.ndarray, ndim: int, value: int) -> np.ndarray:
     missing = ndim - columns.shape[1]
     return np.pad(columns, ((0, 0), (0, missing)), constant_values=value) if missing else columns
 
 
-def _disagreement(name: str, rank: int, one: tuple, other_rank: int, other: tuple) -> DataError:
+def _describe_disagreement(
+    name: str, rank: int, one: tuple, other_rank: int, other: tuple
+) -> DataError:
     return DataError(
         f"ranks disagree on {name!r}: rank {rank} has {one[0]} {list(one[1])}, rank {other_rank} "
         f"has {other[0]} {list(other[1])}; different tensors need different names, as by pipeline "

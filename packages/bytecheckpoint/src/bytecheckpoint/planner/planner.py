@@ -17,15 +17,15 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from bytecheckpoint.planner.balance import Assignment, Shares, assign_writers, place
+from bytecheckpoint.planner.balance import Shares, WriterAssignment, assign_writers, place
 from bytecheckpoint.planner.pieces import Pieces
-from bytecheckpoint.storage.files import data_file as shard
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files import data_file
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import ChunkTable, File, Index
 from shared.errors import ConfigError, DataError
 from shared.topology.boxes import Box, decompose
 
-__all__ = ["Assignment", "Part", "Pieces", "SavePlan", "assign_writers", "plan"]
+__all__ = ["Pieces", "RankPart", "SavePlan", "WriterAssignment", "assign_writers", "plan"]
 
 _MIB = 1024 * 1024
 # A multiple of every item size, so that no element is cut.
@@ -46,7 +46,7 @@ class _StoredPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Part:
+class RankPart:
     """What one rank writes.
 
     Attributes:
@@ -83,7 +83,7 @@ class Part:
             DataError: the header is too large for safetensors readers.
         """
         dtypes = dict(zip(self.names, self.dtypes, strict=True))
-        header = shard.header((name, dtypes[name], box) for name, box, _ in self.rows)
+        header = data_file.encode_header((name, dtypes[name], box) for name, box, _ in self.rows)
         assert not len(self.start) or len(header) == self.start[0], "data begin after the header"
         return header
 
@@ -96,13 +96,13 @@ class Part:
             names=self.names,
             dtypes=self.dtypes,
             ndims=self.ndims,
-            **self.chunks.packed(),
+            **self.chunks.pack(),
             start=self.start.astype("<i8").tobytes(),
         )
         return msgspec.msgpack.encode(stored)
 
     @classmethod
-    def decode(cls, data: bytes) -> Part:
+    def decode(cls, data: bytes) -> RankPart:
         """Reads what `encode` wrote, on this or another rank of the same job.
 
         Raises:
@@ -120,7 +120,7 @@ class Part:
             names=stored.names,
             dtypes=stored.dtypes,
             ndims=stored.ndims,
-            chunks=ChunkTable.unpacked(stored),
+            chunks=ChunkTable.unpack(stored),
             start=np.frombuffer(stored.start, "<i8"),
         )
 
@@ -158,7 +158,7 @@ class SavePlan:
         files = np.arange(len(self.ranks) + 1)
         return rows, np.searchsorted(self.index.file[rows], files)
 
-    def part(self, rank: int) -> Part:
+    def part(self, rank: int) -> RankPart:
         """What one rank writes."""
         index, (rows, begins) = self.index, self._by_file
         file = int(np.searchsorted(self.ranks, rank))
@@ -167,7 +167,7 @@ class SavePlan:
         else:
             file, mine = None, rows[:0]
         tensors, tensor = np.unique(index.chunks.tensor[mine], return_inverse=True)
-        return Part(
+        return RankPart(
             rank=rank,
             file=None if file is None else index.files[file],
             names=[index.names[t] for t in tensors],
@@ -209,17 +209,17 @@ def plan(
             f"expected pieces of ranks below {world_size}, got some of rank {pieces.owner.max()}"
         )
     pieces = pieces.sorted()
-    chunks, first, owner = _distinct(pieces)
-    itemsizes = np.array([dtype_named(name).itemsize for name in pieces.dtypes], dtype=np.int64)
+    chunks, first, owner = _find_distinct(pieces)
+    itemsizes = np.array([parse_dtype(name).itemsize for name in pieces.dtypes], dtype=np.int64)
     num_bytes = chunks.sizes.prod(axis=1) * itemsizes[chunks.tensor]
     granule = -(-split_bytes // _CUT_BYTES) * _CUT_BYTES
     chunks, writer = _cut(chunks, itemsizes, num_bytes, place(num_bytes, first, owner, granule))
-    index, ranks = _laid_out(pieces, chunks, writer, itemsizes, dict(aliases or {}))
+    index, ranks = _lay_out(pieces, chunks, writer, itemsizes, dict(aliases or {}))
     index.check("plan")
     return SavePlan(index=index, ranks=ranks, world_size=world_size)
 
 
-def _distinct(pieces: Pieces) -> tuple[ChunkTable, np.ndarray, np.ndarray]:
+def _find_distinct(pieces: Pieces) -> tuple[ChunkTable, np.ndarray, np.ndarray]:
     """Boxes without their replicas, and owners of box b: owner[first[b]:first[b + 1]]."""
     table = pieces.chunks
     used = np.flatnonzero((table.sizes > 0).all(axis=1))
@@ -246,7 +246,7 @@ def _cut(
         parts.setdefault(chunk, []).append((rank, count))
     for chunk, of_chunk in parts.items():
         itemsize = int(itemsizes[chunks.tensor[chunk]])
-        for rank, box in _boxes_of(chunks.sizes[chunk].tolist(), itemsize, of_chunk):
+        for rank, box in _list_boxes(chunks.sizes[chunk].tolist(), itemsize, of_chunk):
             tensor.append(chunks.tensor[chunk : chunk + 1])
             offsets.append(chunks.offsets[chunk : chunk + 1] + box.offsets)
             sizes.append(np.array([box.sizes], dtype=np.int64))
@@ -257,7 +257,7 @@ def _cut(
     return table, np.concatenate(writer)[order]
 
 
-def _boxes_of(
+def _list_boxes(
     sizes: list[int], itemsize: int, parts: list[tuple[int, int]]
 ) -> list[tuple[int, Box]]:
     """Cuts a box of some sizes, at whole slices along its first dimension where they are small."""
@@ -274,7 +274,7 @@ def _boxes_of(
     return boxes
 
 
-def _laid_out(
+def _lay_out(
     pieces: Pieces,
     chunks: ChunkTable,
     writer: np.ndarray,
@@ -290,7 +290,7 @@ def _laid_out(
     begin = end - num_bytes[order]
     base = begin[first][file]
     begin, end = begin - base, end - base
-    entries = shard.entry_bytes(
+    entries = data_file.count_entry_bytes(
         pieces.names,
         pieces.dtypes,
         [len(shape) for shape in pieces.shapes],
@@ -298,7 +298,7 @@ def _laid_out(
         begin,
         end,
     )
-    headers = shard.header_bytes(np.add.reduceat(entries, first) if len(first) else first)
+    headers = data_file.count_header_bytes(np.add.reduceat(entries, first) if len(first) else first)
     last = first + counts - 1
     hashed = (headers + end[last]).tolist()
     columns = np.empty(len(order), dtype=np.int32), np.empty(len(order), dtype=np.int64)
@@ -311,7 +311,7 @@ def _laid_out(
         file=columns[0],
         start=columns[1],
         files=[
-            shard.data_file(f"rank-{rank:05d}.safetensors", end_of_data)
+            data_file.size_file(f"rank-{rank:05d}.safetensors", end_of_data)
             for rank, end_of_data in zip(ranks.tolist(), hashed, strict=True)
         ],
         aliases=aliases,

@@ -1,4 +1,4 @@
-"""One rank's failure as every rank's: the same exception everywhere, whoever ran into it.
+"""One rank's failure raised on every rank as the same exception.
 
 Errors travel between ranks as kind, number and text. A kind that is not ours or the operating
 system's arrives as a RankFailure.

@@ -67,7 +67,7 @@ class Team:
         if not self.maximum([error is not None])[0]:
             return
         failure = Failure.of(error, self.rank) if error is not None else None
-        found = [msgspec.msgpack.decode(d, type=Failure | None) for d in self.all(_packed(failure))]
+        found = [msgspec.msgpack.decode(d, type=Failure | None) for d in self.all(_pack(failure))]
         first = next(one for one in found if one is not None)
         raise first.exception(self.world_size) from error
 
@@ -182,5 +182,5 @@ class Team:
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-def _packed(failure: Failure | None) -> bytes:
+def _pack(failure: Failure | None) -> bytes:
     return msgspec.msgpack.encode(failure)

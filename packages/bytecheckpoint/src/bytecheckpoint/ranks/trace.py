@@ -15,8 +15,8 @@ class Span(NamedTuple):
     """One stage of work on one rank.
 
     Attributes:
-        stage: "extract", "stage", "agree", "plan", "checksum", "write", "sync", "commit", "open", "read",
-            "exchange", "copy".
+        stage: "extract", "stage", "agree", "plan", "checksum", "write", "sync", "commit", "open",
+            "read", "exchange", "copy".
         rank: who did it.
         start_s: since the operation began on that rank, in seconds.
         seconds: how long it took.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.trace import Trace
-from bytecheckpoint.saving.image import Image, as_array
+from bytecheckpoint.saving.image import Image, view_as_array
 from bytecheckpoint.saving.writer import write_image
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.files.manifest import FileRecord
@@ -56,7 +56,7 @@ class ChildWriter:
         self._trace = trace
         with trace.span("stage"):
             # Views are made before the fork: the child stays out of torch.
-            slots, arrays = image.arrays, [as_array(value) for value in values]
+            slots, arrays = image.arrays, [view_as_array(value) for value in values]
             self._read_end, write_end = os.pipe()
             try:
                 self._pid = os.fork()
@@ -78,7 +78,7 @@ class ChildWriter:
         with self._trace.span("write", self._image.num_bytes):
             with os.fdopen(self._read_end, "rb") as pipe:
                 answer = pipe.read()
-            status = _reaped(self._pid)
+            status = _reap(self._pid)
         if not answer:
             raise CommError(
                 f"the child process {self._pid} that wrote {self._path} ended with status {status} "
@@ -106,7 +106,7 @@ class ChildWriter:
             os._exit(0)
 
 
-def _reaped(pid: int) -> int | None:
+def _reap(pid: int) -> int | None:
     """The status of a child that ended; None where the application itself reaps its children."""
     try:
         return os.waitpid(pid, 0)[1]

@@ -5,8 +5,8 @@ from save to save, because a copy into memory that is not mapped yet is several 
 begins when the copy has ended: beside it, the writing threads only slowed the copy down, and the
 whole save took no less.
 
-On a GPU the copies are queued on streams of their own. For parameters and optimizer state nobody waits
-but the optimizer's next step, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707):
+On a GPU the copies are queued on streams of their own. For parameters and optimizer state only the
+optimizer's next step waits, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707):
 only that step changes them. Anything else, as statistics that a forward pass updates, is copied
 first, and the caller's stream waits for that. With `stage="fork"` nothing is copied at all: a child
 process writes the memory as it was at the fork.
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytecheckpoint.planner.planner import Part
+from bytecheckpoint.planner.planner import RankPart
 from bytecheckpoint.saving.streaming_copy import is_streamable, prepare, stream
 from bytecheckpoint.state.local_tensors import LocalTensor
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from shared.topology.boxes import intersect
 
-__all__ = ["Image", "sources"]
+__all__ = ["Image", "find_sources"]
 
 # From where on the copies save more than it takes to compile them.
 _WORTH_BYTES = 64 * 1024 * 1024
@@ -42,7 +42,7 @@ class Image:
         num_bytes: of the whole file, the table of checksums included.
     """
 
-    def __init__(self, part: Part, *, is_pinned: bool = False) -> None:
+    def __init__(self, part: RankPart, *, is_pinned: bool = False) -> None:
         """Allocates it and writes the header.
 
         Args:
@@ -63,7 +63,7 @@ class Image:
             self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
         self.view = self.memory.numpy().data
         self.view[: len(part.header)] = part.header
-        dtypes = {name: dtype_named(d) for name, d in zip(part.names, part.dtypes, strict=True)}
+        dtypes = {name: parse_dtype(d) for name, d in zip(part.names, part.dtypes, strict=True)}
         self._slots = [
             self.memory[start : start + box.numel * dtypes[name].itemsize]
             .view(dtypes[name])
@@ -128,10 +128,10 @@ class Image:
     @property
     def arrays(self) -> list[np.ndarray]:
         """The chunks' places as arrays of plain integers."""
-        return [as_array(slot) for slot in self._slots]
+        return [view_as_array(slot) for slot in self._slots]
 
 
-def as_array(tensor: Tensor) -> np.ndarray:
+def view_as_array(tensor: Tensor) -> np.ndarray:
     """A CPU tensor's elements as integers of their size; of any type and strides."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -140,7 +140,7 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return tensor.view(integers[tensor.itemsize]).numpy()
 
 
-def sources(part: Part, tensors: dict[str, LocalTensor]) -> Iterable[Tensor]:
+def find_sources(part: RankPart, tensors: dict[str, LocalTensor]) -> Iterable[Tensor]:
     """The user's memory of each chunk that a rank writes, in file order.
 
     A chunk is a piece as the rank listed it, or a part of one where the plan split it.

@@ -52,7 +52,7 @@ class Handle:
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank tells the coordinator.
+    """What one rank reports to the coordinator.
 
     Attributes:
         failure: what went wrong there.
@@ -172,8 +172,8 @@ class Job:
                     step=self.handle.step,
                     world_size=self.team.world_size,
                     data=self.folder,
-                    index=commit.record("index.msgpack", self.index),
-                    extra=commit.record("extra.json", extra),
+                    index=commit.describe_file("index.msgpack", self.index),
+                    extra=commit.describe_file("extra.json", extra),
                     files=[one.file for one in reports if one.file is not None],
                 )
                 commit.commit(

@@ -1,4 +1,4 @@
-"""One save after another by the same ranks: plan once, copy, write behind training's back.
+"""Saves of one training, one after another: plan once, copy, write in the background.
 
 The first save is planned by the coordinator. A later one, of a state with the same tensors, costs
 one reduction of four numbers before the copy, and everything after the copy happens on threads.
@@ -25,17 +25,17 @@ from bytecheckpoint.planner import planner
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.forked_writer import ChildWriter
-from bytecheckpoint.saving.image import Image, sources
+from bytecheckpoint.saving.image import Image, find_sources
 from bytecheckpoint.saving.job import Handle, Job
 from bytecheckpoint.saving.writer import Writer
-from bytecheckpoint.state.describe import LocalState, describe, no_collection
+from bytecheckpoint.state.describe import LocalState, describe, pause_collection
 from bytecheckpoint.state.values import dump
 from bytecheckpoint.storage import Storage
-from bytecheckpoint.storage.files.dtypes import name_of
+from bytecheckpoint.storage.files.dtypes import get_dtype_name
 from shared.errors import ConfigError
 from shared.topology.boxes import Box
 
-__all__ = ["Saver", "StageKind", "rows_of"]
+__all__ = ["Saver", "StageKind", "list_rows"]
 
 StageKind = Literal["arena", "fork"]
 Row = tuple[str, str, tuple[int, ...], Box]
@@ -56,7 +56,7 @@ class _Plan:
 
     rows: list[Row]
     aliases: dict[str, str]
-    part: planner.Part
+    part: planner.RankPart
     index: bytes
     token: bytes
     image: Image | None = None
@@ -121,7 +121,7 @@ class Saver:
     def finish(self) -> None:
         """Blocks until what follows a commit, the removal of old checkpoints, is done too.
 
-        The memory for copies is given back; another save makes it anew.
+        Frees the memory for copies; the next save allocates it again.
         """
         self.wait()
         if self._thread is not None and self._pid == os.getpid():
@@ -165,15 +165,15 @@ class Saver:
         try:
             if self.team.is_coordinator:
                 check()
-            with trace.span("extract"), no_collection():
+            with trace.span("extract"), pause_collection():
                 local = describe(state, self.team.rank)
-                rows = rows_of(local)
+                rows = list_rows(local)
                 digest = xxhash.xxh3_64_intdigest(dump(local.tree)) >> 2
             plan = self._plan if self._is_of(rows, local.aliases) else None
             if plan is not None and self._stage == "arena":
                 # Before the ranks agree: a rank that is done waits for the others then, and its
                 # writing does not slow their copies down.
-                copied = self._copied(plan, local, trace)
+                copied = self._copy(plan, local, trace)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
             plan, error = None, caught
         with trace.span("agree"):
@@ -185,10 +185,10 @@ class Saver:
         if any_new:
             self._plan = None  # its image goes before the next one comes
             with trace.span("plan"):
-                self._plan = plan = self._planned(rows, local.aliases)
+                self._plan = plan = self._plan_together(rows, local.aliases)
             try:
                 if self._stage == "arena":
-                    copied = self._copied(plan, local, trace)
+                    copied = self._copy(plan, local, trace)
             except Exception as caught:  # noqa: BLE001 - raised on all ranks together
                 error = caught
             self.team.agree(error)
@@ -220,23 +220,23 @@ class Saver:
         plan = self._plan
         return plan is not None and plan.rows == rows and plan.aliases == aliases
 
-    def _copied(self, plan: _Plan, local: LocalState, trace: Trace) -> list[torch.cuda.Event]:
+    def _copy(self, plan: _Plan, local: LocalState, trace: Trace) -> list[torch.cuda.Event]:
         """Copies what this rank writes into its image; the events behind copies only queued."""
         if plan.part.file is None:
             return []
-        values = list(sources(plan.part, local.tensors))
+        values = list(find_sources(plan.part, local.tensors))
         is_cuda = any(value.is_cuda for value in values)
         if plan.image is None or plan.image.memory.is_pinned() != is_cuda:
             plan.image = Image(plan.part, is_pinned=is_cuda)
         with trace.span("stage", plan.image.num_bytes):
             if is_cuda:
-                owned = _memory_of(local.optimizers.values())
+                owned = _find_memory(local.optimizers.values())
                 is_lazy = [value.untyped_storage().data_ptr() in owned for value in values]
                 return plan.image.fill_on_streams(values, is_lazy)
             plan.image.fill(values)
         return []
 
-    def _planned(self, rows: list[Row], aliases: dict[str, str]) -> _Plan:
+    def _plan_together(self, rows: list[Row], aliases: dict[str, str]) -> _Plan:
         """Gathers what the ranks hold, plans on the coordinator, hands each rank its part."""
         listed, error = b"", None
         try:
@@ -247,14 +247,14 @@ class Saver:
         self.team.agree(error)
         index, parts = b"", None
         try:
-            merged = self.team.gather(listed, _merged)
+            merged = self.team.gather(listed, _merge)
             if merged is not None:
                 index, parts = self._plan_all(merged)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
             error = caught
         self.team.agree(error)
         mine = msgspec.msgpack.decode(self.team.scatter(parts), type=_Planned)
-        part = planner.Part.decode(mine.part)
+        part = planner.RankPart.decode(mine.part)
         return _Plan(rows=rows, aliases=aliases, part=part, index=index, token=mine.token)
 
     def _plan_all(self, merged: bytes) -> tuple[bytes, list[bytes]]:
@@ -302,7 +302,7 @@ class Saver:
         if self._stage == "arena":
             assert plan.image is not None, "the copy made it"
             return Writer(self._storage, file, plan.image, copied, trace)
-        values = list(sources(plan.part, job.state.tensors))
+        values = list(find_sources(plan.part, job.state.tensors))
         if any(value.is_cuda for value in values):
             raise ConfigError("stage='fork' cannot read a GPU's memory; use stage='arena'")
         plan.image = plan.image or Image(plan.part)
@@ -319,7 +319,7 @@ def _finish_all() -> None:
         thread.join()
 
 
-def _memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+def _find_memory(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     """Addresses of the memory that steps of optimizers change."""
     found = set()
     for optimizer in optimizers:
@@ -332,13 +332,13 @@ def _memory_of(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     return found
 
 
-def rows_of(local: LocalState) -> list[Row]:
+def list_rows(local: LocalState) -> list[Row]:
     """Every box this rank holds: name, type, the tensor's shape, box; an empty one for a tensor of
     which it holds nothing.
     """
     rows = []
     for name, (dtype, shape, pieces) in local.tensors.items():
-        type_name = name_of(dtype)
+        type_name = get_dtype_name(dtype)
         if pieces:
             rows.extend((name, type_name, shape, piece.box) for piece in pieces)
         else:
@@ -346,7 +346,7 @@ def rows_of(local: LocalState) -> list[Row]:
     return rows
 
 
-def _merged(parts: list[bytes]) -> bytes:
+def _merge(parts: list[bytes]) -> bytes:
     """Joins what some ranks listed; called at every branch of the tree."""
     listed = [msgspec.msgpack.decode(part, type=_Listed) for part in parts]
     pieces = planner.Pieces.merge([planner.Pieces.decode(one.pieces) for one in listed])

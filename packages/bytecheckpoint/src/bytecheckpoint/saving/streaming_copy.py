@@ -24,8 +24,8 @@ MIN_BYTES = 256 * 1024
 # What a thread takes at a time.
 _TASK_BYTES = 16 * 1024 * 1024
 _LINE = 64
-# To an address that is a multiple of 64, from any. Such stores wait for nobody: the fence has whoever
-# is told that the copy has ended see them.
+# To an address that is a multiple of 64, from any. Such stores are not ordered: the fence
+# makes them visible to threads that learn that the copy has ended.
 _CODE = """
 define void @copy_lines(ptr %to, ptr %from, i64 %num_lines) {
 entry:

@@ -36,7 +36,7 @@ def hash_blocks(data: memoryview, table: memoryview, first: int, stop: int) -> N
         table[8 * block : 8 * block + 8] = digest.to_bytes(8, "little")
 
 
-def file_record(path: str, image: Image) -> FileRecord:
+def describe_written_file(path: str, image: Image) -> FileRecord:
     """What the manifest says of an image that was written."""
     table = image.view[image.hashed_bytes :]
     name = path.rpartition("/")[2]
@@ -59,7 +59,7 @@ def write_image(storage: Storage, path: str, image: Image) -> FileRecord:
     except BaseException:
         sink.abort()
         raise
-    return file_record(path, image)
+    return describe_written_file(path, image)
 
 
 class Writer:
@@ -126,7 +126,7 @@ class Writer:
             if self._sink is not None:
                 self._sink.abort()
             raise
-        return file_record(self._path, self._image)
+        return describe_written_file(self._path, self._image)
 
     def give_up(self) -> None:
         """Ends the thread when there will be no `run`."""

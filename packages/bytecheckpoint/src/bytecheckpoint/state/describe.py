@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bytecheckpoint.state.local_tensors import FlatShard, LocalTensor, local_tensor
+from bytecheckpoint.state.local_tensors import FlatShard, LocalTensor, describe_tensor
 from bytecheckpoint.state.modules import (
     ParameterNames,
-    module_entries,
-    optimizer_entries,
-    parameter_names,
+    list_module_entries,
+    list_optimizer_entries,
+    list_parameter_names,
 )
 from bytecheckpoint.state.values import encode_dict, encode_leaf
 from shared.errors import DataError
 
-__all__ = ["LocalState", "describe", "is_per_rank", "is_stateful", "join", "no_collection"]
+__all__ = ["LocalState", "describe", "is_per_rank", "is_stateful", "join", "pause_collection"]
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class LocalState:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Keeps Python from looking for garbage among thousands of tuples that are all in use."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -96,14 +96,14 @@ def describe(state: dict[str, Any], rank: int) -> LocalState:
         )
     walk = _Walk(rank)
     # Optimizers are named after the parameters of modules that may come later.
-    for path, module in _modules(state, ""):
+    for path, module in _find_modules(state, ""):
         walk.found.modules.append(path)
-        walk.modules[path] = list(module_entries(path, module, walk.found.parameters))
+        walk.modules[path] = list(list_module_entries(path, module, walk.found.parameters))
     walk.found.tree = walk.value("", state)
     return walk.found
 
 
-def _modules(value: Any, path: str) -> list[tuple[str, nn.Module]]:
+def _find_modules(value: Any, path: str) -> list[tuple[str, nn.Module]]:
     if isinstance(value, nn.Module):
         return [(path, value)]
     if isinstance(value, dict):
@@ -112,10 +112,10 @@ def _modules(value: Any, path: str) -> list[tuple[str, nn.Module]]:
         items = enumerate(value)
     else:
         return []
-    return [found for key, item in items for found in _modules(item, join(path, key))]
+    return [found for key, item in items for found in _find_modules(item, join(path, key))]
 
 
-def _of_array(array: np.ndarray, path: str) -> Tensor:
+def _describe_array(array: np.ndarray, path: str) -> Tensor:
     try:
         # torch warns of arrays that must not be written to; what is read from a copy is the same.
         return torch.from_numpy(array if array.flags.writeable else array.copy())
@@ -159,7 +159,7 @@ class _Walk:
             items = [self.value(join(path, at), item) for at, item in enumerate(value)]
             return {"$tuple": items} if isinstance(value, tuple) else items
         if isinstance(value, np.ndarray):
-            return {"$array": self.tensor(path, _of_array(value, path))["$tensor"]}
+            return {"$array": self.tensor(path, _describe_array(value, path))["$tensor"]}
         if isinstance(value, nn.Module):
             return self.module(path)
         if isinstance(value, torch.optim.Optimizer):
@@ -179,7 +179,7 @@ class _Walk:
             raise DataError(
                 f"two values of the state are named {name!r}; rename a key: keys are joined by dots"
             )
-        local = local_tensor(value, name)
+        local = describe_tensor(value, name)
         found.values[name] = value
         # Who holds no part of a tied tensor still has it under both names.
         address = local.pieces[0].tensor.data_ptr() if local.pieces else -id(value)
@@ -205,12 +205,12 @@ class _Walk:
         self.found.optimizers[path] = optimizer
         known = self.found.parameters
         values: dict[str, dict[str, Any]] = {}
-        for full_name, name, key, value in optimizer_entries(path, optimizer, known):
+        for full_name, name, key, value in list_optimizer_entries(path, optimizer, known):
             if isinstance(value, Tensor | FlatShard):
                 self.tensor(full_name, value)
             else:
                 values.setdefault(name, {})[key] = self.value(full_name, value)
-        names = iter(parameter_names(optimizer, known))
+        names = iter(list_parameter_names(optimizer, known))
         groups = []
         for at, group in enumerate(optimizer.param_groups):
             settings = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bytecheckpoint.state.local_tensors import FlatShard
 
-__all__ = ["FlatRange", "flat_parameters"]
+__all__ = ["FlatRange", "find_flat_parameters"]
 
 
 class FlatRange(NamedTuple):
@@ -52,7 +52,7 @@ class FlatParameters(NamedTuple):
     owners: dict[int, list[FlatRange]]
 
 
-def flat_parameters(root: nn.Module, clean: Callable[[str], str]) -> FlatParameters:
+def find_flat_parameters(root: nn.Module, clean: Callable[[str], str]) -> FlatParameters:
     """The flat parameters that FSDP1 made in a model, none where it is not used.
 
     Args:

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bytecheckpoint.state.shard_boxes import list_shard_boxes
 from shared.errors import DataError
 from shared.topology.boxes import Box, decompose
 
-__all__ = ["FlatShard", "LocalTensor", "Piece", "local_tensor"]
+__all__ = ["FlatShard", "LocalTensor", "Piece", "describe_tensor"]
 
 
 class Piece(NamedTuple):
@@ -79,7 +80,7 @@ class FlatShard:
             )
 
 
-def local_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
+def describe_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
     """What this rank holds of a tensor of any kind.
 
     Args:
@@ -91,19 +92,19 @@ def local_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
             and meta tensors, DTensors with partial sums.
     """
     if type(value) in _PLAIN:
-        return _plain(value, name)
+        return _describe_plain(value, name)
     if isinstance(value, FlatShard):
-        return _flat(value)
-    kind = _kind(type(value))
+        return _describe_flat(value)
+    kind = _get_kind(type(value))
     if kind == "DTensor":
-        return _dtensor(value, name)
+        return _describe_dtensor(value, name)
     if kind == "ShardedTensor":
-        return _sharded(value)
-    return _plain(value, name)
+        return _describe_sharded(value)
+    return _describe_plain(value, name)
 
 
 @functools.lru_cache
-def _kind(of: type) -> str:
+def _get_kind(of: type) -> str:
     """Which of the two a class is, by name: their modules load slowly, and who has one has them."""
     names = {base.__name__ for base in of.__mro__}
     return next((name for name in ("DTensor", "ShardedTensor") if name in names), "")
@@ -113,7 +114,7 @@ _MAX_KNOWN = 65536
 _PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 
-def _plain(value: Any, name: str) -> LocalTensor:
+def _describe_plain(value: Any, name: str) -> LocalTensor:
     if hasattr(value, "__tensor_flatten__"):
         raise DataError(
             f"{name}: expected a tensor of plain elements, got a {type(value).__name__}, whose "
@@ -126,16 +127,16 @@ def _plain(value: Any, name: str) -> LocalTensor:
             f"put its parts into the state"
         )
     shape = value.shape
-    pieces = (Piece(_whole(shape), value),) if value.numel() else ()
+    pieces = (Piece(_describe_whole(shape), value),) if value.numel() else ()
     return LocalTensor(value.dtype, tuple(shape), pieces)
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole(shape: torch.Size) -> Box:
+def _describe_whole(shape: torch.Size) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
-def _flat(value: FlatShard) -> LocalTensor:
+def _describe_flat(value: FlatShard) -> LocalTensor:
     flat, shape = value.tensor, tuple(value.shape)
     pieces, at = [], 0
     for box in decompose(shape, value.start, value.start + flat.numel()):
@@ -144,7 +145,7 @@ def _flat(value: FlatShard) -> LocalTensor:
     return LocalTensor(flat.dtype, shape, tuple(pieces))
 
 
-def _sharded(value: Any) -> LocalTensor:
+def _describe_sharded(value: Any) -> LocalTensor:
     metadata = value.metadata()
     pieces = tuple(
         Piece(
@@ -161,7 +162,7 @@ def _sharded(value: Any) -> LocalTensor:
 _known: dict[int, tuple[Any, tuple[int, ...], list[Box]]] = {}
 
 
-def _boxes_of(value: Any, name: str) -> tuple[tuple[int, ...], list[Box]]:
+def _list_boxes(value: Any, name: str) -> tuple[tuple[int, ...], list[Box]]:
     """A DTensor's shape, and the boxes that this rank holds of it."""
     spec = value._spec
     known = _known.get(id(spec))
@@ -171,7 +172,9 @@ def _boxes_of(value: Any, name: str) -> tuple[tuple[int, ...], list[Box]]:
     coordinate = mesh.get_coordinate()
     boxes: list[Box] | None = []
     if coordinate is not None:
-        boxes = _shard_boxes(shape, tuple(mesh.shape), tuple(coordinate), tuple(value.placements))
+        boxes = list_shard_boxes(
+            shape, tuple(mesh.shape), tuple(coordinate), tuple(value.placements)
+        )
     if boxes is None:
         raise DataError(
             f"{name}: expected placements Shard and Replicate, got {value.placements}; reduce "
@@ -183,12 +186,12 @@ def _boxes_of(value: Any, name: str) -> tuple[tuple[int, ...], list[Box]]:
     return shape, boxes
 
 
-def _dtensor(value: Any, name: str) -> LocalTensor:
-    shape, boxes = _boxes_of(value, name)
+def _describe_dtensor(value: Any, name: str) -> LocalTensor:
+    shape, boxes = _list_boxes(value, name)
     if not boxes:
         return LocalTensor(value.dtype, shape, ())
     local = value._local_tensor
-    whole = _plain(local, name).pieces
+    whole = _describe_plain(local, name).pieces
     if len(boxes) == 1:
         return LocalTensor(value.dtype, shape, tuple(Piece(boxes[0], p.tensor) for p in whole))
     pieces, at = [], [0] * len(shape)
@@ -202,63 +205,3 @@ def _dtensor(value: Any, name: str) -> LocalTensor:
                 break
             at[d] = 0
     return LocalTensor(value.dtype, shape, tuple(pieces))
-
-
-@functools.lru_cache(maxsize=65536)
-def _shard_boxes(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple,
-) -> list[Box] | None:
-    """The boxes of a DTensor's local tensor in its row-major order; None for a placement unknown.
-
-    Placements apply in the mesh's order, each cutting what those before it left, as torch.chunk
-    does; a strided shard (FSDP over tensor parallelism) takes its part of each of several pieces.
-    """
-    runs = [[(0, size)] for size in shape]
-    for size, at, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if placement.is_replicate():
-            continue
-        kind = type(placement).__name__
-        if kind not in ("Shard", "_StridedShard"):
-            return None
-        dim = placement.dim % len(shape)
-        parts = _chunks(runs[dim], getattr(placement, "split_factor", 1))
-        cut = [_chunks(part, size) for part in parts]
-        runs[dim] = _joined([run for chunks in cut if at < len(chunks) for run in chunks[at]])
-    boxes = [Box((), ())]
-    for dim_runs in runs:
-        boxes = [
-            Box((*box.offsets, start), (*box.sizes, length))
-            for box in boxes
-            for start, length in dim_runs
-        ]
-    return boxes
-
-
-def _chunks(runs: list[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
-    """Cuts a sequence of index runs as torch.chunk does: ceil(n / count) each, the rest in the last."""
-    total = sum(length for _, length in runs)
-    each = -(-total // count)
-    chunks: list[list[tuple[int, int]]] = []
-    room = 0
-    for start, length in runs:
-        while length:
-            if not room:
-                chunks.append([])
-                room = each
-            take = min(room, length)
-            chunks[-1].append((start, take))
-            start, length, room = start + take, length - take, room - take
-    return chunks
-
-
-def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    joined: list[tuple[int, int]] = []
-    for start, length in runs:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = (joined[-1][0], joined[-1][1] + length)
-        else:
-            joined.append((start, length))
-    return joined

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bytecheckpoint.state.fsdp1 import FlatRange, flat_parameters
+from bytecheckpoint.state.fsdp1 import FlatRange, find_flat_parameters
 
 __all__ = [
     "ParameterNames",
     "fill_missing_state",
-    "module_entries",
-    "optimizer_entries",
-    "parameter_names",
+    "list_module_entries",
+    "list_optimizer_entries",
+    "list_parameter_names",
 ]
 
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
@@ -34,7 +34,7 @@ class ParameterNames:
     names: dict[int, list[str]] = field(default_factory=dict)
     ranges: dict[int, list[FlatRange]] = field(default_factory=dict)
 
-    def known_as(self, stored: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
+    def find_names_of(self, stored: Iterable[str], modules: Iterable[str]) -> dict[str, str]:
         """Names by what a stored optimizer calls them: ours are from the state's root on, torch's
         from the module on.
 
@@ -62,7 +62,7 @@ def clean(name: str) -> str:
     return name
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap(module: nn.Module) -> nn.Module:
     """The user's module inside DistributedDataParallel, DataParallel and torch.compile."""
     while True:
         inner = getattr(module, "_orig_mod", None)
@@ -73,7 +73,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
         module = inner
 
 
-def module_entries(
+def list_module_entries(
     path: str, module: nn.Module, known: ParameterNames
 ) -> Iterator[tuple[str, Any]]:
     """Everything a module saves, by name.
@@ -86,8 +86,8 @@ def module_entries(
     Yields:
         Names from the state's root; tensors, FlatShards, and what modules give as extra state.
     """
-    root = unwrapped(module)
-    flat = flat_parameters(root, clean)
+    root = unwrap(module)
+    flat = find_flat_parameters(root, clean)
     known.ranges.update(flat.owners)
     for key, ranges in flat.owners.items():
         known.names[key] = [f"{path}.{one.name}" for one in ranges]
@@ -95,7 +95,7 @@ def module_entries(
         for tensor, ranges in flat.shards:
             for one in ranges:
                 yield f"{path}.{one.name}", one.of(tensor)
-        entries = _entries_beside_flat(root, flat.owners)
+        entries = _list_entries_beside_flat(root, flat.owners)
     else:
         entries = root.state_dict(keep_vars=True).items()
     for key, value in entries:
@@ -105,7 +105,7 @@ def module_entries(
         yield name, value
 
 
-def _entries_beside_flat(
+def _list_entries_beside_flat(
     root: nn.Module, flattened: dict[int, list[FlatRange]]
 ) -> Iterator[tuple[str, Any]]:
     # state_dict() of an FSDP1 module gathers; this reads what the module has.
@@ -121,13 +121,15 @@ def _entries_beside_flat(
             yield f"{prefix}_extra_state", module.get_extra_state()
 
 
-def parameter_names(optimizer: torch.optim.Optimizer, known: ParameterNames) -> list[list[str]]:
+def list_parameter_names(
+    optimizer: torch.optim.Optimizer, known: ParameterNames
+) -> list[list[str]]:
     """Names of an optimizer's parameters in the order of its groups; numbers where unknown."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [known.names.get(id(p), [str(at)]) for at, p in enumerate(parameters)]
 
 
-def optimizer_entries(
+def list_optimizer_entries(
     path: str, optimizer: torch.optim.Optimizer, known: ParameterNames
 ) -> Iterator[tuple[str, str, str, Any]]:
     """An optimizer's state, by parameter.
@@ -137,7 +139,7 @@ def optimizer_entries(
         anything else the optimizer keeps.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter, names in zip(parameters, parameter_names(optimizer, known), strict=True):
+    for parameter, names in zip(parameters, list_parameter_names(optimizer, known), strict=True):
         state = optimizer.state.get(parameter)
         if not state:
             continue
@@ -177,7 +179,7 @@ def fill_missing_state(
             keys.setdefault(parameter_name, []).append(key)
     made = []
     parameters = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-    names = parameter_names(optimizer, known)
+    names = list_parameter_names(optimizer, known)
     for (parameter, group), own in zip(parameters, names, strict=True):
         state = optimizer.state[parameter] if own[0] in keys else {}
         shapes = {tuple(parameter.shape), *(r.shape for r in known.ranges.get(id(parameter), []))}

@@ -11,12 +11,12 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["shuffled"]
+__all__ = ["shuffle_samples"]
 
 _ROUNDS = 6
 
 
-def shuffled(positions: np.ndarray, num_samples: int, seed: int, epoch: int) -> np.ndarray:
+def shuffle_samples(positions: np.ndarray, num_samples: int, seed: int, epoch: int) -> np.ndarray:
     """The samples at some positions of an epoch's random order.
 
     Args:
@@ -31,13 +31,13 @@ def shuffled(positions: np.ndarray, num_samples: int, seed: int, epoch: int) -> 
     half = np.uint64(max(3, ((num_samples - 1).bit_length() + 1) // 2))
     digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _ROUNDS).digest()
     keys = np.frombuffer(digest, "<u8")
-    found = _permuted(positions.astype(np.uint64), half, keys)
+    found = _permute(positions.astype(np.uint64), half, keys)
     while (beyond := np.flatnonzero(found >= np.uint64(num_samples))).size:
-        found[beyond] = _permuted(found[beyond], half, keys)
+        found[beyond] = _permute(found[beyond], half, keys)
     return found.astype(np.int64)
 
 
-def _permuted(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:
+def _permute(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarray:
     mask = np.uint64((1 << int(half)) - 1)
     left, right = values >> half, values & mask
     for key in keys:

@@ -1,4 +1,4 @@
-"""A data loader whose checkpoint says what it yielded, whatever its workers have fetched ahead."""
+"""A data loader that saves what it has yielded, not what its workers have prefetched."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bytecheckpoint.state.loader_state import LoaderState, records
+from bytecheckpoint.state.read_order import ReadOrder, find_records
 from shared.errors import ConfigError, DataError
 
 __all__ = ["TrackedLoader"]
 
 
 class TrackedLoader:
-    """Iterates a loader, goes on where a checkpoint or a `break` left it, and tells where it is.
+    """Iterates a loader, resumes where a checkpoint or a `break` left it, and saves its position.
 
     A StatefulDataLoader of torchdata goes on exactly, its workers' own states included, on as many
-    ranks and workers as saved it. On other numbers the LoaderState it reads by is split anew. A
+    ranks and workers as saved it. On other numbers the LoaderState it reads by is split again. A
     plain DataLoader always goes on by its LoaderState.
 
     Attributes:
@@ -26,13 +26,13 @@ class TrackedLoader:
 
     per_rank = True
 
-    def __init__(self, loader: Any, position: LoaderState | None = None) -> None:
+    def __init__(self, loader: Any, position: ReadOrder | None = None) -> None:
         """Wrap a loader.
 
         Args:
             loader: a DataLoader or StatefulDataLoader.
             position: what it reads by, as its sampler or in the dataset's workers; None if nothing
-                can be split anew, so that only the same number of ranks can load.
+                can be split again, so that only the same number of ranks can load.
 
         Raises:
             ConfigError: if what the loader yields cannot be counted.
@@ -43,27 +43,30 @@ class TrackedLoader:
         self._position = position
         self._is_open = self._is_finished = False
         if not getattr(loader, "in_order", True):
-            raise ConfigError("expected a loader that yields in order; leave in_order=False out")
+            raise ConfigError(
+                "expected a loader that yields in order, got in_order=False; leave it out"
+            )
         if position is not None and not self._is_sampler:
             if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
                 raise ConfigError(
-                    "the loader does not read by this LoaderState; pass it as the loader's "
+                    "expected a loader that reads by this LoaderState; pass it as the loader's "
                     "`sampler`, with a batch_size instead of a batch_sampler"
                 )
             if not self.is_stateful:
                 raise ConfigError(
-                    "what workers read for a plain DataLoader cannot be known; use torchdata's "
+                    "expected a loader that reports what its workers read, got a plain "
+                    "DataLoader; use torchdata's "
                     "StatefulDataLoader, or a map-style dataset with the LoaderState as its sampler"
                 )
         if position is not None and getattr(loader, "snapshot_every_n_steps", 1) != 1:
             raise ConfigError(
-                f"a LoaderState needs the position of every batch; leave snapshot_every_n_steps "
-                f"at 1, got {loader.snapshot_every_n_steps}"
+                f"expected snapshot_every_n_steps to be 1, got {loader.snapshot_every_n_steps}; a "
+                f"LoaderState needs the position of every batch"
             )
         if position is None and not self.is_stateful:
             raise ConfigError(
-                "a plain DataLoader tells nothing about where it is; pass it a LoaderState as "
-                "`sampler` and wrap it by the LoaderState's `track`"
+                "expected a loader that saves its position, got a plain DataLoader; pass it a "
+                "LoaderState as `sampler` and wrap it by the LoaderState's `track`"
             )
         self.epoch = 0 if position is None else position.epoch
         self._taken = 0 if position is None else position.taken
@@ -73,24 +76,24 @@ class TrackedLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        """What the loader yields, from where it stands to the end of the epoch."""
+        """Yields the loader's batches, from its position to the end of the epoch."""
         was_left, num_batches = self._is_open, 0
-        for batch in self._rest():
+        for batch in self._read_rest():
             num_batches += 1
             yield batch
         if was_left and not num_batches:
             # Who left it had all batches and, knowing their number, did not ask for another.
-            yield from self._rest()
+            yield from self._read_rest()
 
-    def _rest(self) -> Iterator[Any]:
-        """The rest of the epoch; afterwards the next one is the present one."""
+    def _read_rest(self) -> Iterator[Any]:
+        """Yields the rest of the epoch; afterwards the next epoch begins."""
         was_left, self._is_open, self._is_finished = self._is_open, True, False
         if self.is_stateful:
             if was_left:
-                self._loader.load_state_dict(self._patched(self._loader.state_dict()))
+                self._loader.load_state_dict(self._patch(self._loader.state_dict()))
             yield from self._loader
         else:
-            yield from self._counted()
+            yield from self._count_batches()
         self._is_open, self._is_finished = False, True
         self.epoch += 1
         if self._position is not None:
@@ -100,20 +103,20 @@ class TrackedLoader:
                 self._position.buffer.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank's loader stands."""
+        """Returns the position of this rank's loader."""
         if not self.is_stateful:
             assert self._position is not None, "checked at the start"
             record = self._position.state_dict()
             return {"position": record | {"epoch": self.epoch, "taken": self._taken}}
         return {
-            "loader": self._patched(self._loader.state_dict()),
+            "loader": self._patch(self._loader.state_dict()),
             "num_workers": self._loader.num_workers,
             "epoch": self.epoch,
             "is_finished": self._is_finished,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to where the same rank of equally many stood.
+        """Restores the position of the same rank of equally many.
 
         Raises:
             DataError: if the state is of another kind of loader, or of other numbers.
@@ -127,7 +130,7 @@ class TrackedLoader:
             self._loader.load_state_dict(state["loader"])
             self.epoch, self._is_open = state["epoch"], False
             self._is_finished = state["is_finished"]
-            record = next(records(state), None)
+            record = next(find_records(state), None)
             if self._position is not None and record is not None:
                 self._position.epoch, self._position.counters = self.epoch, record["counters"]
         else:
@@ -139,30 +142,31 @@ class TrackedLoader:
     def load_rank_states(
         self, states: Sequence[dict[str, Any]], rank: int, world_size: int
     ) -> None:
-        """Goes on from where the loaders of any number of ranks stopped.
+        """Restores the positions of the loaders of any number of ranks.
 
         Raises:
             ConfigError: if the numbers of ranks or workers changed and what they read cannot be
-                split anew.
+                split again.
             DataError: if the states do not belong together.
         """
         layouts = {(len(states), state.get("num_workers")) for state in states}
         is_same = self.is_stateful and layouts == {(world_size, self._loader.num_workers)}
         if self._position is None and not is_same:
             raise ConfigError(
-                f"this StatefulDataLoader was saved by {_described(layouts)} and would be loaded "
-                f"by {_described({(world_size, self._loader.num_workers)})}, but has no "
-                f"LoaderState that could be split anew; load on as many, or pass a LoaderState as "
+                f"this StatefulDataLoader was saved by {_describe(layouts)} and would be loaded "
+                f"by {_describe({(world_size, self._loader.num_workers)})}, but has no "
+                f"LoaderState that could be split again; load on as many, or pass a LoaderState as "
                 f"its sampler and wrap it by `track`"
             )
         # Between two epochs there is nothing to go on with, and the next begins everywhere.
         if self._position is None or (is_same and not any(s["is_finished"] for s in states)):
             self.load_state_dict(states[rank])
             return
-        found = list(records(states))
+        found = list(find_records(states))
         if not found:
             raise ConfigError(
-                "the saved loaders tell no LoaderState's position; the dataset's state_dict must "
+                "expected a LoaderState's position in the saved loaders, got none; the "
+                "dataset's state_dict must "
                 "return (or hold) that of the LoaderState it iterates"
             )
         # Of other numbers than before, as many readers may be a rank's workers now.
@@ -174,7 +178,7 @@ class TrackedLoader:
         if self.is_stateful:
             self._loader.load_state_dict({})
 
-    def _counted(self) -> Iterator[Any]:
+    def _count_batches(self) -> Iterator[Any]:
         position = self._position
         assert position is not None, "checked at the start"
         position.load_state_dict(self.state_dict()["position"])
@@ -185,20 +189,20 @@ class TrackedLoader:
             yield batch
         self._taken = start + left
 
-    def _patched(self, tree: Any) -> Any:
+    def _patch(self, tree: Any) -> Any:
         """A copy in which all positions have what the training loop, not a prefetch, last set."""
         position = self._position
         if isinstance(tree, dict):
-            copy = {key: self._patched(value) for key, value in tree.items()}
-            if position is not None and next(records(copy), None) is copy:
+            copy = {key: self._patch(value) for key, value in tree.items()}
+            if position is not None and next(find_records(copy), None) is copy:
                 copy |= {"epoch": self.epoch, "counters": dict(position.counters)}
                 if self._is_sampler:
                     copy["buffer"] = list(position.buffer)
             return copy
         if isinstance(tree, list):
-            return [self._patched(value) for value in tree]
+            return [self._patch(value) for value in tree]
         return tree
 
 
-def _described(layouts: set[tuple[int, int | None]]) -> str:
+def _describe(layouts: set[tuple[int, int | None]]) -> str:
     return " or ".join(f"{ranks} ranks of {workers or 0} workers" for ranks, workers in layouts)

@@ -1,125 +1,24 @@
 """Where checkpoints lie: a local or mounted folder, or anything fsspec reaches.
 
-The two kinds differ in how a name appears. A file system renames, and forgets at power loss what
-was not synced; an object store puts whole objects, and refuses to replace one when asked to.
-`Storage` is what the rest of the package needs of either.
+`open_storage` chooses by the URL; `Storage` is what the rest of the package needs of any of them.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Protocol, runtime_checkable
 
+from bytecheckpoint.storage.base import WRITE_BYTES, Buffer, Sink, Storage
 from shared.errors import ConfigError
 
 __all__ = ["WRITE_BYTES", "Buffer", "Sink", "Storage", "open_storage"]
 
-# Files are written in blocks of this size, each at a multiple of it.
-WRITE_BYTES = 16 * 1024 * 1024
-
-Buffer = bytes | bytearray | memoryview
-
 _CUT_URL = re.compile(r"[a-z0-9]+:/(?!/)")
 
 
-@runtime_checkable
-class Sink(Protocol):
-    """A file being written; nobody sees it before `finish`, or it does not matter if they do."""
-
-    def write_at(self, offset: int, data: Buffer) -> None:
-        """Writes a block; any order, any thread.
-
-        Args:
-            offset: a multiple of WRITE_BYTES; every multiple below the file's size comes once.
-            data: WRITE_BYTES bytes, fewer in the last block.
-
-        Raises:
-            OSError: the storage refused, after all retries; names the file.
-        """
-        ...
-
-    def finish(self) -> None:
-        """Returns when the file's content would survive a power loss; closes it.
-
-        Raises:
-            OSError: the storage refused.
-        """
-        ...
-
-    def abort(self) -> None:
-        """Gives the file up and frees what it holds, when no write is under way; never raises."""
-        ...
-
-
-@runtime_checkable
-class Storage(Protocol):
-    """One root folder or bucket prefix. Paths are relative to it, with forward slashes."""
-
-    url: str
-    has_rename: bool
-    """Whether files appear by rename (a file system) or by one put (an object store)."""
-
-    def create(self, path: str, num_bytes: int) -> Sink:
-        """Opens a new file of known size for writing, making the folders above it."""
-        ...
-
-    def read(self, path: str) -> bytes:
-        """A whole small file. FileNotFoundError if there is none."""
-        ...
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fills the buffer from a file; any thread.
-
-        Raises:
-            FileNotFoundError: there is no such file.
-            OSError: it ends before the buffer is full (EOFError's message), or cannot be read.
-        """
-        ...
-
-    def size(self, path: str) -> int:
-        """Bytes of a file. FileNotFoundError if there is none."""
-        ...
-
-    def sizes(self, path: str) -> dict[str, int]:
-        """Names of the files directly in a folder and their bytes, by one listing; may be empty."""
-        ...
-
-    def list(self, path: str) -> list[str]:
-        """Names directly in a folder, sorted; empty if there is no such folder."""
-        ...
-
-    def publish(self, path: str, data: Buffer, *, overwrite: bool) -> None:
-        """Makes a file appear whole or not at all, and returns when it would survive a power loss.
-
-        The folder it is in must be synced (`sync_folders`) into the one above by the caller.
-
-        Raises:
-            FileExistsError: it is there and `overwrite` is False; decided atomically.
-        """
-        ...
-
-    def sync_folders(self, paths: Iterable[str]) -> None:
-        """Returns when the entries of these folders would survive a power loss; "" is the root."""
-        ...
-
-    def remove(self, path: str) -> None:
-        """Removes a file, for good at power loss too; nothing happens if there is none."""
-        ...
-
-    def remove_tree(self, path: str) -> None:
-        """Removes a folder and all in it, or a file; nothing happens if there is none."""
-        ...
-
-    def close(self) -> None:
-        """Lets go of files and connections held for reading; they are opened again on demand."""
-        ...
-
-
 def open_storage(url: str | os.PathLike[str]) -> Storage:
-    """The storage of a URL: a path or file:// is local, else fsspec finds it (s3://, memory://).
+    """Opens the storage of a URL: a path or file:// is local, fsspec finds others (s3://, memory://).
 
     Raises:
         ConfigError: no such protocol, or its library is not installed; names the pip command. Or a

@@ -1,8 +1,8 @@
 """Checkpoints wherever fsspec reaches: memory://, gs://, abfs://, and s3:// by `storage.s3`.
 
-An object appears whole by one put, so there is nothing to rename or sync. What object stores have
-instead is failures that pass: every request is repeated with growing pauses, and a request whose
-answer was lost must not take its own effect for somebody else's.
+An object appears whole by one put, so there is nothing to rename or sync. Object stores fail
+transiently instead: every request is repeated with growing pauses, and a request whose answer was
+lost must not mistake its own effect for another writer's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import posixpath
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TypeVar
@@ -21,18 +21,16 @@ from typing import TypeVar
 from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 
-from bytecheckpoint.storage import WRITE_BYTES, Buffer, Sink
+from bytecheckpoint.storage.base import WRITE_BYTES, Buffer, Sink
 from shared.errors import ConfigError
 
-__all__ = ["FsspecStorage"]
+__all__ = ["WAITS_S", "FsspecStorage"]
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-# Pauses between tries, each drawn from half to one and a half of this.
-_WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
-# A larger read is split into requests of this size: one connection gives a part of the bandwidth.
-_READ_BYTES = WRITE_BYTES
+# Seconds between the tries of a request: 13 s in all.
+WAITS_S = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 _NUM_THREADS = 16
 # Python knows the class of an error by its number, but not the number by the class.
 _NUMBERS = {
@@ -49,6 +47,8 @@ class FsspecStorage:
 
     Args:
         url: with its protocol.
+        waits_s: pauses between the tries of a request that fails transiently, in seconds; each is
+            multiplied by a random factor between 0.5 and 1.5.
         options: for the file system's constructor; credentials and endpoints are better given by
             the environment or fsspec's configuration, where every rank finds them.
 
@@ -60,8 +60,9 @@ class FsspecStorage:
     _library_errors: tuple[type[Exception], ...] = ()
     """What the protocol's library raises beside OSError."""
 
-    def __init__(self, url: str, **options: object) -> None:
+    def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, **options: object) -> None:
         self.url = url.rstrip("/")
+        self._waits_s = waits_s
         try:
             # Another rank's files must be seen, so listings are never remembered.
             self._fs, root = url_to_fs(url, use_listings_cache=False, **options)
@@ -78,23 +79,24 @@ class FsspecStorage:
 
     def create(self, path: str, num_bytes: int) -> Sink:
         """Opens a file that is written from its start; blocks that come early wait in memory."""
-        full = self._full(path)
+        full = self._make_full(path)
         self.call(path, lambda: self._fs.makedirs(posixpath.dirname(full), exist_ok=True))
         return _StreamSink(self, path)
 
     def read(self, path: str) -> bytes:
-        """A whole small file."""
-        return self.call(path, lambda: self._fs.cat_file(self._full(path)))
+        """Reads a whole small file."""
+        return self.call(path, lambda: self._fs.cat_file(self._make_full(path)))
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fills the buffer, a large one by several requests at once."""
         view = buffer.cast("B")
-        starts = range(0, len(view), _READ_BYTES)
+        # Several requests at once: one connection gives a part of the bandwidth.
+        starts = range(0, len(view), WRITE_BYTES)
         if len(starts) <= 1:
             return self._fetch(path, offset, view)
-        threads = self._pool()
+        threads = self._get_threads()
         parts = [
-            threads.submit(self._fetch, path, offset + start, view[start : start + _READ_BYTES])
+            threads.submit(self._fetch, path, offset + start, view[start : start + WRITE_BYTES])
             for start in starts
         ]
         wait(parts)  # even if one fails: nobody may write to the buffer afterwards
@@ -103,23 +105,23 @@ class FsspecStorage:
         return None
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
-        found = self.call(path, lambda: self._fs.info(self._full(path)))
+        """Returns the size of a file in bytes."""
+        found = self.call(path, lambda: self._fs.info(self._make_full(path)))
         if found["type"] != "file":
             raise FileNotFoundError(errno.ENOENT, "expected a file, found a folder", path)
         return found["size"]
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Names of the files directly in a folder, and their bytes."""
+        """Lists the files directly in a folder with their sizes in bytes."""
         return {
             name: entry["size"]
-            for name, entry in self._entries(path).items()
+            for name, entry in self._list_entries(path).items()
             if entry["type"] == "file"
         }
 
     def list(self, path: str) -> list[str]:
-        """Names directly in a folder, sorted."""
-        return sorted(self._entries(path))
+        """Lists the names directly in a folder, sorted."""
+        return sorted(self._list_entries(path))
 
     def publish(self, path: str, data: Buffer, *, overwrite: bool) -> None:
         """Puts a file.
@@ -130,15 +132,15 @@ class FsspecStorage:
         content = bytes(data)
         mode = "overwrite" if overwrite else "create"
         try:
-            self.call(path, lambda: self._fs.pipe_file(self._full(path), content, mode=mode))
+            self.call(path, lambda: self._fs.pipe_file(self._make_full(path), content, mode=mode))
         except FileExistsError:
             # A repeated put meets what the first one left, when only its answer was lost.
             if self.read(path) != content:
                 raise
         except (NotImplementedError, TypeError, ValueError):
-            if self._fs.exists(self._full(path)):
+            if self._fs.exists(self._make_full(path)):
                 raise FileExistsError(errno.EEXIST, "there is a file already", path) from None
-            self.call(path, lambda: self._fs.pipe_file(self._full(path), content))
+            self.call(path, lambda: self._fs.pipe_file(self._make_full(path), content))
 
     def sync_folders(self, paths: Iterable[str]) -> None:
         """Nothing to do: a put that was answered is durable, and so is its name."""
@@ -146,12 +148,12 @@ class FsspecStorage:
     def remove(self, path: str) -> None:
         """Removes a file."""
         with suppress(FileNotFoundError):
-            self.call(path, lambda: self._fs.rm_file(self._full(path)))
+            self.call(path, lambda: self._fs.rm_file(self._make_full(path)))
 
     def remove_tree(self, path: str) -> None:
         """Removes a folder and all in it, or a file."""
         with suppress(FileNotFoundError):
-            self.call(path, lambda: self._fs.rm(self._full(path), recursive=True))
+            self.call(path, lambda: self._fs.rm(self._make_full(path), recursive=True))
 
     def close(self) -> None:
         """Ends the threads that read."""
@@ -161,7 +163,7 @@ class FsspecStorage:
             threads.shutdown()
 
     def call(self, path: str, request: Callable[[], Result]) -> Result:
-        """Makes a request, again while it fails for reasons that pass.
+        """Makes a request, and repeats it while it fails transiently.
 
         Args:
             path: what it is about, for errors.
@@ -170,33 +172,33 @@ class FsspecStorage:
         Raises:
             OSError: the last failure, naming the file.
         """
-        for wait_s in (*_WAITS_S, None):
+        for wait_s in (*self._waits_s, None):
             try:
                 return request()
             except (OSError, *self._library_errors) as error:
-                if wait_s is None or not self._will_pass(error):
-                    raise self._named(path, error) from error
+                if wait_s is None or not self._can_pass(error):
+                    raise self._name_error(path, error) from error
                 logger.info("%s/%s: %s; trying again", self.url, path, error)
                 time.sleep(wait_s * random.uniform(0.5, 1.5))
         raise AssertionError("the last try returns or raises")
 
-    def _will_pass(self, error: Exception) -> bool:
-        """Whether the same request may succeed later."""
+    def _can_pass(self, error: Exception) -> bool:
+        """Says whether the same request may succeed later."""
         return isinstance(error, OSError) and not isinstance(error, tuple(_NUMBERS))
 
-    def _named(self, path: str, error: Exception) -> OSError:
+    def _name_error(self, path: str, error: Exception) -> OSError:
         number = next((n for kind, n in _NUMBERS.items() if isinstance(error, kind)), None)
         number = number or getattr(error, "errno", None) or errno.EIO
         message = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return OSError(number, message, f"{self.url}/{path}")
 
-    def _full(self, path: str) -> str:
+    def _make_full(self, path: str) -> str:
         if path.startswith("/") or ".." in path.split("/"):
             raise ConfigError(f"expected a path below {self.url}, got {path!r}")
         return f"{self._root}/{path}" if path else self._root
 
-    def _entries(self, path: str) -> dict[str, dict]:
-        full = self._full(path)
+    def _list_entries(self, path: str) -> dict[str, dict]:
+        full = self._make_full(path)
         try:
             found = self.call(path, lambda: self._fs.ls(full, detail=True))
         except (FileNotFoundError, NotADirectoryError):
@@ -209,7 +211,7 @@ class FsspecStorage:
         end = offset + len(view)
         try:
             data = self.call(
-                path, lambda: self._fs.cat_file(self._full(path), start=offset, end=end)
+                path, lambda: self._fs.cat_file(self._make_full(path), start=offset, end=end)
             )
         except OSError as error:
             # A range that begins after the end is an error of its own.
@@ -223,7 +225,7 @@ class FsspecStorage:
             )
         view[:] = data
 
-    def _pool(self) -> ThreadPoolExecutor:
+    def _get_threads(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_NUM_THREADS, "bytecheckpoint-read")
@@ -236,7 +238,7 @@ class _StreamSink:
     def __init__(self, storage: FsspecStorage, path: str) -> None:
         self._storage = storage
         self._path = path
-        full = storage._full(path)
+        full = storage._make_full(path)
         self._file = storage.call(
             path, lambda: storage._fs.open(full, "wb", block_size=WRITE_BYTES)
         )

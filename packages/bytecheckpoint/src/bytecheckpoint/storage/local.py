@@ -17,14 +17,13 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from bytecheckpoint.storage import Buffer
+from bytecheckpoint.storage.base import Buffer
 from shared.errors import ConfigError
 
 __all__ = ["LocalStorage"]
 
 # Address, offset and length of a direct write are multiples of this on every device in use.
 _ALIGN_BYTES = 4096
-_MAX_OPEN_FILES = 64
 # No hard links there (FAT, many FUSE file systems).
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 # Some network file systems cannot sync a folder; their servers sync names by themselves.
@@ -32,11 +31,17 @@ _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 class LocalStorage:
-    """A folder; see `bytecheckpoint.storage.Storage` for what each method promises."""
+    """A folder; see `bytecheckpoint.storage.Storage` for what each method promises.
+
+    Args:
+        root: the folder; made by the first file that is written.
+        max_open_files: how many files stay open for reading.
+    """
 
     has_rename = True
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, max_open_files: int = 64) -> None:
+        self._max_open_files = max_open_files
         self.url = os.path.abspath(os.path.expanduser(root))
         self._is_root_synced = False
         self._open: dict[str, _OpenFile] = {}
@@ -48,22 +53,22 @@ class LocalStorage:
         Raises:
             FileExistsError: it is there.
         """
-        full = self._full(path)
+        full = self._make_full(path)
         _make_folder(os.path.dirname(full))
         return LocalSink(full)
 
     def read(self, path: str) -> bytes:
-        """A whole small file."""
-        with open(self._full(path), "rb") as file:
+        """Reads a whole small file."""
+        with open(self._make_full(path), "rb") as file:
             return file.read()
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fills the buffer; the file stays open until `close`, or until 64 others were read."""
-        full = self._full(path)
-        file = self._opened(full)
+        """Fills the buffer; the file stays open until `close`, or until many others were read."""
+        full = self._make_full(path)
+        file = self._get_open_file(full)
         view = buffer.cast("B")
         done = 0
-        with _naming(full):
+        with _name_in_errors(full):
             while done < len(view):
                 count = os.preadv(file.descriptor, [view[done:]], offset + done)
                 if not count:
@@ -75,19 +80,22 @@ class LocalStorage:
 
     def size(self, path: str) -> int:
         """Bytes of a file; NFS asks its server when a file is opened, but not for a mere stat."""
-        with open(self._full(path), "rb", buffering=0) as file:
+        with open(self._make_full(path), "rb", buffering=0) as file:
             return os.fstat(file.fileno()).st_size
 
     def sizes(self, path: str) -> dict[str, int]:
-        """Names of the files directly in a folder, and their bytes."""
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self._full(path)) as found:
+        """Lists the files directly in a folder with their sizes in bytes."""
+        with (
+            suppress(FileNotFoundError, NotADirectoryError),
+            os.scandir(self._make_full(path)) as found,
+        ):
             return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
         return {}
 
     def list(self, path: str) -> list[str]:
-        """Names directly in a folder, sorted."""
+        """Lists the names directly in a folder, sorted."""
         with suppress(FileNotFoundError, NotADirectoryError):
-            return sorted(os.listdir(self._full(path)))
+            return sorted(os.listdir(self._make_full(path)))
         return []
 
     def publish(self, path: str, data: Buffer, *, overwrite: bool) -> None:
@@ -95,14 +103,14 @@ class LocalStorage:
 
         Where there are no hard links, the check that `overwrite=False` asks for is not atomic.
         """
-        full = self._full(path)
+        full = self._make_full(path)
         folder, name = os.path.split(full)
         temporary = os.path.join(folder, f".{name}.{secrets.token_hex(6)}")
         _make_folder(folder)
         try:
             descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                with _naming(temporary):
+                with _name_in_errors(temporary):
                     _write(descriptor, memoryview(data), 0)
                     os.fsync(descriptor)
             finally:
@@ -120,7 +128,7 @@ class LocalStorage:
         Who made the root, and whether they lived to sync it, cannot be known.
         """
         for path in paths:
-            folder = self._full(path)
+            folder = self._make_full(path)
             _sync_folder(folder)
             if path == "" and not self._is_root_synced:
                 while not os.path.ismount(folder):
@@ -132,7 +140,7 @@ class LocalStorage:
 
     def remove(self, path: str) -> None:
         """Removes a file and syncs its folder, even if another removed it just before."""
-        full = self._full(path)
+        full = self._make_full(path)
         self.close()
         with suppress(FileNotFoundError):
             os.unlink(full)
@@ -143,24 +151,24 @@ class LocalStorage:
         """Removes a folder and all in it, or a file; parts may come back at power loss."""
         self.close()
         with suppress(FileNotFoundError):
-            _remove_tree(self._full(path))
+            _remove_tree(self._make_full(path))
 
     def close(self) -> None:
         """Closes the files that reading left open; a removed file keeps its space until then."""
         with self._lock:
             self._open.clear()
 
-    def _full(self, path: str) -> str:
+    def _make_full(self, path: str) -> str:
         if path.startswith("/") or ".." in path.split("/"):
             raise ConfigError(f"expected a path below {self.url}, got {path!r}")
         return os.path.join(self.url, path) if path else self.url
 
-    def _opened(self, full: str) -> _OpenFile:
+    def _get_open_file(self, full: str) -> _OpenFile:
         with self._lock:
             file = self._open.get(full)
             if file is None:
                 file = self._open[full] = _OpenFile(full)
-                if len(self._open) > _MAX_OPEN_FILES:
+                if len(self._open) > self._max_open_files:
                     del self._open[next(iter(self._open))]
             return file
 
@@ -186,7 +194,7 @@ class LocalSink:
     def write_at(self, offset: int, data: Buffer) -> None:
         """Writes a block."""
         view = memoryview(data).cast("B")
-        with _naming(self._path):
+        with _name_in_errors(self._path):
             # Direct as far as it goes; what is left, at least the end of the last page, follows.
             done = self._write_direct(offset, view) if self._is_direct else 0
             _write(self._descriptors[0], view[done:], offset + done)
@@ -194,7 +202,7 @@ class LocalSink:
     def finish(self) -> None:
         """Syncs and closes the file."""
         try:
-            with _naming(self._path):
+            with _name_in_errors(self._path):
                 os.fsync(self._descriptors[0])
         finally:
             self._close()
@@ -240,7 +248,7 @@ class _OpenFile:
 
 
 @contextmanager
-def _naming(path: str) -> Iterator[None]:
+def _name_in_errors(path: str) -> Iterator[None]:
     """Adds the file to errors of calls that know only its descriptor."""
     try:
         yield
@@ -269,7 +277,7 @@ def _make_folder(path: str) -> None:
 def _sync_folder(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with _naming(path):
+        with _name_in_errors(path):
             os.fsync(descriptor)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:

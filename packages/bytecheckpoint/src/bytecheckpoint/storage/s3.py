@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,8 +16,8 @@ import aiohttp
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as BotoConnectionError
 
-from bytecheckpoint.storage import WRITE_BYTES, Buffer
-from bytecheckpoint.storage.fsspec import FsspecStorage
+from bytecheckpoint.storage.base import WRITE_BYTES, Buffer
+from bytecheckpoint.storage.fsspec import WAITS_S, FsspecStorage
 
 __all__ = ["S3Storage"]
 
@@ -38,10 +39,10 @@ class S3Storage(FsspecStorage):
 
     _library_errors = (BotoCoreError, aiohttp.ClientError)
 
-    def __init__(self, url: str, **options: object) -> None:
+    def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, **options: object) -> None:
         # One layer retries, ours. fsspec shares file systems of equal options: nobody else's, then.
         config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": _MAX_CONNECTIONS}
-        super().__init__(url, config_kwargs=config, **options)
+        super().__init__(url, waits_s=waits_s, config_kwargs=config, **options)
         self._fs.retries = 1
 
     def create(self, path: str, num_bytes: int) -> S3Sink:
@@ -61,18 +62,18 @@ class S3Storage(FsspecStorage):
 
     def remove_tree(self, path: str) -> None:
         """Removes all objects below a prefix, but never the bucket."""
-        found = self.call(path, lambda: self._fs.find(self._full(path)))
+        found = self.call(path, lambda: self._fs.find(self._make_full(path)))
         if found:
             self.call(path, lambda: self._fs.rm(found))
 
     def request(self, method: str, path: str, **arguments: object) -> dict[str, Any]:
         """One of boto's methods on an object, tried again while that may help."""
-        bucket, key, _ = self._fs.split_path(self._full(path))
+        bucket, key, _ = self._fs.split_path(self._make_full(path))
         return self.call(
             path, lambda: self._fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
         )
 
-    def _will_pass(self, error: Exception) -> bool:
+    def _can_pass(self, error: Exception) -> bool:
         answer = error.__cause__
         if isinstance(answer, ClientError):
             status = answer.response["ResponseMetadata"].get("HTTPStatusCode", 500)
@@ -81,11 +82,11 @@ class S3Storage(FsspecStorage):
         lost = (BotoConnectionError, HTTPClientError, aiohttp.ClientError, TimeoutError)
         return isinstance(error, (*lost, ConnectionError))
 
-    def _named(self, path: str, error: Exception) -> OSError:
+    def _name_error(self, path: str, error: Exception) -> OSError:
         answer = error.__cause__
         if isinstance(answer, ClientError) and answer.response["Error"].get("Code") == _THERE:
             return FileExistsError(errno.EEXIST, "there is an object", f"{self.url}/{path}")
-        return super()._named(path, error)
+        return super()._name_error(path, error)
 
 
 class S3Sink:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import posixpath
 from typing import NamedTuple
 
+from bytecheckpoint.formats.registry import find_folder_format
 from bytecheckpoint.storage import Storage, open_storage
 from bytecheckpoint.storage.files import commit
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from shared.errors import DataError
 
-__all__ = ["Entry", "entries", "newest"]
+__all__ = ["Entry", "find_newest", "list_checkpoints"]
 
 
 class Entry(NamedTuple):
@@ -37,35 +38,35 @@ class Entry(NamedTuple):
     damage: str = ""
 
 
-def entries(url: str) -> list[Entry]:
-    """All checkpoints at a place that have a manifest, damaged ones too, by step.
+def list_checkpoints(url: str) -> list[Entry]:
+    """Lists the checkpoints at a place that have a manifest, damaged ones too, by step.
 
-    A Hugging Face or DCP folder is one entry without numbers.
+    A folder of another format is one entry without numbers.
     """
     storage = open_storage(url)
     names = storage.list("")
     if MANIFEST_NAME in names:
-        return [_entry(storage, url, "")]
-    steps = sorted((step, name) for name in names if (step := commit.step_of(name)) is not None)
-    if not steps and any(name == ".metadata" or name.endswith(".safetensors") for name in names):
+        return [_read_entry(storage, url, "")]
+    steps = sorted((step, name) for name in names if (step := commit.parse_step(name)) is not None)
+    if not steps and find_folder_format(names) is not None:
         return [Entry(url, "")]
     return [
-        _entry(storage, posixpath.join(url, name), name)
+        _read_entry(storage, posixpath.join(url, name), name)
         for _, name in steps
         if MANIFEST_NAME in storage.list(name)
     ]
 
 
-def newest(url: str) -> str:
-    """The newest whole checkpoint of a run; a place that is none is itself what was meant."""
+def find_newest(url: str) -> str:
+    """Returns the URL of a run's newest whole checkpoint; of any other place, its own URL."""
     storage = open_storage(url)
-    steps = commit.steps(storage)
+    steps = commit.list_steps(storage)
     if MANIFEST_NAME in storage.list("") or not steps:
         return url
-    return posixpath.join(url, commit.step_folder(steps[-1]))
+    return posixpath.join(url, commit.format_step(steps[-1]))
 
 
-def _entry(storage: Storage, url: str, path: str) -> Entry:
+def _read_entry(storage: Storage, url: str, path: str) -> Entry:
     entry = Entry(url, path)
     try:
         manifest = commit.read_manifest(storage, path)

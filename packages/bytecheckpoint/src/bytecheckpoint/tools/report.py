@@ -1,4 +1,4 @@
-"""What a save's or load's spans say: seconds by stage, a heat table, a trace for chrome://tracing.
+"""Reports of a save's or load's spans: seconds by stage, a heat table, a trace for chrome://tracing.
 
 Spans of one stage on one rank may overlap (several threads write); its seconds are those in which
 at least one of them ran.
@@ -17,7 +17,7 @@ from bytecheckpoint.ranks.trace import Span
 from shared.errors import DataError
 from shared.units import format_s
 
-__all__ = ["STAGES", "StageTimes", "chrome_trace", "draw_heat", "spans_of", "stage_times"]
+__all__ = ["STAGES", "StageTimes", "draw_heat", "make_chrome_trace", "parse_spans", "sum_stages"]
 
 STAGES = (
     *("extract", "stage", "agree", "plan", "checksum", "write", "sync", "commit"),
@@ -49,7 +49,7 @@ class StageTimes(NamedTuple):
         return int(self.ranks[self.seconds.argmax()])
 
 
-def spans_of(rows: Any) -> list[Span]:
+def parse_spans(rows: Any) -> list[Span]:
     """Spans as a checkpoint stores them: [stage, rank, start_s, seconds, num_bytes] each.
 
     Raises:
@@ -69,7 +69,7 @@ def spans_of(rows: Any) -> list[Span]:
     return spans
 
 
-def stage_times(spans: Sequence[Span]) -> list[StageTimes]:
+def sum_stages(spans: Sequence[Span]) -> list[StageTimes]:
     """Seconds of each stage on each rank, stages in the order of the work."""
     ranks = sorted({span.rank for span in spans})
     row = {rank: at for at, rank in enumerate(ranks)}
@@ -77,17 +77,17 @@ def stage_times(spans: Sequence[Span]) -> list[StageTimes]:
     for span in spans:
         groups.setdefault((span.stage, span.rank), []).append(span)
     found = []
-    for stage in sorted({span.stage for span in spans}, key=_stage_order):
+    for stage in sorted({span.stage for span in spans}, key=_order_stage):
         seconds, num_bytes = np.zeros(len(ranks)), 0
         for rank in ranks:
             mine = groups.get((stage, rank), [])
-            seconds[row[rank]] = _covered_s(mine)
+            seconds[row[rank]] = _measure_covered_s(mine)
             num_bytes += sum(span.num_bytes for span in mine)
         found.append(StageTimes(stage, seconds, np.array(ranks), num_bytes))
     return found
 
 
-def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
+def make_chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     """The spans in the Trace Event Format, which chrome://tracing and ui.perfetto.dev open.
 
     Ranks are its processes and stages its threads; spans of a stage that overlap lie in several
@@ -99,17 +99,17 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
         free_at = lanes.setdefault((span.rank, span.stage), [])
         lane = next((at for at, end in enumerate(free_at) if end <= span.start_s), len(free_at))
         free_at[lane : lane + 1] = [span.start_s + span.seconds]
-        told: dict[str, float] = {"bytes": span.num_bytes}
+        details: dict[str, float] = {"bytes": span.num_bytes}
         if span.num_bytes and span.seconds:
-            told["GB/s"] = round(span.num_bytes / span.seconds / 1e9, 3)
+            details["GB/s"] = round(span.num_bytes / span.seconds / 1e9, 3)
         event = {
             "name": span.stage,
             "ph": "X",
             "pid": span.rank,
-            "tid": _thread(span.stage, lane),
+            "tid": _number_thread(span.stage, lane),
             "ts": span.start_s * 1e6,
             "dur": span.seconds * 1e6,
-            "args": told,
+            "args": details,
         }
         events.append(event)
     for rank in sorted({rank for rank, _ in lanes}):
@@ -121,7 +121,7 @@ def chrome_trace(spans: Iterable[Span]) -> dict[str, Any]:
     for (rank, stage), free_at in lanes.items():
         for lane in range(len(free_at)):
             label = f"{stage} {lane + 1}" if len(free_at) > 1 else stage
-            tid = _thread(stage, lane)
+            tid = _number_thread(stage, lane)
             about = {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid}
             events.append(about | {"args": {"name": label}})
             order = {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": tid}
@@ -146,7 +146,7 @@ def draw_heat(spans: Sequence[Span], title: str, path: Path) -> None:
     # Imported here: a text report needs none of it.
     from matplotlib.figure import Figure
 
-    times = stage_times(spans)
+    times = sum_stages(spans)
     if not times:
         raise DataError("there are no spans to draw; the checkpoint was saved without a trace")
     ranks = times[0].ranks
@@ -155,7 +155,7 @@ def draw_heat(spans: Sequence[Span], title: str, path: Path) -> None:
     cells = np.stack([np.maximum.reduceat(t.seconds, starts) for t in times], axis=1)
     num_rows, num_stages = cells.shape
 
-    labels = [_row_label(ranks[s : s + per_row].tolist()) for s in starts.tolist()]
+    labels = [_format_row_label(ranks[s : s + per_row].tolist()) for s in starts.tolist()]
 
     figure = Figure(figsize=(2.2 + 1.15 * num_stages, 2.0 + 0.24 * num_rows), layout="constrained")
     axes = figure.add_subplot()
@@ -168,7 +168,7 @@ def draw_heat(spans: Sequence[Span], title: str, path: Path) -> None:
                 stage, at, format_s(seconds), ha="center", va="center", fontsize=7, color=colour
             )
     axes.set_yticks(range(num_rows), labels, fontsize=7)
-    axes.set_xticks(range(num_stages), [_footer(t) for t in times], fontsize=8)
+    axes.set_xticks(range(num_stages), [_format_footer(t) for t in times], fontsize=8)
     above = axes.secondary_xaxis("top")
     above.set_xticks(range(num_stages), [t.stage for t in times], fontsize=9, fontweight="bold")
     for axis in (axes, above):
@@ -185,15 +185,15 @@ def draw_heat(spans: Sequence[Span], title: str, path: Path) -> None:
     figure.savefig(path, format="svg", metadata={"Date": None})
 
 
-def _stage_order(stage: str) -> tuple[int, str]:
+def _order_stage(stage: str) -> tuple[int, str]:
     return (STAGES.index(stage) if stage in STAGES else len(STAGES), stage)
 
 
-def _thread(stage: str, lane: int) -> int:
-    return 100 * _stage_order(stage)[0] + lane + 1
+def _number_thread(stage: str, lane: int) -> int:
+    return 100 * _order_stage(stage)[0] + lane + 1
 
 
-def _covered_s(spans: Iterable[Span]) -> float:
+def _measure_covered_s(spans: Iterable[Span]) -> float:
     covered, end = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.start_s):
         stop = span.start_s + span.seconds
@@ -202,10 +202,10 @@ def _covered_s(spans: Iterable[Span]) -> float:
     return covered
 
 
-def _row_label(ranks: list[int]) -> str:
+def _format_row_label(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
-def _footer(times: StageTimes) -> str:
+def _format_footer(times: StageTimes) -> str:
     typical = format_s(float(np.median(times.seconds)))
     return f"median {typical}\nmax {format_s(float(times.seconds.max()))}\non rank {times.slowest}"

@@ -12,16 +12,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from bytecheckpoint.loading import checkpoint as opened
+from bytecheckpoint.loading.checkpoint import Checkpoint
+from bytecheckpoint.loading.checkpoint import open as open_checkpoint
 from bytecheckpoint.planner import planner
+from bytecheckpoint.saving.file_stream import FileStream
 from bytecheckpoint.state.values import dump
 from bytecheckpoint.storage import Storage, open_storage
 from bytecheckpoint.storage.files import commit
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import ChunkTable, Index
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME, FileRecord, Manifest
-from bytecheckpoint.tools.writers.data_stream import FileStream
-from bytecheckpoint.tools.writers.output import data_of, slabs
+from bytecheckpoint.tools.writers.slabs import cut_slabs, view_bytes
 from shared.errors import ConfigError
 
 __all__ = ["reshard"]
@@ -34,7 +35,7 @@ def reshard(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> list[int]:
-    """Writes a checkpoint anew, in our format, as `world_size` files.
+    """Rewrites a checkpoint in our format as `world_size` files.
 
     Names stay as they are, but for those of a Hugging Face folder: a state of ours has its model
     under a key, so that `load(dst, {"model": model})` finds it.
@@ -43,7 +44,7 @@ def reshard(
         src: path or URL of a checkpoint of any kind that can be opened.
         dst: path or URL of the new checkpoint's folder.
         world_size: number of files; fewer where tensors are too small to be cut.
-        progress: told the bytes of tensors written since it was last told.
+        progress: called with the number of bytes of tensors written since its last call.
 
     Returns:
         Bytes of each file.
@@ -58,11 +59,11 @@ def reshard(
     storage = open_storage(dst)
     if MANIFEST_NAME in storage.list(""):
         raise FileExistsError(f"{dst}: expected no checkpoint, but there is one; write elsewhere")
-    with opened.open(src) as checkpoint:
-        is_model = checkpoint.kind == "hf"
+    with open_checkpoint(src) as checkpoint:
+        is_model = not checkpoint.source.has_values
         prefix = "model." if is_model else ""
         plan = planner.plan(
-            _held_by_all(checkpoint.index, prefix, world_size),
+            _give_to_all(checkpoint.index, prefix, world_size),
             world_size,
             aliases={prefix + a: prefix + b for a, b in checkpoint.index.aliases.items()},
         )
@@ -70,8 +71,8 @@ def reshard(
         if is_model:
             extra = extra | {"tree": {"model": {"$module": {}}}}
         values = dump(extra)
-        folder = commit.data_folder()
-        with commit.discarding(storage, "", folder):
+        folder = commit.draw_folder_name()
+        with commit.discard_on_error(storage, "", folder):
             files = [
                 _write(storage, folder, plan.part(rank), checkpoint, prefix, progress)
                 for rank in plan.ranks.tolist()
@@ -80,16 +81,16 @@ def reshard(
             step=checkpoint.source.summary.step,
             world_size=world_size,
             data=folder,
-            index=commit.record("index.msgpack", index),
-            extra=commit.record("extra.json", values),
+            index=commit.describe_file("index.msgpack", index),
+            extra=commit.describe_file("extra.json", values),
             files=files,
         )
-        with commit.discarding(storage, "", folder, may_appear=True):
+        with commit.discard_on_error(storage, "", folder, may_appear=True):
             commit.commit(storage, "", manifest, index, values, overwrite=False)
     return [file.num_bytes for file in files]
 
 
-def _held_by_all(index: Index, prefix: str, world_size: int) -> planner.Pieces:
+def _give_to_all(index: Index, prefix: str, world_size: int) -> planner.Pieces:
     """Whole tensors as every rank's, so that planning may give any part to any."""
     num_tensors = len(index.names)
     ndim = index.chunks.offsets.shape[1]
@@ -112,8 +113,8 @@ def _held_by_all(index: Index, prefix: str, world_size: int) -> planner.Pieces:
 def _write(
     storage: Storage,
     folder: str,
-    part: planner.Part,
-    checkpoint: opened.Checkpoint,
+    part: planner.RankPart,
+    checkpoint: Checkpoint,
     prefix: str,
     progress: Callable[[int], None] | None,
 ) -> FileRecord:
@@ -122,8 +123,8 @@ def _write(
     with FileStream(storage, folder, part.file) as stream:
         stream.write(part.header)
         for name, box, _ in part.rows:
-            for slab in slabs(box, dtype_named(dtypes[name]).itemsize):
-                data = data_of(checkpoint.read(name.removeprefix(prefix), slab))
+            for slab in cut_slabs(box, parse_dtype(dtypes[name]).itemsize):
+                data = view_bytes(checkpoint.read(name.removeprefix(prefix), slab))
                 stream.write(data)
                 if progress is not None:
                     progress(data.nbytes)

@@ -54,7 +54,8 @@ def verify(
     Args:
         url: of one checkpoint's folder.
         deep: read every byte and compare it with its checksum.
-        progress: told the bytes read from data files since it was last told; any thread.
+        progress: called with the number of bytes read from data files since its last call, from any
+            thread.
 
     Returns:
         Nothing if the checkpoint is whole, as far as was looked. Folders of other formats have no
@@ -98,19 +99,19 @@ def _check_file(
     """What is wrong with a data file but for its blocks, and its table of checksums if whole."""
     file = manifest.files[number]
     path = _path(manifest, file)
-    everything = _tensors(index, number, 0, file.num_bytes)
+    everything = _name_tensors(index, number, 0, file.num_bytes)
     try:
         size = storage.size(path)
         if size != file.num_bytes:
             what = f"expected {file.num_bytes} bytes, got {size}"
             return [Damage(path, what, None, everything)], None
-        hashed = _hashed_bytes(file)
+        hashed = _count_hashed_bytes(file)
         table = bytearray(file.num_bytes - hashed)
         storage.read_into(path, hashed, memoryview(table))
         if xxhash.xxh3_128_hexdigest(table) != file.xxh3_128:
             what = "its table of checksums does not have the hash in the manifest"
             return [Damage(path, what, None, everything)], None
-        wrong = None if index is None else _header_fault(storage, path, index, number)
+        wrong = None if index is None else _find_header_fault(storage, path, index, number)
     except FileNotFoundError:
         return [Damage(path, "missing", None, everything)], None
     except OSError as error:
@@ -118,7 +119,7 @@ def _check_file(
     return ([] if wrong is None else [Damage(path, wrong, 0)]), bytes(table)
 
 
-def _header_fault(storage: Storage, path: str, index: Index, number: int) -> str | None:
+def _find_header_fault(storage: Storage, path: str, index: Index, number: int) -> str | None:
     """How the file's own header contradicts the index."""
     limit = index.files[number].hashed_bytes or 0
     length = bytearray(8)
@@ -152,7 +153,7 @@ class _Look:
         file = manifest.files[number]
         self._storage, self._path = storage, _path(manifest, file)
         self._index, self._number, self._table = index, number, table
-        self._hashed = _hashed_bytes(file)
+        self._hashed = _count_hashed_bytes(file)
 
     def starts(self) -> range:
         """Where the units of one read begin."""
@@ -177,7 +178,7 @@ class _Look:
         return found, len(data)
 
     def _damage(self, start: int, num_bytes: int, what: str) -> Damage:
-        tensors = _tensors(self._index, self._number, start, start + num_bytes)
+        tensors = _name_tensors(self._index, self._number, start, start + num_bytes)
         return Damage(self._path, what, start // BLOCK_BYTES, tensors)
 
 
@@ -185,12 +186,12 @@ def _path(manifest: Manifest, file: FileRecord) -> str:
     return f"{manifest.data}/{file.name}"
 
 
-def _hashed_bytes(file: FileRecord) -> int:
+def _count_hashed_bytes(file: FileRecord) -> int:
     """Where the table begins; follows from the size, so that it is known without the index."""
     return max(file.num_bytes - 8 * math.ceil(file.num_bytes / (BLOCK_BYTES + 8)), 0)
 
 
-def _tensors(index: Index | None, number: int, start: int, stop: int) -> tuple[str, ...]:
+def _name_tensors(index: Index | None, number: int, start: int, stop: int) -> tuple[str, ...]:
     if index is None:
         return ()
     hit = (index.file == number) & (index.start < stop) & (index.start + index.num_bytes > start)

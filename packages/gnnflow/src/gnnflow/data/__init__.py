@@ -1,5 +1,11 @@
-"""Streams of events: real flights, generated ones, and what users have."""
+"""Streams of events: departures of flights, generated ones, files and objects of users.
 
-from gnnflow.data.streams import flights, from_table, from_temporal_data, read_events, zipf
+Events, their file formats and the flights are `shared.data`'s; the negatives of a stream that grows
+are in `gnnflow.data.negatives`.
+"""
+
+from shared.data.flights import departures as flights
+from shared.data.streams import zipf
+from shared.data.tables import from_table, from_temporal_data, read_events
 
 __all__ = ["flights", "from_table", "from_temporal_data", "read_events", "zipf"]

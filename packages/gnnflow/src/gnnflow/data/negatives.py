@@ -9,14 +9,17 @@ of the draw alone, so that neither cuts into batches nor later events change it.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from gnnflow.data.events import Events
+from shared.data.events import Events
+from shared.data.negatives import Kind, draw_words, first_not_before
 from shared.errors import ConfigError, DataError
-from shared.kernels.philox import philox, stream_key
+from shared.kernels.philox import stream_key
 
 __all__ = ["Negatives"]
 
@@ -41,9 +44,9 @@ class Negatives:
     """
 
     def __init__(self, kind: str = "random", *, since: float | None = None, seed: int = 0) -> None:
-        if kind not in ("random", "historical", "inductive"):
+        if kind not in get_args(Kind):
             raise ConfigError(
-                f"expected negatives 'random', 'historical' or 'inductive', got {kind!r}"
+                f"negatives: expected one of {', '.join(get_args(Kind))}, got {kind!r}"
             )
         self.kind = kind
         self.since = since
@@ -92,7 +95,7 @@ class Negatives:
             raise ConfigError(f"expected 0 or more negatives an event, got {num}")
         if self.kind == "inductive" and self.since is None:
             raise ConfigError("inductive negatives: expected since=, the time when training ended")
-        words = self._words(events.eid, num, stream)
+        words = draw_words(events.eid, num, stream_key(self.seed, stream)).permute(2, 0, 1).numpy()
         src, dst, t = (getattr(events, name).numpy() for name in ("src", "dst", "t"))
         owner, met = self._simultaneous.find(src, dst, t)
         everywhere = np.zeros_like(src)
@@ -113,12 +116,6 @@ class Negatives:
                 f"among those seen, there is none; observe more events first"
             )
         return torch.from_numpy(found)
-
-    def _words(self, eid: Tensor, num: int, stream: int) -> np.ndarray:
-        slots = torch.arange(num).expand(len(eid), num)
-        ids = eid[:, None].expand(len(eid), num)
-        counter = torch.stack([ids & 0xFFFFFFFF, ids >> 32, slots, torch.zeros_like(slots)], -1)
-        return philox(counter, stream_key(self.seed, stream)).permute(2, 0, 1).numpy()
 
 
 class _FirstMet:
@@ -165,8 +162,11 @@ class _FirstMet:
         Candidates were first met in [since, until); `excluded[i]` is none for query `owner[i]`.
         """
         start, end = self._rows(rows)
-        last = end if until is None else self._first_at(start, end, until)
-        low = start if since is None else self._first_at(start, end, np.full(len(rows), since))
+        times = self._t_by_rank
+        last = end if until is None else first_not_before(times, start, end, until)
+        low = start
+        if since is not None:
+            low = first_not_before(times, start, end, np.full(len(rows), since))
         rank = self._ranks((rows[owner] << _BITS) | excluded)
         place = np.where(rank < 0, -1, start[owner] + rank)
         counts = (place >= low[owner]) & (place < last[owner])
@@ -195,18 +195,6 @@ class _FirstMet:
             return np.full(len(keys), -1)
         near = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         return np.where(self._keys[near] == keys, self._rank[near], -1)
-
-    def _first_at(self, low: np.ndarray, high: np.ndarray, t: np.ndarray) -> np.ndarray:
-        """First place in [low, high) of a row whose time is not before `t`."""
-        low, high = low.copy(), high.copy()
-        while (low < high).any():
-            middle = (low + high) // 2
-            open_ = low < high
-            is_before = np.zeros(len(low), bool)
-            is_before[open_] = self._t_by_rank[middle[open_]] < t[open_]
-            low = np.where(is_before, middle + 1, low)
-            high = np.where(open_ & ~is_before, middle, high)
-        return low
 
 
 class _Simultaneous:

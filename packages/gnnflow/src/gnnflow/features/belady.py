@@ -17,12 +17,12 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from shared.errors import ConfigError
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
-__all__ = ["belady_hits"]
+__all__ = ["count_belady_hits"]
 
 
-def belady_hits(batches: Sequence[Int64[Tensor, " _"]], capacity: int) -> int:
+def count_belady_hits(batches: Sequence[Int64[Tensor, " _"]], capacity: int) -> int:
     """Hits of the best cache, each id counted once a batch, as `FeatureCache.stats` counts.
 
     About a second for five million accesses, most of it spent on sorting.

@@ -3,9 +3,8 @@
 The practical form of GNNFlow's caches (arXiv 2311.17410): one for nodes and one for edges, each a
 fraction of the rows there are. *Reuse*: nothing is dropped between rounds, so that hubs stay.
 *Restoration*: a round visits old edges again while the cache is full of the newest, so that
-`restore` takes in those it will visit first, as far as that has paid. The maps lie on the host, where
-rows that miss come from, and are sized by what is held; `gnnflow.features.slot_map` has the policies and
-the departures.
+`restore` prefetches those it will visit first, as far as that has paid. The maps lie on the host, where
+rows that miss come from, and are sized by what is held; `gnnflow.features.slot_map` has the departures.
 """
 
 from __future__ import annotations
@@ -15,12 +14,15 @@ import torch
 from jaxtyping import Float32, Int64
 from torch import Tensor
 
-from gnnflow.features.cached_rows import CachedRows, CacheStats
-from gnnflow.features.slot_map import POLICIES, Policy
+from gnnflow.features.policies import CACHE_POLICIES
+from gnnflow.features.row_cache import CacheStats, RowCache
 from gnnflow.features.store import Features, Kind, check_ids
 from shared.errors import ConfigError, DataError
 
 __all__ = ["CacheStats", "FeatureCache"]
+
+# Names that users may still give, and what serves them better.
+_REPLACED = {"fifo": "lru", "static": "keep"}
 
 
 class FeatureCache:
@@ -32,16 +34,15 @@ class FeatureCache:
 
     Args:
         store: a `FeatureStore`, or whatever has its `dim`, `num_rows` and `gather`, with rows on the
-            CPU. Each `fetch`, `preset` and, unless the cache is static, `restore` gathers once, of no
-            ids where all hit, so that a store whose `gather` is a collective may stand behind.
+            CPU. Each `fetch` and `restore` gathers once, of no ids where all hit, so that a store
+            whose `gather` is a collective may stand behind.
         node: fraction of the node rows to hold, in [0, 1].
         edge: fraction of the edge rows to hold, in [0, 1].
-        policy: "keep", "lru", "lfu" or "fifo", see `gnnflow.features.slot_map`; or "static" (GNNLab's),
-            which holds what `preset` gave it.
+        policy: a name of `gnnflow.features.policies`: which row leaves when another enters.
         device: where rows are held and returned.
 
     Raises:
-        ConfigError: a fraction or the policy is none of these, or there is no such device.
+        ConfigError: a fraction is out of range, no policy has that name, or there is no such device.
     """
 
     def __init__(
@@ -49,25 +50,29 @@ class FeatureCache:
         store: Features,
         node: float = 0.1,
         edge: float = 0.05,
-        policy: Policy = "keep",
+        policy: str = "keep",
         device: torch.device | str = "cpu",
     ) -> None:
         fractions: dict[Kind, float] = {"node": node, "edge": edge}
         for kind, fraction in fractions.items():
             if not 0 <= fraction <= 1:
-                raise ConfigError(f"expected {kind} as a fraction in [0, 1], came {fraction}")
-        if policy not in POLICIES:
-            raise ConfigError(f"expected policy among {', '.join(POLICIES)}, came {policy!r}")
+                raise ConfigError(f"expected {kind} as a fraction in [0, 1], got {fraction}")
+        if policy in _REPLACED:
+            raise ConfigError(
+                f"cache policy: expected one of {', '.join(CACHE_POLICIES)}, got {policy!r}; use "
+                f"{_REPLACED[policy]!r}, which finds more of the rows asked for"
+            )
+        CACHE_POLICIES.check(policy)
         try:
             self.device = torch.empty(0, device=device).device
         except (AssertionError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
-                f"expected a device there is, came {str(device)!r} ({reason}); use 'cpu'"
+                f"expected a device there is, got {str(device)!r} ({reason}); use 'cpu'"
             ) from error
         self.store, self.policy = store, policy
-        self._parts: dict[Kind, CachedRows] = {
-            kind: CachedRows(store, kind, fraction, policy, self.device)
+        self._parts: dict[Kind, RowCache] = {
+            kind: RowCache(store, kind, fraction, policy, self.device)
             for kind, fraction in fractions.items()
         }
 
@@ -93,7 +98,7 @@ class FeatureCache:
             return part.fetch(_host(ids))
 
     def restore(self, eids: Int64[Tensor, " n"]) -> None:
-        """Takes in edges that a round will visit, at its start, those it visits first first.
+        """Prefetches a round's edges in visiting order; to be called at its start.
 
         Held rows among them count as used just now, in reverse, so that those to be visited last
         give way first. The others are loaded and enter by the policy. A row loaded ahead saves the
@@ -102,8 +107,7 @@ class FeatureCache:
         no more are loaded than a quarter over what the last restoration has saved so far: its rows
         that were asked for, less the hits that as many of the rows had that would leave next. After
         one that saved four fifths of its rows, twice as many may be loaded. The first may load as
-        many as there are slots, and each may load 16, since nothing else tells whether it pays. A
-        static cache keeps what it was given, and nothing happens.
+        many as there are slots, and each may load 16, since nothing else tells whether it pays.
 
         Args:
             eids: int64 [n], in the order of the visit; of different ones those beyond the number of
@@ -113,37 +117,11 @@ class FeatureCache:
             DataError: there are no edge features, or an id has no row.
             OSError: a remote store failed; the cache is empty then.
         """
-        if self.policy == "static":
-            check_ids(self.store, "edge", eids)
-            return
         self._check("edge", eids)
         part = self._part("edge")
         with part.lock:
             ids, first = np.unique(_host(eids), return_index=True)
             part.restore(ids[first.argsort()])
-
-    def preset(self, kind: Kind, ids: Int64[Tensor, " n"]) -> None:
-        """Gives a static cache the ids to hold, in place of those it had.
-
-        Args:
-            kind: "node" or "edge".
-            ids: int64 [n], as a presampling used them, with repeats: those used most often are held, of
-                equally often used ones those of least id.
-
-        Raises:
-            ConfigError: no such kind, or the policy is not "static".
-            DataError: the kind has no features, or an id has no row.
-            OSError: a remote store failed; the cache is empty then.
-        """
-        part = self._part(kind)
-        if self.policy != "static":
-            raise ConfigError(
-                f"expected policy 'static' for preset, came {self.policy!r}, which fills itself"
-            )
-        self._check(kind, ids)
-        with part.lock:
-            used, counts = np.unique(_host(ids), return_counts=True)
-            part.preset(used[np.argsort(-counts, kind="stable")])
 
     def held(self, kind: Kind) -> Int64[Tensor, " held"]:
         """The ids whose rows are held, in rising order."""
@@ -178,9 +156,9 @@ class FeatureCache:
             self.store.gather(kind, ids)
             raise
 
-    def _part(self, kind: Kind) -> CachedRows:
+    def _part(self, kind: Kind) -> RowCache:
         if kind not in self._parts:
-            raise ConfigError(f"expected kind 'node' or 'edge', came {kind!r}")
+            raise ConfigError(f"expected kind 'node' or 'edge', got {kind!r}")
         return self._parts[kind]
 
 

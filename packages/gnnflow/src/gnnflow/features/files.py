@@ -24,7 +24,7 @@ from torch import Tensor
 from shared.errors import ConfigError, DataError
 from shared.units import KiB, MiB
 
-__all__ = ["RemoteMatrix", "open_matrix", "view_of"]
+__all__ = ["RemoteMatrix", "open_matrix", "view_array"]
 
 # A request costs about what this many bytes cost on their way, so that shorter gaps are read along.
 _GAP_BYTES = 64 * KiB
@@ -67,12 +67,22 @@ class _Layout:
 class RemoteMatrix:
     """A matrix in a file that can only be asked for ranges of bytes.
 
+    Args:
+        fs: fsspec's file system.
+        path: of the file in it.
+        layout: where the matrix lies in the file.
+        whole_bytes: a matrix up to this size is read at once.
+        gap_bytes: rows between two rows asked for are read too, up to this size.
+
     Attributes:
         shape: rows and columns.
     """
 
-    def __init__(self, fs: Any, path: str, layout: _Layout) -> None:
+    def __init__(
+        self, fs: Any, path: str, layout: _Layout, *, whole_bytes: int, gap_bytes: int
+    ) -> None:
         self.shape = layout.shape
+        self._whole_bytes, self._gap_bytes = whole_bytes, gap_bytes
         self._fs, self._path, self._layout = fs, path, layout
         self._whole: Tensor | None = None
 
@@ -84,14 +94,14 @@ class RemoteMatrix:
             OSError: the file system failed.
         """
         layout = self._layout
-        if layout.num_bytes <= _WHOLE_BYTES:
+        if layout.num_bytes <= self._whole_bytes:
             if self._whole is None:
                 self._whole = self._read([0], [layout.shape[0]])
             return self._whole[ids]
         wanted, place = torch.unique(ids, return_inverse=True)
         if not len(wanted):
             return torch.empty((0, layout.shape[1]), dtype=layout.dtype)
-        is_cut = (wanted.diff() - 1) * layout.row_bytes > _GAP_BYTES
+        is_cut = (wanted.diff() - 1) * layout.row_bytes > self._gap_bytes
         edge = torch.ones(1, dtype=torch.bool)
         begins = wanted[torch.cat([edge, is_cut])]
         ends = wanted[torch.cat([is_cut, edge])] + 1
@@ -120,12 +130,16 @@ class RemoteMatrix:
         return _rows_of(np.frombuffer(data, dtype=np.uint8), self._layout.dtype, self.shape[1])
 
 
-def open_matrix(location: str) -> Tensor | RemoteMatrix:
+def open_matrix(
+    location: str, *, whole_bytes: int = _WHOLE_BYTES, gap_bytes: int = _GAP_BYTES
+) -> Tensor | RemoteMatrix:
     """Opens a matrix of features; nothing but its header is read.
 
     Args:
         location: path or URL of a `.npy` file, or of a `.safetensors` file followed by `::` and the
             name of a tensor, which may be left out where there is only one.
+        whole_bytes: a remote matrix up to this size is read at once.
+        gap_bytes: of a larger one, rows between two rows asked for are read too, up to this size.
 
     Raises:
         ConfigError: the name has none of these forms, or fsspec does not know the protocol.
@@ -158,14 +172,14 @@ def open_matrix(location: str) -> Tensor | RemoteMatrix:
             "cut, fetch it again"
         )
     if not isinstance(fs, LocalFileSystem):
-        return RemoteMatrix(fs, path, layout)
+        return RemoteMatrix(fs, path, layout, whole_bytes=whole_bytes, gap_bytes=gap_bytes)
     if not layout.num_bytes:
         return torch.empty(layout.shape, dtype=layout.dtype)
     data = np.memmap(path, np.uint8, "r", layout.start, (layout.num_bytes,))
     return _rows_of(data, layout.dtype, layout.shape[1])
 
 
-def view_of(array: np.ndarray) -> Tensor:
+def view_array(array: np.ndarray) -> Tensor:
     """A tensor on an array's memory, which is never written to.
 
     Raises:
@@ -178,7 +192,7 @@ def view_of(array: np.ndarray) -> Tensor:
 
 
 def _rows_of(data: np.ndarray, dtype: torch.dtype, dim: int) -> Tensor:
-    return view_of(data).view(dtype).view(-1, dim)
+    return view_array(data).view(dtype).view(-1, dim)
 
 
 def _split(location: str) -> tuple[str, str | None]:

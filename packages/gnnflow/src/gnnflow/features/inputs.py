@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features, Kind
-from gnnflow.sampling.distinct_roots import rows_of
+from gnnflow.sampling.distinct_roots import find_rows
 from gnnflow.sampling.mfg import MFG, Sequences, TemporalBlock
 
 __all__ = ["Inputs", "Rows", "attach"]
@@ -111,6 +111,6 @@ def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
     if len(ids):
         low, high = (int(bound) for bound in ids.aminmax())
         if high - low < 8 * len(ids):
-            unique, index = rows_of(ids - low, high - low + 1)
+            unique, index = find_rows(ids - low, high - low + 1)
             return unique + low, index
     return torch.unique(ids, return_inverse=True)

@@ -4,62 +4,38 @@ After GNNFlow's caches of nodes and edges, with two departures: the map from ids
 open-addressing table sized by the slots instead of an array over all ids, and slots carry the time
 of their last use instead of counters that every batch decrements.
 
-A batch counts each id once, where it first stands. What is held when the batch comes hits; the rest
-misses, and enters together afterwards:
-
-    lru     the slots go to the ids used last, each batch's ids in their order: what one access at a
-            time would leave behind. Of a batch larger than the cache the last ids stay.
-    fifo    the slots go to the ids that entered last; hits change nothing. Of more misses than
-            slots the last ones enter.
-    keep    as lru, but that some slots keep their rows: as many as pays, often none. Training that
-            replays the past passes over more rows than fit, again and again, and lru has always
-            just lost what comes next. What would leave is kept instead while more kept rows are
-            wanted, and the row kept longest leaves while fewer are. Once twice as many rows as fit
-            have missed, more are wanted if kept rows (and some ids that left, as if kept) had more
-            hits each than the oldest quarter of the others, and fewer if not. None are where a
-            batch takes up half of the cache.
-    lfu     a hit adds one to the id's count, an id enters with one and loses its count on leaving.
-            The misses, the last ones if there are more than slots, replace those that were there of
-            least count, of equal counts the one used longest ago.
-    static  nothing enters by missing.
+`gnnflow.features.policies` says which row leaves.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import numpy as np
 
 from gnnflow.features import slots_compiled
+from gnnflow.features.policies import CACHE_POLICIES, KEEP, LFU
 from gnnflow.features.slot_table import (
     AGE,
     CLOCK,
     COUNT,
-    FIFO,
     ID,
-    KEEP,
     KEPT,
     KEPT_FIRST,
     KEPT_HITS,
     LATE,
-    LFU,
-    LRU,
     NUM_GHOSTS,
     NUM_STATES,
     REVISITED,
     SEEN,
-    STATIC,
     TAIL,
     UNVISITED,
     USED,
+    WANTED,
+    count_late,
     fill_table,
-    num_late,
 )
 
-__all__ = ["POLICIES", "Policy", "SlotMap"]
+__all__ = ["SlotMap"]
 
-Policy = Literal["lru", "fifo", "keep", "lfu", "static"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 Array = np.ndarray
 
 _NO_LIMIT = 2**62
@@ -70,18 +46,21 @@ _LEAST_RESTORED = 16
 class SlotMap:
     """A map from ids to slots, with the order in which slots are given to others.
 
-    LRU, FIFO and "keep" have a queue of slots by stamp: a slot used again is appended again, and
+    LRU and "keep" have a queue of slots by stamp: a slot used again is appended again, and
     entries whose stamp is no longer the slot's are passed over. LFU keeps a heap whose entries are
     brought up to date when they come to its top. So a hit costs O(1), and a miss O(1) amortised or
     O(log slots).
+
+    Args:
+        policy: a name of `gnnflow.features.policies`.
 
     Attributes:
         num_slots: rows the cache may hold; 60 to 110 bytes of host memory each.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: str) -> None:
         self.num_slots = 0
-        self._policy = POLICIES.index(policy)
+        self._policy = CACHE_POLICIES.get(policy)
         self._slots = np.full((0, 4), -1, np.int64)
         self._table = np.full(2, -1, np.int32)
         self._queue = np.zeros(1, np.int32)
@@ -94,8 +73,18 @@ class SlotMap:
 
     @property
     def num_kept(self) -> int:
-        """Slots whose rows stay while others come and go; for "keep"."""
+        """Slots whose rows stay while others come and go, under "keep"."""
         return int(self._state[KEPT])
+
+    @property
+    def num_wanted(self) -> int:
+        """Slots that should be kept at present, under "keep"."""
+        return int(self._state[WANTED])
+
+    @property
+    def max_restored(self) -> int:
+        """Rows that a restoration may load at present."""
+        return min(self._limit, self.num_slots)
 
     @property
     def used(self) -> int:
@@ -151,7 +140,7 @@ class SlotMap:
             ids that missed, each once in order of first appearance; and the number of different ids
             that hit.
         """
-        if self._policy in (LRU, FIFO, KEEP):
+        if self._policy != LFU:
             self._make_room_in_queue(len(ids))
         index, self._misses, self._stamps = (np.empty(len(ids), np.int64) for _ in range(3))
         num_hits, num_misses = slots_compiled.look_up(
@@ -179,7 +168,7 @@ class SlotMap:
             the number of the first miss that enters (all after it do too), and their slots.
         """
         num_misses = len(self._misses)
-        if self._policy == STATIC or not num_misses or not self.num_slots:
+        if not num_misses or not self.num_slots:
             return num_misses, np.empty(0, np.int64)
         entered = np.empty(num_misses, np.int64)
         first = slots_compiled.admit(
@@ -211,7 +200,7 @@ class SlotMap:
         if self._policy == LFU:
             num_next = max(1, np.count_nonzero(self._slots[: self.used, COUNT] == 1))
         else:
-            num_next = num_late(self._state)
+            num_next = count_late(self._state)
         num_missed = self._state[LATE] * self._num_restored // num_next
         num_saved = int(self._state[REVISITED] - num_missed)
         if 5 * num_saved >= 4 * self._num_restored:
@@ -226,14 +215,6 @@ class SlotMap:
         self._num_restored = len(slots)
         self._state[[REVISITED, LATE]] = 0
         return self._misses[first:], slots
-
-    def fill(self, ids: Array) -> Array:
-        """Holds different ids, at most num_slots, and nothing else; returns their slots."""
-        self.clear()
-        self._slots[: len(ids), ID] = ids
-        self._state[USED] = len(ids)
-        fill_table(self._table, self._slots, len(ids))
-        return np.arange(len(ids))
 
     def _make_room_in_queue(self, num_ids: int) -> None:
         """Room for stamps of a batch; slots get new ones where the queue comes to its end."""

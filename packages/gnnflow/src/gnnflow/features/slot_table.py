@@ -10,22 +10,18 @@ from typing import no_type_check
 
 import numpy as np
 
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = [
     "AGE",
     "BATCH",
     "CLOCK",
     "COUNT",
-    "FIFO",
     "ID",
-    "KEEP",
     "KEPT",
     "KEPT_FIRST",
     "KEPT_HITS",
     "LATE",
-    "LFU",
-    "LRU",
     "NUM_ASKED",
     "NUM_BATCHES",
     "NUM_ENTERED",
@@ -36,7 +32,6 @@ __all__ = [
     "REVISITED",
     "SEEN",
     "STAMP",
-    "STATIC",
     "TAIL",
     "TAIL_HITS",
     "TAKEN",
@@ -44,15 +39,13 @@ __all__ = [
     "USED",
     "WANTED",
     "add",
+    "count_late",
     "fill_table",
     "has",
     "home",
     "insert",
-    "num_late",
     "remove",
 ]
-
-LRU, FIFO, KEEP, LFU, STATIC = range(5)
 
 # Columns of a slot, which together are half a cache line.
 ID, STAMP, SEEN, COUNT = range(4)
@@ -64,7 +57,7 @@ UNVISITED = -2
 # What changes from batch to batch. Stamps are below CLOCK, and the queue begins at TAIL; of all
 # stamps PASSED by it TAKEN were still a slot's. Since the last restoration REVISITED rows that
 # it had loaded were asked for, and LATE others of those next to leave: of the queue's oldest quarter
-# or, for LFU, used once. KEPT slots stand in a ring from KEPT_FIRST on, and WANTED of them should.
+# or, under LFU, used once. KEPT slots stand in a ring from KEPT_FIRST on, and WANTED of them should.
 USED, CLOCK, TAIL, PASSED, TAKEN, BATCH, REVISITED, LATE, KEPT, KEPT_FIRST, WANTED = range(11)
 # Ghosts there are, and times that WANTED changed with them.
 NUM_GHOSTS, AGE = 11, 12
@@ -150,6 +143,6 @@ def add(ids: Array, key: int) -> bool:
 
 @compiled
 @no_type_check
-def num_late(state: Array) -> int:
+def count_late(state: Array) -> int:
     """About how many slots the oldest quarter of the queue has, judged by its beginning."""
     return (state[CLOCK] - state[TAIL]) * (state[TAKEN] + 1) // (4 * (state[PASSED] + 1)) + 1

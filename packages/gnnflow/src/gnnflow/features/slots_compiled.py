@@ -11,17 +11,15 @@ from typing import no_type_check
 
 import numpy as np
 
+from gnnflow.features.policies import KEEP, LFU
 from gnnflow.features.prefetch import prefetch
 from gnnflow.features.slot_table import (
     BATCH,
     CLOCK,
     COUNT,
-    FIFO,
     ID,
-    KEEP,
     KEPT_HITS,
     LATE,
-    LFU,
     NUM_ASKED,
     NUM_BATCHES,
     NUM_ENTERED,
@@ -30,7 +28,6 @@ from gnnflow.features.slot_table import (
     REVISITED,
     SEEN,
     STAMP,
-    STATIC,
     TAIL,
     TAIL_HITS,
     UNVISITED,
@@ -41,8 +38,8 @@ from gnnflow.features.slot_table import (
     insert,
     remove,
 )
-from gnnflow.features.slots_leaving import adapt, least_used, oldest, rise
-from shared.kernels._jit import compiled
+from gnnflow.features.slots_leaving import adapt, rise, take_least_used, take_oldest
+from shared.kernels.jit import compiled
 
 __all__ = ["admit", "look_up", "requeue"]
 
@@ -92,10 +89,10 @@ def look_up(
         first: where misses begin in `index`.
         table: slots by the hash of their id, -1 for none; its size is a power of two.
         slots: ID, STAMP, SEEN and COUNT of each slot.
-        queue: slot by stamp, for LRU, FIFO and KEEP; its size is a power of two.
+        queue: slot by stamp, for LRU and KEEP; its size is a power of two.
         ghosts: set of ids that would have been kept, for KEEP.
         state: USED, CLOCK and so on.
-        policy: its number.
+        policy: its number in `gnnflow.features.policies`.
         is_restoring: the ids are not asked for, but will be; each comes once.
         numbers: -1, as many as a power of two of at least twice the ids.
         index: receives the slot of each id, or `first` plus the number of its miss.
@@ -139,8 +136,6 @@ def look_up(
                     state[LATE] += 1
                     state[TAIL_HITS] += 1
                 slots[slot, SEEN] = batch
-                if policy in (FIFO, STATIC):
-                    continue
             if stamp != OUTSIDE:
                 slots[slot, STAMP] = clock
                 slots[slot, COUNT] += 1
@@ -203,9 +198,9 @@ def admit(
     excess = max(0, used + misses.size - num_slots)
     if policy == LFU:
         num_free = min(excess, used)
-        least_used(heap, slots, used, num_free, entered)
+        take_least_used(heap, slots, used, num_free, entered)
     else:
-        num_free = oldest(stamps, slots, queue, kept, state, excess, entered)
+        num_free = take_oldest(stamps, slots, queue, kept, state, excess, entered)
     first = excess - num_free
     for number in range(num_free):
         ahead = entered[min(number + _AHEAD, num_free - 1)]

@@ -24,11 +24,11 @@ from gnnflow.features.slot_table import (
     TAIL_HITS,
     TAKEN,
     WANTED,
-    num_late,
+    count_late,
 )
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
-__all__ = ["adapt", "least_used", "oldest", "rise"]
+__all__ = ["adapt", "rise", "take_least_used", "take_oldest"]
 
 _AHEAD = 8
 
@@ -76,7 +76,7 @@ def rise(heap: Array, at: int, stamp: int, slot: int) -> None:
 
 @compiled
 @no_type_check
-def least_used(heap: Array, slots: Array, used: int, num_leaving: int, leaving: Array) -> None:
+def take_least_used(heap: Array, slots: Array, used: int, num_leaving: int, leaving: Array) -> None:
     """Takes slots of least count from a heap whose keys are not above the slots' own."""
     for number in range(num_leaving):
         left = used - number
@@ -93,7 +93,7 @@ def least_used(heap: Array, slots: Array, used: int, num_leaving: int, leaving: 
 
 @compiled
 @no_type_check
-def oldest(
+def take_oldest(
     stamps: Array,
     slots: Array,
     queue: Array,
@@ -153,7 +153,7 @@ def adapt(num_slots: int, ghosts: Array, state: Array) -> None:
     # The hits of a queue that hardly holds a batch are not in its oldest quarter.
     if state[NUM_BATCHES] * num_slots < 2 * state[NUM_ASKED]:
         state[WANTED] = 0
-    elif state[KEPT_HITS] * num_late(state) > state[TAIL_HITS] * num_keepable:
+    elif state[KEPT_HITS] * count_late(state) > state[TAIL_HITS] * num_keepable:
         state[WANTED] = min(state[WANTED] + step, num_slots - num_slots // 10)
     else:
         state[WANTED] = max(0, state[WANTED] - step)

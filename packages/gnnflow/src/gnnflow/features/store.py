@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
-from gnnflow.features.files import RemoteMatrix, open_matrix, view_of
+from gnnflow.features.files import RemoteMatrix, open_matrix, view_array
 from shared.errors import ConfigError, DataError
 from shared.kernels.gather import gather
 
@@ -253,7 +253,7 @@ def _matrix_of(kind: str, source: _Source) -> _Matrix:
 def _tensor_of(kind: str, source: Tensor | np.ndarray) -> Tensor:
     if isinstance(source, np.ndarray):
         try:
-            source = view_of(source)
+            source = view_array(source)
         except (TypeError, ValueError) as error:
             raise DataError(
                 f"expected {kind} features as numbers that torch has: {error}"

@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.kernels.registry import SWITCH, select
 from shared.kernels.temporal import Adjacency, count_before
 
-__all__ = ["Placement", "Sizing", "Store", "device_of"]
+__all__ = ["BlockStore", "Placement", "Sizing", "find_device"]
 
 Placement = Literal["cpu", "cuda", "hybrid"]
 
@@ -31,39 +31,30 @@ _SMALL = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """How large a block is opened for n edges of a node that has D.
+    """How large a block is opened for n edges of a node that has D: GNNFlow's adaptive sizes.
+
+    A block has max(n, D) slots while D is below `largest`, and the next multiple of `largest` from
+    n on afterwards.
 
     Attributes:
-        strategy: "adaptive", GNNFlow's: max(n, D) below `largest`, then the next multiple of it;
-            "naive": n; "fixed": the next multiple of `largest`; "average": the power of two above
-            the node's edges an insertion; "degree": max(n, D) whatever it is.
-        smallest: no block has fewer slots.
-        largest: where doubling ends.
+        smallest: slots; no block has fewer.
+        largest: edges of a node at which blocks stop doubling.
+
+    Raises:
+        ConfigError: not 1 <= smallest <= largest.
     """
 
-    strategy: Literal["adaptive", "naive", "fixed", "average", "degree"] = "adaptive"
     smallest: int = 4
     largest: int = 256
 
     def __post_init__(self) -> None:
-        if self.strategy not in _STRATEGIES:
-            raise ConfigError(f"expected blocks among {list(_STRATEGIES)}, got {self.strategy!r}")
         if not 1 <= self.smallest <= self.largest:
             raise ConfigError(
                 f"expected 1 <= min_block <= max_block, got {self.smallest} and {self.largest}"
             )
 
 
-_STRATEGIES = {
-    "adaptive": compiled.ADAPTIVE,
-    "naive": compiled.NAIVE,
-    "fixed": compiled.FIXED,
-    "average": compiled.AVERAGE,
-    "degree": compiled.DEGREE,
-}
-
-
-def device_of(placement: Placement) -> torch.device:
+def find_device(placement: Placement) -> torch.device:
     """Where a placement's queries run.
 
     Raises:
@@ -85,7 +76,7 @@ def device_of(placement: Placement) -> torch.device:
     return torch.device("cpu")
 
 
-class Store:
+class BlockStore:
     """Arrays that grow, and what of them a device has.
 
     Attributes:
@@ -95,14 +86,14 @@ class Store:
     """
 
     def __init__(self, time_dtype: torch.dtype, placement: Placement, sizing: Sizing) -> None:
-        self.device = device_of(placement)
+        self.device = find_device(placement)
         self.placement: Placement = placement
         self.sizing = sizing
-        self._sizing = (_STRATEGIES[sizing.strategy], sizing.smallest, sizing.largest)
         self.time_dtype = torch.empty(0, dtype=time_dtype).numpy().dtype
         self._pins = placement != "cpu" and self.device.type == "cuda"
         self.table = np.zeros((0, 4), np.int64)
         self.num_blocks = np.zeros(0, np.int32)
+        # Three columns are in use; files have four.
         self._numbers = np.zeros((0, 4), np.int32)
         self._rank = np.zeros(0, np.int32)
         self.directory = np.zeros((0, 2), np.int64)
@@ -129,7 +120,7 @@ class Store:
         size = max(num_nodes, int(have * _GROWTH))
         names = ("table", "num_blocks", "_numbers", "_rank")
         try:
-            grown = [_grown(getattr(self, name), size) for name in names]
+            grown = [_copy_grown(getattr(self, name), size) for name in names]
         except MemoryError as error:
             raise MemoryError(
                 f"no memory for node ids up to {num_nodes - 1}, each of which takes 56 bytes; renumber "
@@ -150,7 +141,7 @@ class Store:
         if entries > len(self.directory):
             size = max(entries, int(len(self.directory) * _GROWTH))
             for name in ("directory", "since"):
-                grown[name] = _grown(getattr(self, name), size, used=int(self.totals[1]))
+                grown[name] = _copy_grown(getattr(self, name), size, used=int(self.totals[1]))
         for name, array in grown.items():
             setattr(self, name, array)
         if grown:
@@ -197,7 +188,8 @@ class Store:
             num_touched, slots, entries = compiled.insert(
                 src, dst, times, eids, undirected, self.table, self.num_blocks, self._numbers,
                 self.directory, self.since, self.neighbors, self.times, self.eids, self._rank, batch,
-                self._chains, self._region_chains, self.totals, *self._sizing, may_be_late,
+                self._chains, self._region_chains, self.totals, self.sizing.smallest,
+                self.sizing.largest, may_be_late,
             )  # fmt: skip
             if slots <= len(self.times) and entries <= len(self.directory):
                 break
@@ -349,7 +341,7 @@ _COLUMNS = ("table", "num_blocks", "directory", "since", "neighbors", "times", "
 _NONE = np.empty(0, np.int64)
 
 
-def _grown(array: np.ndarray, size: int, used: int | None = None) -> Any:
+def _copy_grown(array: np.ndarray, size: int, used: int | None = None) -> Any:
     new = np.zeros((size, *array.shape[1:]), array.dtype)
     used = len(array) if used is None else used
     new[:used] = array[:used]

@@ -1,39 +1,25 @@
-"""Blocks of edges a node, in numba: where new ones go, what expiry frees, how gaps close.
+"""The blocks in which a node's edges lie, in numba: insertion, expiry, packing.
 
 A node's edges lie in blocks, oldest first, and its newest block may have room. A batch opens at most
-one block a node, whose size the strategy sets; the directory lists a node's blocks in one region of
-entries, which moves to a larger one when it is full. Freed blocks and regions are chained by size,
-the link in the first slot's time or entry, and used again. Nothing here can fail: what a batch needs
-is counted first, and the caller makes room.
+one block a node, which is as large as the node has edges already (GNNFlow's adaptive sizes); the
+directory lists a node's blocks in one region of entries, which moves to a larger one when it is full.
+Freed blocks and regions are chained by size, the link in the first slot's time or entry, and used
+again. Nothing here can fail: what a batch needs is counted first, and the caller makes room.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
 import numpy as np
 
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
-__all__ = [
-    "ADAPTIVE",
-    "AVERAGE",
-    "DEGREE",
-    "FIXED",
-    "MAX_CHAINED",
-    "NAIVE",
-    "check",
-    "drop",
-    "insert",
-    "pack",
-    "region_size",
-]
-
-ADAPTIVE, NAIVE, FIXED, AVERAGE, DEGREE = range(5)
+__all__ = ["MAX_CHAINED", "check", "drop", "insert", "pack", "region_size"]
 
 # Larger free blocks wait for the next packing.
 MAX_CHAINED = 4096
 
 # Columns of the node table, of a node's other numbers, and of the totals.
 _SLOT, _BEFORE, _COUNT, _ENTRY = range(4)
-_ROOM, _SKIPPED, _REGION, _INSERTIONS = range(4)
+_ROOM, _SKIPPED, _REGION = range(3)
 _SLOTS_END, _ENTRIES_END, _FREE_SLOTS, _NUM_BLOCKS = range(4)
 # And of a batch: a node, its edges yet to go where the next one goes, that slot, the first slot of the
 # block it opened for the rest or -1, and its edges before.
@@ -70,25 +56,15 @@ def region_size(kind):
 
 
 @compiled
-def _capacity(strategy, smallest, largest, num_new, degree, insertions):
-    if strategy == 0 or strategy == 4:
-        if strategy == 4 or degree < largest:
-            return max(num_new, degree, smallest)
-        return (num_new + largest - 1) // largest * largest
-    if strategy == 1:
-        return max(num_new, smallest)
-    if strategy == 2:
-        return (num_new + largest - 1) // largest * largest
-    wanted = max(num_new, degree // max(insertions, 1), smallest)
-    size = np.int64(1)
-    while size < wanted:
-        size *= 2
-    return size
+def _capacity(smallest, largest, num_new, degree):
+    """Slots of the block that is opened for `num_new` edges of a node that has `degree`."""
+    if degree < largest:
+        return max(num_new, degree, smallest)
+    return (num_new + largest - 1) // largest * largest
 
 
 @compiled
-def _demand(src, dst, undirected, table, num_blocks, numbers, rank, batch, strategy, smallest,
-            largest):  # fmt: skip
+def _demand(src, dst, undirected, table, num_blocks, numbers, rank, batch, smallest, largest):  # fmt: skip
     """Counts a batch's edges by node, and bounds what they take.
 
     Args:
@@ -119,9 +95,7 @@ def _demand(src, dst, undirected, table, num_blocks, numbers, rank, batch, strat
         rest = batch[row, _NEW] - numbers[node, _ROOM]
         if rest > 0:
             degree = table[node, _COUNT] + numbers[node, _ROOM]
-            slots += _capacity(
-                strategy, smallest, largest, rest, degree, numbers[node, _INSERTIONS]
-            )
+            slots += _capacity(smallest, largest, rest, degree)
             kind = numbers[node, _REGION]
             if num_blocks[node] == 0 or num_blocks[node] == region_size(kind):
                 entries += region_size(kind + 2)
@@ -193,8 +167,8 @@ def _open_block(node, capacity, table, num_blocks, numbers, directory, since, ti
 
 @compiled
 def insert(src, dst, new_times, new_eids, undirected, table, num_blocks, numbers, directory, since,
-           neighbors, times, eids, rank, batch, chains, region_chains, totals, strategy, smallest,
-           largest, may_be_late):  # fmt: skip
+           neighbors, times, eids, rank, batch, chains, region_chains, totals, smallest, largest,
+           may_be_late):  # fmt: skip
     """Stores a batch, sorted by time, if there is room for it.
 
     Args:
@@ -208,7 +182,7 @@ def insert(src, dst, new_times, new_eids, undirected, table, num_blocks, numbers
         there is not, nothing has changed.
     """
     num_touched, slots, entries = _demand(
-        src, dst, undirected, table, num_blocks, numbers, rank, batch, strategy, smallest, largest
+        src, dst, undirected, table, num_blocks, numbers, rank, batch, smallest, largest
     )
     slots += totals[_SLOTS_END]
     entries += totals[_ENTRIES_END]
@@ -231,16 +205,13 @@ def insert(src, dst, new_times, new_eids, undirected, table, num_blocks, numbers
         numbers[node, _ROOM] = room - into_old
         if num_new > into_old:
             rest = num_new - into_old
-            capacity = _capacity(
-                strategy, smallest, largest, rest, count + into_old, numbers[node, _INSERTIONS]
-            )
+            capacity = _capacity(smallest, largest, rest, count + into_old)
             batch[row, _OPENED] = _open_block(
                 node, capacity, table, num_blocks, numbers, directory, since, times_bits, chains,
                 region_chains, totals,
             )  # fmt: skip
             table[node, _COUNT] += rest
             numbers[node, _ROOM] = capacity - rest
-        numbers[node, _INSERTIONS] += 1
     for at in range(len(src)):
         for turn in range(2):
             node = src[at] if turn == 0 else dst[at]

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-__all__ = ["IdRuns"]
+__all__ = ["IdSet"]
 
 
-class IdRuns:
+class IdSet:
     """A set of numbers in sorted runs, each more than twice as long as the next.
 
     Adding n numbers to N takes O(n log N) on average, looking n up O(n log^2 N): a single sorted array
@@ -24,7 +24,7 @@ class IdRuns:
             last = runs.pop()
             runs[-1] = np.sort(np.concatenate([runs[-1], last]), kind="stable")
 
-    def known(self, ids: np.ndarray) -> np.ndarray:
+    def find_known(self, ids: np.ndarray) -> np.ndarray:
         """Those of some sorted ids that are in there."""
         found = np.zeros(len(ids), bool)
         for run in self._runs:

@@ -2,15 +2,15 @@
 
 import threading
 
-__all__ = ["Guard"]
+__all__ = ["ReadWriteLock"]
 
 
-class Guard:
+class ReadWriteLock:
     """A lock that readers share; a writer that waits keeps new readers out.
 
     Attributes:
-        reading: `with guard.reading:` holds writers off.
-        writing: `with guard.writing:` holds everybody off.
+        reading: `with lock.reading:` holds writers off.
+        writing: `with lock.writing:` holds everybody off.
     """
 
     def __init__(self) -> None:
@@ -23,39 +23,39 @@ class Guard:
 
 class _Reading:
     # A class, since a generator's context costs a third of a small insertion's Python.
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, lock: ReadWriteLock) -> None:
+        self._lock = lock
 
     def __enter__(self) -> None:
-        guard = self._guard
-        with guard.changed:
-            while guard.is_writing:
-                guard.changed.wait()
-            guard.num_readers += 1
+        lock = self._lock
+        with lock.changed:
+            while lock.is_writing:
+                lock.changed.wait()
+            lock.num_readers += 1
 
     def __exit__(self, *_: object) -> None:
-        guard = self._guard
-        with guard.changed:
-            guard.num_readers -= 1
-            if not guard.num_readers:
-                guard.changed.notify_all()
+        lock = self._lock
+        with lock.changed:
+            lock.num_readers -= 1
+            if not lock.num_readers:
+                lock.changed.notify_all()
 
 
 class _Writing:
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
+    def __init__(self, lock: ReadWriteLock) -> None:
+        self._lock = lock
 
     def __enter__(self) -> None:
-        guard = self._guard
-        with guard.changed:
-            while guard.is_writing:
-                guard.changed.wait()
-            guard.is_writing = True
-            while guard.num_readers:
-                guard.changed.wait()
+        lock = self._lock
+        with lock.changed:
+            while lock.is_writing:
+                lock.changed.wait()
+            lock.is_writing = True
+            while lock.num_readers:
+                lock.changed.wait()
 
     def __exit__(self, *_: object) -> None:
-        guard = self._guard
-        with guard.changed:
-            guard.is_writing = False
-            guard.changed.notify_all()
+        lock = self._lock
+        with lock.changed:
+            lock.is_writing = False
+            lock.changed.notify_all()

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from gnnflow.graph import blocks_compiled as compiled
-from gnnflow.graph.block_store import Placement, Sizing, Store
-from gnnflow.graph.id_set import IdRuns
-from gnnflow.graph.rw_lock import Guard
+from gnnflow.graph.block_store import BlockStore, Placement, Sizing
+from gnnflow.graph.id_set import IdSet
+from gnnflow.graph.rw_lock import ReadWriteLock
 from shared.errors import ConfigError, DataError
 from shared.kernels.temporal import Adjacency
 
@@ -67,7 +67,7 @@ class TemporalGraph:
         time_dtype: Literal["int64", "float64"] = "int64",
         placement: Placement = "cpu",
         late: Late = "error",
-        blocks: Literal["adaptive", "naive", "fixed", "average", "degree"] = "adaptive",
+        blocks: str = "adaptive",
         min_block: int = 4,
         max_block: int = 256,
     ) -> None:
@@ -81,11 +81,18 @@ class TemporalGraph:
                 memory) or "hybrid" (edges in pinned host memory that the GPU reads).
             late: what happens to edges older than the newest one of the graph: "error" refuses the
                 batch, "drop" leaves them out, "merge" puts them where their times belong.
-            blocks, min_block, max_block: see `Sizing`.
+            blocks: "adaptive": a new block has as many slots as its node has edges.
+            min_block: slots of the smallest block.
+            max_block: edges of a node at which blocks stop doubling, see `Sizing`.
 
         Raises:
             ConfigError: a setting is none of these, or there is no GPU.
         """
+        if blocks != "adaptive":
+            raise ConfigError(
+                f"blocks: expected 'adaptive', got {blocks!r}; leave it out, and set min_block "
+                f"and max_block to change sizes"
+            )
         if time_dtype not in ("int64", "float64"):
             raise ConfigError(f"expected time_dtype 'int64' or 'float64', got {time_dtype!r}")
         if num_nodes is not None and num_nodes < 0:
@@ -94,13 +101,13 @@ class TemporalGraph:
         self.late: Late = _checked(late)
         self.time_dtype = torch.int64 if time_dtype == "int64" else torch.float64
         self._limit = num_nodes
-        self._store = Store(self.time_dtype, placement, Sizing(blocks, min_block, max_block))
-        self._guard = Guard()
+        self._store = BlockStore(self.time_dtype, placement, Sizing(min_block, max_block))
+        self._lock = ReadWriteLock()
         self._num_nodes = num_nodes or 0
         self._num_edges = 0
         self._newest: int | float | None = None
         self._next_eid = 0
-        self._ids: IdRuns | None = None  # made when an id below the largest is given
+        self._ids: IdSet | None = None  # made when an id below the largest is given
         self._version = 0
         self._expired_before: int | float | None = None
         if num_nodes:
@@ -142,7 +149,7 @@ class TemporalGraph:
         given = None if eid is None else _array(eid, np.int64, "eid")
         if given is not None and given.shape != src.shape:
             raise DataError(f"expected an eid for each of {len(src)} edges, got {given.shape}")
-        with self._guard.writing:
+        with self._lock.writing:
             return self._add(src, dst, t, given, late)
 
     def _add(
@@ -206,7 +213,7 @@ class TemporalGraph:
         Queries of times up to `before` then find nothing, and say so (`MFG.is_cut`).
         """
         bound = self._time(before)
-        with self._guard.writing:
+        with self._lock.writing:
             if self._newest is None:
                 return 0
             entries, loops = self._store.expire(bound)
@@ -224,10 +231,10 @@ class TemporalGraph:
         again = ordered[1:][ordered[1:] == ordered[:-1]]
         if not len(again) and ordered[0] < self._next_eid and self._num_edges:
             if self._ids is None:
-                self._ids = IdRuns(
+                self._ids = IdSet(
                     np.unique(self._store.eids[self._store.all_slots()]).astype(np.int64)
                 )
-            again = self._ids.known(ordered)
+            again = self._ids.find_known(ordered)
         if len(again) or ordered[0] < 0:
             what = f"{again[0]} comes twice" if len(again) else f"{ordered[0]} is negative"
             raise DataError(f"expected different eids of at least 0, but {what}. Nothing was added")
@@ -294,7 +301,7 @@ class TemporalGraph:
         """
         if not 0 <= node < self._num_nodes:
             raise DataError(f"expected a node in [0, {self._num_nodes}), got {node}")
-        with self._guard.reading:
+        with self._lock.reading:
             return self._store.capacities(node) if node < len(self._store.table) else []
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -302,7 +309,7 @@ class TemporalGraph:
 
         An undirected edge is in there from both of its nodes.
         """
-        with self._guard.reading:
+        with self._lock.reading:
             counts = self._store.table[:, 2]
             index = self._store.all_slots()
             src = np.repeat(np.arange(len(counts)), counts)
@@ -313,7 +320,7 @@ class TemporalGraph:
 
     def stats(self) -> Stats:
         """What the graph takes."""
-        with self._guard.reading:
+        with self._lock.reading:
             entries = int(self._store.table[:, 2].sum())
             slots = int(self._store.totals[0])
             return Stats(
@@ -330,7 +337,7 @@ class TemporalGraph:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and settings, as checkpoints take them; a copy."""
-        with self._guard.reading:
+        with self._lock.reading:
             return {"tensors": self._store.state(), "settings": self._settings()}
 
     def _settings(self) -> dict[str, Any]:
@@ -339,7 +346,7 @@ class TemporalGraph:
             "undirected": self.undirected,
             "late": self.late,
             "time_dtype": str(self.time_dtype).removeprefix("torch."),
-            "blocks": [sizing.strategy, sizing.smallest, sizing.largest],
+            "blocks": ["adaptive", sizing.smallest, sizing.largest],
             "limit": self._limit,
             "num_nodes": self._num_nodes,
             "num_edges": self._num_edges,
@@ -359,10 +366,12 @@ class TemporalGraph:
             self._store.state()
         ):
             raise DataError("expected the state of a TemporalGraph, got one with other entries")
-        strategy, smallest, largest = settings["blocks"]
+        # Files may name another strategy. Their blocks stay, since no answer depends on sizes, and
+        # new blocks get adaptive ones.
+        _, smallest, largest = settings["blocks"]
         dtype = torch.int64 if settings["time_dtype"] == "int64" else torch.float64
-        with self._guard.writing:
-            store = Store(dtype, self._store.placement, Sizing(strategy, smallest, largest))
+        with self._lock.writing:
+            store = BlockStore(dtype, self._store.placement, Sizing(smallest, largest))
             store.load_state(state["tensors"])
             self._store = store
             self.undirected, self.late = settings["undirected"], settings["late"]
@@ -427,11 +436,11 @@ class _Reading:
         self._graph = graph
 
     def __enter__(self) -> Adjacency:
-        self._graph._guard.reading.__enter__()
+        self._graph._lock.reading.__enter__()
         return self._graph._store.adjacency()
 
     def __exit__(self, *error: object) -> None:
-        self._graph._guard.reading.__exit__(*error)
+        self._graph._lock.reading.__exit__(*error)
 
 
 def _checked(late: str) -> Any:

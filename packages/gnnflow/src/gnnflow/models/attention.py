@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from gnnflow.models.hops import Hop
 from gnnflow.models.time_encoding import TimeEncoding
-from gnnflow.sampling.distinct_roots import rows_of
+from gnnflow.sampling.distinct_roots import find_rows
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
 
@@ -87,7 +87,7 @@ class TemporalAttention(nn.Module):
             rows: what the layer before gave, or features.
             hop: the roots and neighbours among them.
         """
-        distinct, place = rows_of(hop.own, len(rows))
+        distinct, place = find_rows(hop.own, len(rows))
         own = rows[distinct]
         if self.time is None:
             frequency = phase = rows.new_zeros(0)

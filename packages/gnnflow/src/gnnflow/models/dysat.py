@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from gnnflow.features.inputs import Inputs
 from gnnflow.models.attention import TemporalAttention
 from gnnflow.models.propagation import MFGModel, check_sizes
+from gnnflow.models.spec import ModelEntry
 from gnnflow.sampling.mfg import MFG, Sequences
 
-__all__ = ["DySAT"]
+__all__ = ["SPEC", "DySAT"]
 
 
 class DySAT(MFGModel):
@@ -82,3 +83,11 @@ class DySAT(MFGModel):
             layers = self.layers[at * self.num_layers : (at + 1) * self.num_layers]
             found.append(self._through(sample, inputs, layers, at))
         return self.recurrence(torch.stack(found))[1][0]
+
+
+SPEC = ModelEntry(
+    build=lambda sizes: DySAT(sizes.dim, 0, sizes.edge_dim, num_layers=sizes.num_hops),
+    fanouts=(10, 10),
+    policy="uniform",
+    num_snapshots=3,
+)

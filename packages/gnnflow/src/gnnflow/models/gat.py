@@ -14,11 +14,12 @@ from torch.nn import functional as F
 
 from gnnflow.models.hops import Hop
 from gnnflow.models.propagation import MFGModel, check_sizes
-from gnnflow.sampling.distinct_roots import rows_of
+from gnnflow.models.spec import ModelEntry
+from gnnflow.sampling.distinct_roots import find_rows
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
 
-__all__ = ["GAT", "GATLayer"]
+__all__ = ["GAT", "SPEC", "GATLayer"]
 
 _SLOPE = 0.2
 
@@ -59,7 +60,7 @@ class GATLayer(nn.Module):
         # s . (W x) = (s W) . x: one query a head serves all roots.
         query = torch.einsum("hd,hdi->hi", self.of_neighbor, weight)
         asking = torch.einsum("hd,hdi->hi", self.of_root, weight[..., : rows.shape[1]])
-        distinct, place = rows_of(hop.own, len(rows))
+        distinct, place = find_rows(hop.own, len(rows))
         bias = F.embedding(place, rows[distinct] @ asking.T)
         none = rows.new_zeros(0)
         mixed = attend(
@@ -112,3 +113,10 @@ class GAT(MFGModel):
         ]
         between = nn.Sequential(nn.ELU(), nn.Dropout(dropout))
         super().__init__(dim, node_dim, edge_dim, layers, between=between)
+
+
+SPEC = ModelEntry(
+    build=lambda sizes: GAT(sizes.dim, 0, sizes.edge_dim, num_layers=sizes.num_hops),
+    fanouts=(10, 10),
+    policy="uniform",
+)

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from gnnflow.features.inputs import Inputs, Rows
 from gnnflow.models.hops import Hop
-from gnnflow.sampling.distinct_roots import distinct_roots
+from gnnflow.sampling.distinct_roots import find_distinct_roots
 from gnnflow.sampling.mfg import MFG, Sequences, TemporalBlock
 from shared.errors import ConfigError, DataError
 
-__all__ = ["MFGModel", "check_sizes", "checked"]
+__all__ = ["MFGModel", "check_rows", "check_sizes"]
 
 
 def check_sizes(*, node_dim: int, edge_dim: int, **counts: int) -> None:
@@ -36,7 +36,7 @@ def check_sizes(*, node_dim: int, edge_dim: int, **counts: int) -> None:
             raise ConfigError(f"expected {name} of at least 0 (no features), came {value}")
 
 
-def checked(
+def check_rows(
     rows: Rows | list[Rows] | None, kind: Literal["node", "edge"], dim: int, num_occurrences: int
 ) -> Rows:
     """`rows`, if they are what a model takes.
@@ -116,19 +116,19 @@ class MFGModel(nn.Module):
         self, sample: MFG | Sequences, inputs: Inputs, layers: Iterable[nn.Module], at: int = 0
     ) -> Tensor:
         """Embeds the roots by snapshot `at` alone."""
-        blocks = self._checked(sample).snapshot(at)
+        blocks = self._check_sample(sample).snapshot(at)
         like = next(self.parameters())
         edges = self._edges(inputs, blocks, at)
         num_inputs = len(blocks[-1].roots) + len(blocks[-1].nodes)
         if self.node_dim:
             found = inputs.nodes[at] if isinstance(inputs.nodes, list) else inputs.nodes
-            nodes = checked(found, "node", self.node_dim, num_inputs)
+            nodes = check_rows(found, "node", self.node_dim, num_inputs)
             rows, index = nodes.values.to(like), nodes.index.to(like.device)
         else:
             rows = like.new_zeros(1, 0)
             index = torch.zeros(num_inputs, dtype=torch.int64, device=like.device)
         for depth, layer in zip(reversed(range(self.num_layers)), layers, strict=True):
-            kept, place = distinct_roots(blocks[depth])
+            kept, place = find_distinct_roots(blocks[depth])
             features = None if edges is None else edges[depth]
             rows = layer(rows, Hop.of(blocks[depth], kept, index, features, like))
             index = place.to(like.device)
@@ -136,7 +136,7 @@ class MFGModel(nn.Module):
                 rows = self.between(rows)
         return rows[index]
 
-    def _checked(self, sample: MFG | Sequences) -> MFG:
+    def _check_sample(self, sample: MFG | Sequences) -> MFG:
         name = type(self).__name__
         if not isinstance(sample, MFG):
             raise ConfigError(
@@ -156,6 +156,6 @@ class MFGModel(nn.Module):
         layers = inputs.edges or [None] * len(blocks)
         found = [layer[at] if isinstance(layer, list) else layer for layer in layers]
         return [
-            checked(rows, "edge", self.edge_dim, len(block.nodes))
+            check_rows(rows, "edge", self.edge_dim, len(block.nodes))
             for rows, block in zip(found, blocks, strict=True)
         ]

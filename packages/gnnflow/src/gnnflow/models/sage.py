@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from gnnflow.models.hops import Hop
 from gnnflow.models.propagation import MFGModel, check_sizes
-from gnnflow.sampling.distinct_roots import rows_of
+from gnnflow.models.spec import ModelEntry
+from gnnflow.sampling.distinct_roots import find_rows
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
 
-__all__ = ["GraphSAGE", "SAGELayer"]
+__all__ = ["SPEC", "GraphSAGE", "SAGELayer"]
 
 
 class SAGELayer(nn.Module):
@@ -47,7 +48,7 @@ class SAGELayer(nn.Module):
         out = self.neighbor(mean)
         if self.own is None:
             return out
-        distinct, place = rows_of(hop.own, len(rows))
+        distinct, place = find_rows(hop.own, len(rows))
         return out + F.embedding(place, self.own(rows[distinct]))
 
 
@@ -86,3 +87,10 @@ class GraphSAGE(MFGModel):
         ]
         between = nn.Sequential(nn.ReLU(), nn.Dropout(dropout))
         super().__init__(dim, node_dim, edge_dim, layers, between=between)
+
+
+SPEC = ModelEntry(
+    build=lambda sizes: GraphSAGE(sizes.dim, 0, sizes.edge_dim, num_layers=sizes.num_hops),
+    fanouts=(15, 10),
+    policy="uniform",
+)

@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gnnflow.features.inputs import Inputs
-from gnnflow.models.propagation import check_sizes, checked
+from gnnflow.models.propagation import check_rows, check_sizes
+from gnnflow.models.spec import ModelEntry
 from gnnflow.models.time_encoding import TimeEncoding
-from gnnflow.sampling.distinct_roots import distinct_sequences
+from gnnflow.sampling.distinct_roots import find_distinct_sequences
 from gnnflow.sampling.mfg import MFG, Sequences
 from shared.errors import ConfigError
 
-__all__ = ["TFTGN", "Block", "next_neighbors"]
+__all__ = ["SPEC", "TFTGN", "Block", "next_neighbors"]
 
 
 class Block(nn.Module):
@@ -151,7 +152,7 @@ class TFTGN(nn.Module):
                 f"TFTGN reads sequences, came {type(sample).__name__}: sample with layout='padded'"
             )
         # Roots of one node and time have one answer: computed once, as in `gnnflow.sampling.distinct_roots`.
-        kept, place = distinct_sequences(sample)
+        kept, place = find_distinct_sequences(sample)
         length = sample.nodes.shape[1]
         # Turned left until padding stands behind the root: a causal mask then hides it too, and no
         # other mask keeps attention from its fastest kernels.
@@ -176,7 +177,7 @@ class TFTGN(nn.Module):
         nodes, edges = inputs.nodes, inputs.edges[0] if inputs.edges else None
         for kind, layer, rows in (("node", self.node, nodes), ("edge", self.edge, edges)):
             if layer is not None:
-                rows = checked(rows, kind, layer.in_features, sample.nodes.numel())
+                rows = check_rows(rows, kind, layer.in_features, sample.nodes.numel())
                 index = rows.index[at.to(rows.index.device)]
                 projected = layer(rows.values.to(layer.weight))
                 x = x + F.embedding(index.to(projected.device), projected)
@@ -197,3 +198,11 @@ def next_neighbors(
         without a neighbour have none, nor has a root's newest neighbour.
     """
     return sample.nodes[:, 1:-1], sample.mask[:, :-2]
+
+
+SPEC = ModelEntry(
+    build=lambda sizes: TFTGN(sizes.dim, 0, sizes.edge_dim, num_blocks=sizes.num_blocks),
+    fanouts=(10,),
+    policy="recent",
+    max_hops=1,
+)

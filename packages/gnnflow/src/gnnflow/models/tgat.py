@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from gnnflow.models.attention import TemporalAttention
 from gnnflow.models.propagation import MFGModel, check_sizes
+from gnnflow.models.spec import ModelEntry
 
-__all__ = ["TGAT"]
+__all__ = ["SPEC", "TGAT"]
 
 
 class TGAT(MFGModel):
@@ -60,3 +61,10 @@ class TGAT(MFGModel):
             for depth in range(num_layers)
         ]
         super().__init__(dim, node_dim, edge_dim, layers)
+
+
+SPEC = ModelEntry(
+    build=lambda sizes: TGAT(sizes.dim, 0, sizes.edge_dim, num_layers=sizes.num_hops),
+    fanouts=(10, 10),
+    policy="recent",
+)

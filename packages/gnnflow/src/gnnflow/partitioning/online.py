@@ -28,14 +28,14 @@ __all__ = [
     "LinearGreedy",
     "OnlinePartitioner",
     "RoundRobin",
-    "mixed",
+    "mix_ids",
 ]
 
 _UNSEEN = -1
 
 
-def mixed(ids: np.ndarray, seed: int = 0) -> np.ndarray:
-    """64 well-mixed bits of each id, uint64: the finaliser of SplitMix64."""
+def mix_ids(ids: np.ndarray, seed: int = 0) -> np.ndarray:
+    """64 well-mix_ids bits of each id, uint64: the finaliser of SplitMix64."""
     with np.errstate(over="ignore"):
         word = ids.astype(np.uint64) + np.uint64(seed % 2**64) * np.uint64(0xD1342543DE82EF95)
         word += np.uint64(0x9E3779B97F4A7C15)
@@ -150,7 +150,7 @@ class Hashed(OnlinePartitioner):
         return torch.from_numpy(self._part_of(ids.cpu().numpy()))
 
     def _part_of(self, ids: np.ndarray) -> np.ndarray:
-        return (mixed(ids, self.seed) % np.uint64(self.num_parts)).astype(np.int64)
+        return (mix_ids(ids, self.seed) % np.uint64(self.num_parts)).astype(np.int64)
 
     def _place(self, src: np.ndarray, dst: np.ndarray) -> None:
         new = src[self._owners[src] < 0]
@@ -167,7 +167,7 @@ class RoundRobin(OnlinePartitioner):
     """By turns, in the order in which sources appear. The same for any cut into batches."""
 
     def _place(self, src: np.ndarray, dst: np.ndarray) -> None:
-        compiled.by_turns(src, self._owners, self._sizes)
+        compiled.assign_by_turns(src, self._owners, self._sizes)
 
     def _place_rest(self, owners: np.ndarray) -> None:
         rest = np.flatnonzero(owners < 0)
@@ -182,11 +182,11 @@ class LeastEdges(OnlinePartitioner):
         self._num_edges = np.zeros(num_parts, np.int64)
 
     def _place(self, src: np.ndarray, dst: np.ndarray) -> None:
-        compiled.by_edges(src, self._owners, self._sizes, self._num_edges)
+        compiled.assign_by_edges(src, self._owners, self._sizes, self._num_edges)
 
     def _place_rest(self, owners: np.ndarray) -> None:
         # They have no edges of their own to weigh.
-        compiled.rest_by_size(owners, self._sizes)
+        compiled.assign_rest_by_size(owners, self._sizes)
 
 
 class Fennel(OnlinePartitioner):
@@ -252,14 +252,14 @@ class Fennel(OnlinePartitioner):
     def _place(self, src: np.ndarray, dst: np.ndarray) -> None:
         self._num_edges += len(src)
         num_nodes = int(self._sizes.sum()) + int(compiled.count_new(src, self._owners))
-        compiled.by_neighbours(
+        compiled.assign_by_neighbours(
             src, dst, self._owners, self._sizes, self._known, self._head,
             np.empty(2 * len(src), np.int64), *self._rule(num_nodes),
         )  # fmt: skip
 
     def _place_rest(self, owners: np.ndarray) -> None:
         rule = self._rule(len(owners))
-        compiled.rest_by_neighbours(owners, self._sizes, self._known, *rule)
+        compiled.assign_rest_by_neighbours(owners, self._sizes, self._known, *rule)
 
     def _rule(self, num_nodes: int) -> tuple[int, float, float]:
         return self._capacity(num_nodes), self._slope(num_nodes), self.gamma - 1

@@ -7,13 +7,13 @@ import numpy as np
 from numba import njit
 
 __all__ = [
-    "best_part",
-    "by_edges",
-    "by_neighbours",
-    "by_turns",
+    "assign_by_edges",
+    "assign_by_neighbours",
+    "assign_by_turns",
+    "assign_rest_by_neighbours",
+    "assign_rest_by_size",
     "count_new",
-    "rest_by_neighbours",
-    "rest_by_size",
+    "find_best_part",
 ]
 
 
@@ -34,7 +34,7 @@ def count_new(src, owners):
 
 
 @compiled
-def by_turns(src, owners, sizes):
+def assign_by_turns(src, owners, sizes):
     """The next part for each new source."""
     num_given = sizes.sum()
     for node in src:
@@ -46,7 +46,7 @@ def by_turns(src, owners, sizes):
 
 
 @compiled
-def by_edges(src, owners, sizes, num_edges):
+def assign_by_edges(src, owners, sizes, num_edges):
     """The part with the fewest edges so far for each new source; edges are counted as they come."""
     for node in src:
         if owners[node] < 0:
@@ -57,7 +57,7 @@ def by_edges(src, owners, sizes, num_edges):
 
 
 @compiled
-def best_part(known, sizes, capacity, slope, power):
+def find_best_part(known, sizes, capacity, slope, power):
     """The part below its capacity with the best score; of equal ones the smallest, then the first.
 
     `known` counts edges to each part. With a slope of 0 or more the score is Fennel's, known - slope *
@@ -79,7 +79,7 @@ def best_part(known, sizes, capacity, slope, power):
 
 
 @compiled
-def by_neighbours(src, dst, owners, sizes, known, head, link, capacity, slope, power):
+def assign_by_neighbours(src, dst, owners, sizes, known, head, link, capacity, slope, power):
     """Scores each new source by the parts of its neighbours, earlier ones of the batch included.
 
     The batch's edges at a node are chained: `head` [num_nodes] has the newest one, -1 for none, and is
@@ -96,7 +96,7 @@ def by_neighbours(src, dst, owners, sizes, known, head, link, capacity, slope, p
     for node in src:
         if owners[node] >= 0:
             continue
-        part = best_part(known[node], sizes, capacity, slope, power)
+        part = find_best_part(known[node], sizes, capacity, slope, power)
         owners[node] = part
         sizes[part] += 1
         at = head[node]
@@ -110,17 +110,17 @@ def by_neighbours(src, dst, owners, sizes, known, head, link, capacity, slope, p
 
 
 @compiled
-def rest_by_neighbours(owners, sizes, known, capacity, slope, power):
+def assign_rest_by_neighbours(owners, sizes, known, capacity, slope, power):
     """Scores the nodes that have no part by the neighbours that have one."""
     for node in range(len(owners)):
         if owners[node] < 0:
-            part = best_part(known[node], sizes, capacity, slope, power)
+            part = find_best_part(known[node], sizes, capacity, slope, power)
             owners[node] = part
             sizes[part] += 1
 
 
 @compiled
-def rest_by_size(owners, sizes):
+def assign_rest_by_size(owners, sizes):
     """The part with the fewest nodes for each node that has no part."""
     for node in range(len(owners)):
         if owners[node] < 0:

@@ -9,27 +9,16 @@ not pairs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from gnnflow.data.events import Events
-from gnnflow.partitioning.online import (
-    Fennel,
-    Hashed,
-    LeastEdges,
-    LinearGreedy,
-    OnlinePartitioner,
-    RoundRobin,
-)
+from gnnflow.partitioning.methods import PARTITION_METHODS
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Method", "PartitionSummary", "partition", "summarize"]
-
-Method = Literal["hash", "round-robin", "least-edges", "ldg", "fennel", "metis"]
+__all__ = ["PartitionSummary", "partition", "summarize"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,22 +66,19 @@ class PartitionSummary:
 def partition(
     events: Events,
     num_parts: int,
-    method: Method = "hash",
+    method: str = "hash",
     seed: int = 0,
     *,
     num_nodes: int | None = None,
 ) -> Int64[Tensor, " num_nodes"]:
     """Gives every node a part.
 
-    "round-robin", "least-edges", "ldg" and "fennel" go through the events in the order of the list;
-    the last two know all events of a node when its turn comes, and what is no source comes last. For
-    an undirected graph give the events in both directions. O(events + num_nodes * num_parts), METIS
-    O(events log events).
+    For an undirected graph give the events in both directions.
 
     Args:
         events: the edges, one way each.
         num_parts: how many parts.
-        method: how.
+        method: a name of `gnnflow.partitioning.methods`.
         seed: of "hash", and of "metis" where its library takes one.
         num_nodes: ids are below it; one more than the largest id when None.
 
@@ -103,26 +89,13 @@ def partition(
         ConfigError: fewer than one part, an unknown method, or no METIS installed.
         DataError: an event's node is not below `num_nodes`.
     """
-    if method not in get_args(Method):
-        raise ConfigError(f"method: expected one of {', '.join(get_args(Method))}, got {method!r}")
+    PARTITION_METHODS.check(method)
     if num_parts < 1:
         raise ConfigError(f"expected at least 1 part, got num_parts={num_parts}")
     count = events.num_nodes if num_nodes is None else num_nodes
     if count < events.num_nodes:
         raise DataError(f"expected nodes below num_nodes={count}, got {events.num_nodes - 1}")
-    if method == "metis":
-        return _metis(events, num_parts, count, seed)
-    sizes = {"num_nodes": count, "num_edges": len(events)}
-    forms: dict[str, OnlinePartitioner] = {
-        "hash": Hashed(num_parts, seed),
-        "round-robin": RoundRobin(num_parts),
-        "least-edges": LeastEdges(num_parts),
-        "ldg": LinearGreedy(num_parts, **sizes),
-        "fennel": Fennel(num_parts, **sizes),
-    }
-    form = forms[method]
-    form.assign(events.src, events.dst)
-    return form.assign_rest(count)
+    return PARTITION_METHODS.get(method)(events, num_parts, num_nodes=count, seed=seed)
 
 
 def summarize(
@@ -150,18 +123,6 @@ def summarize(
         num_edges=tuple(torch.bincount(here, minlength=num_parts).tolist()),
         edge_cut=int((here != there).sum()),
     )
-
-
-def _metis(events: Events, num_parts: int, num_nodes: int, seed: int) -> Tensor:
-    from shared.topology import metis  # brings in scipy, which the online forms do without
-
-    if not num_nodes:
-        return torch.empty(0, dtype=torch.int64)
-    src, dst = events.src.numpy(), events.dst.numpy()
-    order = np.argsort(src, kind="stable")
-    indptr = np.zeros(num_nodes + 1, np.int64)
-    np.cumsum(np.bincount(src, minlength=num_nodes), out=indptr[1:])
-    return torch.from_numpy(metis.partition(indptr, dst[order], num_parts, seed=seed))
 
 
 def _balance(counts: tuple[int, ...]) -> float:

@@ -16,13 +16,13 @@ from torch import Tensor
 from shared.comms import Group, Traffic, all_to_all_v
 from shared.errors import CommError, ConfigError, DataError
 
-__all__ = ["Route", "check_owners", "swap", "tell_all", "traffic_of"]
+__all__ = ["SendPlan", "check_owners", "count_traffic", "swap", "tell_all"]
 
 _WORD = 5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Route:
+class SendPlan:
     """Which items go to whom.
 
     Attributes:
@@ -36,7 +36,7 @@ class Route:
     num_items: int
 
     @classmethod
-    def to(cls, owners: Int64[Tensor, " items"], num_ranks: int) -> Route:
+    def to(cls, owners: Int64[Tensor, " items"], num_ranks: int) -> SendPlan:
         """By the owner of each item; -1 goes nowhere."""
         order = torch.argsort(owners, stable=True)
         num_nowhere = int((owners < 0).sum())
@@ -107,7 +107,7 @@ def tell_all(group: Group, numbers: Sequence[Sequence[int]], phase: str) -> list
     return [row[1 : 1 + width] for row in came]
 
 
-def traffic_of(group: Group, phase: str) -> Traffic:
+def count_traffic(group: Group, phase: str) -> Traffic:
     """Bytes of a phase on this rank so far."""
     return group.ledger.snapshot().by_phase().get(phase, Traffic())
 

@@ -13,7 +13,7 @@ from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
 from gnnflow.features.store import FeatureStore, Kind, check_ids
-from gnnflow.ranks.exchange import Route, check_owners, swap, tell_all, traffic_of
+from gnnflow.ranks.exchange import SendPlan, check_owners, count_traffic, swap, tell_all
 from shared.comms import Group, Traffic
 from shared.errors import ConfigError, DataError
 
@@ -91,7 +91,7 @@ class DistributedFeatures:
     @property
     def traffic(self) -> Traffic:
         """Bytes this rank has sent and received for features, on all objects of the process."""
-        return traffic_of(self.group, _PHASE)
+        return count_traffic(self.group, _PHASE)
 
     def dim(self, kind: Kind) -> int:
         """Columns of a kind; 0 where it has no features."""
@@ -143,9 +143,9 @@ class DistributedFeatures:
             raise
         places = self._places[kind]
         owners, rows = places.of(ids.cpu())
-        route = Route.to(owners, group.world_size)
+        send_plan = SendPlan.to(owners, group.world_size)
         word = [int(kind == "edge"), self.dim(kind), places.num_rows, places.digest]
-        words = tell_all(group, [[*word, count] for count in route.sends], _PHASE)
+        words = tell_all(group, [[*word, count] for count in send_plan.sends], _PHASE)
         for rank, (*other, _) in enumerate(words):
             if other != word:
                 did = "refused its ids" if other[0] < 0 else "asks for other features"
@@ -154,12 +154,12 @@ class DistributedFeatures:
                     f"same kind, of as many columns and rows and of the same owners, in the same order"
                 )
         recvs = [word[-1] for word in words]
-        asked = swap(group, rows[route.order], route.sends, recvs, _PHASE)
+        asked = swap(group, rows[send_plan.order], send_plan.sends, recvs, _PHASE)
         # A store takes any number of ids, also none.
-        answers = swap(group, self.store.gather(kind, asked), recvs, route.sends, _PHASE)
+        answers = swap(group, self.store.gather(kind, asked), recvs, send_plan.sends, _PHASE)
         if out is None:
             out = answers.new_empty(len(ids), self.dim(kind))
-        return out.index_copy_(0, route.order.to(out.device), answers.to(out.device))
+        return out.index_copy_(0, send_plan.order.to(out.device), answers.to(out.device))
 
     def append(
         self,

@@ -19,14 +19,14 @@ import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
 
-from gnnflow.data.events import Events
 from gnnflow.graph.temporal_graph import TemporalGraph
-from gnnflow.ranks.exchange import Route, check_owners, swap, tell_all, traffic_of
+from gnnflow.ranks.exchange import SendPlan, check_owners, count_traffic, swap, tell_all
 from gnnflow.sampling.mfg import MFG, Layer, Sequences
 from gnnflow.sampling.sampler import TemporalSampler
 from shared.comms import Group, Traffic
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
-from shared.kernels.temporal import Adjacency, Policy, TemporalBlock
+from shared.kernels.temporal import Adjacency, TemporalBlock
 
 __all__ = ["DistributedSampler", "owned", "paired", "rebalance"]
 
@@ -49,7 +49,7 @@ class DistributedSampler(TemporalSampler):
         fanouts: Sequence[int],
         group: Group,
         *,
-        policy: Policy = "recent",
+        policy: str = "recent",
         replace: bool = True,
         window: float | None = None,
         snapshots: int = 1,
@@ -101,7 +101,7 @@ class DistributedSampler(TemporalSampler):
     @property
     def traffic(self) -> Traffic:
         """Bytes this rank has sent and received for sampling, on all samplers of the process."""
-        return traffic_of(self.group, _PHASE)
+        return count_traffic(self.group, _PHASE)
 
     @overload
     def sample(self, nodes: Any, times: Any) -> MFG: ...
@@ -181,21 +181,23 @@ class DistributedSampler(TemporalSampler):
         bits, at = torch.unique(_bits(root_times.cpu()), return_inverse=True)
         different, which = torch.unique(known * len(bits) + at, return_inverse=True)
         questions = torch.stack([different // len(bits), bits[different % len(bits)]], 1)
-        route = Route.to(self._owners[questions[:, 0]], group.world_size)
-        recvs = [count for (count,) in tell_all(group, [[n] for n in route.sends], _PHASE)]
+        send_plan = SendPlan.to(self._owners[questions[:, 0]], group.world_size)
+        recvs = [count for (count,) in tell_all(group, [[n] for n in send_plan.sends], _PHASE)]
 
-        asked = swap(group, questions[route.order], route.sends, recvs, _PHASE).to(device)
+        asked = swap(group, questions[send_plan.order], send_plan.sends, recvs, _PHASE).to(device)
         times = asked[:, 1].contiguous().view(root_times.dtype)
         found = super()._hop(adjacency, asked[:, 0].contiguous(), times, hop, snapshot, fanout)
         self.num_served += len(asked)
 
         # At most MAX_FANOUT a root, which fits.
         num_found = torch.bincount(found.row, minlength=len(asked)).int()
-        num_came = swap(group, num_found, recvs, route.sends, _PHASE)
+        num_came = swap(group, num_found, recvs, send_plan.sends, _PHASE)
         entries = torch.stack([found.nodes, _bits(found.times), found.eids], 1)
-        came = swap(group, entries, _sums(num_found, recvs), _sums(num_came, route.sends), _PHASE)
+        came = swap(
+            group, entries, _sums(num_found, recvs), _sums(num_came, send_plan.sends), _PHASE
+        )
 
-        row, place = route.answers(num_came.cpu().long(), which)
+        row, place = send_plan.answers(num_came.cpu().long(), which)
         row, place = row.to(device), place.to(came.device)
         neighbors, bits, eids = came[place].to(device).unbind(1)
         times = bits.contiguous().view(root_times.dtype)

@@ -17,7 +17,6 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnnflow.data.events import Events
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features
 from gnnflow.graph.temporal_graph import TemporalGraph
@@ -26,9 +25,10 @@ from gnnflow.ranks.exchange import tell_all
 from gnnflow.ranks.features import DistributedFeatures
 from gnnflow.ranks.sampler import DistributedSampler, owned, rebalance
 from gnnflow.training.continual import ContinualTrainer
-from gnnflow.training.history import Past, rows_from
+from gnnflow.training.history import StreamHistory, select_new_rows
 from gnnflow.training.link_task import LinkTask
 from shared.comms import Group, all_gather_v, all_reduce, broadcast
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
 __all__ = ["DistributedTrainer"]
@@ -80,21 +80,21 @@ class DistributedTrainer(ContinualTrainer):
         super().__init__(model, graph, sampler, features, **settings)
         self._stream = (group.rank,)
         given = self.settings
-        self.past = _Part(sampler, features, self.past, partitioner, given.window, given.seed)
+        self.history = _Part(sampler, features, self.history, partitioner, given.window, given.seed)
         self.task = _Shared(sampler, model, self.head, sampler, given.batch_size, self.clock)
         for part in (model, self.head):
             for tensor in part.state_dict().values():
                 tensor.copy_(broadcast(group, tensor.to(group.device), 0))
 
 
-class _Part(Past):
+class _Part(StreamHistory):
     """Takes in of each increment what this rank owns, and hears that all were given the same."""
 
     def __init__(
         self,
         sampler: DistributedSampler,
         features: Features | FeatureCache | None,
-        past: Past,
+        history: StreamHistory,
         partitioner: OnlinePartitioner | None,
         window: float | str | None,
         seed: int,
@@ -102,11 +102,11 @@ class _Part(Past):
         super().__init__(
             sampler.graph,
             features,
-            past.replay,
-            negatives=past.negatives.kind,
+            history.replay,
+            negatives=history.negatives.kind,
             window=window,
             seed=seed,
-            clock=past.clock,
+            clock=history.clock,
         )
         self._sampler, self._partitioner = sampler, partitioner
 
@@ -144,7 +144,7 @@ class _Part(Past):
             if whole is not None:
                 whole.append("edge", rows)
             return
-        rows = rows_from(store.num_edges, new) if store.edge_dim and len(new) else None
+        rows = select_new_rows(store.num_edges, new) if store.edge_dim and len(new) else None
         graph.add_edges(own.src, own.dst, own.t, own.eid)
         if rows is not None:
             store.append("edge", rows, sampler.owners[new.src[len(new) - len(rows) :]])

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from gnnflow.sampling.mfg import Sequences, TemporalBlock
 
-__all__ = ["distinct_roots", "distinct_sequences", "rows_of"]
+__all__ = ["find_distinct_roots", "find_distinct_sequences", "find_rows"]
 
 
-def rows_of(
+def find_rows(
     index: Int64[Tensor, " n"], num_rows: int
 ) -> tuple[Int64[Tensor, " distinct"], Int64[Tensor, " n"]]:
     """The distinct values of `index`, rising, and where each entry of `index` stands among them.
@@ -28,7 +28,7 @@ def rows_of(
     return is_there.nonzero()[:, 0], (is_there.cumsum(0) - 1)[index]
 
 
-def distinct_roots(
+def find_distinct_roots(
     block: TemporalBlock,
 ) -> tuple[Int64[Tensor, " distinct"], Int64[Tensor, " num_roots"]]:
     """Positions of the roots that no earlier root equals, and for each root the place of its equal.
@@ -54,10 +54,10 @@ def distinct_roots(
     return _kept(leader, is_equal)
 
 
-def distinct_sequences(
+def find_distinct_sequences(
     sample: Sequences,
 ) -> tuple[Int64[Tensor, " distinct"], Int64[Tensor, " num_roots"]]:
-    """As `distinct_roots`, of sequences: `kept` and `place`."""
+    """As `find_distinct_roots`, of sequences: `kept` and `place`."""
     leader = _leader(sample.nodes[:, -1], sample.times[:, -1])
     is_equal = torch.ones_like(leader, dtype=torch.bool)
     for column in (sample.nodes, sample.eids, sample.times, sample.mask):
@@ -84,4 +84,4 @@ def _kept(
     leader: Int64[Tensor, " num_roots"], is_equal: Bool[Tensor, " num_roots"]
 ) -> tuple[Tensor, Tensor]:
     places = torch.arange(len(leader), device=leader.device)
-    return rows_of(torch.where(is_equal, leader, places), len(leader))
+    return find_rows(torch.where(is_equal, leader, places), len(leader))

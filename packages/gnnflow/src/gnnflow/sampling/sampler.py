@@ -11,9 +11,10 @@ from torch import Tensor
 
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.mfg import MFG, Layer, Sequences
+from gnnflow.sampling.policies import SAMPLING_POLICIES
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
-from shared.kernels.temporal import MAX_FANOUT, Adjacency, Policy, TemporalBlock, sample
+from shared.kernels.temporal import MAX_FANOUT, Adjacency, TemporalBlock
 
 __all__ = ["TemporalSampler"]
 
@@ -26,7 +27,7 @@ class TemporalSampler:
         graph: TemporalGraph,
         fanouts: Sequence[int],
         *,
-        policy: Policy = "recent",
+        policy: str = "recent",
         replace: bool = True,
         window: float | None = None,
         snapshots: int = 1,
@@ -37,18 +38,19 @@ class TemporalSampler:
         Args:
             graph: may grow while it is sampled.
             fanouts: neighbours a root at most, a hop each; the hop next to the given roots first.
-            policy: "recent", the newest, newest first; "uniform", at random.
-            replace: whether "uniform" may draw an edge several times.
-            window: only edges at most so much older than the root, or the length of a snapshot.
+            policy: a name of `gnnflow.sampling.policies`: "recent" takes the newest neighbours,
+                newest first; "uniform" draws them at random.
+            replace: whether a random policy may draw an edge several times.
+            window: time, in the graph's unit: only edges at most so much older than the root are
+                sampled; with snapshots the length of each.
             snapshots: how many windows, one before the other, are sampled separately.
-            seed: of "uniform". A draw depends on it, the epoch, hop, snapshot, node, time and number
-                of the draw, and on nothing else; equal roots draw alike within an epoch.
+            seed: of random policies. A draw depends on it, the epoch, hop, snapshot, node, time and
+                number of the draw, and on nothing else; equal roots draw alike within an epoch.
 
         Raises:
-            ConfigError: a setting makes no sense.
+            ConfigError: a setting is out of range, or no policy has that name.
         """
-        if policy not in ("recent", "uniform"):
-            raise ConfigError(f"expected policy 'recent' or 'uniform', got {policy!r}")
+        self._policy = SAMPLING_POLICIES.get(policy)
         for fanout in fanouts:
             if not 0 <= fanout <= MAX_FANOUT:
                 raise ConfigError(f"expected fanouts in [0, {MAX_FANOUT}], got {list(fanouts)}")
@@ -64,7 +66,7 @@ class TemporalSampler:
             )
         self.graph = graph
         self.fanouts = [int(fanout) for fanout in fanouts]
-        self.policy: Policy = policy
+        self.policy = policy
         self.replace = replace
         self.window = window
         self.snapshots = snapshots
@@ -94,13 +96,14 @@ class TemporalSampler:
             layout: "mfg", hop by hop; "padded", the neighbours of one hop as a sequence a root.
 
         Raises:
-            ConfigError: "padded" with several hops, snapshots, or without "recent".
+            ConfigError: "padded" with several hops or snapshots, or of a policy other than the
+                newest first.
             DataError: lengths or types do not fit.
         """
         if layout not in ("mfg", "padded"):
             raise ConfigError(f"expected layout 'mfg' or 'padded', got {layout!r}")
         if layout == "padded" and (
-            len(self.fanouts) > 1 or self.snapshots > 1 or self.policy != "recent"
+            len(self.fanouts) > 1 or self.snapshots > 1 or not self._policy.is_newest_first
         ):
             raise ConfigError(
                 f"layout='padded' is one hop of the newest neighbours: expected one fanout, one "
@@ -148,18 +151,17 @@ class TemporalSampler:
             window = self._window
             before = root_times - (self.snapshots - 1 - snapshot) * window
             since = before - window
-        return sample(
+        policy = self._policy
+        key = stream_key(self.seed, self._epoch, hop, snapshot) if policy.is_random else 0
+        return policy.sample_hop(
             adjacency,
             roots,
             root_times,
             fanout,
-            policy=self.policy,
             replace=self.replace,
             before=before,
             since=since,
-            key=stream_key(self.seed, self._epoch, hop, snapshot)
-            if self.policy == "uniform"
-            else 0,
+            key=key,
         )
 
     @property

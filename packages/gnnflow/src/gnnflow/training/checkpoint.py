@@ -1,96 +1,110 @@
-"""What a continual run resumes from: weights, optimiser, memory, and the rounds so far.
+"""Files that a continual run resumes from: weights, optimizer, memory, and the rounds so far.
 
-A checkpoint is a JSON file and the safetensors file that it names. The JSON file is replaced last, by
-renaming, so that whatever happens one whole checkpoint is there. The graph is not in it: the events
-are at hand, and inserting them again gives the same answers. Nothing is pickled.
+A checkpoint is a JSON file and the safetensors file that it names. The JSON file is replaced last,
+so that a whole checkpoint is there at any time. The graph is not in it: the events are at hand, and
+inserting them again gives the same answers. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gnnflow.data.events import Events
-from gnnflow.training.rounds import Round
+from gnnflow.sampling.sampler import TemporalSampler
+from gnnflow.training.history import StreamHistory
+from gnnflow.training.rounds import Settings
+from shared.data.events import Events
 from shared.errors import DataError
+from shared.files import atomic_file, write_atomically
 
-if TYPE_CHECKING:
-    from gnnflow.training.continual import ContinualTrainer
-
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "describe_run"]
 
 _FORMAT = "gnnflow continual 1"
 _OF_SAMPLER = ("fanouts", "policy", "replace", "window", "snapshots", "seed")
+_MODULES = ("model", "head", "memory")
+
+
+def describe_run(
+    events: Events, sampler: TemporalSampler, history: StreamHistory, settings: Settings
+) -> dict[str, Any]:
+    """What has to be the same in a run that resumes, as JSON has it.
+
+    Args:
+        events: all of the stream, by time.
+        sampler: of the run.
+        history: before anything of the stream is in it.
+        settings: of the run.
+    """
+    replay = history.replay
+    public = {name: value for name, value in vars(replay).items() if not name.startswith("_")}
+    run = {
+        "events": events.digest(),
+        "edges before": history.graph.num_edges,
+        "sampler": {name: getattr(sampler, name) for name in _OF_SAMPLER},
+        "replay": {"policy": type(replay).__name__} | public,
+    }
+    # As it will be read again: tuples are lists.
+    return json.loads(json.dumps(run | asdict(settings), default=str))
 
 
 class Checkpoint:
-    """The folder of one run.
+    """The checkpoint of one run, in a folder.
 
     Args:
         folder: made when something is written.
-        trainer: as it was before the run.
-        events: all of the stream, by time.
+        run: what `describe_run` gave.
     """
 
-    def __init__(self, folder: Path, trainer: ContinualTrainer, events: Events) -> None:
-        self._folder, self._trainer, self._events = folder, trainer, events
-        sampler, replay = trainer.sampler, trainer.past.replay
-        run = {
-            "events": events.digest(),
-            "edges before": trainer.past.graph.num_edges,
-            "sampler": {name: getattr(sampler, name) for name in _OF_SAMPLER},
-            "replay": {"policy": type(replay).__name__} | _public(replay),
-        }
-        # As it will be read again: tuples are lists.
-        self._run = json.loads(json.dumps(run | asdict(trainer.settings), default=str))
+    def __init__(self, folder: Path, run: dict[str, Any]) -> None:
+        self._folder, self._run = folder, run
 
-    def write(self, done: int) -> None:
-        """Replaces the checkpoint by one of the trainer as it is after `done` events."""
-        from safetensors.torch import save_file
+    def write(self, done: int, state: dict[str, Any]) -> None:
+        """Replaces the checkpoint.
 
-        trainer = self._trainer
-        tensors = _above("model", trainer.model.state_dict())
-        tensors |= _above("head", trainer.head.state_dict())
-        if trainer.task.memory is not None:
-            tensors |= _above("memory", trainer.task.memory.state())
+        Args:
+            done: events that the run has learnt from.
+            state: "model", "head" and "memory": tensors by name, or None; "optimizer": the
+                `state_dict` of one, or None; anything else as JSON takes it.
+
+        Raises:
+            OSError: the files cannot be written; the checkpoint before them stays.
+        """
+        tensors: dict[str, Tensor] = {}
+        for name in _MODULES:
+            tensors |= _add_prefix(name, state[name] or {})
         optimizer = None
-        if trainer.optimizer is not None and not trainer.settings.fresh_optimizer:
-            optimizer, kept = _optimizer_state(trainer.optimizer)
-            tensors |= _above("optimizer", kept)
-        about = {
-            "done": done,
-            "run": self._run,
-            "warmed": trainer.warmed and trainer.warmed.to_json(),
-            "rounds": [one.to_json() for one in trainer.rounds],
-            "optimizer": optimizer,
-        }
+        if state["optimizer"] is not None:
+            optimizer, kept = _split_optimizer(state["optimizer"])
+            tensors |= _add_prefix("optimizer", kept)
+        rest = {name: value for name, value in state.items() if name not in _MODULES}
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"after-{done}.safetensors"
         # safetensors refuses tensors that share memory, as tied weights do.
         whole = {name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()}
-        _replace(file, lambda path: save_file(whole, path))
-        text = json.dumps({"format": _FORMAT, "tensors": file.name} | about, allow_nan=False)
-        _replace(self._folder / "state.json", lambda path: path.write_text(text))
+        with atomic_file(file) as partial:
+            save_file(whole, partial)
+        about = {"format": _FORMAT, "tensors": file.name, "done": done, "run": self._run}
+        text = json.dumps(about | rest | {"optimizer": optimizer}, allow_nan=False)
+        write_atomically(self._folder / "state.json", text)
         for old in self._folder.glob("after-*.safetensors"):
             if old != file:
                 old.unlink()
 
-    def resume(self) -> int:
-        """Puts what was written into the trainer; how many events are behind it, 0 for none.
+    def read(self) -> tuple[int, dict[str, Any]] | None:
+        """The events done and the state, as `write` took them; None where nothing was written.
 
         Raises:
-            DataError: a file is cut or something else, or of another stream, setting or model.
+            DataError: a file is cut or something else, or of another stream or setting.
         """
-        found = self._read()
+        found = self._read_files()
         if found is None:
-            return 0
+            return None
         about, tensors = found
         for name, here in self._run.items():
             if about["run"].get(name) != here:
@@ -99,28 +113,15 @@ class Checkpoint:
                     f"{here!r}; resume with the same stream, settings and an equally new graph, or "
                     "give another folder"
                 )
-        trainer, done = self._trainer, about["done"]
-        for name, module in (("model", trainer.model), ("head", trainer.head)):
-            try:
-                module.load_state_dict(_below(name, tensors))
-            except RuntimeError as error:
-                raise DataError(f"{self._folder} is of another {name}: {error}") from error
-        if trainer.task.memory is not None:
-            trainer.task.memory.load_state(_below("memory", tensors))
+        state = {key: about[key] for key in about if key not in ("format", "tensors", "run")}
+        state |= {name: _take_prefix(name, tensors) for name in _MODULES}
         if about["optimizer"] is not None:
-            trainer.optimizer = trainer.new_optimizer()
-            _load_optimizer(trainer.optimizer, about["optimizer"], _below("optimizer", tensors))
-        trainer.warmed = about["warmed"] and Round.from_json(about["warmed"])
-        trainer.rounds = [Round.from_json(row) for row in about["rounds"]]
-        last = trainer.rounds[-1].num_events if trainer.rounds else done
-        bound = trainer.past.bound(self._events[done - last : done])
-        trainer.past.insert(self._events[:done], since=bound)
-        return done
+            state["optimizer"] = _join_optimizer(
+                about["optimizer"], _take_prefix("optimizer", tensors)
+            )
+        return state.pop("done"), state
 
-    def _read(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
+    def _read_files(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         path = self._folder / "state.json"
         if not path.exists():
             return None
@@ -135,13 +136,8 @@ class Checkpoint:
             ) from error
 
 
-def _public(thing: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(thing).items() if not name.startswith("_")}
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[Any, dict[str, Tensor]]:
+def _split_optimizer(state: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     """Settings and numbers as plain data, and tensors by name."""
-    state = optimizer.state_dict()
     numbers: dict[str, dict[str, Any]] = {}
     tensors = {}
     for index, values in state["state"].items():
@@ -154,31 +150,18 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> tuple[Any, dict[str, T
     return {"state": numbers, "param_groups": state["param_groups"]}, tensors
 
 
-def _load_optimizer(
-    optimizer: torch.optim.Optimizer, about: Any, tensors: dict[str, Tensor]
-) -> None:
+def _join_optimizer(about: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     state = {int(index): dict(values) for index, values in about["state"].items()}
     for name, value in tensors.items():
         index, _, field = name.partition(".")
         state[int(index)][field] = value
-    optimizer.load_state_dict({"state": state, "param_groups": about["param_groups"]})
+    return {"state": state, "param_groups": about["param_groups"]}
 
 
-def _above(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _add_prefix(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{name}.{key}": value for key, value in tensors.items()}
 
 
-def _below(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _take_prefix(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     start = f"{name}."
     return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
-
-
-def _replace(target: Path, write: Callable[[Path], Any]) -> None:
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        write(unfinished)
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)

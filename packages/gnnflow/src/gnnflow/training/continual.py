@@ -21,18 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from gnnflow.data.events import Events
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.sampler import TemporalSampler
-from gnnflow.training.checkpoint import Checkpoint
-from gnnflow.training.history import Past
-from gnnflow.training.link_task import LinkTask, Scores
-from gnnflow.training.replay import Replay, UniformReplay
+from gnnflow.training.checkpoint import Checkpoint, describe_run
+from gnnflow.training.history import StreamHistory
+from gnnflow.training.link_task import METRICS, LinkTask, Scores
+from gnnflow.training.replay import ReplayPolicy, UniformReplay
 from gnnflow.training.report import Display
-from gnnflow.training.rounds import Round, Settings, StageClock, increments
-from gnnflow.training.subnormal import no_subnormals
+from gnnflow.training.rounds import Round, Settings, StageClock, cut_increments
+from gnnflow.training.subnormal import flush_subnormals
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
 
@@ -54,7 +54,7 @@ class ContinualTrainer:
         head: gives logits of links; a `LinkHead` of the model's `dim` by default.
         warmup: share of the stream that is trained on before the first round.
         every: events an increment, or its time as a text: "1D", "12h", where times are seconds; see
-            `gnnflow.training.rounds.increments`.
+            `gnnflow.training.rounds.cut_increments`.
         replay: past events that are trained on with an increment: a share of all there are (with a
             window, of those in it), drawn evenly; or a policy.
         window: time, in the stream's unit or as for `every`, after which edges expire: those older
@@ -69,8 +69,8 @@ class ContinualTrainer:
         fresh_optimizer: make a new one each round, as published, or keep it.
         restore: put a round's edges into an edge cache at its start, as published.
         seed: of negatives, replay and dropout.
-        checkpoint: folder that `run` resumes from, and writes to. That stream, features, sampling and
-            settings are those of before is checked; the optimiser's own settings are not.
+        checkpoint: folder that `run` resumes from, and writes to. Resuming checks stream, features,
+            sampling and settings; the optimizer's own settings are not checked.
         checkpoint_every: rounds between two checkpoints.
         progress: show a bar with events a second where standard error is a terminal.
 
@@ -93,7 +93,7 @@ class ContinualTrainer:
         head: nn.Module | None = None,
         warmup: float = 0.3,
         every: int | str = "1D",
-        replay: float | Replay = 0.05,
+        replay: float | ReplayPolicy = 0.05,
         window: float | str | None = None,
         negatives: str = "random",
         num_negatives: int = 10,
@@ -121,20 +121,20 @@ class ContinualTrainer:
             fresh_optimizer=fresh_optimizer,
             seed=seed,
         )
-        if metric not in Scores._fields:
-            raise ConfigError(f"metric: expected one of {list(Scores._fields)}, got {metric!r}")
+        if metric not in METRICS:
+            raise ConfigError(f"metric: expected one of {list(METRICS)}, got {metric!r}")
         if checkpoint_every < 1:
             raise ConfigError(f"checkpoint_every: expected 1 or more, got {checkpoint_every}")
         if sampler.graph is not graph:
             raise ConfigError("sampler: expected a sampler of the graph given, it is another one's")
-        head = _head_for(model) if head is None else head
+        head = _make_head(model) if head is None else head
         if isinstance(replay, int | float):
             replay = UniformReplay(replay, seed=seed)
         device = next((p.device for p in model.parameters()), graph.device)
         self.model, self.head, self.sampler = model, head.to(device), sampler
         self.clock = StageClock(device)
         self.task = LinkTask(model, head, sampler, batch_size, self.clock)
-        self.past = Past(
+        self.history = StreamHistory(
             graph,
             features,
             replay,
@@ -169,10 +169,13 @@ class ContinualTrainer:
         if not len(events):
             raise DataError("run: expected at least one event, got none")
         events = events.sorted()
-        first, ends = increments(events, self.settings.warmup, self.settings.every)
-        self.past.negatives.since = events.t[first].item()
-        saved = None if self._folder is None else Checkpoint(self._folder, self, events)
-        done = saved.resume() if saved else 0
+        first, ends = cut_increments(events, self.settings.warmup, self.settings.every)
+        self.history.negatives.since = events.t[first].item()
+        saved, done = None, 0
+        if self._folder is not None:
+            run = describe_run(events, self.sampler, self.history, self.settings)
+            saved = Checkpoint(self._folder, run)
+            done = self._resume(saved, events)
         if not done and self.task.memory is not None:
             self.task.memory.reset_state()
         with Display(len(events), self._metric, is_shown=self._progress) as display:
@@ -180,7 +183,7 @@ class ContinualTrainer:
             if done < first:
                 self.warmed = self._warm_up(events[:first])
                 if saved:
-                    saved.write(first)
+                    saved.write(first, self.state_dict())
                 display.advance(first)
             yield from list(self.rounds)
             for start, end in zip([first, *ends], ends, strict=False):
@@ -189,11 +192,11 @@ class ContinualTrainer:
                 found = self._round(events, start, end)
                 self.rounds.append(found)
                 if saved and (found.index % self._checkpoint_every == 0 or end == len(events)):
-                    saved.write(end)
+                    saved.write(end, self.state_dict())
                 display.advance(end, found)
                 yield found
 
-    @no_subnormals()
+    @flush_subnormals()
     def evaluate(self, events: Events) -> Scores:
         """Tells events from negatives, each by edges strictly earlier than it.
 
@@ -207,38 +210,38 @@ class ContinualTrainer:
         """
         if not len(events):
             raise DataError("evaluate: expected at least one event, got none")
-        negatives = self.past.negatives.draw(events, self.settings.num_negatives)
+        negatives = self.history.negatives.draw(events, self.settings.num_negatives)
         self.sampler.set_epoch(0)
-        return self.task.evaluate(events, negatives, self.past.features)
+        return self.task.evaluate(events, negatives, self.history.features)
 
-    @no_subnormals()
+    @flush_subnormals()
     def _warm_up(self, events: Events) -> Round:
         self.clock.take()
-        self.past.insert(events)
+        self.history.insert(events)
         loss = self._learn(events[:0], events, 0)
         about: dict[str, Any] = {"num_events": len(events), "num_replayed": 0, "loss": loss}
         return Round(index=0, time=events.t[0].item(), **about, **self.clock.take())
 
-    @no_subnormals()
+    @flush_subnormals()
     def _round(self, events: Events, start: int, end: int) -> Round:
         self.clock.take()
         new, index = events[start:end], len(self.rounds) + 1
-        self.past.insert(new, since=self.past.bound(new))
+        self.history.insert(new, since=self.history.bound(new))
         with self.clock.stage("evaluate"):
             scores = self.evaluate(new)
-        replayed = self.past.replayed(events, start, index)
+        replayed = self.history.draw_replayed(events, start, index)
         about: dict[str, Any] = {"num_events": len(new), "num_replayed": len(replayed)}
         about |= {"loss": self._learn(replayed, new, index)} | scores._asdict()
         return Round(index=index, time=new.t[0].item(), **about, **self.clock.take())
 
     def _learn(self, replayed: Events, new: Events, index: int) -> float:
         """Passes over replayed events and then new ones; the mean loss of the last pass."""
-        features, memory = self.past.features, self.task.memory
+        features, memory = self.history.features, self.task.memory
         if self._restore and isinstance(features, FeatureCache) and features.dim("edge"):
             with self.clock.stage("fetch"):
                 features.restore(torch.cat([replayed.eid, new.eid]))
         if self.optimizer is None or self.settings.fresh_optimizer:
-            self.optimizer = self.new_optimizer()
+            self.optimizer = self.make_optimizer()
         # Each event is in the memory once in the end, replayed ones as they were before.
         before = None if memory is None else memory.state()
         device, loss = self.clock.device, math.nan
@@ -261,19 +264,69 @@ class ContinualTrainer:
         total = torch.zeros((), dtype=torch.float64)
         for events in (replayed, new):
             with self.clock.stage("sample"):
-                negatives = self.past.training_negatives.draw(events, stream=stream)
+                negatives = self.history.training_negatives.draw(events, stream=stream)
             total += self.task.train(
-                events, negatives, self.past.features, self.optimizer, remember=events is new
+                events, negatives, self.history.features, self.optimizer, remember=events is new
             ).cpu()
         return float(total) / (len(replayed) + len(new))
 
-    def new_optimizer(self) -> torch.optim.Optimizer:
-        """An optimiser of the model's and the head's parameters."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a later run needs to go on, beside the graph: weights, memory, optimizer, rounds."""
+        memory, optimizer = self.task.memory, self.optimizer
+        if self.settings.fresh_optimizer:
+            optimizer = None
+        return {
+            "model": self.model.state_dict(),
+            "head": self.head.state_dict(),
+            "memory": None if memory is None else memory.state(),
+            "optimizer": None if optimizer is None else optimizer.state_dict(),
+            "warmed": self.warmed and self.warmed.to_json(),
+            "rounds": [one.to_json() for one in self.rounds],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Becomes the trainer that `state_dict` was taken of; graph and features stay.
+
+        Raises:
+            DataError: it is the state of another model or head.
+        """
+        for name, module in (("model", self.model), ("head", self.head)):
+            try:
+                module.load_state_dict(state[name])
+            except RuntimeError as error:
+                raise DataError(
+                    f"expected the state of this {name}, it is of another {name}: {error}"
+                ) from error
+        if self.task.memory is not None:
+            self.task.memory.load_state(state["memory"])
+        if state["optimizer"] is not None:
+            self.optimizer = self.make_optimizer()
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.warmed = state["warmed"] and Round.from_json(state["warmed"])
+        self.rounds = [Round.from_json(row) for row in state["rounds"]]
+
+    def _resume(self, saved: Checkpoint, events: Events) -> int:
+        """Goes to where a checkpoint ends; how many events are behind it, 0 for none."""
+        found = saved.read()
+        if found is None:
+            return 0
+        done, state = found
+        try:
+            self.load_state_dict(state)
+        except DataError as error:
+            raise DataError(f"{self._folder}: {error}") from error
+        last = self.rounds[-1].num_events if self.rounds else done
+        bound = self.history.bound(events[done - last : done])
+        self.history.insert(events[:done], since=bound)
+        return done
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer of the model's and the head's parameters."""
         params = [*self.model.parameters(), *self.head.parameters()]
         return self._make_optimizer(params)
 
 
-def _head_for(model: nn.Module) -> nn.Module:
+def _make_head(model: nn.Module) -> nn.Module:
     from gnnflow.models import LinkHead
 
     dim = getattr(model, "dim", None)

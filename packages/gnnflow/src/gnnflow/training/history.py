@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gnnflow.data.events import Events
 from gnnflow.data.negatives import Negatives
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features, FeatureStore
 from gnnflow.graph.temporal_graph import TemporalGraph
-from gnnflow.training.replay import Replay
-from gnnflow.training.rounds import StageClock, span
+from gnnflow.training.replay import ReplayPolicy
+from gnnflow.training.rounds import StageClock, parse_span
+from shared.data.events import Events
 from shared.errors import DataError
 
-__all__ = ["Past", "rows_from"]
+__all__ = ["StreamHistory", "select_new_rows"]
 
 
-class Past:
+class StreamHistory:
     """Takes events in, in order, and forgets those outside a window.
 
     Args:
@@ -34,7 +34,7 @@ class Past:
         self,
         graph: TemporalGraph,
         features: Features | FeatureCache | None,
-        replay: Replay,
+        replay: ReplayPolicy,
         *,
         negatives: str,
         window: float | str | None,
@@ -45,7 +45,7 @@ class Past:
         self.negatives = Negatives(negatives, seed=seed)
         is_same = self.negatives.kind == "random"
         self.training_negatives = self.negatives if is_same else Negatives(seed=seed)
-        self._window = None if window is None else span("window", window)
+        self._window = None if window is None else parse_span("window", window)
 
     def bound(self, new: Events) -> float | None:
         """Edges earlier than this expire before an increment; None without a window."""
@@ -75,7 +75,7 @@ class Past:
                 self.training_negatives.observe(new)
             self.replay.observe(new)
 
-    def replayed(self, events: Events, start: int, index: int) -> Events:
+    def draw_replayed(self, events: Events, start: int, index: int) -> Events:
         """Past events to train on with the increment that begins at `start`, by time.
 
         Args:
@@ -96,7 +96,7 @@ class Past:
             store = store.store
         if store is None or not store.dim("edge") or not len(new):
             return None, none
-        rows = rows_from(store.num_rows("edge"), new)
+        rows = select_new_rows(store.num_rows("edge"), new)
         if rows is None:
             return None, none
         if not isinstance(store, FeatureStore):
@@ -107,7 +107,7 @@ class Past:
         return store, rows
 
 
-def rows_from(num_rows: int, new: Events) -> Tensor | None:
+def select_new_rows(num_rows: int, new: Events) -> Tensor | None:
     """Features of the events whose ids are those after the rows there are; None if there are none.
 
     Raises:

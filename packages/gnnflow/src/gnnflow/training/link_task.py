@@ -10,16 +10,16 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gnnflow.data.events import Events
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.inputs import Inputs, attach
 from gnnflow.features.store import Features
 from gnnflow.sampling.sampler import TemporalSampler
-from gnnflow.training import evaluation
 from gnnflow.training.rounds import StageClock
+from shared.data.events import Events
+from shared.data.metrics import auc, average_precision, mrr
 from shared.errors import ConfigError
 
-__all__ = ["HasMemory", "LinkTask", "Scores"]
+__all__ = ["METRICS", "HasMemory", "LinkTask", "Scores"]
 
 Negatives = Int64[Tensor, "num_events num_negatives"]
 
@@ -51,6 +51,9 @@ class Scores(NamedTuple):
     ap: float
     auc: float
     mrr: float
+
+
+METRICS = tuple(Scores.__annotations__)
 
 
 class LinkTask:
@@ -146,9 +149,9 @@ class LinkTask:
                 self.memory.load_state(memory)
         pos, neg = (torch.cat(part).cpu() for part in zip(*found, strict=True))
         return Scores(
-            evaluation.average_precision(pos, neg[:, 0]),
-            evaluation.auc(pos, neg[:, 0]),
-            evaluation.mrr(pos, neg),
+            average_precision(pos, neg[:, 0]),
+            auc(pos, neg[:, 0]),
+            mrr(pos, neg),
         )
 
     def train(

@@ -21,17 +21,17 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from gnnflow.data.events import Events
+from shared.data.events import Events
 from shared.errors import ConfigError
 from shared.kernels.philox import stream_key
 
-__all__ = ["Replay", "StructureReplay", "UniformReplay"]
+__all__ = ["DegreeClasses", "ReplayPolicy", "StructureReplay", "UniformReplay"]
 
 _NUM_LEVELS = 64
 
 
 @runtime_checkable
-class Replay(Protocol):
+class ReplayPolicy(Protocol):
     """What the continual loop asks of a policy."""
 
     def observe(self, events: Events) -> None:
@@ -59,17 +59,48 @@ class UniformReplay:
     """
 
     def __init__(self, share: float = 0.05, *, seed: int = 0) -> None:
-        self.share = _checked(share)
+        self.share = _check_share(share)
         self.seed = seed
 
     def observe(self, events: Events) -> None:
         """Keeps nothing: every event is alike."""
 
     def draw(self, first: int, end: int, round_index: int) -> Int64[Tensor, " num_drawn"]:
-        """See `Replay.draw`."""
-        random = _random(self.seed, round_index)
+        """See `ReplayPolicy.draw`."""
+        random = _make_random(self.seed, round_index)
         num = int(self.share * (end - first))
         return torch.from_numpy(np.sort(random.integers(first, max(end, first + 1), num)))
+
+
+class DegreeClasses:
+    """Classes of events by the degrees of their ends, in powers of two, as a stream goes by."""
+
+    def __init__(self) -> None:
+        self._degree = np.zeros(0, np.int64)
+
+    def classify(self, events: Events) -> np.ndarray:
+        """Classifies the next events of the stream, and counts their edges.
+
+        Returns:
+            int16 [num_events]: bits of the source's degree just before the event, times 64, plus
+            those of the destination's.
+        """
+        if events.num_nodes > len(self._degree):
+            grown = np.zeros(max(events.num_nodes, 2 * len(self._degree)), np.int64)
+            grown[: len(self._degree)] = self._degree
+            self._degree = grown
+        ends = torch.stack([events.src, events.dst], 1).reshape(-1).numpy()
+        order = np.argsort(ends, kind="stable")
+        ordered = ends[order]
+        earlier = np.empty_like(ends)
+        earlier[order] = np.arange(len(ends)) - np.searchsorted(ordered, ordered)
+        # Between the two ends of one event nothing has happened.
+        earlier = earlier.reshape(-1, 2)
+        earlier[:, 1] -= events.src.numpy() == events.dst.numpy()
+        degree = self._degree[ends.reshape(-1, 2)] + earlier
+        level = np.frexp(degree.astype(np.float64))[1]
+        self._degree += np.bincount(ends, minlength=len(self._degree))
+        return (level[:, 0] * _NUM_LEVELS + level[:, 1]).astype(np.int16)
 
 
 class StructureReplay:
@@ -90,34 +121,19 @@ class StructureReplay:
     def __init__(self, share: float = 0.05, *, uniform: float = 0.2, seed: int = 0) -> None:
         if not 0 <= uniform <= 1:
             raise ConfigError(f"replay: expected uniform from 0 to 1, got {uniform}")
-        self.share = _checked(share)
+        self.share = _check_share(share)
         self.uniform = uniform
         self.seed = seed
-        self._degree = np.zeros(0, np.int64)
+        self._degrees = DegreeClasses()
         self._classes: list[np.ndarray] = []
 
     def observe(self, events: Events) -> None:
-        """Classes of events by the degrees of their ends just before each of them."""
-        if events.num_nodes > len(self._degree):
-            grown = np.zeros(max(events.num_nodes, 2 * len(self._degree)), np.int64)
-            grown[: len(self._degree)] = self._degree
-            self._degree = grown
-        ends = torch.stack([events.src, events.dst], 1).reshape(-1).numpy()
-        order = np.argsort(ends, kind="stable")
-        ordered = ends[order]
-        earlier = np.empty_like(ends)
-        earlier[order] = np.arange(len(ends)) - np.searchsorted(ordered, ordered)
-        # Between the two ends of one event nothing has happened.
-        earlier = earlier.reshape(-1, 2)
-        earlier[:, 1] -= events.src.numpy() == events.dst.numpy()
-        degree = self._degree[ends.reshape(-1, 2)] + earlier
-        level = np.frexp(degree.astype(np.float64))[1]
-        self._classes.append((level[:, 0] * _NUM_LEVELS + level[:, 1]).astype(np.int16))
-        self._degree += np.bincount(ends, minlength=len(self._degree))
+        """Classifies events by the degrees of their ends just before each of them."""
+        self._classes.append(self._degrees.classify(events))
 
     def draw(self, first: int, end: int, round_index: int) -> Int64[Tensor, " num_drawn"]:
-        """See `Replay.draw`."""
-        random = _random(self.seed, round_index)
+        """See `ReplayPolicy.draw`."""
+        random = _make_random(self.seed, round_index)
         num = int(self.share * (end - first))
         if not num:
             return torch.empty(0, dtype=torch.int64)
@@ -135,11 +151,11 @@ class StructureReplay:
         return torch.from_numpy(np.sort(first + np.minimum(drawn, len(past) - 1)))
 
 
-def _checked(share: float) -> float:
+def _check_share(share: float) -> float:
     if not 0 <= share < float("inf"):
         raise ConfigError(f"replay: expected a share of 0 or more, got {share}")
     return share
 
 
-def _random(seed: int, round_index: int) -> np.random.Generator:
+def _make_random(seed: int, round_index: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(stream_key(seed, round_index)))

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gnnflow.data.events import Events
+from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
-__all__ = ["STAGES", "Round", "Settings", "StageClock", "increments", "span"]
+__all__ = ["STAGES", "Round", "Settings", "StageClock", "cut_increments", "parse_span"]
 
 STAGES = ("insert", "evaluate", "sample", "fetch", "train")
 _UNITS_S = {"s": 1, "min": 60, "h": 3600, "D": 86_400, "W": 604_800}
@@ -46,8 +46,8 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
         if self.window is not None:
-            span("window", self.window)
-        increments(Events([], [], []), self.warmup, self.every)
+            parse_span("window", self.window)
+        cut_increments(Events([], [], []), self.warmup, self.every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class StageClock:
         return taken
 
 
-def span(name: str, value: str | float) -> float:
+def parse_span(name: str, value: str | float) -> float:
     """A length of time: a number, also as text, or a number and a unit where times are seconds.
 
     Args:
@@ -167,13 +167,13 @@ def span(name: str, value: str | float) -> float:
     return number
 
 
-def increments(events: Events, warmup: float, every: int | str) -> tuple[int, list[int]]:
+def cut_increments(events: Events, warmup: float, every: int | str) -> tuple[int, list[int]]:
     """Where a stream is cut.
 
     Args:
         events: by time.
         warmup: share of the events that come before the first increment.
-        every: events an increment, or its time as for `span`: increments then begin whole multiples
+        every: events an increment, or its time as for `parse_span`: increments then begin whole multiples
             of it after the first event that follows the warm-up, and those without events are left
             out.
 
@@ -190,7 +190,7 @@ def increments(events: Events, warmup: float, every: int | str) -> tuple[int, li
         if every < 1:
             raise ConfigError(f"every: expected 1 event or more an increment, got {every}")
         return first, [*range(first + every, len(events), every), len(events)]
-    step = span("every", every)
+    step = parse_span("every", every)
     since = (events.t[first:] - events.t[first]).numpy() if first < len(events) else np.empty(0)
     changes = np.flatnonzero(np.diff(np.floor_divide(since, step)))
     return first, [*(first + 1 + changes).tolist(), len(events)]

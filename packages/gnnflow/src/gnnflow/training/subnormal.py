@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["no_subnormals"]
+__all__ = ["flush_subnormals"]
 
 
 @contextmanager
-def no_subnormals() -> Iterator[None]:
+def flush_subnormals() -> Iterator[None]:
     """Has this thread's processor take them for zero, where it can; usable as a decorator too."""
     was_so = float(torch.full((), 1e-310, dtype=torch.float64) * 1) == 0
     torch.set_flush_denormal(True)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from mspipe.memory.row_cache import RowCache
+from mspipe.memory.row_cache import NodeRowCache
 from mspipe.memory.row_layout import NO_MAIL, RowLayout, State
 from mspipe.memory.rows import RowStore, open_rows
 from shared.errors import ConfigError, DataError
@@ -65,10 +65,10 @@ class NodeMemory:
         if cache_bytes < 0:
             raise ConfigError(f"expected cache_bytes of at least 0, got {cache_bytes}")
         self.rows: RowStore = open_rows(place, num_nodes, fresh[0])
-        self.cache: RowCache | None = None
+        self.cache: NodeRowCache | None = None
         if cache_bytes:
             num_kept = min(num_nodes, cache_bytes // self.layout.row_bytes)
-            self.rows = self.cache = RowCache(self.rows, self.layout.num_words, num_kept)
+            self.rows = self.cache = NodeRowCache(self.rows, self.layout.num_words, num_kept)
         self._journal: dict[int, Tensor] | None = None
         self._leased_by: str | None = None
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from mspipe.memory.rows import RowStore
 from shared.errors import ConfigError
 
-__all__ = ["RowCache"]
+__all__ = ["NodeRowCache"]
 
 
-class RowCache:
+class NodeRowCache:
     """A table of the most recently used rows in front of a store; writes go to both.
 
     Reads give what reads of the rows behind give, as long as none but this process (and workers that

@@ -21,10 +21,10 @@ from mspipe.data.sampler import Sampled
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.memory.row_layout import State
 from mspipe.models.base import MemoryModel, newest_mail
+from mspipe.pipeline.gpu_streams import GpuStreams
 from mspipe.pipeline.iteration import Iteration, Output
 from mspipe.pipeline.mitigation import Mitigation
 from mspipe.pipeline.report import Report, Span
-from mspipe.pipeline.streams import Streams
 from mspipe.pipeline.workers import WorkerSlices
 from mspipe.pipeline.written_rows import WrittenRows
 from mspipe.registry import Mode
@@ -78,7 +78,7 @@ class Stages:
         self.workers, self.mitigation, self.mode, self.depth = workers, mitigation, mode, depth
         self.report, self.is_training = report, is_training
         self.num_committed = 0
-        self.streams = Streams(self._device)
+        self.streams = GpuStreams(self._device)
         self.stored: torch.cuda.Event | None = None
         self._written_rows = WrittenRows(memory.num_nodes)
         self._start_s = time.perf_counter()

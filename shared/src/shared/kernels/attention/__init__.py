@@ -7,46 +7,15 @@ leave to this operator what is done once an edge. Differentiable in everything b
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
 from shared.errors import DataError
+from shared.kernels.attention.edges import Edges
 from shared.kernels.registry import select
 
 __all__ = ["Edges", "attend"]
-
-
-@runtime_checkable
-class Edges(Protocol):
-    """Who reads whom: the edges of each root beside one another."""
-
-    @property
-    def starts(self) -> Int64[Tensor, " num_roots_and_1"]:
-        """Where each root's edges begin, and the number of all."""
-        ...
-
-    @property
-    def neighbors(self) -> Int64[Tensor, " num_edges"]:
-        """Rows of the neighbours."""
-        ...
-
-    @property
-    def edge_rows(self) -> Float[Tensor, "num_features edge_dim"]:
-        """Features of edges."""
-        ...
-
-    @property
-    def edge_index(self) -> Int64[Tensor, " num_edges"]:
-        """Which of them each edge has."""
-        ...
-
-    @property
-    def dt(self) -> Float[Tensor, " num_edges"]:
-        """Spans of time, float64."""
-        ...
 
 
 def attend(

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shared.kernels._jit import compiled
-from shared.kernels._rows import over_rows
+from shared.kernels.jit import compiled
+from shared.kernels.rows import over_rows
 
 if TYPE_CHECKING:
-    from shared.kernels.attention import Edges
+    from shared.kernels.attention.edges import Edges
 
 __all__ = ["attend"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 if TYPE_CHECKING:
-    from shared.kernels.attention import Edges
+    from shared.kernels.attention.edges import Edges
 
 __all__ = ["attend"]
 
@@ -30,7 +30,7 @@ _TILE = 2048
 _MAX_EDGES = 16
 _WARP = 512
 # Of the backward pass: fixed, so that gradients of time have one order of summation.
-_PROGRAMS = 1024
+PROGRAMS = 1024
 
 _TURNS = tl.constexpr(1 / (2 * math.pi))
 _PI = tl.constexpr(math.pi)
@@ -334,7 +334,7 @@ class _Attend(torch.autograd.Function):
         query_grad, bias_grad = torch.zeros_like(query), torch.zeros_like(bias)
         of_rows = torch.zeros_like(rows) if wants_rows else None
         of_edges = torch.zeros_like(edge_rows, dtype=torch.float32) if wants_edges else None
-        num_programs = min(num_roots, _PROGRAMS)
+        num_programs = min(num_roots, PROGRAMS)
         time_grad = frequency.new_zeros(num_programs, 2, len(frequency) if any(wants_time) else 0)
         if query.numel():
             arguments = (

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from shared.kernels.attention import Edges
+    from shared.kernels.attention.edges import Edges
 
 __all__ = ["attend"]
 

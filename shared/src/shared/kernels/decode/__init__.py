@@ -7,32 +7,15 @@ attention are one pass. Not differentiable.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from shared.errors import DataError
+from shared.kernels.decode.slots import Places
 from shared.kernels.registry import select
 
 __all__ = ["Places", "attend"]
-
-
-class Places(NamedTuple):
-    """What each place reads, int64 [places] each.
-
-    Attributes:
-        slots: rows of `own`; each in at most one place.
-        prompts: rows of `prompt`.
-        prompt_lengths: positions of the prompt that are looked at; none for a row to fill up with.
-        made: positions of `own` that are filled; the new key and value come after them.
-    """
-
-    slots: Tensor
-    prompts: Tensor
-    prompt_lengths: Tensor
-    made: Tensor
 
 
 def attend(

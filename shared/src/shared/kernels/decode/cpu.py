@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.kernels._jit import compiled
-from shared.kernels._rows import over_rows
+from shared.kernels.jit import compiled
+from shared.kernels.rows import over_rows
 
 if TYPE_CHECKING:
-    from shared.kernels.decode import Places
+    from shared.kernels.decode.slots import Places
 
 __all__ = ["attend"]
 

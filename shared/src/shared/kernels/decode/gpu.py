@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shared.kernels.decode import Places
+    from shared.kernels.decode.slots import Places
 
 __all__ = ["attend"]
 

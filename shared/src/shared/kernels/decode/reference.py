@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from shared.kernels.decode import Places
+    from shared.kernels.decode.slots import Places
 
 __all__ = ["attend"]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = ["gather", "scatter_add"]
 

@@ -6,7 +6,7 @@ kept wide it becomes one `vpmuludq` a product without shuffles.
 
 import numpy as np
 
-from shared.kernels._jit import compiled
+from shared.kernels.jit import compiled
 
 __all__ = ["NOISE_BLOCK", "fill_noise", "philox_words"]
 

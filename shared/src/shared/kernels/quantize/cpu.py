@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.kernels._jit import compiled
-from shared.kernels._rows import over_rows
+from shared.kernels.jit import compiled
 from shared.kernels.philox import key_words
 from shared.kernels.philox.cpu import fill_noise
 from shared.kernels.quantize.reference import MIN_SCALE
+from shared.kernels.rows import over_rows
 
 __all__ = ["dequantize", "quantize"]
 

@@ -20,8 +20,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from shared.kernels._jit import compiled
-from shared.kernels._rows import num_tasks, over_ranges
+from shared.kernels.jit import compiled
+from shared.kernels.rows import num_tasks, over_ranges
 
 __all__ = ["spmm", "transpose"]
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.kernels._jit import compiled
-from shared.kernels._rows import num_tasks, over_ranges, over_rows
+from shared.kernels.jit import compiled
 from shared.kernels.philox.cpu import philox_words
+from shared.kernels.rows import num_tasks, over_ranges, over_rows
 from shared.kernels.temporal.adjacency import Adjacency
 
 __all__ = ["count_before", "recent", "uniform"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,22 +17,9 @@ from torch import Tensor
 
 from shared.errors import DataError
 from shared.kernels.registry import select
+from shared.kernels.token_log_probs.sums import Answer, answer, merge
 
 __all__ = ["Answer", "answer", "gradients", "merge", "partial_sums"]
-
-
-class Answer(NamedTuple):
-    """What a row's sums say.
-
-    Attributes:
-        log_probs: of the rows' tokens.
-        entropy: of the rows' distributions.
-        normalizer: logarithm of the sum of exponentials of logits.
-    """
-
-    log_probs: Tensor
-    entropy: Tensor
-    normalizer: Tensor
 
 
 def partial_sums(
@@ -63,22 +49,6 @@ def partial_sums(
     _check(hidden, weight, tokens)
     with torch.no_grad():
         return _form(hidden).partial_sums(hidden, weight, tokens, temperature)
-
-
-def merge(parts: Float[Tensor, "4 parts rows"]) -> Float[Tensor, "4 rows"]:
-    """The sums over several parts of a vocabulary, from the sums over each."""
-    top = parts[0].amax(0)
-    shift = parts[0] - top
-    shrunk = shift.exp()
-    moment = shrunk * (parts[2] + shift * parts[1])
-    return torch.stack([top, (shrunk * parts[1]).sum(0), moment.sum(0), parts[3].sum(0)])
-
-
-def answer(sums: Float[Tensor, "4 rows"]) -> Answer:
-    """What the sums over a whole vocabulary say."""
-    top, total, moment, chosen = sums
-    log_total = total.log()
-    return Answer(chosen - top - log_total, log_total - moment / total, top + log_total)
 
 
 def gradients(

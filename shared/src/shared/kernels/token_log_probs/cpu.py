@@ -8,14 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shared.kernels.token_log_probs import merge
 from shared.kernels.token_log_probs.blocks import block_of, spans, summed_products
+from shared.kernels.token_log_probs.sums import merge
 
 __all__ = ["gradients", "partial_sums"]
 
 # Four megabytes of float32: what is done to a block after its product finds it in a cache.
-_MOST_ROWS = 256
-_MOST_LOGITS = 1 << 20
+MOST_ROWS = 256
+MOST_LOGITS = 1 << 20
 
 
 def partial_sums(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> Tensor:
@@ -80,4 +80,4 @@ def _wide(states: Tensor) -> Tensor:
 
 
 def _block(hidden: Tensor, weight: Tensor) -> tuple[int, int]:
-    return block_of(len(hidden), len(weight), most_rows=_MOST_ROWS, most_logits=_MOST_LOGITS)
+    return block_of(len(hidden), len(weight), most_rows=MOST_ROWS, most_logits=MOST_LOGITS)

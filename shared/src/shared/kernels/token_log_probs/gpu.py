@@ -19,21 +19,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from shared.kernels.token_log_probs import merge
 from shared.kernels.token_log_probs.blocks import block_of, summed_products
+from shared.kernels.token_log_probs.sums import merge
 
 __all__ = ["gradients", "partial_sums"]
 
 # Tiles by the bytes of an element, for the shared memory of an H100; guesses, no device was at hand.
-_TILES = {
+TILES = {
     2: {"ROWS": 128, "COLS": 128, "DIMS": 64, "num_warps": 8, "num_stages": 3},
     4: {"ROWS": 64, "COLS": 64, "DIMS": 32, "num_warps": 4, "num_stages": 3},
 }
 # Shares of the vocabulary: a number, so that what is kept of a row does not grow with it.
-_MOST_SHARES = 32
+MOST_SHARES = 32
 # Of a block of slopes: 128 MB in half types.
-_MOST_ROWS = 1 << 14
-_MOST_LOGITS = 1 << 26
+MOST_ROWS = 1 << 14
+MOST_LOGITS = 1 << 26
 
 _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -153,9 +153,9 @@ def _slopes(
 
 def partial_sums(hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float) -> Tensor:
     """Sums over shares of the vocabulary, then merged."""
-    tile = _TILES[hidden.element_size()]
+    tile = TILES[hidden.element_size()]
     num_tiles = triton.cdiv(len(weight), tile["COLS"])
-    tiles_a_share = triton.cdiv(num_tiles, _MOST_SHARES)
+    tiles_a_share = triton.cdiv(num_tiles, MOST_SHARES)
     # No share is left without columns: its sums would have no top.
     num_shares = triton.cdiv(num_tiles, tiles_a_share)
     sums = torch.empty(4, num_shares, len(hidden), device=hidden.device)
@@ -172,7 +172,7 @@ def gradients(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, terms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Products with slopes of the type of `weight`, summed in float32 over blocks."""
-    block = block_of(len(hidden), len(weight), most_rows=_MOST_ROWS, most_logits=_MOST_LOGITS)
+    block = block_of(len(hidden), len(weight), most_rows=MOST_ROWS, most_logits=MOST_LOGITS)
     slopes = partial(_slopes_of, temperature)
     inputs = hidden.contiguous(), weight.contiguous(), tokens, terms
     return summed_products(slopes, *inputs, block=block)
@@ -181,7 +181,7 @@ def gradients(
 def _slopes_of(
     temperature: float, hidden: Tensor, head: Tensor, tokens: Tensor, terms: Tensor
 ) -> Tensor:
-    tile: dict[str, Any] = _TILES[hidden.element_size()]
+    tile: dict[str, Any] = TILES[hidden.element_size()]
     shape = len(hidden), len(head)
     slopes = hidden.new_empty(shape)
     grid = triton.cdiv(shape[0], tile["ROWS"]), triton.cdiv(shape[1], tile["COLS"])

@@ -17,7 +17,7 @@ import numpy as np
 
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Graph", "Operation", "Order"]
+__all__ = ["Operation", "OperationGraph", "Order"]
 
 Order = Literal["given", "readiness", "priority"]
 """Whose turn it is on a queue: the next listed, the longest ready, or the ready one of least
@@ -50,7 +50,7 @@ class Operation(NamedTuple):
     priority: float = 0.0
 
 
-class Graph:
+class OperationGraph:
     """Operations by number, in the order listed.
 
     Attributes:

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from shared.topology.replay.graph import Graph, Operation, Order
+from shared.topology.replay.graph import Operation, OperationGraph, Order
 from shared.topology.replay.timeline import Timeline
 
 __all__ = ["Replay"]
@@ -49,7 +49,7 @@ class Replay:
     def __init__(
         self, operations: Iterable[Operation], queues: Mapping[str, Order] | None = None
     ) -> None:
-        self._graph = Graph(operations, queues)
+        self._graph = OperationGraph(operations, queues)
 
     def run(self, duration_s: Sequence[float] | np.ndarray | None = None) -> Timeline:
         """When each operation starts and ends.
@@ -74,7 +74,9 @@ class Replay:
         return Timeline(graph=graph, start_s=np.array(start), end_s=np.array(end), order=order)
 
 
-def _longest_paths(graph: Graph, durations: list[float]) -> tuple[list[float], list[float]]:
+def _longest_paths(
+    graph: OperationGraph, durations: list[float]
+) -> tuple[list[float], list[float]]:
     earliest, needs, lagged = graph.earliest_s, graph.needs, graph.lagged
     start, end = [0.0] * len(durations), [0.0] * len(durations)
     for i in graph.order:
@@ -91,7 +93,7 @@ def _longest_paths(graph: Graph, durations: list[float]) -> tuple[list[float], l
 
 
 def _events(
-    graph: Graph, durations: list[float], lined: list[tuple[int, ...]]
+    graph: OperationGraph, durations: list[float], lined: list[tuple[int, ...]]
 ) -> tuple[list[float], list[float], list[int]]:
     """Start, end and the order in which these were settled.
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float
 
 from shared.errors import DataError
-from shared.topology.replay.graph import Graph
+from shared.topology.replay.graph import OperationGraph
 
 __all__ = ["CriticalStep", "QueueUse", "Timeline"]
 
@@ -71,7 +71,7 @@ class Timeline:
     start_s: Float[np.ndarray, " operations"]
     end_s: Float[np.ndarray, " operations"]
     order: Sequence[int] = field(repr=False)
-    graph: Graph = field(repr=False)
+    graph: OperationGraph = field(repr=False)
 
     def __post_init__(self) -> None:
         self.start_s.flags.writeable = self.end_s.flags.writeable = False

@@ -28,20 +28,20 @@ __all__ = [
     "check_files",
     "check_listed",
     "commit",
-    "data_folder",
+    "describe_file",
     "discard",
-    "discarding",
-    "garbage",
+    "discard_on_error",
+    "draw_folder_name",
+    "find_garbage",
+    "format_step",
+    "list_steps",
+    "parse_step",
     "read_contents",
     "read_extra",
     "read_index",
     "read_manifest",
-    "record",
     "remove_checkpoint",
     "remove_garbage",
-    "step_folder",
-    "step_of",
-    "steps",
 ]
 
 logger = logging.getLogger(__name__)
@@ -54,23 +54,23 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 _UNPUBLISHED = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{12}}")
 
 
-def step_folder(step: int) -> str:
+def format_step(step: int) -> str:
     """Where the checkpoint of a training step lies below the root."""
     return f"step_{step:08d}"
 
 
-def step_of(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """The step whose folder has this name; None if no step's has."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
 
-def data_folder() -> str:
+def draw_folder_name() -> str:
     """A new name for the folder of a save's files, beside its manifest."""
     return f"data-{secrets.token_hex(6)}"
 
 
-def record(name: str, content: bytes) -> FileRecord:
+def describe_file(name: str, content: bytes) -> FileRecord:
     """What a manifest says of an index or extra file with this content."""
     digest = xxhash.xxh3_128_hexdigest(content)
     return FileRecord(name=name, num_bytes=len(content), xxh3_128=digest)
@@ -91,8 +91,8 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
     manifest = Manifest.decode(storage.read(where), where)
     if not _DATA.fullmatch(manifest.data):
         raise DataError(
-            f"{where}: expected a data folder like {data_folder()}, got {manifest.data!r}; do not "
-            f"load checkpoints from sources you do not trust"
+            f"{where}: expected a data folder like {draw_folder_name()}, got {manifest.data!r}; "
+            f"do not load checkpoints from sources you do not trust"
         )
     records = [manifest.index, manifest.extra, *manifest.files]
     for file in records:
@@ -182,11 +182,11 @@ def commit(
     _check_sizes(storage, path, manifest, manifest.files)
     data = _join(path, manifest.data)
     for file, content in ((manifest.index, index), (manifest.extra, extra)):
-        assert file == record(file.name, content), f"{file.name} is not as the manifest says"
+        assert file == describe_file(file.name, content), f"{file.name} is not as the manifest says"
         _write_whole(storage, _join(data, file.name), content)
     # Folders above the path may be new as well, or left unsynced by a save that died.
-    storage.sync_folders([data, *_upwards(path)])
-    replaced = _data_of(storage, path) if overwrite else None
+    storage.sync_folders([data, *_list_upwards(path)])
+    replaced = _find_data_folder(storage, path) if overwrite else None
     storage.publish(_join(path, MANIFEST_NAME), manifest.encode(), overwrite=overwrite)
     if replaced is not None and replaced != manifest.data:
         try:
@@ -214,7 +214,7 @@ def discard(storage: Storage, path: str, data: str) -> None:
 
 
 @contextmanager
-def discarding(
+def discard_on_error(
     storage: Storage, path: str, data: str, *, may_appear: bool = False
 ) -> Iterator[None]:
     """Around writing or committing: discards what a save wrote when it fails.
@@ -237,16 +237,16 @@ def discarding(
         raise
 
 
-def steps(storage: Storage) -> list[int]:
+def list_steps(storage: Storage) -> list[int]:
     """Steps with a checkpoint, ascending: a whole manifest, and all its files with their sizes."""
-    found = [name for name in storage.list("") if step_of(name) is not None]
+    found = [name for name in storage.list("") if parse_step(name) is not None]
     # An object store answers each question late, but many at once.
     with ThreadPoolExecutor(max_workers=8) as threads:
         there = threads.map(lambda name: _is_checkpoint(storage, name), found)
     return sorted(
         step
         for name, whole in zip(found, there, strict=True)
-        if whole and (step := step_of(name)) is not None
+        if whole and (step := parse_step(name)) is not None
     )
 
 
@@ -256,7 +256,7 @@ def remove_checkpoint(storage: Storage, path: str) -> None:
     storage.remove_tree(path)
 
 
-def garbage(storage: Storage, path: str = "") -> list[str]:
+def find_garbage(storage: Storage, path: str = "") -> list[str]:
     """What saves that never were committed left behind, and removals that did not finish.
 
     A save that is under way looks the same: ask only when none is. A folder with a damaged
@@ -272,13 +272,13 @@ def garbage(storage: Storage, path: str = "") -> list[str]:
         and manifests that were never published.
     """
     names = storage.list(path)
-    found = _leavings(storage, path, names)
+    found = _list_leavings(storage, path, names)
     files = storage.sizes(path)
     for name in names:
-        if step_of(name) is not None and name not in files:
+        if parse_step(name) is not None and name not in files:
             step = _join(path, name)
             inside = storage.list(step)
-            left = _leavings(storage, step, inside)
+            left = _list_leavings(storage, step, inside)
             found += left if len(left) < len(inside) else [step]
     return found
 
@@ -287,7 +287,7 @@ def remove_garbage(storage: Storage, paths: Iterable[str]) -> None:
     """Removes what `garbage` found."""
     for path in paths:
         folder, name = posixpath.split(path)
-        if step_of(name) is not None:
+        if parse_step(name) is not None:
             remove_checkpoint(storage, path)
         else:
             # The manifest that replaced this folder's may not have been synced before a crash.
@@ -295,7 +295,7 @@ def remove_garbage(storage: Storage, paths: Iterable[str]) -> None:
             storage.remove_tree(path)
 
 
-def _leavings(storage: Storage, path: str, names: list[str]) -> list[str]:
+def _list_leavings(storage: Storage, path: str, names: list[str]) -> list[str]:
     """Garbage directly in a checkpoint's folder."""
     found = [name for name in names if _UNPUBLISHED.fullmatch(name)]
     try:
@@ -314,7 +314,7 @@ def _is_checkpoint(storage: Storage, path: str) -> bool:
     return True
 
 
-def _data_of(storage: Storage, path: str) -> str | None:
+def _find_data_folder(storage: Storage, path: str) -> str | None:
     """The data folder of the checkpoint that is there; of a damaged one it is not known."""
     try:
         return read_manifest(storage, path).data
@@ -369,7 +369,7 @@ def _join(*parts: str) -> str:
     return posixpath.join(*(part for part in parts if part))
 
 
-def _upwards(path: str) -> list[str]:
+def _list_upwards(path: str) -> list[str]:
     """A folder and all above it up to the root."""
     folders = [path]
     while folders[-1]:

@@ -14,12 +14,19 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from bytecheckpoint.storage.files.dtypes import dtype_named, safetensors_name
-from bytecheckpoint.storage.files.index import ChunkTable, File, num_blocks
+from bytecheckpoint.storage.files.dtypes import get_safetensors_name, parse_dtype
+from bytecheckpoint.storage.files.index import ChunkTable, File, count_blocks
 from shared.errors import DataError
 from shared.topology.boxes import Box
 
-__all__ = ["ALIGN_BYTES", "TABLE_NAME", "data_file", "entry_bytes", "header", "header_bytes"]
+__all__ = [
+    "ALIGN_BYTES",
+    "TABLE_NAME",
+    "count_entry_bytes",
+    "count_header_bytes",
+    "encode_header",
+    "size_file",
+]
 
 ALIGN_BYTES = 4096
 TABLE_NAME = "__xxh3__"
@@ -32,22 +39,25 @@ _MAX_HEADER_BYTES = 100_000_000
 _Bytes = TypeVar("_Bytes", int, np.ndarray)
 
 
-def header_bytes(entries_bytes: _Bytes) -> _Bytes:
+def count_header_bytes(entries_bytes: _Bytes) -> _Bytes:
     """Where the data begin in a file whose entries, with their commas, take so many bytes."""
     return -(-(8 + entries_bytes + _MAX_TABLE_ENTRY_BYTES) // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def data_file(name: str, hashed_bytes: int) -> File:
+def size_file(name: str, hashed_bytes: int) -> File:
     """A data file whose header and chunks take so many bytes; the table of checksums follows."""
-    return File(name, hashed_bytes + 8 * num_blocks(hashed_bytes), hashed_bytes)
+    return File(name, hashed_bytes + 8 * count_blocks(hashed_bytes), hashed_bytes)
 
 
-def header(entries: Iterable[tuple[str, str, Box]]) -> bytes:
+def encode_header(
+    entries: Iterable[tuple[str, str, Box]], *, max_bytes: int = _MAX_HEADER_BYTES
+) -> bytes:
     """The bytes of a file before its data.
 
     Args:
         entries: name of the tensor, torch's name of its element type, and the chunk's box, of each
             chunk in the order in which they follow one another in the file. No box is empty.
+        max_bytes: the largest header that readers accept.
 
     Returns:
         The length, the JSON and spaces, a multiple of ALIGN_BYTES.
@@ -57,17 +67,17 @@ def header(entries: Iterable[tuple[str, str, Box]]) -> bytes:
     """
     texts, position = [], 0
     for name, dtype, box in entries:
-        end = position + box.numel * dtype_named(dtype).itemsize
-        texts.append(_entry(name, dtype, box, position, end))
+        end = position + box.numel * parse_dtype(dtype).itemsize
+        texts.append(_encode_entry(name, dtype, box, position, end))
         position = end
     body = b"".join(texts)
-    data_start = header_bytes(len(body))
-    if data_start > _MAX_HEADER_BYTES:
+    data_start = count_header_bytes(len(body))
+    if data_start > max_bytes:
         raise DataError(
-            f"expected a header of at most {_MAX_HEADER_BYTES} bytes, {len(texts)} chunks in one "
+            f"expected a header of at most {max_bytes} bytes, {len(texts)} chunks in one "
             f"file need {data_start}; let more ranks write, or join small tensors"
         )
-    table = data_file("", data_start + position)
+    table = size_file("", data_start + position)
     end = table.num_bytes - data_start
     last = (
         f'"{TABLE_NAME}":{{"dtype":"U8","shape":[{end - position}],'
@@ -77,16 +87,16 @@ def header(entries: Iterable[tuple[str, str, Box]]) -> bytes:
     return (data_start - 8).to_bytes(8, "little") + text.ljust(data_start - 8)
 
 
-def _entry(name: str, dtype: str, box: Box, begin: int, end: int) -> bytes:
-    known = safetensors_name(dtype_named(dtype))
-    shape = box.sizes if known else (*box.sizes, dtype_named(dtype).itemsize)
+def _encode_entry(name: str, dtype: str, box: Box, begin: int, end: int) -> bytes:
+    known = get_safetensors_name(parse_dtype(dtype))
+    shape = box.sizes if known else (*box.sizes, parse_dtype(dtype).itemsize)
     key = msgspec.json.encode(f"{name}@{','.join(map(str, box.offsets))}")
     sizes = ",".join(map(str, shape))
     rest = f':{{"dtype":"{known or "U8"}","shape":[{sizes}],"data_offsets":[{begin},{end}]}},'
     return key + rest.encode()
 
 
-def entry_bytes(
+def count_entry_bytes(
     names: Sequence[str],
     dtypes: Sequence[str],
     ndims: Sequence[int],
@@ -106,12 +116,14 @@ def entry_bytes(
     """
     # An entry at [0, 0, ...] of size [1, 1, ...] is as long as the shortest: a digit a number.
     tensors = zip(names, dtypes, ndims, strict=True)
-    least = [len(_entry(n, t, Box((0,) * d, (1,) * d), 0, 0)) for n, t, d in tensors]
-    more = _more_digits(chunks.offsets).sum(axis=1) + _more_digits(chunks.sizes).sum(axis=1)
-    more += _more_digits(begin) + _more_digits(end)
+    least = [len(_encode_entry(n, t, Box((0,) * d, (1,) * d), 0, 0)) for n, t, d in tensors]
+    more = _count_more_digits(chunks.offsets).sum(axis=1) + _count_more_digits(chunks.sizes).sum(
+        axis=1
+    )
+    more += _count_more_digits(begin) + _count_more_digits(end)
     return np.array(least, dtype=np.int64)[chunks.tensor] + more
 
 
-def _more_digits(numbers: np.ndarray) -> np.ndarray:
+def _count_more_digits(numbers: np.ndarray) -> np.ndarray:
     """How many decimal digits beyond the first."""
     return np.searchsorted(10 ** np.arange(1, 19), numbers, side="right")

@@ -4,7 +4,7 @@ import torch
 
 from shared.errors import DataError
 
-__all__ = ["SAFETENSORS_NAMES", "dtype_named", "name_of", "safetensors_name"]
+__all__ = ["SAFETENSORS_NAMES", "get_dtype_name", "get_safetensors_name", "parse_dtype"]
 
 # What strict safetensors headers can say; any other type is stored there as bytes (U8).
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {
@@ -35,7 +35,7 @@ _EXTRA = (
 _BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in (*SAFETENSORS_NAMES, *_EXTRA)}
 
 
-def name_of(dtype: torch.dtype) -> str:
+def get_dtype_name(dtype: torch.dtype) -> str:
     """The index's name of an element type, as "bfloat16".
 
     Raises:
@@ -50,7 +50,7 @@ def name_of(dtype: torch.dtype) -> str:
     return name
 
 
-def dtype_named(name: str) -> torch.dtype:
+def parse_dtype(name: str) -> torch.dtype:
     """The element type of an index's name.
 
     Raises:
@@ -61,6 +61,6 @@ def dtype_named(name: str) -> torch.dtype:
     return _BY_NAME[name]
 
 
-def safetensors_name(dtype: torch.dtype) -> str | None:
+def get_safetensors_name(dtype: torch.dtype) -> str | None:
     """What safetensors calls the type, None where it has no name for it."""
     return SAFETENSORS_NAMES.get(dtype)

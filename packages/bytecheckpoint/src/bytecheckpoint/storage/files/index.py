@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from shared.errors import DataError
 from shared.topology.boxes import Box, intersect
 
@@ -26,8 +26,8 @@ __all__ = [
     "ChunkTable",
     "File",
     "Index",
-    "num_blocks",
-    "plain_name",
+    "check_file_name",
+    "count_blocks",
 ]
 
 FORMAT_VERSION = 1
@@ -42,12 +42,12 @@ _FEW_CHUNKS = 64
 _PLAIN_NAME = re.compile(r"\w[\w .\-]*(/\w[\w .\-]*)*")
 
 
-def num_blocks(num_bytes: int) -> int:
+def count_blocks(num_bytes: int) -> int:
     """Number of checksummed blocks in a file's first `num_bytes` bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 
-def plain_name(name: object, where: str) -> str:
+def check_file_name(name: object, where: str) -> str:
     """A file name that a checkpoint may refer to, before anything is opened by it.
 
     Raises:
@@ -80,7 +80,7 @@ class ChunkTable:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def packed(self) -> dict[str, Any]:
+    def pack(self) -> dict[str, Any]:
         """The number of dimensions, and the columns as little-endian bytes."""
         return {
             "ndim": self.offsets.shape[1],
@@ -90,7 +90,7 @@ class ChunkTable:
         }
 
     @classmethod
-    def unpacked(cls, stored: Any) -> ChunkTable:
+    def unpack(cls, stored: Any) -> ChunkTable:
         """The table whose parts, as `packed` gives them, are attributes of an object.
 
         Raises:
@@ -181,7 +181,7 @@ class Index:
     @cached_property
     def itemsizes(self) -> np.ndarray:
         """int64 [tensors]: bytes of an element."""
-        by_name = {name: dtype_named(name).itemsize for name in set(self.dtypes)}
+        by_name = {name: parse_dtype(name).itemsize for name in set(self.dtypes)}
         return np.array([by_name[name] for name in self.dtypes], dtype=np.int64)
 
     @cached_property
@@ -282,7 +282,7 @@ class Index:
             shapes=[list(shape) for shape in self.shapes],
             aliases=self.aliases,
             files=[(file.name, file.num_bytes, file.hashed_bytes) for file in self.files],
-            **self.chunks.packed(),
+            **self.chunks.pack(),
             file=self.file.astype("<i4").tobytes(),
             start=self.start.astype("<i8").tobytes(),
         )
@@ -311,7 +311,7 @@ class Index:
         if not 0 <= stored.ndim <= 64:
             raise DataError(f"{where}: expected at most 64 dimensions, got {stored.ndim}")
         try:
-            chunks = ChunkTable.unpacked(stored)
+            chunks = ChunkTable.unpack(stored)
             index = cls(
                 names=stored.names,
                 dtypes=stored.dtypes,
@@ -372,12 +372,12 @@ class Index:
             if alias in known:
                 raise DataError(f"{where}: {alias!r} is tied to {target!r}, but is stored itself")
         for file in self.files:
-            plain_name(file.name, where)
+            check_file_name(file.name, where)
             hashed = file.num_bytes if file.hashed_bytes is None else file.hashed_bytes
             if not 0 <= hashed <= file.num_bytes <= _MAX_BYTES:
                 raise DataError(f"{where}: file {file.name!r} has impossible sizes")
             if file.hashed_bytes is not None and (
-                file.num_bytes != hashed + 8 * num_blocks(hashed)
+                file.num_bytes != hashed + 8 * count_blocks(hashed)
             ):
                 raise DataError(f"{where}: file {file.name!r} has no room for its checksums")
         if len({file.name for file in self.files}) != len(self.files):

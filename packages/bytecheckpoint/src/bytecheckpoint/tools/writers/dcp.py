@@ -10,24 +10,22 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from bytecheckpoint.formats.archive import ArchiveWriter
-from bytecheckpoint.formats.pickles import StoredTensor, contiguous_strides, dump_tree
+from bytecheckpoint.formats.dcp import METADATA_NAME
+from bytecheckpoint.formats.pickles import StoredTensor, compute_strides
 from bytecheckpoint.formats.tree import expand, flatten
-from bytecheckpoint.storage.files.dtypes import dtype_named
+from bytecheckpoint.loading.checkpoint import Checkpoint
+from bytecheckpoint.storage.files.dtypes import parse_dtype
 from bytecheckpoint.storage.files.index import Index
-from bytecheckpoint.tools.writers.output import SLAB_BYTES, appearing, data_of, slabs
+from bytecheckpoint.tools.writers.archive import ArchiveWriter
+from bytecheckpoint.tools.writers.new_path import make_new
+from bytecheckpoint.tools.writers.pickles import dump_tree
+from bytecheckpoint.tools.writers.slabs import SLAB_BYTES, cut_slabs, view_bytes
 from shared.topology.boxes import Box
 
-if TYPE_CHECKING:
-    from bytecheckpoint.loading.checkpoint import Checkpoint
-
-__all__ = ["METADATA_NAME", "write_dcp"]
-
-METADATA_NAME = ".metadata"
+__all__ = ["write_dcp"]
 
 
 def write_dcp(
@@ -49,7 +47,7 @@ def write_dcp(
         folder: made here; appears when it is whole and on disk.
         max_chunk_bytes: tensors are cut into chunks of at most this size, since torch reads whole
             chunks; rows that are larger are cut too.
-        progress: told the bytes written since it was last told.
+        progress: called with the number of bytes written since its last call.
 
     Raises:
         ConfigError: the folder exists.
@@ -63,7 +61,7 @@ def write_dcp(
     file_name = "__0_0.distcp"
     described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
     places: dict[dcp.MetadataIndex, _StorageInfo] = {}
-    with appearing(Path(folder)) as making:
+    with make_new(Path(folder)) as making:
         making.mkdir()
         with (making / file_name).open("wb") as file:
             for name, value in flat.values.items():
@@ -87,7 +85,7 @@ def write_dcp(
                     continue
                 written[at] = name
                 chunks = []
-                for box in _cut(index, at, max_chunk_bytes):
+                for box in _cut_stored(index, at, max_chunk_bytes):
                     start = file.tell()
                     data = checkpoint.read(stored_name, box)
                     length = _write_tensor(ArchiveWriter(file), data)
@@ -98,7 +96,7 @@ def write_dcp(
                     )
                     if progress is not None:
                         progress(data.nbytes)
-                properties = dcp.TensorProperties(dtype=dtype_named(index.dtypes[at]))
+                properties = dcp.TensorProperties(dtype=parse_dtype(index.dtypes[at]))
                 described[name] = dcp.TensorStorageMetadata(
                     properties, torch.Size(index.shapes[at]), chunks
                 )
@@ -112,18 +110,18 @@ def write_dcp(
         (making / METADATA_NAME).write_bytes(pickle.dumps(metadata))
 
 
-def _cut(index: Index, tensor: int, max_bytes: int) -> Iterator[Box]:
+def _cut_stored(index: Index, tensor: int, max_bytes: int) -> Iterator[Box]:
     """The stored boxes of a tensor, none larger than asked."""
     shape, itemsize = index.shapes[tensor], int(index.itemsizes[tensor])
     for row in range(int(index.rows[tensor]), int(index.rows[tensor + 1])):
-        yield from slabs(index.chunks.box(row, len(shape)), itemsize, max_bytes)
+        yield from cut_slabs(index.chunks.box(row, len(shape)), itemsize, max_bytes)
 
 
 def _write_tensor(archive: ArchiveWriter, data: torch.Tensor) -> int:
     shape = tuple(data.shape)
-    stored = StoredTensor(data.dtype, "0", data.nbytes, 0, shape, contiguous_strides(shape))
+    stored = StoredTensor(data.dtype, "0", data.nbytes, 0, shape, compute_strides(shape))
     archive.write("data.pkl", dump_tree(stored))
     archive.write("byteorder", b"little")
-    archive.write("data/0", data_of(data))
+    archive.write("data/0", view_bytes(data))
     archive.write("version", b"3\n")
     return archive.finish()

@@ -2,7 +2,7 @@
 
 Pickle's protocol 5 hands large buffers over apart, so that an engine can put them where another
 process reads them without a copy; tensors become such buffers here. Functions and classes that the
-other side could not import are sent with their file (see `shared.comms.shipping`).
+other side could not import are sent with their file (see `shared.comms.launch.shipping`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shared.comms.shipping import found, shipped
+from shared.comms.launch.shipping import found, shipped
 from shared.errors import ConfigError
 
 __all__ = ["SMALL_BYTES", "decode", "encode"]

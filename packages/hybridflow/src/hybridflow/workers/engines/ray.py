@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hybridflow.workers.engines.rank import Reply, Seat, Task
 from hybridflow.workers.engines.ray_placement import find_places
 from hybridflow.workers.engines.ray_store import RayStore, read, written
-from shared.comms.group import join, open_store
+from shared.comms.init import join, open_store
 from shared.comms.launch import KEEP_MEMORY
 from shared.errors import RankFailure
 

@@ -23,7 +23,7 @@ import torch
 from hybridflow.workers.engines.rank import Seat
 from hybridflow.workers.engines.tcp import Link, Listener
 from hybridflow.workers.engines.torchrun_store import Place, PlacedStore
-from shared.comms.group import join, leave, open_torchrun_store
+from shared.comms.init import join, leave, open_torchrun_store
 from shared.errors import ConfigError, RankFailure
 
 __all__ = ["Member", "meeting_place", "serve"]

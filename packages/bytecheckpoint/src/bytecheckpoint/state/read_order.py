@@ -1,0 +1,362 @@
+"""Where a run stands in its data, in a form free of the number of ranks that read it.
+
+The samples of all epochs, one after the other, form one stream. What of it was consumed is, for
+ranks that step together, a prefix; where readers are not at the same count (prefetching workers,
+the uneven end of an epoch), it is a prefix and some samples ahead of it, kept as a bit mask. Of the
+stream that remains, reader r of n takes samples r, r + n, r + 2n, ... So any number of readers can
+go on from where any other number stopped, and no sample is lost or seen twice. After the
+dataloader states of ByteCheckpoint (arXiv 2407.20143), which copy replicated parts and split
+buffers anew; the form of the position is our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from bytecheckpoint.state.shuffle import shuffle_samples
+from shared.errors import ConfigError, DataError
+
+__all__ = ["ReadOrder", "find_records"]
+
+_MARK = "loader_state"
+_VERSION = 1
+_FIELDS = {
+    _MARK: int,
+    "dataset": str,
+    "num_samples": int,
+    "seed": int,
+    "shuffle": bool,
+    "seen": int,
+    "ahead": bytes,
+    "since": int,
+    "reader": int,
+    "num_readers": int,
+    "epoch": int,
+    "taken": int,
+    "buffer": list,
+    "counters": dict,
+}
+_BLOCK = 1024
+
+
+class ReadOrder:
+    """Position in an epoch's samples, and the order in which a reader takes them.
+
+    Iterating it gives indices of samples and counts each as consumed.
+
+    Attributes:
+        epoch: the one being read, from 0.
+        buffer: what this reader took from its samples and has not used, in order; tensors or
+            JSON-like values. Items are dealt out again, whole, when the number of readers changes.
+        counters: further numbers to keep; equal on all ranks.
+    """
+
+    per_rank = True
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        dataset: str = "",
+        seed: int = 0,
+        shuffle: bool = True,
+        even: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        """Starts at the beginning of the first epoch.
+
+        Args:
+            num_samples: in an epoch.
+            dataset: its name; a checkpoint of another one is refused.
+            seed: of the order.
+            shuffle: a random order, another one each epoch; else the samples' own.
+            even: give every reader equally many samples an epoch: the fewer than world_size that
+                remain come first in the next epoch. Otherwise some readers take one more.
+            rank: this one; torch.distributed's by default, 0 without.
+            world_size: number of ranks; torch.distributed's by default, 1 without.
+
+        Raises:
+            ConfigError: if a number is outside its range.
+        """
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if rank is None:
+            rank = torch.distributed.get_rank() if is_distributed else 0
+        if world_size is None:
+            world_size = torch.distributed.get_world_size() if is_distributed else 1
+        if num_samples < 1 or not 0 <= rank < world_size:
+            raise ConfigError(
+                f"expected at least one sample and a rank below world_size, got {num_samples} "
+                f"samples, rank {rank} of {world_size}"
+            )
+        self.num_samples = num_samples
+        self.dataset = dataset
+        self.seed = seed
+        self.shuffle = shuffle
+        self.even = even
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.counters: dict[str, Any] = {}
+        self._taken = 0
+        self._buffer: list[Any] = []
+        self._undealt: list[Any] = []
+        self._set_origin(0, b"", 0)
+
+    @property
+    def buffer(self) -> list[Any]:
+        """What this reader holds; see the class."""
+        if self._undealt:
+            # Only now, because the reader may be a worker that was not there at load time.
+            reader, num_readers = self._find_reader()
+            count = len(self._undealt)
+            self._buffer = self._undealt[
+                reader * count // num_readers : (reader + 1) * count // num_readers
+            ]
+            self._undealt = []
+        return self._buffer
+
+    def __len__(self) -> int:
+        """Samples of the epoch that this reader takes, those it has taken included."""
+        return self._count_taken(self.epoch, *self._find_reader()) - self._count_taken(
+            self.epoch - 1, *self._find_reader()
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        """Indices of samples, to the end of the epoch."""
+        reader, num_readers = self._find_reader()
+        self._taken, end = self.taken, self._count_taken(self.epoch, reader, num_readers)
+        while self._taken < end:
+            counts = np.arange(self._taken, min(self._taken + _BLOCK, end), dtype=np.int64)
+            for index in self._find_samples(
+                self._find_positions(reader + num_readers * counts)
+            ).tolist():
+                self._taken += 1
+                yield index
+        self.epoch += 1
+
+    def pack(
+        self, fetch: Callable[[int], torch.Tensor], length: int, *, drop_last: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """Sequences of equal length from documents of any length, to the end of the epoch.
+
+        What is left of a document waits in `buffer`, so a checkpoint between two sequences loses
+        no token and repeats none.
+
+        Args:
+            fetch: the tokens [n] of a sample.
+            length: tokens of a sequence.
+            drop_last: leave out the last, shorter sequence of this reader's epoch.
+        """
+        yield from self._cut(length)
+        for index in self:
+            self.buffer.append(fetch(index))
+            yield from self._cut(length)
+        if drop_last:
+            self.buffer.clear()
+        while self.buffer:
+            yield from self._cut(min(length, sum(map(len, self.buffer))))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this reader's position as a record of plain values."""
+        reader, num_readers = self._find_reader()
+        return {
+            _MARK: _VERSION,
+            "dataset": self.dataset,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "seen": self._seen,
+            "ahead": self._ahead,
+            "since": self._since,
+            "reader": reader,
+            "num_readers": num_readers,
+            "epoch": self.epoch,
+            "taken": self.taken,
+            "buffer": list(self.buffer),
+            "counters": dict(self.counters),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the position of the same reader of equally many.
+
+        Raises:
+            DataError: if the record is of another dataset, order or reader.
+        """
+        self._check(state)
+        mine, saved = self._find_reader(), (state["reader"], state["num_readers"])
+        if mine != saved:
+            raise DataError(
+                f"expected the position of reader {mine[0]} of {mine[1]}, got that of reader "
+                f"{saved[0]} of {saved[1]}; load all readers' with load_rank_states"
+            )
+        self._set_origin(state["seen"], state["ahead"], state["since"])
+        self.epoch, self._taken = state["epoch"], state["taken"]
+        self._buffer, self._undealt = list(state["buffer"]), []
+        self.counters = dict(state["counters"])
+
+    def load_rank_states(
+        self,
+        states: Sequence[dict[str, Any]],
+        rank: int,
+        world_size: int,
+        *,
+        is_split: bool = False,
+    ) -> None:
+        """Restores the position of any number of readers; exactly where their number is the same.
+
+        Args:
+            states: the `state_dict` of every one of them, in any order.
+            rank: this one.
+            world_size: number of ranks now.
+            is_split: whether to split again in any case: readers may run in workers, and how many
+                they are is not known here.
+
+        Raises:
+            DataError: if records are missing or do not belong together.
+        """
+        states = sorted(states, key=lambda state: state["reader"])
+        first = states[0] if states else {}
+        for state in states:
+            self._check(state)
+            if state["num_readers"] != first["num_readers"]:
+                raise DataError(
+                    f"expected as many workers on every rank, got readers of "
+                    f"{first['num_readers']} and of {state['num_readers']}"
+                )
+            if any(state[key] != first[key] for key in ("seen", "ahead", "since")):
+                raise DataError(
+                    "expected positions from one checkpoint, got readers of different "
+                    "checkpoints; load all readers' states of one step"
+                )
+            if state["counters"] != first["counters"]:
+                raise DataError(
+                    f"expected equal counters on all ranks, got {first['counters']} on reader 0 "
+                    f"and {state['counters']} on reader {state['reader']}"
+                )
+        if [state["reader"] for state in states] != list(range(first.get("num_readers", 1))):
+            raise DataError(
+                f"expected the positions of all {first.get('num_readers', 1)} readers, got those "
+                f"of {[state['reader'] for state in states]}"
+            )
+        self.rank, self.world_size = rank, world_size
+        if len(states) == world_size and not is_split:
+            self.load_state_dict(states[rank])
+            return
+        self._set_origin(first["seen"], first["ahead"], first["since"])
+        taken = [
+            max(state["taken"], self._count_taken(state["epoch"] - 1, reader, len(states)))
+            for reader, state in enumerate(states)
+        ]
+        self.epoch, self._taken = min(state["epoch"] for state in states), 0
+        self._set_origin(*self._merge(np.array(taken)), self.epoch)
+        self._undealt = [item for state in states for item in state["buffer"]]
+        self._buffer = []
+        self.counters = dict(first["counters"])
+
+    @property
+    def taken(self) -> int:
+        """Samples this reader has taken since the readers were last split again."""
+        return max(self._taken, self._count_taken(self.epoch - 1, *self._find_reader()))
+
+    @property
+    def remaining(self) -> int:
+        """Samples of the epoch that this reader has yet to take."""
+        return self._count_taken(self.epoch, *self._find_reader()) - self.taken
+
+    def _find_reader(self) -> tuple[int, int]:
+        worker = get_worker_info()
+        if worker is None:
+            return self.rank, self.world_size
+        workers = worker.num_workers
+        return self.rank * workers + worker.id, self.world_size * workers
+
+    def _set_origin(self, seen: int, ahead: bytes, since: int) -> None:
+        """The stream that remains: all from `seen` on, but for the bits set in `ahead`.
+
+        It begins with what epoch `since` reads, even if that lies in the epoch before.
+        """
+        bits = np.unpackbits(np.frombuffer(ahead, np.uint8), bitorder="little")
+        self._seen, self._ahead, self._since = seen, ahead, since
+        self._head = seen + np.flatnonzero(bits == 0)
+        self._tail = seen + len(bits)
+
+    def _find_positions(self, places: np.ndarray) -> np.ndarray:
+        """Positions in the whole stream of places in the one that remains."""
+        found = self._tail + places - len(self._head)
+        in_head = places < len(self._head)
+        found[in_head] = self._head[places[in_head]]
+        return found
+
+    def _find_samples(self, positions: np.ndarray) -> np.ndarray:
+        epochs, found = positions // self.num_samples, positions % self.num_samples
+        if self.shuffle:
+            for epoch in np.unique(epochs).tolist():
+                mine = epochs == epoch
+                found[mine] = shuffle_samples(found[mine], self.num_samples, self.seed, epoch)
+        return found
+
+    def _count_taken(self, epoch: int, reader: int, num_readers: int) -> int:
+        """How many samples a reader will have taken since the origin when an epoch ends."""
+        if epoch < self._since:
+            return 0
+        bound = (epoch + 1) * self.num_samples
+        left = int(np.searchsorted(self._head, bound)) + max(0, bound - self._tail)
+        # Places reader, reader + num_readers, ... below `left`.
+        return left // num_readers if self.even else max(0, -(-(left - reader) // num_readers))
+
+    def _merge(self, taken: np.ndarray) -> tuple[int, bytes]:
+        """The origin after every reader took its count from the present one."""
+        num_readers = len(taken)
+        readers = np.arange(num_readers)
+        first = int((readers + num_readers * taken).min())
+        last = int((readers + num_readers * taken).max())
+        places = np.arange(first, last, dtype=np.int64)
+        done = places[places // num_readers < taken[places % num_readers]]
+        seen = int(self._find_positions(np.array([first]))[0])
+        old = np.setdiff1d(np.arange(seen, max(seen, self._tail)), self._head)
+        ahead = np.concatenate([self._find_positions(done), old]) - seen
+        bits = np.zeros(int(ahead.max()) + 1 if len(ahead) else 0, dtype=bool)
+        bits[ahead] = True
+        return seen, np.packbits(bits, bitorder="little").tobytes()
+
+    def _cut(self, length: int) -> Iterator[torch.Tensor]:
+        buffer = self.buffer
+        while buffer and sum(map(len, buffer)) >= length:
+            tokens = torch.cat(buffer)
+            buffer[:] = [tokens[length:].clone()] if len(tokens) > length else []
+            yield tokens[:length]
+
+    def _check(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or state.get(_MARK) != _VERSION:
+            raise DataError(f"expected a loader's position, version {_VERSION}, got {state!r:.80}")
+        for key, kind in _FIELDS.items():
+            if not isinstance(state.get(key), kind):
+                raise DataError(
+                    f"expected {key!r} in a loader's position to be of type {kind.__name__}, got "
+                    f"{state.get(key)!r:.80}; the checkpoint is damaged: load another step"
+                )
+        for key in ("dataset", "num_samples", "seed", "shuffle"):
+            if state[key] != getattr(self, key):
+                raise DataError(
+                    f"expected a position in data of {key} {getattr(self, key)!r}, as this run "
+                    f"reads, got one in data of {key} {state[key]!r}; use the data and order that "
+                    f"were saved"
+                )
+
+
+def find_records(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yields all positions that lie anywhere in a nested state, themselves and not copies."""
+    if isinstance(tree, dict):
+        if _MARK in tree:
+            yield tree
+            return
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for branch in tree:
+            yield from find_records(branch)

@@ -1,0 +1,54 @@
+"""Conversion of a checkpoint of any format into another program's format."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from inspect import signature
+
+from bytecheckpoint.loading.checkpoint import open_any
+from bytecheckpoint.tools.writers.registry import WRITERS
+from shared.errors import ConfigError
+
+__all__ = ["convert"]
+
+_log = logging.getLogger(__name__)
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    to: str,
+    *,
+    prefix: str | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Writes a checkpoint in another format, in about 200 MiB of memory at most.
+
+    Args:
+        src: path or URL of a checkpoint of any format, or path of a file of torch.save.
+        dst: local path of what to make, a folder or for some formats a file; it must not exist, or
+            be an empty folder. It appears when it is whole and on disk.
+        to: a name in `bytecheckpoint.tools.writers.registry.WRITERS`.
+        prefix: for "safetensors", the beginning of the names of the model's tensors, which is cut
+            from them; by default "model." unless the source has no such names or is such a folder.
+        progress: called with the number of bytes written since its last call.
+
+    Raises:
+        ConfigError: there is no such format, or `dst` exists or is no local path.
+        DataError: the source is damaged, or holds what the format cannot.
+    """
+    if "://" in os.fspath(dst):
+        raise ConfigError(
+            f"expected a local path to write to, got {os.fspath(dst)}; write to a local folder and "
+            f"copy it"
+        )
+    write = WRITERS.get(to)
+    options = {}
+    if "prefix" in signature(write).parameters:
+        options["prefix"] = prefix
+    elif prefix is not None:
+        _log.warning("the prefix %r is ignored: a checkpoint in %s keeps all names", prefix, to)
+    with open_any(src) as checkpoint:
+        write(checkpoint, dst, progress=progress, **options)

@@ -1,0 +1,22 @@
+"""The sampling policies by name.
+
+To add one, write its file with a `SamplingPolicy`, register it here, and test it. Its function may
+read the columns of the adjacency itself, or choose among the edges that `shared.kernels.temporal`'s
+kernels give it. Kernels of its own, for CPU and GPU, belong in that folder of `shared`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shared.registry import Registry
+
+if TYPE_CHECKING:
+    from gnnflow.sampling.policy import SamplingPolicy
+
+__all__ = ["SAMPLING_POLICIES"]
+
+# Named by their place: the command line's help needs the names alone, and no torch.
+SAMPLING_POLICIES: Registry[str, SamplingPolicy] = Registry("sampling policy")
+SAMPLING_POLICIES.add("recent", "gnnflow.sampling.recent:POLICY", "the newest, newest first")
+SAMPLING_POLICIES.add("uniform", "gnnflow.sampling.uniform:POLICY", "drawn at random")

@@ -1,0 +1,390 @@
+"""Ranks as processes of this machine: started once, given one function after another.
+
+Functions travel as (module, file, qualified name), so that they may live in a test, in a benchmark
+or in an installed module. A rank that raises, dies or hangs ends the pool: the others get a short
+while to report what they saw, then they are stopped, and the parent raises one RankFailure that
+tells it all. A rank never outlives its parent (see `rank`). Where it can be, a rank is forked from a
+process that has imported torch already (see `forking`).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shared.comms.launch.forking import Forked, fork
+from shared.comms.launch.shipping import shipped
+from shared.errors import ConfigError, RankFailure
+from shared.process_mark import is_alive, mark
+
+__all__ = ["KEEP_MEMORY", "RankPool", "RunResult"]
+
+_FOLDER = "meshyard-ranks-"
+
+# How long ranks may report, or stop by themselves, once one has failed or the pool is closed.
+_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult:
+    """What a function returned on each rank, and how long it took there.
+
+    Attributes:
+        results: return values, by rank.
+        seconds: time inside the function, after a barrier, by rank.
+    """
+
+    results: list[Any]
+    seconds: list[float]
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of the slowest rank."""
+        return max(self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Report:
+    """How one rank ended; `order` tells which report of a failed run is its cause."""
+
+    rank: int
+    order: int
+    text: str
+
+
+_DIED, _RAISED, _COMM_ERROR, _HUNG = range(4)
+
+# A tensor of many megabytes that malloc maps and returns for each operation costs more in page
+# faults than in arithmetic (a ReLU of 25 MB: 15 to 24 ms, else 2). Ranks keep what they freed, and
+# torch asks for huge pages; set in the environment, because both are read once, at the start.
+KEEP_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(2**31),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+    "THP_MEM_ALLOC_ENABLE": "1",
+}
+
+
+class RankPool:
+    """Some gloo ranks on this machine, as a context manager.
+
+    After a failed run the pool is closed; open another.
+
+    Example:
+        >>> from datetime import timedelta
+        >>> import math
+        >>> with RankPool(2, timeout=timedelta(seconds=60)) as pool:
+        ...     pool.run(math.sqrt, 16.0).results
+        [4.0, 4.0]
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        timeout: timedelta = timedelta(seconds=120),
+        threads_per_rank: int = 1,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[Sequence[str]] | None = None,
+        ranks_per_host: int | None = None,
+    ) -> None:
+        """Describe the pool; ranks start on entry.
+
+        Args:
+            num_ranks: number of processes.
+            timeout: for the start, for each run without a timeout of its own, and for each
+                message between ranks.
+            threads_per_rank: threads that torch and numba use in each rank.
+            env: variables set in every rank over the parent's; the ranks are fresh processes then,
+                as libraries read variables when they are loaded.
+            prefix: for each rank the words before its command, as ["ip", "netns", "exec", "a"];
+                they must end in replacing themselves by the command.
+            ranks_per_host: what LOCAL_WORLD_SIZE says; all ranks by default.
+
+        Raises:
+            ConfigError: if a number is below one or the prefixes are not one a rank.
+        """
+        ranks_per_host = num_ranks if ranks_per_host is None else ranks_per_host
+        if num_ranks < 1 or threads_per_rank < 1 or ranks_per_host < 1:
+            raise ConfigError(
+                f"a pool needs at least one rank, one thread a rank and one rank a host, got "
+                f"{num_ranks}, {threads_per_rank} and {ranks_per_host}"
+            )
+        if prefix is not None and len(prefix) != num_ranks:
+            raise ConfigError(f"{num_ranks} ranks need as many prefixes, got {len(prefix)}")
+        self.num_ranks = num_ranks
+        self.timeout = timeout
+        self._threads = threads_per_rank
+        self._ranks_per_host = ranks_per_host
+        self._env = dict(env or {})
+        self._prefix = [list(words) for words in prefix] if prefix else [[]] * num_ranks
+        # A template for an environment of one's own would serve no other pool.
+        self._may_fork = not prefix and not env
+        if sys.platform == "linux" and not prefix:
+            # The host's name may resolve to an address that is not there.
+            self._env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._processes: list[subprocess.Popen[bytes] | Forked] = []
+        self._controls: list[Connection] = []
+        self._folder: Path | None = None
+        self._is_open = False
+
+    def __enter__(self) -> RankPool:
+        for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+            if not is_alive(folder.name.removeprefix(_FOLDER)):
+                shutil.rmtree(folder, ignore_errors=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{mark()}-"))
+        try:
+            for rank in range(self.num_ranks):
+                self._start(rank, self._folder)
+            self._collect("starting", self.timeout)
+        except BaseException:
+            self._stop(0.0)
+            raise
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_open:
+            for control in self._controls:
+                with suppress(OSError):
+                    control.send(("stop",))
+        self._stop(_GRACE_S if self._is_open else 0.0)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, by rank."""
+        return [process.pid for process in self._processes]
+
+    def exit_code(self, rank: int) -> int | None:
+        """How a rank's process ended, a signal as its negative number; None while it runs."""
+        return self._processes[rank].poll()
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: timedelta | None = None
+    ) -> RunResult:
+        """Call a function on every rank and collect what it returns.
+
+        Ranks meet in a barrier first, and torch.distributed is initialised: the function may use
+        `Group.world()`.
+
+        Args:
+            function: defined at the top level of a file.
+            *args: what each rank calls it with; pickled.
+            timeout: for the whole run; the pool's by default.
+
+        Returns:
+            Results and seconds by rank.
+
+        Raises:
+            ConfigError: if the pool is closed or the function or its arguments cannot be shipped.
+            RankFailure: if a rank raised, died or did not finish in time, with its traceback and
+                what the other ranks reported; the pool is closed then.
+        """
+        if not self._is_open:
+            raise ConfigError(
+                "this pool is closed, by a failed run or because its `with` block was left or "
+                "never entered; open another"
+            )
+        name, file, qualname = shipped(function)
+        try:
+            payload = pickle.dumps(args, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise ConfigError(
+                f"the arguments of {qualname} cannot be pickled ({error}); pass tensors and plain "
+                f"data, and make everything else in the rank"
+            ) from error
+        self._is_open = False
+        try:
+            for control in self._controls:
+                # A rank that died in between is found by its closed connection below.
+                with suppress(OSError):
+                    control.send(("run", name, file, qualname, payload))
+            messages = self._collect(f"running {qualname}", timeout or self.timeout)
+            results = [_unpickled(rank, data) for rank, (_, _, data) in enumerate(messages)]
+        except BaseException:
+            self._stop(0.0)
+            raise
+        self._is_open = True
+        return RunResult(results=results, seconds=[seconds for _, seconds, _ in messages])
+
+    def _start(self, rank: int, folder: Path) -> None:
+        ours, theirs = socket.socketpair()
+        args = (
+            *(theirs.fileno(), rank, self.num_ranks, self._threads),
+            *(self.timeout.total_seconds(), folder),
+        )
+        env = {
+            **KEEP_MEMORY,
+            **os.environ,
+            # What the parent can import a rank can, though it starts in no folder of its own.
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OMP_NUM_THREADS": str(self._threads),
+            "MKL_NUM_THREADS": str(self._threads),
+            "NUMBA_NUM_THREADS": str(self._threads),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_RANK": str(rank % self._ranks_per_host),
+            "LOCAL_WORLD_SIZE": str(min(self._ranks_per_host, self.num_ranks)),
+            **self._env,
+        }
+        with theirs:
+            forked = None
+            if self._may_fork:
+                try:
+                    forked = fork(theirs.fileno(), args, env, self.timeout.total_seconds())
+                except TimeoutError as error:
+                    raise RankFailure(
+                        f"rank {rank} of {self.num_ranks} failed starting: {error}", rank=rank
+                    ) from error
+                self._may_fork = forked is not None
+            self._processes.append(forked or self._fresh(rank, args, env))
+        self._controls.append(Connection(ours.detach()))
+
+    def _fresh(self, rank: int, args: tuple, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        numbers = (os.getpid(), int(is_main_thread), *args)
+        return subprocess.Popen(
+            [
+                *self._prefix[rank],
+                *(sys.executable, "-P", "-m", "shared.comms.launch.rank"),
+                *(str(number) for number in numbers),
+            ],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=2,  # a parent's standard output belongs to its own results
+            pass_fds=[args[0]],
+            start_new_session=True,  # so that a rank's own children can be stopped too
+        )
+
+    def _collect(self, doing: str, timeout: timedelta) -> list[tuple]:
+        """One message from each rank, or the RankFailure that stands for the run."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        messages: dict[int, tuple] = {}
+        reports: list[_Report] = []
+        waiting = {control: rank for rank, control in enumerate(self._controls)}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for control in ready:
+                assert isinstance(control, Connection)
+                rank = waiting.pop(control)
+                try:
+                    message = control.recv()
+                except (EOFError, OSError):
+                    reports.append(self._death(rank))
+                else:
+                    if message[0] == "error":
+                        order = _COMM_ERROR if message[1] == "CommError" else _RAISED
+                        reports.append(_Report(rank=rank, order=order, text=message[2]))
+                    else:
+                        messages[rank] = message
+            if reports:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                self._tell_of_deaths(reports, list(waiting))
+        hung = self._stacks(list(waiting.values()))
+        limit = "after another rank failed" if reports else f"within {timeout.total_seconds():g} s"
+        for rank, stack in hung.items():
+            text = f"did not finish {doing} {limit}; it was stopped here:\n{stack}"
+            reports.append(_Report(rank=rank, order=_HUNG, text=text))
+        if reports:
+            raise self._failure(doing, reports)
+        return [messages[rank] for rank in range(self.num_ranks)]
+
+    def _tell_of_deaths(self, reports: list[_Report], waiting: list[Connection]) -> None:
+        # A rank that failed ends; who sends to it would otherwise wait for the timeout.
+        for control in waiting:
+            for report in reports:
+                with suppress(OSError):
+                    control.send(("died", report.rank))
+
+    def _death(self, rank: int) -> _Report:
+        process = self._processes[rank]
+        try:
+            code = process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            how = "closed its control connection"
+        else:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return _Report(rank=rank, order=_DIED, text=how)
+
+    def _failure(self, doing: str, reports: list[_Report]) -> RankFailure:
+        cause, *others = sorted(reports, key=lambda report: report.order)
+        lines = [f"rank {cause.rank} of {self.num_ranks} failed {doing}: {cause.text}"]
+        lines += [f"\nrank {other.rank} of {self.num_ranks}: {other.text}" for other in others]
+        return RankFailure("\n".join(lines), rank=cause.rank)
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Where ranks that did not answer are; faulthandler writes it when they are signalled."""
+        stacks = dict.fromkeys(ranks, "(no stack: it does not answer signals)")
+        assert self._folder is not None, "ranks run, so their folder was made"
+        files = {rank: self._folder / f"stack-{rank}" for rank in ranks}
+        for rank, file in files.items():
+            # Without the file the handler is not there yet and the signal would kill.
+            if file.exists() and self._processes[rank].poll() is None:
+                self._processes[rank].send_signal(signal.SIGUSR1)
+        seen = dict.fromkeys(ranks, "")
+        deadline = time.monotonic() + 2
+        while files and time.monotonic() < deadline:
+            time.sleep(0.05)
+            for rank, file in list(files.items()):
+                text = file.read_text() if file.exists() else ""
+                # It is written line by line: whole when nothing came since the last look.
+                if text and text == seen[rank]:
+                    stacks[rank] = text.rstrip()
+                    del files[rank]
+                seen[rank] = text
+        return stacks
+
+    def _stop(self, grace_s: float) -> None:
+        """End every rank and remove what the pool made; ranks get `grace_s` to end themselves."""
+        self._is_open = False
+        deadline = time.monotonic() + grace_s
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            # The rank leads a process group, which may have members after its own end; that of a
+            # forked rank has been ended with it, and its number may be another's.
+            if not isinstance(process, Forked) or process.poll() is None:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()  # it may not lead a group yet
+            process.wait()
+        for control in self._controls:
+            control.close()
+        self._processes, self._controls = [], []
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _unpickled(rank: int, data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise RankFailure(
+            f"what rank {rank} returned cannot be read here ({type(error).__name__}: {error}); "
+            f"return tensors and plain data",
+            rank=rank,
+        ) from error

@@ -1,0 +1,135 @@
+"""Entry point of one rank of a RankPool: `python -m shared.comms.launch.rank`, or a template's fork.
+
+The first thing it does, before torch is imported, is to tie its life to the parent's: the kernel
+kills it when the parent's thread ends, and a thread ends it when the control socket is closed.
+Then it joins the process group and runs one function after another, as the parent sends them.
+"""
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+from shared.comms.launch.shipping import found
+
+__all__ = ["die_with_parent", "main"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int, is_main_thread: bool) -> None:
+    """Has the kernel kill this process when its parent ends, or the parent's main thread.
+
+    Args:
+        parent_pid: of the parent that is meant; if that is gone already, this process exits.
+        is_main_thread: whether it is the main thread that has started this process.
+    """
+    # The signal comes when the parent's *thread* ends, which only the main thread may not outlive.
+    if sys.platform == "linux" and is_main_thread:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def _listen(control: Connection, commands: queue.SimpleQueue) -> None:
+    """Pass commands on; act at once on a dead peer, and on the parent's own end."""
+    while True:
+        try:
+            command = control.recv()
+        except (EOFError, OSError):
+            os._exit(1)
+        courier = sys.modules.get("shared.comms.courier")
+        if command[0] != "died":
+            commands.put(command)
+        elif courier is not None:
+            courier.peer_died(command[1])
+
+
+def _pickled(result: Any, qualname: str) -> bytes:
+    try:
+        return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise TypeError(
+            f"{qualname} returned a {type(result).__name__} that cannot be pickled ({error}); "
+            f"return tensors and plain data"
+        ) from error
+
+
+def _serve(control: Connection, commands: queue.SimpleQueue) -> None:
+    import torch.distributed as dist
+
+    while True:
+        command, *rest = commands.get()
+        if command == "stop":
+            return
+        name, file, qualname, args = rest
+        function = found(name, file, qualname)
+        # Only now, as the arguments may be of classes that the function's file defines.
+        arguments = pickle.loads(args)
+        dist.barrier()
+        start = time.perf_counter()
+        result = function(*arguments)
+        seconds = time.perf_counter() - start
+        payload = _pickled(result, qualname)
+        sys.stdout.flush()
+        control.send(("done", seconds, payload))
+
+
+def main(args: list[str]) -> None:
+    """Runs a rank to its end.
+
+    Args:
+        args: descriptor of the control socket, rank, number of ranks, threads, seconds that a
+            message may take, folder of the pool.
+    """
+    fd, rank, num_ranks, threads = (int(arg) for arg in args[:4])
+    timeout_s, folder = float(args[4]), args[5]
+    os.set_inheritable(fd, False)
+    control = Connection(fd)
+    commands: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(control, commands), name="control", daemon=True).start()
+    stack_file = open(os.path.join(folder, f"stack-{rank}"), "w")  # noqa: SIM115 - for life
+    faulthandler.register(signal.SIGUSR1, file=stack_file)
+    try:
+        import torch
+        import torch.distributed as dist
+
+        from shared.comms.init import join, leave
+
+        torch.set_num_threads(threads)
+        store = dist.FileStore(os.path.join(folder, "store"), num_ranks)
+        limit = timedelta(seconds=timeout_s)
+        join(rank, num_ranks, store, backend="gloo", timeout=limit)
+        control.send(("ready",))
+        _serve(control, commands)
+        leave()
+        # What registered for the exit gets it; taking torch apart would cost half a second.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)
+    except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
+        # The frames of this file tell a reader nothing.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        control.send(("error", type(error).__name__, text))
+        sys.stdout.flush()
+        # Without a teardown: the closed connections are what tells the peers.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    _parent_pid, _is_main_thread, *_args = sys.argv[1:]
+    die_with_parent(int(_parent_pid), bool(int(_is_main_thread)))
+    main(_args)
