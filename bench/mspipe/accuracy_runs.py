@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 import mspipe as ms
 from mspipe.training import Settings, fit
+from shared.files import write_atomically
 
 SHARES = (0.7, 0.15)
 EPOCHS, BATCH, DIM, FANOUT, RATE = 3, 600, 100, 10, 3e-3
@@ -86,9 +86,7 @@ def found_or_run(events: ms.Events, variant: Variant, seed: int, folder: Path) -
             return Found(**kept["found"])
     found = run(events, variant, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps({"digest": digest, "found": asdict(found)}), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, json.dumps({"digest": digest, "found": asdict(found)}))
     return found
 
 

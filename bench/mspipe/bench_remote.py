@@ -76,7 +76,7 @@ class Way:
             cache_bytes=cache_bytes if "cache" in name else 0,
         )  # fmt: skip
         if "delays" in name:
-            self.memory._rows = DelayedRows(self.memory._rows)  # type: ignore[bad-assignment]
+            self.memory.rows = DelayedRows(self.memory.rows)  # type: ignore[bad-assignment]
         sampler = ms.Sampler(events, [10])
         self.pipe = ms.Pipeline(self.model, self.memory, sampler, events.features, **WAYS[name])
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3, fused=True)

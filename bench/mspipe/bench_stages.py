@@ -12,11 +12,13 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
 
 import mspipe as ms
+from mspipe.pipeline.stages import Stages
 from mspipe.planner import STAGES
 from shared.claims import Claim
 
@@ -31,17 +33,17 @@ STALENESS = (1, 2, 3, 4)
 NUM_BATCHES, BATCH, NUM_NODES, DIM, EDGE_DIM = 48, 20, 200, 8, 4
 
 
-class Calibrated(ms.Pipeline):
-    """A pipeline whose stages last for given seconds."""
+def calibrated(stage_s):
+    """Stages that last for given seconds; of a write the memory takes care."""
+    seconds = dict(zip(STAGES, [*stage_s[:-1], 0.0], strict=True))
 
-    def __init__(self, *args, stage_s, **settings):
-        super().__init__(*args, **settings)
-        self.stage_s = dict(zip(STAGES, [*stage_s[:-1], 0.0], strict=True))
+    class Calibrated(Stages):
+        @contextmanager
+        def timed(self, name, index):
+            with super().timed(name, index), lasting(seconds[name]):
+                yield
 
-    @contextmanager
-    def _stage(self, name, index):
-        with super()._stage(name, index), lasting(self.stage_s[name]):
-            yield
+    return Calibrated
 
 
 class SlowMemory(ms.NodeMemory):
@@ -116,10 +118,10 @@ def run(events, stage_s, k):
     model = ms.models.TGN(DIM, EDGE_DIM)
     memory = SlowMemory(NUM_NODES, DIM, model.mail_dim)
     memory.write_s = stage_s[-1]
-    settings = {"max_staleness": k, "is_early": False} if k else {}
-    pipe = Calibrated(
+    settings: dict[str, Any] = {"max_staleness": k, "is_early": False} if k else {}
+    pipe = ms.Pipeline(
         model, memory, ms.Sampler(events, [5]), events.features,
-        mode="stale" if k else "forward", stage_s=stage_s, **settings,
+        mode="stale" if k else "forward", stages=calibrated(stage_s), **settings,
     )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     for out in pipe.train(ms.batches(events, BATCH)):

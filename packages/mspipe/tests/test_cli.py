@@ -5,6 +5,10 @@ import sys
 import pytest
 
 from mspipe.cli import main
+from mspipe.data.batching import uniform_bounds
+from mspipe.models import JODIE
+from mspipe.registry import CUTS, MODELS, MODES, Mode
+from shared.errors import ConfigError
 
 SMALL = ["zipf:60:900", "--dim", "8", "--batch-size", "100"]
 
@@ -67,6 +71,92 @@ def test_profile_and_trace(tmp_path, capsys):
     assert main(given) == 0
     assert "staleness" in capsys.readouterr().out
     assert json.loads(path.read_text())["traceEvents"]
+
+
+def test_results_as_json(capsys):
+    assert main(["plan", "--stages", "2,3,2,8,2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["k_min"], told["periods"]) == (2, {"1": 12, "2": 8})
+    given = ["--stages", "2,3,2,8,2", "--iterations", "50", "--mode", "prefetch", "--json"]
+    assert main(["simulate", *given]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["period"], told["staleness"]) == (12, {"1": 50})
+    assert main(["profile", *SMALL, "--num-batches", "3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["plan"]["stages"] == told["stage_s"]
+    assert main(["train", *SMALL, "--model", "jodie", "--epochs", "1", "--json"]) == 0
+    told, lines = capsys.readouterr()
+    assert f"loss {json.loads(told)['epochs'][0]['loss']:.4f}" in lines
+    assert set(json.loads(told)["test"]) == {"random", "historical", "inductive"}
+
+
+class Loud(JODIE):
+    """A model of somebody else's."""
+
+    num_updates = 0
+
+    def update(self, state):
+        type(self).num_updates += 1
+        return super().update(state)
+
+
+@pytest.mark.parametrize("command", ["train", "profile", "trace"])
+def test_a_model_from_outside_is_in_the_help_and_trains(command, tmp_path, capsys):
+    MODELS.add("loud", Loud, "counts its batches")
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            main([command, "--help"])
+        assert stopped.value.code == 0
+        assert "{tgn,jodie,apan,loud}" in capsys.readouterr().out
+        before = Loud.num_updates
+        given = [command, *SMALL, "--model", "loud"]
+        if command == "trace":
+            given += ["--out", str(tmp_path / "trace.json")]
+        given += ["--epochs", "1"] if command == "train" else ["--num-batches", "1"]
+        assert main(given) == 0
+        assert Loud.num_updates > before
+    finally:
+        MODELS.remove("loud")
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--model", "loud", *SMALL])
+    assert stopped.value.code == 2
+    assert "loud" in capsys.readouterr().err
+
+
+def test_modes_and_cuts_from_outside_are_taken(capsys):
+    MODES.add("eager", Mode(is_stale=True), "as stale")
+    sizes = []
+
+    def halves(events, size, seed):
+        sizes.append(size)
+        return uniform_bounds(events, size // 2)
+
+    CUTS.add("halves", halves, "batches of half the size")
+    try:
+        with pytest.raises(SystemExit):
+            main(["train", "--help"])
+        text = capsys.readouterr().out
+        assert "{sync,prefetch,forward,stale,eager}" in text
+        assert "{uniform,random-start,adaptive,halves}" in text
+        given = ["--model", "jodie", "--epochs", "1", "--mode", "eager", "--cut", "halves"]
+        assert main(["train", *SMALL, *given, "--max-staleness", "2"]) == 0
+        told = capsys.readouterr().out
+        # 70 % of 900 events in batches of 50.
+        assert "eager: 13 iterations" in told
+        assert "staleness {" in told
+        assert sizes == [100]
+        found = ["simulate", "--stages", "2,3,2,8,2", "--iterations", "50", "--mode"]
+        assert main([*found, "eager"]) == main([*found, "stale"]) == 0
+        told = capsys.readouterr().out
+        assert told[: len(told) // 2] == told[len(told) // 2 :]
+    finally:
+        MODES.remove("eager")
+        CUTS.remove("halves")
+
+
+def test_a_mode_that_forwards_and_is_stale_is_refused():
+    with pytest.raises(ConfigError, match="at most one of is_forwarding and is_stale"):
+        Mode(is_forwarding=True, is_stale=True)
 
 
 @pytest.mark.parametrize(

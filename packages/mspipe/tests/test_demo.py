@@ -27,12 +27,12 @@ def test_a_run_that_differs_is_not_correct():
     events = demo.flights(2000)
     train, _ = events.split(0.85)
     found = {
-        mode: demo._passed(events, train, mode, 1e9) for mode in ("forward", "sync", "prefetch")
+        mode: demo.run_pass(events, train, mode, 1e9) for mode in ("forward", "sync", "prefetch")
     }
-    assert all(claim.correct for claim in demo._overlapped(found))
+    assert all(claim.correct for claim in demo.compare_modes(found))
     report, losses, rows = found["sync"]
     for changed in ((report, losses[:-1], rows), (report, losses, rows + torch.eye(*rows.shape))):
-        assert not any(c.correct for c in demo._overlapped(found | {"sync": changed}))
+        assert not any(c.correct for c in demo.compare_modes(found | {"sync": changed}))
 
 
 def test_the_link_takes_the_time_of_its_bytes():

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mspipe.data import metrics
 from mspipe.data.batching import batches
 from mspipe.data.events import Events
 from mspipe.data.negatives import Negatives
@@ -15,6 +14,7 @@ from mspipe.evaluation import EdgeBank, evaluate
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.models import TGN
 from mspipe.pipeline.pipeline import Pipeline
+from shared.data import metrics
 from shared.errors import ConfigError, DataError
 
 EVENTS = zipf(40, 600, 2, edge_dim=3)

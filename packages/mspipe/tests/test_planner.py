@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mspipe.planner import plan
+from mspipe.planner import plan, schedule_fetches
 from mspipe.simulator import simulate
 from shared.errors import ConfigError
 
@@ -125,3 +125,15 @@ def test_bad_input(unchecked):
             simulate([1] * 5, **options)
     with pytest.raises(ConfigError, match="a row of five stages"):
         simulate(np.zeros((0, 5)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(stage_s=STAGES, k=st.integers(1, 5), count=st.integers(1, 40))
+def test_staleness_without_a_replay_is_that_of_the_replay(stage_s, k, count):
+    found = plan(stage_s)
+    replayed = simulate(stage_s, count, max_staleness=found.k_min)
+    assert found.staleness(count) == replayed.staleness
+    begins, ends = schedule_fetches([stage_s] * count, k)
+    timeline = simulate(stage_s, count, max_staleness=k).timeline
+    assert begins == [timeline.span_s(("memory", i))[0] for i in range(count)]
+    assert ends == [timeline.span_s(("write", i))[1] for i in range(count)]

@@ -7,6 +7,7 @@ import torch
 
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.memory.server import MemoryServer
+from mspipe.pipeline.stages import Stages
 from mspipe.training import Settings, fit
 from shared.errors import CommError, ConfigError, DataError
 
@@ -27,17 +28,26 @@ class Cut(Exception):
     pass
 
 
+def before_training(pipe, act):
+    """Has `act` called with the number of each iteration, from 1 and over all runs, before it is trained."""
+    numbers = itertools.count(1)
+
+    class Watched(Stages):
+        def train(self, work):
+            act(next(numbers))
+            return super().train(work)
+
+    pipe.stages = Watched
+
+
 def cut_after(pipe, number):
-    """Has the pipeline's `number`-th iteration raise, as a crash would."""
-    trained, left = pipe._trained, [number]
+    """Has every iteration after the pipeline's first `number` ones raise, as a crash would."""
 
-    def cutting(work):
-        left[0] -= 1
-        if left[0] < 0:
+    def cut(count):
+        if count > number:
             raise Cut
-        return trained(work)
 
-    pipe._trained = cutting
+    before_training(pipe, cut)
 
 
 @pytest.mark.parametrize("name", ["tgn", "apan"])
@@ -68,15 +78,7 @@ def test_a_killed_server_costs_what_was_not_saved(toy, tmp_path):
     with MemoryServer() as server:
         server.start()
         pipe, run = made(toy, events, tmp_path, place=server.address)
-        trained, left = pipe._trained, [9]
-
-        def killing(work):
-            left[0] -= 1
-            if not left[0]:
-                server.close()
-            return trained(work)
-
-        pipe._trained = killing
+        before_training(pipe, lambda count: server.close() if count == 9 else None)
         with pytest.raises(CommError, match=r"tcp://"):
             list(run)
         pipe.memory.close()

@@ -5,14 +5,24 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from shared.errors import ConfigError, MeshyardError
+from mspipe.registry import CUTS, MODELS, MODES
+from shared.cli import Command, JsonOption, choice, run_command
+from shared.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.optim import Optimizer
+
+    from mspipe.data.batching import Batch
     from mspipe.data.events import Events
+    from mspipe.pipeline.pipeline import Pipeline
+    from mspipe.pipeline.report import Report
+    from mspipe.planner import Plan
     from shared.comms import Group
 
 __all__ = ["main"]
@@ -26,35 +36,35 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 """
 
 _Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
-_Mode = Literal["sync", "prefetch", "forward", "stale"]
+_Mode = Annotated[str, choice(MODES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Run(JsonOption):
     """Settings that `train`, `profile` and `trace` share."""
 
-    model: Literal["tgn", "jodie", "apan"] = "tgn"
-    """Which model."""
+    model: Annotated[str, choice(MODELS)] = "tgn"
+    """The memory model."""
     dim: int = 100
-    """Numbers of a state and of an embedding."""
+    """Width of a node's state and of an embedding."""
     fanout: int = 10
-    """Neighbours looked at."""
+    """Newest neighbours that are sampled of each node."""
     batch_size: int = 600
-    """Events a batch."""
+    """Events in a batch."""
     mode: _Mode = "forward"
     """forward is exact and hides the memory's traffic; sync, prefetch and stale are there to compare."""
     max_staleness: int | None = None
-    """Of stale: 1 is exact; what the stages need when left out."""
+    """In mode stale: how many iterations old the memory may be; 1 is exact. Left out: what the stages need."""
     place: str = "cpu"
-    """Where memory lies: cpu, pinned, cuda, shm:NAME, tcp://host:port."""
+    """Where the memory lies: cpu, pinned, cuda, shm:NAME, tcp://host:port."""
     device: str = "cpu"
     """Where the model is trained: cpu, cuda, cuda:1."""
     rate: float = 1e-3
     """Learning rate of Adam."""
     limit: int | None = None
-    """Only so many events, the first ones."""
+    """Number of events to use, the first ones; all when left out."""
     seed: int = 0
-    """Of everything random."""
+    """Seed of weights, dropout and negatives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,43 +80,53 @@ class Train(_Run):
     """The events."""
     epochs: int = 3
     """Passes over the first part."""
-    cut: Literal["uniform", "random-start", "adaptive"] = "uniform"
-    """How batches are cut; adaptive ones grow as far as memory stays as fresh."""
+    cut: Annotated[str, choice(CUTS)] = "uniform"
+    """How the stream is cut into batches; adaptive ones grow as long as memory stays as fresh."""
     checkpoint: Path | None = None
-    """Folder to go on from, and to write to."""
+    """Folder of the checkpoint: an interrupted run goes on from it."""
     num_negatives: int = 100
-    """Negatives an event in the test, for its rank."""
+    """Negatives drawn for each event in the test, for its rank."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints a line an epoch, the report of the last, and the test."""
         from mspipe.evaluation import EdgeBank, evaluate
         from mspipe.training import Settings, fit
 
         events = _read(self.data, self.limit)
         train, validate, test = events.split(0.7, 0.15)
-        group = _group(self.device)
-        tell = print if group is None or not group.rank else lambda line: None
-        pipe, optimizer = _pipeline(self, events, group=group)
+        group = _join_group(self.device)
+        is_first = group is None or not group.rank
+
+        def tell(line: str) -> None:
+            if is_first:
+                print(line, file=sys.stderr if self.json else sys.stdout, flush=True)
+
+        record: dict[str, Any] = {"epochs": [], "test": {}}
+        pipe, optimizer = _make_pipeline(self, events, group=group)
         settings = Settings(
             epochs=self.epochs, batch_size=self.batch_size, cut=self.cut, seed=self.seed
         )
         for epoch in fit(pipe, optimizer, train, validate, settings, checkpoint=self.checkpoint):
+            record["epochs"].append({"loss": epoch.loss, "seconds": epoch.seconds} | epoch.scores)
             told = ", ".join(f"{name.upper()} {value:.4f}" for name, value in epoch.scores.items())
             rate = len(train) / epoch.seconds if epoch.seconds else 0.0
             tell(f"epoch {epoch.index}: loss {epoch.loss:.4f}, {told}, {rate:,.0f} events/s")
         tell(str(pipe.report()))
-        for batch in pipe.score(_batches(validate, self.batch_size)):
-            del batch
+        for _ in pipe.score(_batches(validate, self.batch_size)):
+            pass  # the memory moves on to the first event of the test
         past = events[: len(train) + len(validate)]
         for kind in ("random", "historical", "inductive"):
-            options = {"negatives": kind, "num_negatives": self.num_negatives}
-            found = evaluate(pipe, test, history=past, **options)  # type: ignore[arg-type]
-            bank = EdgeBank().evaluate(past, test, **options)  # type: ignore[arg-type]
+            options: dict[str, Any] = {"negatives": kind, "num_negatives": self.num_negatives}
+            found = evaluate(pipe, test, history=past, **options)
+            bank = EdgeBank().evaluate(past, test, **options)
+            record["test"][kind] = {"model": found, "edgebank": bank}
             told = ", ".join(
                 f"{name.upper()} {value:.4f} ({bank[name]:.4f})" for name, value in found.items()
             )
             tell(f"test, {kind} negatives (EdgeBank's in brackets): {told}")
         pipe.memory.close()
+        if self.json and is_first:
+            self.print_result(record, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +139,15 @@ class Profile(_Run):
     data: _Data
     """The events."""
     num_batches: int = 30
-    """How many are run."""
+    """Batches to run."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints stage times and the plan."""
-        report = _ran(self, self.data, "sync", self.num_batches)
-        print(report)
-        print("plan, in s:")
-        print(report.plan)
+        report = _run_batches(self, self.data, "sync", self.num_batches)
+        record = {"stage_s": report.stage_s, "period_s": report.period_s}
+        self.print_result(
+            record | {"plan": _plan_record(report.plan)}, f"{report}\nplan, in s:\n{report.plan}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,18 +162,18 @@ class Trace(_Run):
     out: Path = Path("trace.json")
     """The file."""
     num_batches: int = 30
-    """How many are run."""
+    """Batches to run."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints the report and where the trace is."""
-        report = _ran(self, self.data, self.mode, self.num_batches)
+        report = _run_batches(self, self.data, self.mode, self.num_batches)
         report.trace(self.out)
-        print(report)
-        print(f"trace: {self.out}")
+        record = {"trace": str(self.out), "stage_s": report.stage_s, "period_s": report.period_s}
+        self.print_result(record, f"{report}\ntrace: {self.out}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlanStages(JsonOption):
     """Say what five stage times allow: the ideal period, and the staleness that it takes.
 
     Example: mspipe plan --stages 2,3,2,8,2
@@ -161,15 +182,16 @@ class Plan:
     stages: str
     """Sample, fetch features, fetch memory, train, write back: numbers with commas, in any unit."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints the plan."""
         from mspipe.planner import plan
 
-        print(plan(_numbers(self.stages)))
+        found = plan(_read_numbers(self.stages))
+        self.print_result(_plan_record(found), found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulate:
+class Simulate(JsonOption):
     """Replay many iterations of five stages whose times vary.
 
     Example: mspipe simulate --stages 2,3,2,8,2 --jitter 0.2 --mode stale
@@ -180,21 +202,21 @@ class Simulate:
     mode: _Mode = "stale"
     """How stages overlap."""
     max_staleness: int | None = None
-    """Of stale; the plan's least one when left out."""
+    """In mode stale: how many iterations old memory may be. Left out: the plan's k_min."""
     depth: int = 4
-    """Of forward: iterations whose rows are kept."""
+    """In mode forward: iterations whose written rows are kept."""
     eager: bool = False
-    """Of stale: fetch as soon as allowed, and not as late as training permits."""
+    """In mode stale: fetch as soon as allowed, and not as late as training permits."""
     iterations: int = 1000
-    """How many."""
+    """Iterations to replay."""
     jitter: float = 0.0
-    """Each time is drawn evenly from this share below to this share above."""
+    """Share in [0, 1): each stage time is drawn evenly from this share below to this share above."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the jitter."""
     trace: Path | None = None
     """File for a Chrome trace."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints period, staleness and how busy the resources are."""
         import json
 
@@ -205,15 +227,19 @@ class Simulate:
         if not 0 <= self.jitter < 1:
             raise ConfigError(f"jitter: expected a share in [0, 1), got {self.jitter}")
         draw = np.random.default_rng(self.seed).uniform(-1, 1, (self.iterations, 5))
-        times = np.array(_numbers(self.stages)) * (1 + self.jitter * draw)
+        times = np.array(_read_numbers(self.stages)) * (1 + self.jitter * draw)
         found = simulate(
             times, mode=self.mode, max_staleness=self.max_staleness, depth=self.depth,
             is_delayed=not self.eager,
         )  # fmt: skip
-        print(f"period {found.period_s:g}, training waits {100 * found.stall_share:.1f} %")
-        print(f"staleness {found.histogram}")
-        for name, use in found.timeline.queues.items():
-            print(f"{name}: idle {100 * use.idle_share_within:.1f} %")
+        idle = {name: use.idle_share_within for name, use in found.timeline.queues.items()}
+        lines = [
+            f"period {found.period_s:g}, training waits {100 * found.stall_share:.1f} %",
+            f"staleness {found.histogram}",
+            *(f"{name}: idle {100 * share:.1f} %" for name, share in idle.items()),
+        ]
+        record = {"period": found.period_s, "stall_share": found.stall_share, "idle_share": idle}
+        self.print_result(record | {"staleness": found.histogram}, "\n".join(lines))
         if self.trace is not None:
             self.trace.write_text(json.dumps(found.timeline.to_chrome_trace()))
 
@@ -228,7 +254,7 @@ class ServeMemory:
     bind: str = "127.0.0.1:7000"
     """Address and port; whoever reaches it can read and write, so give one of a private network."""
 
-    def run(self) -> None:
+    def execute(self) -> None:
         """Prints the address, and serves."""
         from mspipe.memory.server import MemoryServer
 
@@ -255,26 +281,35 @@ class Demo:
     full: bool = False
     """The long form: 120,000 flights."""
 
-    def run(self) -> None:
+    def execute(self) -> int:
         """Runs the demo and prints its claims."""
         from mspipe import demo
 
-        if not demo.run(self.out, is_full=self.full):
-            raise SystemExit(1)
+        return int(not demo.run(self.out, is_full=self.full))
 
 
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Simulate, tyro.conf.subcommand("simulate")]
-    | Annotated[Profile, tyro.conf.subcommand("profile")]
-    | Annotated[ServeMemory, tyro.conf.subcommand("serve-memory")]
-    | Annotated[Trace, tyro.conf.subcommand("trace")]
-    | Annotated[Demo, tyro.conf.subcommand("demo")]
-)
+_COMMANDS: dict[str, type[Command]] = {
+    "train": Train,
+    "plan": PlanStages,
+    "simulate": Simulate,
+    "profile": Profile,
+    "serve-memory": ServeMemory,
+    "trace": Trace,
+    "demo": Demo,
+}
 
 
-def _numbers(text: str) -> list[float]:
+def _plan_record(plan: Plan) -> dict[str, Any]:
+    return {
+        "stages": plan.stage_s,
+        "sequential_period": plan.sequential_period,
+        "ideal_period": plan.ideal_period,
+        "k_min": plan.k_min,
+        "periods": {k: plan.period(k) for k in range(1, plan.k_min + 1)},
+    }
+
+
+def _read_numbers(text: str) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
@@ -296,23 +331,24 @@ def _read(data: str, limit: int | None) -> Events:
     return sources.read_table(data)[:limit]
 
 
-def _group(device: str) -> Group | None:
+def _join_group(device: str) -> Group | None:
     """All workers, where torchrun started this one."""
     import os
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    from shared.comms.init import init_from_env
+    from shared.comms import init_from_env
 
     return init_from_env(backend="nccl" if device.startswith("cuda") else "gloo")
 
 
-def _pipeline(  # noqa: ANN202
-    settings: _Run, events: Events, mode: _Mode | None = None, group: Group | None = None
-):
+def _make_pipeline(
+    settings: _Run, events: Events, mode: str | None = None, group: Group | None = None
+) -> tuple[Pipeline, Optimizer]:
+    from inspect import signature
+
     import torch
 
-    from mspipe import models
     from mspipe.data.sampler import Sampler
     from mspipe.memory.node_memory import NodeMemory
     from mspipe.pipeline.pipeline import Pipeline
@@ -322,8 +358,9 @@ def _pipeline(  # noqa: ANN202
     if ":" in settings.device:
         torch.cuda.set_device(settings.device)  # kernels are launched there
     torch.manual_seed(settings.seed)
-    options = {} if settings.model == "jodie" else {"fanout": settings.fanout}
-    kind = {"tgn": models.TGN, "jodie": models.JODIE, "apan": models.APAN}[settings.model]
+    kind = MODELS.get(settings.model)
+    looks_around = "fanout" in signature(kind).parameters
+    options: dict[str, Any] = {"fanout": settings.fanout} if looks_around else {}
     model = kind(settings.dim, events.edge_dim, **options).to(settings.device)
     memory = NodeMemory(
         events.num_nodes, model.dim, model.mail_dim, model.slots, settings.place, events.t[0].item()
@@ -331,24 +368,24 @@ def _pipeline(  # noqa: ANN202
     mode = mode or settings.mode
     pipe = Pipeline(
         model, memory, Sampler(events, [model.fanout]), events.features, mode=mode,
-        max_staleness=settings.max_staleness if mode == "stale" else None, group=group,
+        max_staleness=settings.max_staleness if MODES.get(mode).is_stale else None, group=group,
     )  # fmt: skip
     return pipe, torch.optim.Adam(model.parameters(), settings.rate)
 
 
-def _batches(events: Events, size: int):  # noqa: ANN202
+def _batches(events: Events, size: int) -> Iterator[Batch]:
     from mspipe.data.batching import batches
 
     return batches(events, size, num_negatives=0)
 
 
-def _ran(settings: _Run, data: str, mode: _Mode, num_batches: int):  # noqa: ANN202
+def _run_batches(settings: _Run, data: str, mode: str, num_batches: int) -> Report:
     from itertools import islice
 
     from mspipe.data.batching import batches
 
     events = _read(data, settings.limit)
-    pipe, optimizer = _pipeline(settings, events, mode)
+    pipe, optimizer = _make_pipeline(settings, events, mode)
     pipe.memory.reset()
     for out in pipe.train(islice(batches(events, settings.batch_size), num_batches)):
         optimizer.zero_grad()
@@ -359,18 +396,5 @@ def _ran(settings: _Run, data: str, mode: _Mode, num_batches: int):  # noqa: ANN
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand.
-
-    Args:
-        argv: the arguments; the process's own when left out.
-
-    Returns:
-        The exit status: 0 done, 1 failed. Usage errors exit with 2.
-    """
-    command = tyro.cli(Command, prog="mspipe", description=_ABOUT, args=argv)  # type: ignore[arg-type]
-    try:
-        command.run()
-    except (MeshyardError, OSError, MemoryError) as error:
-        print(f"mspipe: {error}", file=sys.stderr)
-        return 1
-    return 0
+    """Runs one subcommand and returns the exit status."""
+    return run_command(_COMMANDS, prog="mspipe", about=_ABOUT, argv=argv)

@@ -25,9 +25,9 @@ from mspipe.models import TGN
 from mspipe.pipeline import figure
 from mspipe.pipeline.pipeline import Pipeline
 from mspipe.pipeline.report import Report
-from shared.claims import Claim, write_demo
+from shared.claims import Claim, finish
 
-__all__ = ["LinkedRows", "run"]
+__all__ = ["LinkedRows", "compare_modes", "run", "run_pass"]
 
 _SOURCE = "mspipe demo"
 _LATENCY_S = 2e-4
@@ -70,29 +70,21 @@ def run(out: Path, *, is_full: bool) -> bool:
     try:
         with console.status("mspipe: passes over flights, the memory behind 200 Mbit/s"):
             found = {
-                mode: _passed(events, train if is_full else train[:9_600], mode, 200e6 / 8)
+                mode: run_pass(events, train if is_full else train[:9_600], mode, 200e6 / 8)
                 for mode in ("forward", "sync", "prefetch")
             }
         with console.status("mspipe: telling flights from others"):
-            learnt = _learnt(events, train, rest, 4 if is_full else 3)
+            learnt = _compare_with_edgebank(events, train, rest, 4 if is_full else 3)
     finally:
         torch.set_num_threads(before)
     reports = {mode: report for mode, (report, _, _) in found.items()}
-    claims = [*_overlapped(found), learnt]
+    claims = [*compare_modes(found), learnt]
     named = {"one stage after another (sync)": reports["sync"], "forward": reports["forward"]}
     figure.draw(
         named, out / "stages.svg", "TGN on flights, memory behind a modelled link of 200 Mbit/s"
     )
     figures = {mode: {"period_s": r.period_s, "stage_s": r.stage_s} for mode, r in reports.items()}
-    write_demo(out, "mspipe", claims, figures)
-    for claim in claims:
-        verdict = "" if claim.correct else "  NOT CORRECT"
-        console.print(
-            f"mspipe: {claim.name}: {claim.ours:.4g} {claim.unit} against {claim.baseline:.4g} "
-            f"({claim.baseline_name}), {claim.ratio:.2f}x{verdict}",
-            soft_wrap=True,
-        )
-    return all(claim.correct for claim in claims)
+    return finish(out, "mspipe", claims, figures)
 
 
 def _pipeline(events: Events, mode: Any, seed: int = 0) -> Pipeline:
@@ -114,21 +106,36 @@ def _learn(
     return losses
 
 
-def _passed(
+def run_pass(
     events: Events, train: Events, mode: str, bytes_per_s: float
 ) -> tuple[Report, list[float], Tensor]:
-    """One pass behind the link: its report, losses, and the memory that it leaves."""
+    """Trains one pass behind a modelled link.
+
+    Args:
+        events: the whole stream, whose neighbours are sampled.
+        train: the events of the pass.
+        mode: of the pipeline.
+        bytes_per_s: rate of the link, each way.
+
+    Returns:
+        The pipeline's report, the losses, and the rows of the memory that the pass leaves.
+    """
     pipe = _pipeline(events, mode)
     fresh = pipe.memory.read_rows(torch.zeros(1, dtype=torch.int64))[0]
-    pipe.memory._rows = LinkedRows(events.num_nodes, fresh, bytes_per_s)
+    pipe.memory.rows = LinkedRows(events.num_nodes, fresh, bytes_per_s)
     optimizer = torch.optim.Adam(pipe.model.parameters(), 1e-3, fused=True)
     losses = _learn(pipe, train, 0, optimizer)
     return pipe.report(), losses, pipe.memory.snapshot()["rows"]
 
 
-def _overlapped(
+def compare_modes(
     found: dict[str, tuple[Report, list[float], Tensor]],
 ) -> list[Claim]:
+    """Makes the claims of overlap: correct where losses and rows are the same in all modes.
+
+    Args:
+        found: what `run_pass` returned, by mode; "forward", "sync" and "prefetch".
+    """
     report, losses, rows = found["forward"]
     is_same = all(other[1] == losses and torch.equal(other[2], rows) for other in found.values())
     ideal_s = report.plan.ideal_period
@@ -164,7 +171,7 @@ def _overlapped(
     ]
 
 
-def _learnt(events: Events, train: Events, rest: Events, epochs: int) -> Claim:
+def _compare_with_edgebank(events: Events, train: Events, rest: Events, epochs: int) -> Claim:
     """Average precision on what follows, beside that of remembering pairs."""
     pipe = _pipeline(events, "forward")
     optimizer = torch.optim.Adam(pipe.model.parameters(), 1e-3, fused=True)

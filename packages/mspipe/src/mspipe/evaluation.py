@@ -14,22 +14,23 @@ import torch
 from jaxtyping import Bool, Int64, Shaped
 from torch import Tensor
 
-from mspipe.data import metrics as measures
 from mspipe.data.batching import batches
 from mspipe.data.events import Events
-from mspipe.data.negatives import Kind, Negatives
+from mspipe.data.negatives import Negatives
 from mspipe.pipeline.pipeline import Pipeline
+from shared.data import metrics as ranking
+from shared.data.negatives import Kind
 from shared.errors import ConfigError, DataError
 
 __all__ = ["EdgeBank", "evaluate"]
 
 _METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
-    "ap": lambda pos, neg: measures.average_precision(pos, neg[:, 0]),
-    "auc": lambda pos, neg: measures.auc(pos, neg[:, 0]),
-    "mrr": measures.mrr,
-    "hits@1": lambda pos, neg: measures.hits(pos, neg, 1),
-    "hits@3": lambda pos, neg: measures.hits(pos, neg, 3),
-    "hits@10": lambda pos, neg: measures.hits(pos, neg, 10),
+    "ap": lambda pos, neg: ranking.average_precision(pos, neg[:, 0]),
+    "auc": lambda pos, neg: ranking.auc(pos, neg[:, 0]),
+    "mrr": ranking.mrr,
+    "hits@1": lambda pos, neg: ranking.hits(pos, neg, 1),
+    "hits@3": lambda pos, neg: ranking.hits(pos, neg, 3),
+    "hits@10": lambda pos, neg: ranking.hits(pos, neg, 10),
 }
 _USUAL = ("ap", "auc", "mrr")
 

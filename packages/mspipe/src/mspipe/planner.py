@@ -14,12 +14,13 @@ and k_min = ceil((fetch memory + train + write) / P*) is the least staleness tha
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.errors import ConfigError
 
-__all__ = ["STAGES", "Plan", "plan"]
+__all__ = ["STAGES", "Plan", "count_staleness", "plan", "schedule_fetches"]
 
 STAGES = ("sample", "features", "memory", "train", "write")
 
@@ -64,16 +65,21 @@ class Plan:
         return max(self.ideal_period, self.loop_s / k)
 
     def staleness(self, num_iterations: int) -> list[int]:
-        """k_i of each iteration: how many writes ago its memory is of, fetched as late as training permits.
+        """The staleness k_i of each iteration, its memory fetched as late as training permits.
 
-        At most `k_min`, so that training is never held up by it; 1 while the pipeline fills.
+        Args:
+            num_iterations: how many, from the first one on, while the pipeline still fills.
+
+        Returns:
+            For each iteration how many iterations ago the write was that its memory came from: 1 for
+            the one before it, at most `k_min`, so that training never waits for it.
 
         Raises:
             ConfigError: `num_iterations` is below 1.
         """
-        from mspipe.simulator import simulate
-
-        return simulate(self.stage_s, num_iterations, max_staleness=self.k_min).staleness
+        if num_iterations < 1:
+            raise ConfigError(f"expected at least one iteration, got {num_iterations}")
+        return count_staleness(*schedule_fetches([self.stage_s] * num_iterations, self.k_min))
 
     @property
     def sequential_period(self) -> float:
@@ -114,3 +120,51 @@ def plan(stage_s: Sequence[float]) -> Plan:
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"{name}: expected finite seconds of 0 or more, got {seconds}")
     return Plan(found)
+
+
+def schedule_fetches(
+    stage_s: Sequence[Sequence[float]], max_staleness: int
+) -> tuple[list[float], list[float]]:
+    """Schedules fetches of memory as late as they may begin without holding up training.
+
+    A fetch ends when the training before it ends, and the features of the next iteration have their
+    turn on the link before it if they fit. O(iterations).
+
+    Args:
+        stage_s: seconds of `STAGES`, a row for each iteration.
+        max_staleness: iteration i waits for the write of iteration i - max_staleness.
+
+    Returns:
+        When each fetch of memory begins, and when each write ends, in seconds from the start.
+    """
+    sampled = fetched = trained = written = 0.0  # when these stages of the iteration before end
+    begins: list[float] = []
+    ends: list[float] = []
+    for i, (sample, features, memory, train, write) in enumerate(stage_s):
+        sampled += sample
+        features_end = max(sampled, fetched) + features
+        earliest = max(features_end, ends[i - max_staleness] if i >= max_staleness else 0.0)
+        begin = max(earliest, trained - memory)
+        if i + 1 < len(stage_s):
+            # What comes next on the link must not make the next training late.
+            rest = stage_s[i + 1][1] + stage_s[i + 1][2]
+            begin = max(earliest, min(begin, trained + train - rest - memory))
+        fetched = begin + memory
+        trained = max(fetched, trained) + train
+        written = max(trained, written) + write
+        begins.append(begin)
+        ends.append(written)
+    return begins, ends
+
+
+def count_staleness(fetch_s: Sequence[float], written_s: Sequence[float]) -> list[int]:
+    """Counts for each fetch how many iterations ago the newest write was that it sees.
+
+    Args:
+        fetch_s: when each iteration's fetch of memory begins.
+        written_s: when each iteration's write ends, never falling.
+
+    Returns:
+        1 where a fetch sees the write of the iteration before it.
+    """
+    return [i - bisect_right(written_s, begin + 1e-12, 0, i) + 1 for i, begin in enumerate(fetch_s)]

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from jaxtyping import Float
 
-from mspipe.planner import STAGES, plan
+from mspipe.planner import STAGES, count_staleness, plan, schedule_fetches
+from mspipe.registry import MODES
 from shared.errors import ConfigError
 from shared.topology.replay import Operation, Replay, Timeline
 
-__all__ = ["QUEUES", "Mode", "Simulation", "simulate"]
-
-Mode = Literal["sync", "prefetch", "forward", "stale"]
+__all__ = ["QUEUES", "Simulation", "simulate"]
 
 QUEUES = ("sampler", "link in", "device", "link out")
 # By stage; features and memory come in over one link.
@@ -62,7 +60,7 @@ def simulate(
     stage_s: Sequence[float] | Float[np.ndarray, "num_iterations 5"],
     num_iterations: int = 100,
     *,
-    mode: Mode = "stale",
+    mode: str = "stale",
     max_staleness: int | None = None,
     depth: int = 4,
     is_delayed: bool = True,
@@ -76,16 +74,15 @@ def simulate(
     Args:
         stage_s: seconds of `STAGES`, the same for all iterations or a row for each.
         num_iterations: ignored where there is a row for each.
-        mode: see above.
-        max_staleness: of "stale", 1 or more; the plan's k_min when None.
-        depth: of "forward", rings of written rows.
-        is_delayed: of "stale".
+        mode: name of a registered mode, see above.
+        max_staleness: of a stale mode, 1 or more; the plan's k_min when None.
+        depth: of a forwarding mode: iterations whose written rows are kept, 1 or more.
+        is_delayed: of a stale mode: fetch as late as training permits, and not as soon as allowed.
 
     Raises:
         ConfigError: a number is out of range, or the mode is none of these.
     """
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode: expected one of {', '.join(get_args(Mode))}, got {mode!r}")
+    how = MODES.get(mode)
     times = np.asarray(stage_s, np.float64)
     if times.ndim == 1:
         if num_iterations < 1:
@@ -94,59 +91,37 @@ def simulate(
     if times.ndim != 2 or not len(times):
         raise ConfigError(f"expected a row of five stages an iteration, got {list(times.shape)}")
     k_min = plan(times.mean(0).tolist()).k_min
-    distance = {"sync": 1, "prefetch": 1, "forward": depth + 1, "stale": max_staleness or k_min}[
-        mode
-    ]
+    distance = 1
+    if how.is_forwarding:
+        distance = depth + 1
+    elif how.is_stale:
+        distance = max_staleness or k_min
     if distance < 1 or (max_staleness is not None and max_staleness < 1):
         raise ConfigError(
             f"expected max_staleness and depth of at least 1, got {max_staleness}, {depth}"
         )
-    starts = _latest(times, distance) if mode == "stale" and is_delayed else np.zeros(len(times))
+    rows = times.tolist()
+    starts = [0.0] * len(rows)
+    if how.is_stale and is_delayed:
+        starts, _ = schedule_fetches(rows, distance)
     operations = []
-    for i, row in enumerate(times):
+    for i, row in enumerate(rows):
         for stage, (name, queue) in enumerate(zip(STAGES, _QUEUE_OF, strict=True)):
             after = [(STAGES[stage - 1], i)] if stage else []
-            if stage == 0 and mode == "sync" and i:
+            if stage == 0 and not how.is_overlapped and i:
                 after = [("write", i - 1)]
             if name == "memory" and i >= distance:
                 after.append(("write", i - distance))
-            earliest_s = float(starts[i]) if name == "memory" else 0.0
-            operations.append(Operation((name, i), queue, float(row[stage]), after, earliest_s))
+            earliest_s = starts[i] if name == "memory" else 0.0
+            operations.append(Operation((name, i), queue, row[stage], after, earliest_s))
     timeline = Replay(operations, dict.fromkeys(QUEUES, "given")).run()
-    fetched = [timeline.span_s(("memory", i))[0] for i in range(len(times))]
-    written = np.array([timeline.span_s(("write", i))[1] for i in range(len(times))])
-    is_exact = mode != "stale"
-    staleness = [
-        1 if is_exact else i - int(np.searchsorted(written[:i], begin + 1e-12, "right")) + 1
-        for i, begin in enumerate(fetched)
-    ]
+    staleness = [1] * len(rows)
+    if how.is_stale:
+        fetch_s = [timeline.span_s(("memory", i))[0] for i in range(len(rows))]
+        written_s = [timeline.span_s(("write", i))[1] for i in range(len(rows))]
+        staleness = count_staleness(fetch_s, written_s)
     return Simulation(
         timeline=timeline,
         staleness=staleness,
         stall_share=timeline.queues["device"].idle_share_within,
     )
-
-
-def _latest(times: Float[np.ndarray, "num_iterations 5"], distance: int) -> np.ndarray:
-    """When each fetch of memory may begin so that training need not wait for it.
-
-    The time when the training before it ends less the fetch's own time, and the features of the next
-    iteration have their turn before it if they fit.
-    """
-    num_iterations = len(times)
-    end = np.zeros((num_iterations + 1, 5))  # the last row is that before the first iteration
-    latest = np.zeros(num_iterations)
-    for i, (sample, features, memory, train, write) in enumerate(times):
-        before = end[i - 1] if i else end[-1]
-        end[i, 0] = before[0] + sample
-        end[i, 1] = max(end[i, 0], before[2]) + features
-        begin = max(end[i, 1], end[i - distance, 4] if i >= distance else 0.0)
-        latest[i] = max(begin, before[3] - memory)
-        if i + 1 < num_iterations:
-            # What comes next on the link must not make the next training late.
-            rest = times[i + 1, 1] + times[i + 1, 2]
-            latest[i] = max(begin, min(latest[i], before[3] + train - rest - memory))
-        end[i, 2] = latest[i] + memory
-        end[i, 3] = max(end[i, 2], before[3]) + train
-        end[i, 4] = max(end[i, 3], before[4]) + write
-    return latest

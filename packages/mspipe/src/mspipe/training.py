@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -14,13 +13,14 @@ from typing import Any
 
 import torch
 
-from mspipe.data.batching import Cut, batches
+from mspipe.data.batching import batches
 from mspipe.data.events import Events
 from mspipe.data.negatives import Negatives
 from mspipe.evaluation import evaluate
 from mspipe.pipeline.iteration import Output
 from mspipe.pipeline.pipeline import Pipeline
 from shared.errors import ConfigError, DataError
+from shared.files import atomic_file
 from shared.kernels.philox import stream_key
 
 __all__ = ["Epoch", "Settings", "fit"]
@@ -30,13 +30,13 @@ _FORMAT = "mspipe training 2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a stream is learnt.
+    """Settings of a training run.
 
     Attributes:
-        epochs: passes.
+        epochs: number of passes over the stream.
         batch_size, cut: see `batches`.
-        seed: of negatives, dropout and the cut.
-        save_every: batches between two checkpoints; at every one the pipeline runs empty.
+        seed: seed of negatives, dropout and the cut.
+        save_every: batches between two checkpoints; the pipeline drains before each.
 
     Raises:
         ConfigError: a number is out of range.
@@ -44,7 +44,7 @@ class Settings:
 
     epochs: int = 3
     batch_size: int = 600
-    cut: Cut = "uniform"
+    cut: str = "uniform"
     seed: int = 0
     save_every: int = 200
 
@@ -125,13 +125,13 @@ def fit(
         with _bar(f"epoch {index + 1}", len(train), is_shown=progress) as advance:
             advance(sum(len(batch.events) for batch in cut[:done]), losses)
             while done < len(cut):
-                # Where nothing is saved, nothing has the pipeline run empty.
+                # Without a checkpoint the pipeline never drains within a pass.
                 stop = len(cut) if saved is None else min(len(cut), done + settings.save_every)
                 for out in _seeded(pipe.train(cut[done:stop]), key, done):
                     optimizer.zero_grad()
                     out.loss.backward()
                     optimizer.step()
-                    losses.append(pipe.workers.gathered(out.loss.detach()[None]).mean().item())
+                    losses.append(pipe.workers.gather(out.loss.detach()[None]).mean().item())
                     advance(len(out.batch.events), losses)
                     if losses[-1] != losses[-1]:
                         raise DataError(
@@ -220,15 +220,8 @@ class _Checkpoint:
             "memory": self._pipe.memory.snapshot(),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        try:
-            with partial.open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self._path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with atomic_file(self._path) as partial:
+            torch.save(state, partial)
 
     def resume(self) -> tuple[int, list[float], list[Epoch]]:
         """Batches that are done in the pass under way, their losses, and the passes before it."""

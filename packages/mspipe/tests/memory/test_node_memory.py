@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mspipe.memory.node_memory import NO_MAIL, NodeMemory, RowLayout, State, latest
+from mspipe.memory.node_memory import NodeMemory, latest
+from mspipe.memory.row_layout import NO_MAIL, RowLayout, State
 from shared.errors import ConfigError, DataError
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mspipe.memory import remote_rows as remote
 from mspipe.memory.node_memory import NodeMemory
-from mspipe.memory.remote_rows import Op, RemoteRows
+from mspipe.memory.remote_rows import RemoteRows
 from mspipe.memory.rows import LocalRows
 from mspipe.memory.server import MemoryServer
+from mspipe.memory.wire import Op
 from shared.errors import CommError, ConfigError, DataError, MeshyardError
 
 FRESH = torch.tensor([0.0, -1.0, 0.5, 0.0, 7.0])
@@ -84,7 +84,7 @@ class Reluctant:
 def test_same_as_local_rows(steps, num_rows, most):
     with pytest.MonkeyPatch.context() as patch, MemoryServer() as server:
         if most:
-            patch.setattr("mspipe.memory.remote_rows._LIBC", Reluctant(most))
+            patch.setattr("mspipe.memory.wire.LIBC", Reluctant(most))
         ours, model = RemoteRows(server.address, num_rows, FRESH), LocalRows(num_rows, FRESH, CPU)
         for at, (what, given) in enumerate(steps):
             if what == "read":
@@ -258,6 +258,7 @@ def test_reads_beside_writes(open_client):
 
 SERVE = """
 from mspipe.memory.server import MemoryServer
+from mspipe.memory.wire import Op
 server = MemoryServer()
 print(server.address, flush=True)
 server.serve_forever()
@@ -368,12 +369,11 @@ def test_closed_server_hangs_up(open_client, server):
     server.close()
 
 
-def test_no_server_there(monkeypatch):
-    monkeypatch.setattr(remote, "_PATIENCE_S", 0.2)
+def test_no_server_there():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(CommError, match=rf"127.0.0.1:{port}.*is `mspipe serve-memory` running"):
-        RemoteRows(f"tcp://127.0.0.1:{port}", 20, FRESH)
+        RemoteRows(f"tcp://127.0.0.1:{port}", 20, FRESH, patience_s=0.2)
 
 
 def test_server_that_comes_late_is_met():

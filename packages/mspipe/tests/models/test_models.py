@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from mspipe.data.batching import batches
 from mspipe.data.events import Events
 from mspipe.data.sampler import Sampler, index_of
-from mspipe.memory.node_memory import NO_MAIL, NodeMemory, RowLayout, State
+from mspipe.memory.node_memory import NodeMemory
+from mspipe.memory.row_layout import NO_MAIL, RowLayout, State
 from mspipe.models import APAN, JODIE, TGN, mail_dim
 from mspipe.models.base import TimeEncoding
 from shared.errors import ConfigError

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mspipe.data.events import Events
-from mspipe.memory.node_memory import State
+from mspipe.memory.row_layout import State
 from mspipe.pipeline.mitigation import Mitigation, similar_nodes
 from shared.errors import ConfigError
 

@@ -1,7 +1,6 @@
 """Overlap changes no bit, staleness is what was asked for, and nothing is left behind."""
 
 import os
-import threading
 import time
 from dataclasses import replace
 
@@ -17,8 +16,9 @@ from mspipe.data.sampler import Sampler
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.pipeline.mitigation import Mitigation
 from mspipe.pipeline.pipeline import Pipeline
+from mspipe.pipeline.stages import Stages
 from mspipe.planner import plan
-from shared.errors import ConfigError, DataError
+from shared.errors import DataError
 
 EXACT = [
     {"mode": "prefetch"},
@@ -51,7 +51,7 @@ class Slow:
 
 def slowed(pipe, seed, most_s=0.004):
     pipe.sampler = Slow(pipe.sampler, ["sample"], seed, most_s)
-    pipe.memory._rows = Slow(pipe.memory._rows, ["read", "write"], seed + 1, most_s)
+    pipe.memory.rows = Slow(pipe.memory.rows, ["read", "write"], seed + 1, most_s)
     return pipe
 
 
@@ -105,7 +105,7 @@ def test_forwarding_is_exact_for_any_stream(
 def test_rows_are_forwarded_where_the_store_lags(toy):
     events = toy.stream(400)
     pipe = toy.pipeline(events, mode="forward", depth=3)
-    pipe.memory._rows = Slow(pipe.memory._rows, ["write"], 0, 0.05)
+    pipe.memory.rows = Slow(pipe.memory.rows, ["write"], 0, 0.05)
     toy.train(pipe, events, epochs=1, size=20)
     report = pipe.report()
     assert report.num_rows_forwarded > 100
@@ -131,14 +131,14 @@ def test_fixed_staleness_is_the_same_in_every_run(toy, staleness):
     """Equal to one stage after another with each write held back until staleness - 1 more were made."""
     events = toy.stream(600)
     late = toy.pipeline(events, mode="sync")
-    store, waiting = late.memory._rows.write, []
+    store, waiting = late.memory.rows.write, []
 
     def hold(ids, rows):
         waiting.append((ids, rows.clone()))
         if len(waiting) == staleness:
             store(*waiting.pop(0))
 
-    late.memory._rows.write = hold
+    late.memory.rows.write = hold
     expected = toy.train(late, events, epochs=1, size=30)
     for seed in (0, 1):
         how = {"mode": "stale", "max_staleness": staleness, "is_fixed": True}
@@ -160,10 +160,17 @@ def test_a_stale_row_is_what_an_earlier_iteration_left(toy):
         versions.append(memory.read_rows(every))
 
     memory.write_rows = kept
-    fetch, seen = pipe._fetch_memory, []
-    pipe._fetch_memory = lambda work: (fetch(work), seen.append(work))
+    seen = []
+
+    class Watched(Stages):
+        def fetch_memory(self, work):
+            super().fetch_memory(work)
+            seen.append(work)
+
+    pipe.stages = Watched
     fresh = memory.read_rows(every)
     list(pipe.train(batches(events, 25)))
+    assert len(seen) == 12
     for work in seen:
         # Others may write while rows are read, but never one that this iteration was to wait for.
         least = work.num_committed
@@ -185,176 +192,6 @@ def test_mitigation_mixes_and_fits(toy):
     assert report.num_mixed > 0
     assert report.weight is not None
     assert 0 <= report.weight <= 1
-
-
-# What goes wrong ----------------------------------------------------------------------------------
-
-
-def mspipe_threads():
-    return [t.name for t in threading.enumerate() if t.name.startswith("mspipe")]
-
-
-class Failing:
-    def __init__(self, inner, name, after):
-        self._inner, self._name, self._left = inner, name, after
-
-    def __getattr__(self, name):
-        found = getattr(self._inner, name)
-        if name != self._name:
-            return found
-
-        def failing(*given, **named):
-            self._left -= 1
-            if self._left < 0:
-                raise ValueError("broken on purpose")
-            return found(*given, **named)
-
-        return failing
-
-
-@pytest.mark.parametrize("mode", ["sync", "prefetch", "forward", "stale"])
-@pytest.mark.parametrize("stage", ["sample", "memory", "write", "features", "train"])
-def test_a_stage_that_raises_ends_the_run_and_says_where(toy, mode, stage):
-    events = toy.stream(400)
-    pipe = toy.pipeline(events, mode=mode)
-    after = 4
-    if stage == "sample":
-        pipe.sampler = Failing(pipe.sampler, "sample", after)
-    elif stage == "memory":
-        pipe.memory._rows = Failing(pipe.memory._rows, "read", after)
-    elif stage == "write":
-        pipe.memory._rows = Failing(pipe.memory._rows, "write", after)
-    elif stage == "features":
-        pipe.features = Failing(pipe.features, "index_select", 2 * after)
-    else:
-        pipe.model.embed = Failing(pipe.model, "embed", after).embed
-    begin = time.monotonic()
-    seen = []
-
-    def learn():
-        for out in pipe.train(batches(events, 25)):
-            out.loss.backward()
-            seen.append(out)
-
-    with pytest.raises(ValueError, match="broken on purpose") as caught:
-        learn()
-    assert time.monotonic() - begin < 5
-    assert any(f"stage '{stage}'" in note for note in caught.value.__notes__)
-    # While one write is under way, as many as `depth` may wait for it, and training be that far ahead.
-    assert len(seen) <= after + 1 + (pipe.depth if stage == "write" else 0)
-    assert not mspipe_threads()
-    # What is in the store is there whole.
-    done = pipe.num_committed
-    plain = toy.pipeline(events, mode="sync")
-    if mode != "stale":
-        list(plain.train(list(batches(events, 25))[:done]))
-        ours = pipe.memory._rows
-        ours = getattr(ours, "_inner", ours)
-        assert torch.equal(ours._table, plain.memory._rows._table)
-    # And the memory is free for the next run.
-    pipe.memory._rows = getattr(pipe.memory._rows, "_inner", pipe.memory._rows)
-    with pipe.memory.lease("a test"):
-        pass
-
-
-@pytest.mark.parametrize("mode", ["sync", "prefetch", "forward", "stale"])
-def test_an_iterator_that_is_left_leaves_no_threads(toy, mode):
-    events = toy.stream(600)
-    pipe = toy.pipeline(events, mode=mode)
-    run = pipe.train(batches(events, 20))
-    next(run), next(run)
-    begin = time.monotonic()
-    run.close()
-    assert time.monotonic() - begin < 1
-    assert not mspipe_threads()
-    assert pipe.num_committed <= 2
-    list(pipe.train(batches(events, 300)))
-
-
-def test_two_pipelines_on_one_memory_are_refused(toy):
-    events = toy.stream()
-    first = toy.pipeline(events)
-    second = toy.pipeline(events, memory=first.memory)
-    run = first.train(batches(events, 50))
-    next(run)
-    with pytest.raises(ConfigError, match="a pipeline's train is at work on it"):
-        next(second.train(batches(events, 50)))
-    with pytest.raises(ConfigError, match="no run under way"):
-        first.mode = "sync"
-    run.close()
-    first.mode = "sync"
-    assert len(list(second.train(batches(events, 300)))) == 2
-
-
-def test_memory_that_is_no_longer_finite_names_its_nodes(toy):
-    events = toy.stream()
-    pipe = toy.pipeline(events)
-    with torch.no_grad():
-        pipe.model.cell.weight_hh.fill_(float("nan"))
-    with pytest.raises(DataError, match=r"expected finite numbers, got others for .* nodes"):
-        list(pipe.train(batches(events, 50)))
-
-
-def test_what_does_not_fit_is_refused(toy, unchecked):
-    events = toy.stream()
-    model, sampler = toy.models["tgn"](), Sampler(events, [4])
-    memory = NodeMemory(events.num_nodes, model.dim, model.mail_dim)
-    for settings_, told in (
-        ({"mode": "fast"}, "expected sync, prefetch"),
-        ({"depth": 0}, "at least 1"),
-        ({"mode": "stale", "max_staleness": 0}, "at least 1"),
-        ({"mode": "stale", "max_staleness": -2}, "at least 1"),
-        ({"max_staleness": 2}, "expected mode 'stale'"),
-        ({"mode": "stale", "is_fixed": True}, "expected max_staleness with it"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            Pipeline(model, memory, sampler, events.features, **settings_)
-    with pytest.raises(ConfigError, match="expected 3 columns as the model"):
-        Pipeline(model, memory, sampler)
-    with pytest.raises(ConfigError, match="expected dim, mail_dim and slots"):
-        Pipeline(model, NodeMemory(9, 8, 1), sampler, events.features)
-    small = NodeMemory(3, model.dim, model.mail_dim)
-    with pytest.raises(DataError, match=r"expected nodes below 3.*memory.grow makes room"):
-        list(Pipeline(model, small, sampler, events.features).train(batches(events)))
-
-
-def test_a_spike_is_waited_for_and_never_exceeds_the_cap(toy):
-    events = toy.stream(600)
-    pipe = toy.pipeline(events, mode="stale", max_staleness=2)
-    rows, calls = pipe.memory._rows, [0]
-    write = rows.write
-
-    def spiky(ids, given):
-        calls[0] += 1
-        time.sleep(0.3 if calls[0] == 6 else 0.002)
-        write(ids, given)
-
-    rows.write = spiky
-    list(pipe.train(batches(events, 30)))
-    report = pipe.report()
-    assert max(report.staleness) == 2
-    assert report.waits["fetched rows"] + report.waits["room to write"] > 0.1
-
-
-@pytest.mark.parametrize("mode", ["sync", "forward"])
-def test_memory_is_not_copied_or_forgotten_under_a_run(toy, tmp_path, mode):
-    events = toy.stream()
-    pipe = toy.pipeline(events, mode=mode)
-    run = pipe.train(batches(events, 50))
-    next(run), next(run)
-    snapshot = {"rows": torch.empty(0), "about": torch.tensor([8, 19, 1, 0])}
-    for what in (
-        pipe.memory.reset,
-        pipe.memory.snapshot,
-        lambda: pipe.memory.save(tmp_path / "memory"),
-        lambda: pipe.memory.restore(snapshot),
-        lambda: pipe.memory.grow(99),
-    ):
-        with pytest.raises(ConfigError, match=r"expected no run under way.*a pipeline's train"):
-            what()
-    assert not list(tmp_path.iterdir())
-    assert len(list(run)) == 10, "and the run is as it was"
-    pipe.memory.save(tmp_path / "memory")
 
 
 def test_batches_without_events_or_without_negatives(toy):
@@ -418,51 +255,6 @@ def test_a_forked_child_trains(toy):
         os.waitpid(child, 0)
     assert done[1] == 0
     run.close()
-
-
-def test_the_error_is_told_where_another_stage_is_slow(toy, caplog):
-    """Whoever waits for a stage longer than a second is told for which; then comes what went wrong."""
-    events = toy.stream()
-    pipe = toy.pipeline(events, mode="forward")
-    rows = pipe.memory._rows
-    read, calls = rows.read, []
-
-    def slow(ids):
-        calls.append(len(ids))
-        if len(calls) == 4:
-            time.sleep(1.5)
-        return read(ids)
-
-    def failing(ids, given):
-        raise OSError("broken on purpose")
-
-    rows.read, rows.write = slow, failing
-    with pytest.raises(OSError, match="broken on purpose"):
-        list(pipe.train(batches(events, 50)))
-    assert not mspipe_threads()
-
-
-def test_a_slow_write_has_the_memory_until_it_ends(toy, caplog):
-    events = toy.stream()
-    pipe = toy.pipeline(events, mode="forward")
-    rows, ends = pipe.memory._rows, []
-    write = rows.write
-
-    def slow(ids, given):
-        time.sleep(1.3)
-        write(ids, given)
-        ends.append(time.monotonic())
-
-    rows.write = slow
-    run = pipe.train(batches(events, 50))
-    next(run), next(run)
-    run.close()
-    closed = time.monotonic()
-    assert "waiting for mspipe link out" in caplog.text
-    pipe.memory.reset()
-    time.sleep(0.1)
-    assert not ends or max(ends) < closed
-    assert int(pipe.memory.read(torch.arange(events.num_nodes)).memory.count_nonzero()) == 0
 
 
 def test_the_callers_gradient_mode_is_its_own(toy):

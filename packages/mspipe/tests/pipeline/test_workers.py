@@ -167,7 +167,7 @@ def learn_slowly(slow_s):
     """As `learn`, where the second worker writes late, and the first reads late."""
     group, events = Group.world(), events_of()
     pipe = pipeline_of(events, "tgn", group, mode="forward")
-    name, rows = ("write" if group.rank else "read"), pipe.memory._rows
+    name, rows = ("write" if group.rank else "read"), pipe.memory.rows
     quick = getattr(rows, name)
 
     def slow(*given):

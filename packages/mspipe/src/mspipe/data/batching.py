@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -14,11 +13,17 @@ from torch import Tensor
 
 from mspipe.data.events import Events
 from mspipe.data.negatives import Negatives
+from mspipe.registry import CUTS
 from shared.errors import ConfigError
 
-__all__ = ["Batch", "Cut", "batches", "bounds"]
-
-Cut = Literal["uniform", "random-start", "adaptive"]
+__all__ = [
+    "Batch",
+    "adaptive_bounds",
+    "batches",
+    "bounds",
+    "random_start_bounds",
+    "uniform_bounds",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +54,7 @@ def batches(
     negatives: Negatives | None = None,
     *,
     num_negatives: int = 1,
-    cut: Cut = "uniform",
+    cut: str = "uniform",
     seed: int = 0,
 ) -> Iterator[Batch]:
     """Cuts events into batches with negatives.
@@ -77,7 +82,7 @@ def batches(
     )
 
 
-def bounds(events: Events, size: int, cut: Cut = "uniform", seed: int = 0) -> list[int]:
+def bounds(events: Events, size: int, cut: str = "uniform", seed: int = 0) -> list[int]:
     """Where batches begin, and the end.
 
     `random-start` makes the first batch shorter by a random length, after TGL's random chunks
@@ -85,24 +90,42 @@ def bounds(events: Events, size: int, cut: Cut = "uniform", seed: int = 0) -> li
     grows as long as the events in it that find their nodes' memory out of date, 2 x events - different
     nodes, are no more than in the worst batch of the given size.
 
+    Args:
+        events: by time.
+        size: events a batch, 1 or more.
+        cut: name of a registered cut.
+        seed: of a cut that draws.
+
     Raises:
-        ConfigError: the size is below 1, or the cut is none of these.
+        ConfigError: the size is below 1, or there is no such cut.
     """
     if size < 1:
         raise ConfigError(f"expected batches of at least one event, got {size}")
-    if cut not in get_args(Cut):
-        raise ConfigError(f"cut: expected one of {', '.join(get_args(Cut))}, got {cut!r}")
-    count = len(events)
-    if cut == "adaptive":
-        return _adaptive(events, size)
+    return CUTS.get(cut)(events, size, seed)
+
+
+def uniform_bounds(events: Events, size: int, seed: int = 0) -> list[int]:
+    """Bounds of batches of one size, but for the last."""
+    del seed
+    return _bounds_from(0, size, len(events))
+
+
+def random_start_bounds(events: Events, size: int, seed: int = 0) -> list[int]:
+    """Bounds whose first batch is shorter by a random length, after TGL (arXiv 2203.14883)."""
     first = 0
-    if cut == "random-start" and count > size:
+    if len(events) > size:
         first = int(np.random.default_rng([seed % (1 << 64), 0x5347]).integers(1, size + 1))
+    return _bounds_from(first, size, len(events))
+
+
+def _bounds_from(first: int, size: int, count: int) -> list[int]:
     starts = list(range(first, count, size))
     return [*([0] if first else []), *starts, count] if count else [0]
 
 
-def _adaptive(events: Events, size: int) -> list[int]:
+def adaptive_bounds(events: Events, size: int, seed: int = 0) -> list[int]:
+    """Bounds of batches that grow as long as memory is as fresh as in batches of `size`, after ETC."""
+    del seed
     pairs = torch.stack([events.src, events.dst], 1).numpy()
     count = len(pairs)
     most = 0

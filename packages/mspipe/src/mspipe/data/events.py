@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from shared.data.events import Events as Checked
 from shared.errors import DataError
 
 __all__ = ["Events"]
@@ -56,13 +57,10 @@ class Events:
             DataError: lengths differ, an id or a time is negative or no number, a feature is not
                 finite, or an event is earlier than the one before it and `sort` was not asked for.
         """
-        src, dst, t = _ids("src", src), _ids("dst", dst), _times(t)
-        if not len(src) == len(dst) == len(t):
-            raise DataError(
-                f"events: expected src, dst and t of one length, got {len(src)}, {len(dst)}, {len(t)}"
-            )
-        rows = None if features is None else _rows(features, len(src))
-        if len(t) and bool((t.diff() < 0).any()):
+        src, dst, t = _copied(src), _copied(dst), _copied(t)
+        given = Checked(src, dst, t, None, None if features is None else _copied(features))
+        src, dst, t, rows = given.src, given.dst, given.t, given.features
+        if not given.is_sorted:
             if not sort:
                 late = int((t.diff() < 0).nonzero()[0]) + 1
                 raise DataError(
@@ -117,54 +115,9 @@ class Events:
         return [self[a:b] for a, b in zip([0, *ends], [*ends, len(self)], strict=True)]
 
 
-def _numbers(name: str, values: Any, num_dims: int) -> Tensor:
+def _copied(values: Any) -> Any:
+    # A caller may change its array later; tensors are shared, as torch does.
     try:
-        # A copy: torch takes no arrays that run backwards, and warns of those that are read-only.
-        found = values if isinstance(values, Tensor) else torch.from_numpy(np.array(values))
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{name}: expected an array of numbers: {error}") from error
-    if found.ndim != num_dims:
-        wanted = "one number" if num_dims == 1 else "a row of numbers"
-        raise DataError(f"{name}: expected {wanted} an event, got shape {list(found.shape)}")
-    if found.is_complex():
-        raise DataError(f"{name}: expected real numbers, got {found.dtype}")
-    return found.detach().cpu()
-
-
-def _ids(name: str, values: Any) -> Tensor:
-    found = _numbers(name, values, 1)
-    if len(found) and (found.is_floating_point() or found.dtype == torch.bool):
-        raise DataError(f"{name}: expected whole numbers, got {found.dtype}")
-    found = found.to(torch.int64)
-    if (found < 0).any():
-        at = int((found < 0).nonzero()[0])
-        raise DataError(f"{name} of event {at}: expected 0 or more, got {int(found[at])}")
-    return found
-
-
-def _times(values: Any) -> Tensor:
-    found = _numbers("t", values, 1)
-    if found.dtype == torch.bool:
-        raise DataError(f"t: expected numbers, got {found.dtype}")
-    found = found.to(torch.float64 if found.is_floating_point() else torch.int64)
-    is_good = torch.isfinite(found) & (found >= 0)
-    if not bool(is_good.all()):
-        at = int((~is_good).nonzero()[0])
-        raise DataError(
-            f"t of event {at}: expected a finite time of 0 or more, got {found[at].item()}; count from "
-            "an earlier moment if times before 0 are meant"
-        )
-    return found
-
-
-def _rows(values: Any, count: int) -> Tensor:
-    found = _numbers("features", values, 2).float()
-    if len(found) != count:
-        raise DataError(f"features: expected a row for each of {count} events, got {len(found)}")
-    if not bool(torch.isfinite(found).all()):
-        at, column = (~torch.isfinite(found)).nonzero()[0].tolist()
-        raise DataError(
-            f"features of event {at}, column {column}: expected a finite number, got "
-            f"{found[at, column].item()}"
-        )
-    return found
+        return values if isinstance(values, Tensor) else np.array(values)
+    except ValueError:
+        return values  # rows of different lengths, which `Checked` refuses by name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
@@ -10,12 +10,11 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from mspipe.data.events import Events
+from shared.data.negatives import Kind, draw_words, first_not_before
 from shared.errors import ConfigError, DataError
-from shared.kernels.philox import philox, stream_key
+from shared.kernels.philox import stream_key
 
-__all__ = ["Kind", "Negatives"]
-
-Kind = Literal["random", "historical", "inductive"]
+__all__ = ["Negatives"]
 
 
 class Negatives:
@@ -76,16 +75,7 @@ class Negatives:
             raise DataError(
                 f"negatives: expected nodes below {self._num_nodes}, as the stream has them"
             )
-        numbers = torch.stack(
-            [
-                events.eid[:, None].expand(-1, num_negatives),
-                torch.arange(num_negatives).expand(count, -1),
-            ]
-        )
-        counter = torch.zeros(count, num_negatives, 4, dtype=torch.int64)
-        counter[..., 0], counter[..., 1] = numbers[0] & 0xFFFFFFFF, numbers[0] >> 32
-        counter[..., 2] = numbers[1]
-        words = philox(counter.view(-1, 4), stream_key(seed)).view(count, num_negatives, 4)
+        words = draw_words(events.eid, num_negatives, stream_key(seed))
         # 31 bits of each word: a remainder of less than 2^20 is even to one in two thousand.
         bits = (words[..., :2] & 0x7FFFFFFF).numpy()
         found = self._random(events, bits[..., 0])
@@ -114,22 +104,11 @@ class Negatives:
         """Of each event, where its candidates begin and end in the list of pairs, and its own pair."""
         src, dst, t = (part.numpy() for part in (events.src, events.dst, events.t))
         begin, end = self._starts[src], self._starts[src + 1]
-        high = _bisect(self._t, begin, end, t)
+        high = first_not_before(self._t, begin, end, t)
         low = begin
         if self.kind == "inductive":
-            low = _bisect(self._t, begin, end, np.full(len(src), self._since))
+            low = first_not_before(self._t, begin, end, np.full(len(src), self._since))
         key = src * self._num_nodes + dst
         place = np.minimum(np.searchsorted(self._pairs, key), len(self._pairs) - 1)
         own = np.where(self._pairs[place] == key, self._place[place], -1)
         return low, np.maximum(high, low), own
-
-
-def _bisect(times: np.ndarray, begin: np.ndarray, end: np.ndarray, bound: np.ndarray) -> np.ndarray:
-    """The first place in each [begin, end) whose time is not below the bound."""
-    low, high = begin.copy(), end.copy()
-    while (low < high).any():
-        middle = (low + high) // 2
-        is_below = (low < high) & (times[np.minimum(middle, len(times) - 1)] < bound)
-        high = np.where((low < high) & ~is_below, middle, high)
-        low = np.where(is_below, middle + 1, low)
-    return low

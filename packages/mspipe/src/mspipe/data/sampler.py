@@ -52,7 +52,7 @@ class Sampled:
 
 
 class Sampler:
-    """Samples the `fanout` newest events of each node that are strictly earlier than its time.
+    """NeighborSampler the `fanout` newest events of each node that are strictly earlier than its time.
 
     Args:
         events: in both directions.

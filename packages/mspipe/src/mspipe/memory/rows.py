@@ -1,4 +1,4 @@
-"""Where rows lie: in this machine's memory, on its GPU, in memory that processes share, or elsewhere."""
+"""Stores of rows: in this machine's memory, on its GPU, or in memory that its processes share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from shared.errors import ConfigError, DataError
 from shared.kernels.gather import gather
 
-__all__ = ["LocalRows", "Rows", "SharedRows", "open_rows"]
+__all__ = ["LocalRows", "RowStore", "SharedRows", "open_rows"]
 
 
 @runtime_checkable
-class Rows(Protocol):
+class RowStore(Protocol):
     """Rows of 32-bit words by number, and a count of writes."""
 
     @property
@@ -46,20 +46,25 @@ class Rows(Protocol):
         ...
 
     def reset(self) -> None:
-        """Has all rows as at first."""
+        """Sets all rows to their first value."""
         ...
 
     def grow(self, num_rows: int) -> None:
-        """Adds rows as at first."""
+        """Adds rows of the first value."""
         ...
 
     def close(self) -> None:
-        """Lets go of what the system lent."""
+        """Releases connections and shared memory."""
         ...
 
 
-def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> Rows:
-    """Rows at a place, all like `fresh`.
+def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> RowStore:
+    """Opens rows at a place, all equal to `fresh` where they are new.
+
+    Args:
+        place: see `NodeMemory`.
+        num_rows: how many.
+        fresh: float32 [words], the first value of each row.
 
     Raises:
         ConfigError: there is no such place.
@@ -134,18 +139,18 @@ class LocalRows:
         self.version += 1
 
     def reset(self) -> None:
-        """Has all rows as at first."""
+        """Sets all rows to their first value."""
         self._table[:] = self._fresh
         self.version += 1
 
     def grow(self, num_rows: int) -> None:
-        """Adds rows as at first."""
+        """Adds rows of the first value."""
         table = self._made(num_rows)
         table[: len(self._table)] = self._table
         self._table = table
 
     def close(self) -> None:
-        """Lets go of the rows."""
+        """Releases the rows."""
         self._table = self._table[:0]
 
 
@@ -208,12 +213,12 @@ class SharedRows:
         self._version[0] += 1
 
     def reset(self) -> None:
-        """Has all rows as at first."""
+        """Sets all rows to their first value."""
         self._table[:] = self._fresh
         self._version[0] += 1
 
     def grow(self, num_rows: int) -> None:
-        """Is refused."""
+        """Refuses: rows that processes share cannot grow."""
         raise ConfigError(
             f"{self._path}: has {self.num_rows} rows and cannot grow to {num_rows}, since other "
             f"processes look at it; make it as large as it will be"

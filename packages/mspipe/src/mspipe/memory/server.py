@@ -18,8 +18,8 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from mspipe.memory.remote_rows import MAX_BYTES, Op, Wire
 from mspipe.memory.rows import LocalRows
+from mspipe.memory.wire import MAX_BYTES, Op, Wire
 from shared.errors import CommError, ConfigError, DataError
 
 __all__ = ["MemoryServer"]

@@ -2,7 +2,8 @@
 
 from mspipe.models.apan import APAN
 from mspipe.models.base import LinkHead, MemoryModel, TimeEncoding, Updated, mail_dim
-from mspipe.models.tgn import JODIE, TGN, NeighborAttention
+from mspipe.models.jodie import JODIE
+from mspipe.models.tgn import TGN, NeighborAttention
 
 __all__ = [
     "APAN",

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mspipe.data.sampler import Sampled
-from mspipe.memory.node_memory import NO_MAIL, State
+from mspipe.memory.row_layout import NO_MAIL, State
 from mspipe.models.base import MemoryModel, TimeEncoding, Updated, newest_mail
 from shared.errors import ConfigError
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mspipe.data.sampler import Sampled
-from mspipe.memory.node_memory import NO_MAIL, State
+from mspipe.memory.row_layout import NO_MAIL, State
 from shared.errors import ConfigError
 
 __all__ = ["LinkHead", "MemoryModel", "TimeEncoding", "Updated", "last_events", "mail_dim"]
@@ -20,7 +20,7 @@ _DECADES = 9
 
 
 def mail_dim(dim: int, edge_dim: int = 0) -> int:
-    """Numbers of a message: both ends' states and the event's features."""
+    """Width of a message: both ends' states and the event's features."""
     return 2 * dim + edge_dim
 
 
@@ -40,10 +40,10 @@ class TimeEncoding(nn.Module):
     """cos(w dt) with w_i = 10^(-9 i / (dim - 1)), after TGAT (arXiv 2002.07962).
 
     The frequencies are not learned, as in GraphMixer (arXiv 2302.11636): where spans are seconds of a
-    month, one step of an optimiser would deal all angles anew. Angles are computed in float64.
+    month, one optimiser step would scramble every phase. Angles are computed in float64.
 
     Args:
-        dim: numbers given, at least 1.
+        dim: width of the encoding, at least 1.
     """
 
     def __init__(self, dim: int) -> None:
@@ -75,14 +75,14 @@ class MemoryModel(nn.Module, ABC):
     """A model of nodes that remember: applies mail, embeds roots, and sends mail.
 
     Args:
-        dim: numbers of a state and of an embedding.
-        edge_dim: of an event's features; 0 for none.
+        dim: width of a state and of an embedding.
+        edge_dim: columns of an event's features; 0 for none.
 
     Attributes:
         dim, edge_dim: as given.
-        mail_dim: numbers of a message.
-        slots: messages that a node keeps.
-        fanout: neighbours that the model looks at, at most; 0 for none.
+        mail_dim: width of a message.
+        slots: number of messages that a node keeps.
+        fanout: most neighbours that the model reads; 0 for none.
         writes_neighbors: whether others than the ends of events are written.
         head: scores links.
 

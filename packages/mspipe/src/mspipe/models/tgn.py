@@ -1,4 +1,4 @@
-"""TGN and JODIE: a recurrent memory, read through attention over neighbours or drifting with time."""
+"""TGN: a recurrent memory, read through attention over neighbours."""
 
 from __future__ import annotations
 
@@ -10,37 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mspipe.data.sampler import Sampled
-from mspipe.memory.node_memory import State
-from mspipe.models.base import MemoryModel, TimeEncoding, Updated, newest_mail
+from mspipe.models.base import TimeEncoding, Updated
+from mspipe.models.recurrent import RecurrentModel
 from shared.errors import ConfigError
 from shared.kernels.attention import attend
 
-__all__ = ["JODIE", "TGN", "NeighborAttention"]
-
-
-class _Recurrent(MemoryModel):
-    """s <- cell([mail | Phi(time of the mail - time of the memory)], s), once a node.
-
-    The span ends at the mail and not at the query, as in TGN's paper: one value a node, so that the
-    cell runs on different nodes only and not on every occurrence.
-    """
-
-    def __init__(self, dim: int, edge_dim: int, time_dim: int, cell: type[nn.Module]) -> None:
-        super().__init__(dim, edge_dim)
-        if time_dim < 1:
-            raise ConfigError(f"expected time_dim of at least 1, got {time_dim}")
-        self.time = TimeEncoding(time_dim)
-        self.cell = cell(self.mail_dim + time_dim, dim)
-
-    def update(self, state: State) -> Updated:
-        """Runs the cell on rows that have mail."""
-        has_mail, times = newest_mail(state)
-        rows = has_mail.nonzero()[:, 0]
-        old, mail = state.memory.index_select(0, rows), state.mail.index_select(0, rows)
-        spans = times[rows] - state.memory_times[rows]
-        new = self.cell(torch.cat([mail, self.time(spans)], 1), old)
-        memory = state.memory.index_copy(0, rows, new)
-        return Updated(memory, torch.where(has_mail, times, state.memory_times))
+__all__ = ["TGN", "NeighborAttention"]
 
 
 class NeighborAttention(nn.Module):
@@ -119,7 +94,7 @@ class NeighborAttention(nn.Module):
         return self.norm(F.relu(self.dropout(out)))
 
 
-class TGN(_Recurrent):
+class TGN(RecurrentModel):
     """A GRU over mail, read through attention over the newest neighbours (arXiv 2006.10637).
 
     Args:
@@ -149,33 +124,6 @@ class TGN(_Recurrent):
     def embed(self, sampled: Sampled, updated: Updated, edge_rows: Tensor) -> Tensor:
         """Reads roots and their neighbours by attention."""
         return self.attention(sampled, updated.memory, edge_rows)
-
-
-class JODIE(_Recurrent):
-    """A plain recurrent cell over mail, and a state that drifts with the time since (arXiv 1908.01207).
-
-    The embedding is LN(s) (1 + w (t - t of s) / (t + 1) + b), as TGL has it.
-
-    Args:
-        dim: numbers of states and embeddings.
-        edge_dim: of an event's features.
-        time_dim: of encoded time; `dim` by default.
-    """
-
-    def __init__(self, dim: int = 100, edge_dim: int = 0, *, time_dim: int | None = None) -> None:
-        super().__init__(dim, edge_dim, dim if time_dim is None else time_dim, nn.RNNCell)
-        self.norm = nn.LayerNorm(dim)
-        self.drift = nn.Linear(1, dim)
-        nn.init.normal_(self.drift.weight, std=1.0)
-        nn.init.normal_(self.drift.bias, std=1.0)
-
-    def embed(self, sampled: Sampled, updated: Updated, edge_rows: Tensor) -> Tensor:
-        """The states of the roots, drifted to their times."""
-        del edge_rows
-        roots = sampled.roots.to(updated.memory.device)
-        t = sampled.root_times.to(updated.times.device)
-        since = ((t - updated.times[roots]) / (t + 1)).float()
-        return self.norm(F.embedding(roots, updated.memory)) * (1 + self.drift(since[:, None]))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

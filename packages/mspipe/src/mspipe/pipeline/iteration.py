@@ -11,7 +11,7 @@ from torch import Tensor
 from mspipe.data.batching import Batch
 from mspipe.data.sampler import Sampled
 
-__all__ = ["Output", "Work"]
+__all__ = ["Iteration", "Output"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,12 +33,12 @@ class Output:
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class Iteration:
     """An iteration on its way through the stages.
 
     Attributes:
-        batch: this worker's slice; num_events are those of all slices, and print_of tells the whole from
-            other batches where there are several workers.
+        batch: this worker's slice; num_events counts those of all slices, and
+            fingerprint identifies the whole batch where there are several workers.
         writes: rows of the sample that this worker writes.
         written, written_owners: nodes that the batch writes, whoever does; and as `owners`.
         owners: the iteration that writes a row last before this one, or -1.
@@ -63,7 +63,7 @@ class Work:
     rows: Float[Tensor, "num_rows words"] | None = None
     num_committed: int = 0
     similar: tuple[Tensor, Tensor, Tensor] | None = None
-    print_of: Tensor | None = None
+    fingerprint: Tensor | None = None
     arrived: torch.cuda.Event | None = None
     computed: torch.cuda.Event | None = None
 

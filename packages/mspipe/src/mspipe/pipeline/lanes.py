@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Lane", "Stopped", "Works"]
+__all__ = ["Lane", "StageThreads", "Stopped"]
 
 _log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """The works were told to stop; ends a thread, and is never seen outside."""
+    """The threads were stopped; ends a thread, and never leaves this module and its caller."""
 
 
 class Lane:
@@ -27,8 +27,8 @@ class Lane:
         self.is_closed = False
 
 
-class Works:
-    """Threads, the lanes between them, and one lock around all that they tell one another.
+class StageThreads:
+    """The threads of the stages, and one lock around all that they share.
 
     What any of them raises stops all, and is raised by whoever waits next in the caller's thread, with
     a note of where it came from.
@@ -71,7 +71,7 @@ class Works:
             Seconds waited.
 
         Raises:
-            Stopped: the works stop.
+            Stopped: the threads were stopped.
         """
         begin = time.perf_counter()
         with self.changed:

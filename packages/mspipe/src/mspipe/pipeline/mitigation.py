@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from mspipe.data.events import Events
-from mspipe.memory.node_memory import State
+from mspipe.memory.row_layout import State
 from shared.errors import ConfigError
 
 __all__ = ["Mitigation", "similar_nodes"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from mspipe.planner import STAGES, Plan, plan
+from mspipe.registry import MODES
 
 __all__ = ["Report", "Span"]
 
@@ -126,7 +127,7 @@ class Report:
             ),
             f"store: {self.read_bytes / 1e6:.1f} MB in, {self.written_bytes / 1e6:.1f} MB out",
         ]
-        if self.mode == "stale":
+        if MODES.get(self.mode).is_stale:
             told = ", ".join(f"{k}: {n}" for k, n in self.histogram.items())
             lines.append(
                 f"staleness {{{told}}}, {100 * self.dropped_share:.1f} % of updates dropped"

@@ -34,12 +34,12 @@ class Schedule:
         self._stage_s: tuple[float, ...] | None = None
         self._started = (-1, 0.0)
 
-    def started(self, index: int) -> None:
-        """Notes that the training of an iteration begins."""
+    def note_start(self, index: int) -> None:
+        """Notes the time at which the training of an iteration begins."""
         self._started = index, time.perf_counter()
 
-    def seen(self, report: Report) -> None:
-        """Takes in what stages took so far."""
+    def observe(self, report: Report) -> None:
+        """Updates the predicted seconds of the stages from the last iterations."""
         spans = report.spans[-len(STAGES) * _WINDOW :]
         found: dict[str, list[float]] = {}
         for span in spans:

@@ -21,16 +21,17 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from mspipe.data.batching import Batch
-from mspipe.memory.node_memory import NodeMemory, RowLayout, State
+from mspipe.memory.node_memory import NodeMemory
+from mspipe.memory.row_layout import RowLayout, State
 from shared.comms import Group
 from shared.comms.collectives import all_gather, all_gather_v, all_reduce
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Workers"]
+__all__ = ["WorkerSlices"]
 
 
-class Workers:
-    """This process among those that share each batch.
+class WorkerSlices:
+    """The slices of a batch, one for each worker, and what workers exchange about them.
 
     Args:
         group: all of them; None for a process alone.
@@ -51,7 +52,7 @@ class Workers:
         return replace(batch, events=batch.events[begin:end], negatives=batch.negatives[begin:end])
 
     def check_memory(self, memory: NodeMemory) -> None:
-        """Sees to it that no two workers have one memory: one that lags would write over what is newer.
+        """Checks that no two workers share a memory: one that lags would overwrite newer rows.
 
         Raises:
             ConfigError: two have the same shared memory or server.
@@ -67,8 +68,8 @@ class Workers:
                 f"one in common, place={memory.place!r} here; use place='cpu', or a name or server each"
             )
 
-    def print_of(self, batch: Batch) -> Tensor | None:
-        """Sums that tell a batch from others, where there are several workers."""
+    def fingerprint(self, batch: Batch) -> Tensor | None:
+        """Sums by which workers compare their batches; None for a worker alone."""
         if self._group is None:
             return None
         events = batch.events
@@ -77,8 +78,8 @@ class Workers:
         size = weights.new_tensor([len(events)])
         return torch.cat([(columns * weights).sum(1), batch.negatives.double().sum()[None], size])
 
-    def check(self, index: int, print_of: Tensor, model: nn.Module) -> None:
-        """Sees to it that all workers are at the same batch with the same weights.
+    def check(self, index: int, fingerprint: Tensor, model: nn.Module) -> None:
+        """Checks that all workers are at the same batch with the same weights.
 
         Raises:
             DataError: they are not, or a weight is no number.
@@ -87,7 +88,7 @@ class Workers:
             return
         with torch.no_grad():
             weights = torch.stack([parameter.double().sum() for parameter in model.parameters()])
-        here = torch.cat([weights, weights.new_tensor([index]), print_of.to(weights)])
+        here = torch.cat([weights, weights.new_tensor([index]), fingerprint.to(weights)])
         found = torch.stack(all_gather(self._group, here))
         if not bool(found.isfinite().all()):
             raise DataError(f"batch {index}: weights are no longer finite; lower the learning rate")
@@ -100,7 +101,7 @@ class Workers:
                     f"seed or checkpoint, give all the same batches, and step after out.loss.backward()"
                 )
 
-    def merged(
+    def merge(
         self,
         written: Int64[Tensor, " num_written"],
         nodes: Int64[Tensor, " num_here"],
@@ -109,7 +110,7 @@ class Workers:
         is_end: Tensor,
         layout: RowLayout,
     ) -> Float[Tensor, "num_written words"]:
-        """What all workers write, of every node once.
+        """Merges what all workers write, each node once.
 
         Args:
             written: the nodes that the batch writes, rising.
@@ -131,25 +132,25 @@ class Workers:
             # A view would keep the stride of parts, and times are read as pairs of words.
             later = part[:, :-3].clone(memory_format=torch.contiguous_format).view(torch.float32)
             both = layout.unpack(merged[place])
-            joined = layout.pack(_joined(both, layout.unpack(later), num_new, is_end))
+            joined = layout.pack(_join(both, layout.unpack(later), num_new, is_end))
             # Not where: what was not there yet may be no number.
             merged[place] = torch.where(is_there[place, None], joined, later)
             is_there[place] = True
         return merged
 
-    def gathered(self, slices: Tensor) -> Tensor:
-        """The slices of all workers, one after another."""
+    def gather(self, slices: Tensor) -> Tensor:
+        """Concatenates the slices of all workers."""
         if self._group is None:
             return slices
         return torch.cat(all_gather_v(self._group, slices))
 
     def average(self, loss: Tensor, model: nn.Module) -> None:
-        """Has `loss.backward()` end with the mean of all workers' gradients."""
+        """Makes `loss.backward()` end with the mean of all workers' gradients."""
         if self._group is None:
             return
         group = self._group
 
-        def averaged() -> None:
+        def average_gradients() -> None:
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             if not grads:
                 return  # somebody asked for gradients without having them kept
@@ -162,12 +163,12 @@ class Workers:
         def last(grad: Tensor) -> None:
             del grad
             engine: Any = Variable._execution_engine  # as torch's own data parallelism does it
-            engine.queue_callback(averaged)
+            engine.queue_callback(average_gradients)
 
         loss.register_hook(last)
 
 
-def _joined(before: State, later: State, num_new: Tensor, is_end: Tensor) -> State:
+def _join(before: State, later: State, num_new: Tensor, is_end: Tensor) -> State:
     """Rows with what a later slice brings: its states of ends, and its new messages behind the others."""
     memory = torch.where(is_end[:, None], later.memory, before.memory)
     times = torch.where(is_end, later.memory_times, before.memory_times)

@@ -1,6 +1,6 @@
-"""Rows that lie elsewhere, the lately used ones kept here as well, so that a slow link carries fewer.
+"""An LRU cache in front of rows that lie elsewhere, behind a slow link.
 
-Forwarding hides the time that rows are on their way; only rows that need not travel spare the link.
+Forwarding hides the time of transfers; only caching reduces the bytes that are transferred.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from mspipe.memory.rows import Rows
+from mspipe.memory.rows import RowStore
 from shared.errors import ConfigError
 
-__all__ = ["CachedRows"]
+__all__ = ["NodeRowCache"]
 
 
-class CachedRows:
-    """A table in front of other rows: the least recently used leave it, and writes go to both.
+class NodeRowCache:
+    """A table of the most recently used rows in front of a store; writes go to both.
 
     Reads give what reads of the rows behind give, as long as none but this process (and workers that
     write the same) writes them. One thread may read while another writes.
 
     Args:
-        rows: that lie elsewhere.
-        num_words: of a row.
-        num_kept: rows kept here.
+        rows: the store behind the cache.
+        num_words: 32-bit words of a row.
+        num_kept: number of rows that the cache holds.
 
     Attributes:
-        num_asked, num_found: rows that were read so far, and those of them that were here.
+        num_asked, num_found: rows read so far, and those of them that the cache held.
 
     Raises:
         ConfigError: there is not room for a single row.
     """
 
-    def __init__(self, rows: Rows, num_words: int, num_kept: int) -> None:
+    def __init__(self, rows: RowStore, num_words: int, num_kept: int) -> None:
         if num_kept < 1:
             raise ConfigError(
                 f"cache_bytes: expected room for a row of {4 * num_words:,} bytes or more"
@@ -65,7 +65,7 @@ class CachedRows:
         return self._rows.version
 
     def read(self, ids: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
-        """Copies of rows; those that are not here are asked for at once."""
+        """Copies of rows; those that are missing are read in one request."""
         ids = ids.cpu()
         with self._lock:
             place = self._place[ids].long()
@@ -88,7 +88,7 @@ class CachedRows:
         return out
 
     def write(self, ids: Int64[Tensor, " n"], rows: Float[Tensor, "n words"]) -> None:
-        """Replaces rows, behind and here."""
+        """Replaces rows in the store and in the cache."""
         ids = ids.cpu()
         with self._lock:
             # Already now: a read that began before the write may end after it.
@@ -101,13 +101,13 @@ class CachedRows:
             self._keep(ids, rows.to(self.device))
 
     def reset(self) -> None:
-        """Has all rows as at first."""
+        """Sets all rows to their first value."""
         self._rows.reset()
         with self._lock:
             self._forget()
 
     def grow(self, num_rows: int) -> None:
-        """Adds rows as at first."""
+        """Adds rows of the first value."""
         self._rows.grow(num_rows)
         with self._lock:
             self._forget()

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Streams"]
+__all__ = ["GpuStreams"]
 
 
-class Streams:
+class GpuStreams:
     """One stream for rows that come and one for rows that go, beside the caller's, which computes.
 
     Args:

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mspipe.memory.cached_rows import CachedRows
 from mspipe.memory.node_memory import NodeMemory
+from mspipe.memory.row_cache import NodeRowCache
 from mspipe.memory.rows import LocalRows
 from shared.errors import ConfigError
 
@@ -41,7 +41,7 @@ class Counting(LocalRows):
 @settings(max_examples=200, deadline=None)
 @given(steps=steps_of, num_kept=st.integers(1, 25))
 def test_reads_are_those_of_the_rows_behind(steps, num_kept):
-    plain, cached = LocalRows(20, FRESH, CPU), CachedRows(LocalRows(20, FRESH, CPU), 3, num_kept)
+    plain, cached = LocalRows(20, FRESH, CPU), NodeRowCache(LocalRows(20, FRESH, CPU), 3, num_kept)
     for number, (what, given_) in enumerate(steps):
         if what == "read":
             ids = torch.tensor(given_, dtype=torch.int64)
@@ -64,7 +64,7 @@ def test_reads_are_those_of_the_rows_behind(steps, num_kept):
 
 def test_the_least_recently_used_leave():
     behind = Counting(20)
-    cached = CachedRows(behind, 3, 4)
+    cached = NodeRowCache(behind, 3, 4)
     for ids in ([0, 1], [2, 3], [0], [4], [0, 2, 3, 4], [1], [2], [5, 5, 5]):
         cached.read(torch.tensor(ids))
     # 1 was the oldest when 4 came; when 1 came, 0 (used with the others at once, first among them) or
@@ -84,7 +84,7 @@ def test_the_least_recently_used_leave():
 def test_a_read_that_a_write_overtakes_is_not_kept(begins):
     """The row travels, is written meanwhile and pushed out again: the one that arrives is an old one."""
     behind, waits, goes = LocalRows(20, FRESH, CPU), threading.Event(), threading.Event()
-    cached = CachedRows(behind, 3, 1)
+    cached = NodeRowCache(behind, 3, 1)
     read, write = behind.read, behind.write
 
     def slow_read(ids):

@@ -1,0 +1,89 @@
+"""The row of a node: its times, its state and its messages, in one line of 32-bit words.
+
+Times come first, as the bits of float64, then the state, then the messages. A batch reads and writes
+whole rows, so that a row is sent over a link as it lies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from shared.errors import ConfigError
+
+__all__ = ["NO_MAIL", "RowLayout", "State"]
+
+NO_MAIL = -1.0
+"""The time of a message that is not there."""
+
+
+class State(NamedTuple):
+    """Rows of some nodes, taken apart.
+
+    Attributes:
+        memory: float32 [n, dim].
+        memory_times: float64 [n], of the event that the memory knows last.
+        mail: float32 [n, mail_dim], or [n, slots, mail_dim] where there are several slots.
+        mail_times: float64 [n] or [n, slots]; `NO_MAIL` where there is none.
+    """
+
+    memory: Float[Tensor, "n dim"]
+    memory_times: Float64[Tensor, " n"]
+    mail: Float[Tensor, "n *slots mail_dim"]
+    mail_times: Float64[Tensor, " n *slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Where the parts of a row lie.
+
+    Attributes:
+        dim: numbers of a state.
+        mail_dim: numbers of a message.
+        slots: messages.
+    """
+
+    dim: int
+    mail_dim: int
+    slots: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dim < 1 or self.mail_dim < 0 or self.slots < 1:
+            raise ConfigError(
+                f"expected dim and slots of at least 1 and mail_dim of at least 0, got {self.dim}, "
+                f"{self.slots}, {self.mail_dim}"
+            )
+
+    @property
+    def num_words(self) -> int:
+        """Of a row; even, so that times can be read as 64 bits."""
+        used = 2 * (1 + self.slots) + self.dim + self.slots * self.mail_dim
+        return used + used % 2
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row."""
+        return 4 * self.num_words
+
+    def unpack(self, rows: Float[Tensor, "n words"]) -> State:
+        """Views of the parts of rows."""
+        num_times = 1 + self.slots
+        times = rows[:, : 2 * num_times].view(torch.float64)
+        begin = 2 * num_times
+        memory = rows[:, begin : begin + self.dim]
+        mail = rows[:, begin + self.dim : begin + self.dim + self.slots * self.mail_dim]
+        if self.slots == 1:
+            return State(memory, times[:, 0], mail, times[:, 1])
+        mail = mail.unflatten(1, (self.slots, self.mail_dim))
+        return State(memory, times[:, 0], mail, times[:, 1:])
+
+    def pack(self, state: State) -> Float[Tensor, "n words"]:
+        """Rows of their parts."""
+        rows = state.memory.new_zeros(len(state.memory), self.num_words, dtype=torch.float32)
+        for part, given in zip(self.unpack(rows), state, strict=True):
+            part.copy_(given)
+        return rows

@@ -1,0 +1,156 @@
+"""The messages between the clients of a row server and the server.
+
+A message is a header of 24 bytes and the raw bytes of tensors; both ends are little-endian:
+
+    HELLO num_rows, words; the fresh row     READ  n, 0; ids
+    WRITE n, 0; ids, rows                    RESET 0, 0
+    GROW  num_rows, 0
+
+The answer is OK num_rows, version, and after READ the rows; or ERROR bytes, 0 and a text. Nothing is
+pickled, and rows go from the socket straight into the tensor that the caller gets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import errno
+import os
+import socket
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+
+import numpy as np
+from torch import Tensor
+
+__all__ = ["LIBC", "MAX_BYTES", "Op", "Wire"]
+
+MAX_BYTES = 1 << 32
+"""Of a request; a header that announces more is taken for damaged."""
+
+_MAGIC = b"MSP1"
+_HEADER = struct.Struct("<4sIQQ")
+_VOID = ctypes.c_void_p
+_MOST_PIECES = 1024  # of a call; the system's limit
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+"""The C library: its `writev` takes addresses as they are computed, without a Python object for each."""
+LIBC.writev.restype = ctypes.c_ssize_t
+
+
+class Op(enum.IntEnum):
+    """What a message is."""
+
+    HELLO = 1
+    READ = 2
+    WRITE = 3
+    RESET = 4
+    GROW = 5
+    OK = 6
+    ERROR = 7
+
+
+_OPS = frozenset(Op)
+
+
+class Wire:
+    """One end of a connection: sends and receives messages, and raises `OSError` where it cannot.
+
+    Args:
+        sock: connected.
+        timeout_s: longest wait for the other end; None for ever.
+    """
+
+    def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
+        # The kernel's own timeouts, as Python's would ask the kernel twice for every piece.
+        sock.settimeout(None)
+        if timeout_s is not None:
+            seconds, rest = divmod(timeout_s, 1)
+            interval = struct.pack("@ll", int(seconds), int(1e6 * rest))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, interval)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._sock = sock
+
+    def send(self, op: Op, first: int = 0, second: int = 0, payload: Iterable[Tensor] = ()) -> None:
+        """Sends a message; tensors are taken one by one, as soon as there is room for their bytes."""
+        head = _HEADER.pack(_MAGIC, op, first, second)
+        for tensor in payload:
+            self._put(head, _bytes_of(tensor))
+            head = b""  # it went along with the first tensor
+        if head:
+            self._put(head)
+
+    def send_rows(self, op: Op, first: int, second: int, table: Tensor, ids: Tensor) -> None:
+        """Sends a message with rows of a table, which the kernel reads where they lie.
+
+        Args:
+            op, first, second: as in `send`.
+            table: float32 [num_rows, words] on the CPU, contiguous.
+            ids: int64 [n], of its rows.
+        """
+        head = np.frombuffer(_HEADER.pack(_MAGIC, op, first, second), np.uint8)
+        row_bytes = 4 * table.shape[1]
+        pieces = np.empty((1 + len(ids), 2), np.uint64)  # an address and a length each
+        pieces[0] = head.ctypes.data, len(head)
+        pieces[1:, 0] = table.data_ptr() + row_bytes * ids.numpy()
+        pieces[1:, 1] = row_bytes
+        at = 0
+        while at < len(pieces):
+            count = min(_MOST_PIECES, len(pieces) - at)
+            sent = LIBC.writev(self._sock.fileno(), pieces[at:].ctypes.data_as(_VOID), count)
+            if sent < 0:
+                number = ctypes.get_errno()
+                if number == errno.EINTR:
+                    continue
+                raise OSError(number, os.strerror(number))
+            ends = pieces[at : at + count, 1].cumsum()
+            done = int(ends.searchsorted(sent, "right"))
+            at += done
+            if done < count:  # the rest of a piece is to follow
+                rest = int(ends[done]) - sent
+                pieces[at, 0] += pieces[at, 1] - np.uint64(rest)
+                pieces[at, 1] = rest
+
+    def _put(self, *buffers: bytes | memoryview) -> None:
+        sent = self._sock.sendmsg(buffers)
+        for buffer in buffers:
+            if sent < len(buffer):
+                self._sock.sendall(buffer[sent:])
+            sent = max(0, sent - len(buffer))
+
+    def receive_header(self) -> tuple[Op, int, int]:
+        """The next message's operation and its two numbers."""
+        head = bytearray(_HEADER.size)
+        self._fill(memoryview(head))
+        magic, op, first, second = _HEADER.unpack(head)
+        if magic != _MAGIC or op not in _OPS:
+            raise ConnectionError(f"expected a message of mspipe's, got {bytes(head)!r}")
+        return Op(op), first, second
+
+    def receive(self, into: Tensor) -> Tensor:
+        """Fills a contiguous tensor with what follows."""
+        self._fill(_bytes_of(into))
+        return into
+
+    def _fill(self, buffer: memoryview) -> None:
+        while len(buffer):
+            got = self._sock.recv_into(buffer, flags=socket.MSG_WAITALL)
+            if not got:
+                raise EOFError("the other end hung up")
+            buffer = buffer[got:]
+
+    def shut(self) -> None:
+        """Ends both directions; whoever waits in another thread wakes."""
+        with suppress(OSError):  # where the other end was quicker
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Gives the socket back."""
+        self._sock.close()
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.detach().contiguous().numpy().reshape(-1).view(np.uint8).data

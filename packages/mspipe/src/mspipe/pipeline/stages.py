@@ -1,0 +1,306 @@
+"""The five stages of an iteration: sample, fetch features, fetch memory, train, write back.
+
+A stage looks at one iteration at a time and neither waits nor starts threads; `Pipeline` says when each
+runs, and in which thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int64, Shaped
+from torch import Tensor
+from torch.nn import functional as F
+
+from mspipe.data.batching import Batch
+from mspipe.data.sampler import Sampled
+from mspipe.memory.node_memory import NodeMemory
+from mspipe.memory.row_layout import State
+from mspipe.models.base import MemoryModel, newest_mail
+from mspipe.pipeline.gpu_streams import GpuStreams
+from mspipe.pipeline.iteration import Iteration, Output
+from mspipe.pipeline.mitigation import Mitigation
+from mspipe.pipeline.report import Report, Span
+from mspipe.pipeline.workers import WorkerSlices
+from mspipe.pipeline.written_rows import WrittenRows
+from mspipe.registry import Mode
+from shared.errors import DataError
+
+__all__ = ["NeighborSampler", "Stages"]
+
+
+@runtime_checkable
+class NeighborSampler(Protocol):
+    """A sampler: of events that are there from the start, or of a graph that grows."""
+
+    def sample(
+        self, nodes: Int64[Tensor, " num_roots"], times: Shaped[Tensor, " num_roots"]
+    ) -> Sampled:
+        """Roots in the order given, with their neighbours."""
+        ...
+
+
+class Stages:
+    """The stages of one run.
+
+    Args:
+        model, memory, sampler, features, workers, mitigation, depth: see `Pipeline`.
+        mode: how stages overlap, which decides where rows come from that are not in the store yet.
+        report: takes the figures of the run.
+        is_training: compute gradients.
+
+    Attributes:
+        num_committed: iterations whose writes the store has, whole.
+        streams: on which rows are copied.
+        stored: on a GPU, the end of the last write; None before the first.
+        report, is_training: as given.
+    """
+
+    def __init__(
+        self,
+        model: MemoryModel,
+        memory: NodeMemory,
+        sampler: NeighborSampler,
+        features: Float[Tensor, "num_events edge_dim"] | None,
+        *,
+        workers: WorkerSlices,
+        mitigation: Mitigation | None,
+        mode: Mode,
+        depth: int,
+        report: Report,
+        is_training: bool,
+    ) -> None:
+        self.model, self.memory, self.sampler, self.features = model, memory, sampler, features
+        self.workers, self.mitigation, self.mode, self.depth = workers, mitigation, mode, depth
+        self.report, self.is_training = report, is_training
+        self.num_committed = 0
+        self.streams = GpuStreams(self._device)
+        self.stored: torch.cuda.Event | None = None
+        self._written_rows = WrittenRows(memory.num_nodes)
+        self._start_s = time.perf_counter()
+
+    def close(self) -> None:
+        """Waits for copies under way, and drops the rows that were kept."""
+        self.streams.join()
+        self._written_rows.clear()
+
+    @contextmanager
+    def timed(self, name: str, index: int) -> Iterator[None]:
+        """Measures a stage of an iteration; an error in it gets a note that says where it was."""
+        begin = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"mspipe: in stage {name!r} of iteration {index}")
+            raise
+        end = time.perf_counter()
+        self.report.spans.append(Span(name, index, begin - self._start_s, end - self._start_s))
+
+    def sample(self, index: int, batch: Batch) -> Iteration:
+        """Samples the neighbours of a batch, and claims the rows that it writes.
+
+        Raises:
+            DataError: the batch has no events, or a node is beyond the memory.
+        """
+        with self.timed("sample", index):
+            if not len(batch.events):
+                raise DataError(f"batch {index}: expected at least one event, got none")
+            slice_ = self.workers.slice(batch)
+            sampled = self.sampler.sample(*slice_.roots)
+            if len(sampled.nodes) and int(sampled.nodes[-1]) >= self._written_rows.num_nodes:
+                raise DataError(
+                    f"batch {index}: expected nodes below {self._written_rows.num_nodes}, the memory's, got "
+                    f"{int(sampled.nodes[-1])}; memory.grow makes room before a run"
+                )
+            writes = self.model.writes(sampled, len(slice_.events))
+            owners, places = self._written_rows.find_owners(sampled.nodes)
+            written = sampled.nodes[writes] if slice_ is batch else self._find_written(batch)
+            written_owners = self._written_rows.claim(written, index)
+            return Iteration(
+                index, slice_, len(batch.events), sampled, writes, written, written_owners, owners,
+                places, fingerprint=self.workers.fingerprint(batch),
+            )  # fmt: skip
+
+    def _find_written(self, batch: Batch) -> Tensor:
+        """Nodes that a whole batch writes, where this worker has a slice of it."""
+        events = batch.events
+        ends = torch.cat([events.src, events.dst])
+        if not self.model.writes_neighbors:
+            return torch.unique(ends)
+        sampled = self.sampler.sample(ends, events.t.repeat(2))
+        return sampled.nodes[self.model.writes(sampled, len(events))]
+
+    def fetch_features(self, work: Iteration) -> None:
+        """Fetches the features of the sampled edges and of the events."""
+        with self.timed("features", work.index):
+            events, eids, device = work.batch.events, work.sampled.eids, self._device
+            if self.features is None:
+                found = torch.empty(len(eids), 0), torch.empty(len(events), 0)
+            else:
+                found = (
+                    self.features.index_select(0, eids),
+                    self.features.index_select(0, events.eid),
+                )
+            edges, own = (part.to(device, non_blocking=True) for part in found)
+            work.features = edges, own
+
+    def fetch_memory(self, work: Iteration) -> None:
+        """Fetches the rows of the sampled nodes that the store has, and of similar ones."""
+        with self.timed("memory", work.index):
+            work.num_committed = self.num_committed
+            is_missing = work.is_missing
+            nodes = work.sampled.nodes
+            layout = self.memory.layout
+            if self.mode.is_forwarding and bool(is_missing.any()):
+                there = (~is_missing).nonzero()[:, 0]
+                found = self.memory.read_rows(nodes[there])
+                rows = found.new_empty(len(nodes), layout.num_words)
+                rows[there] = found
+            else:
+                there = nodes
+                rows = self.memory.read_rows(nodes)
+            work.rows = rows.to(self._device, non_blocking=True)
+            report, num_read = self.report, len(there)
+            if self.mitigation is not None and self.mode.is_stale:
+                num_read += self._fetch_similar(work, self.mitigation)
+            report.num_rows_read += num_read
+            report.read_bytes += num_read * layout.row_bytes
+            oldest = work.owners[is_missing]
+            is_exact = not self.mode.is_stale or not len(oldest)
+            report.staleness.append(1 if is_exact else work.index - work.num_committed + 1)
+
+    def _fetch_similar(self, work: Iteration, mitigation: Mitigation) -> int:
+        """Rows of nodes that stale ones are mixed with; how many."""
+        assert work.rows is not None, "rows were fetched before"
+        sampled = work.sampled
+        is_root = torch.zeros(len(sampled.nodes), dtype=torch.bool)
+        is_root[sampled.roots] = True
+        now = work.batch.events.t[-1].double()
+        state = self.memory.layout.unpack(work.rows)
+        # Nodes that nothing was written of are of the greatest age, and stand for no state.
+        is_root &= newest_mail(state)[0].cpu()
+        age = now - state.memory_times.cpu()
+        stale, asked = mitigation.asked(sampled.nodes, is_root, age)
+        rows = self.memory.read_rows(asked.clamp(min=0).flatten())
+        work.similar = stale, asked, rows.to(self._device, non_blocking=True)
+        return len(rows)
+
+    def _mix(self, work: Iteration, state: State, mitigation: Mitigation) -> State:
+        """The state with what is most stale mixed; and what that teaches about the mix."""
+        assert work.similar is not None, "rows of similar nodes were fetched before"
+        stale, asked, rows = work.similar
+        if not len(stale):
+            return state
+        here = stale.to(self._device)
+        others = self.memory.layout.unpack(rows)
+        own = state.memory[here]
+        is_there = (asked >= 0).to(self._device)
+        mix, is_mixed, mean = mitigation.mixed(own, state.memory_times[here], others, is_there)
+        self.report.num_mixed += int(is_mixed.sum())
+        self.report.weight = mitigation.weight
+        # What the writes that it missed brought is known by now.
+        for owner in range(work.num_committed, work.index):
+            is_known = ((work.owners[stale] == owner).to(self._device) & is_mixed).nonzero()[:, 0]
+            kept = self._written_rows.get(owner)
+            if len(is_known) and kept is not None:
+                place = work.places[stale[is_known.cpu()]].to(self._device)
+                fresh = self.memory.layout.unpack(kept[place]).memory
+                mitigation.fit(own[is_known], mean[is_known], fresh)
+        return state._replace(memory=state.memory.index_copy(0, here, mix))
+
+    def train(self, work: Iteration) -> tuple[Output, Tensor]:
+        """Computes the loss of an iteration, and the rows that it writes.
+
+        The caller times it, since the caller's own backward pass belongs to the stage.
+        """
+        # Not around the caller's part of the loop, whose own setting that is.
+        with torch.set_grad_enabled(self.is_training):
+            return self._compute(work)
+
+    def _compute(self, work: Iteration) -> tuple[Output, Tensor]:
+        assert work.rows is not None, "rows were fetched before"
+        assert work.features is not None, "as were features"
+        report, is_missing = self.report, work.is_missing
+        similar = () if work.similar is None else work.similar[2:]
+        self.streams.after(work.arrived, work.rows, *work.features, *similar)
+        if self.mode.is_forwarding:
+            self._forward_rows(work, is_missing)
+        sampled, events, layout = work.sampled, work.batch.events, self.memory.layout
+        writes = work.writes.to(self._device)
+        state = layout.unpack(work.rows)
+        if self.mitigation is not None and self.mode.is_stale:
+            state = self._mix(work, state, self.mitigation)
+        updated = self.model.update(state)
+        with torch.no_grad():
+            new = self.model.mail(sampled, writes, state, updated, events.t, work.features[1])
+            rows = layout.pack(new)
+            if work.fingerprint is not None:
+                self.workers.check(work.index, work.fingerprint, self.model)
+                rows = self._merge(work, rows)
+            work.computed = self.streams.mark()
+        if self.mode.is_forwarding or self.mitigation is not None:
+            depth = (
+                self.depth if self.mode.is_forwarding else max(1, work.index - work.num_committed)
+            )
+            kept_bytes = self._written_rows.keep(work.index, rows, depth)
+            report.ring_bytes = max(report.ring_bytes, kept_bytes)
+        report.num_rows_written += len(rows)
+        if self.mode.is_stale:
+            report.num_updates_dropped += work.num_dropped
+        embedded = self.model.embed(sampled, updated, work.features[0])
+        count, negatives = len(events), work.batch.negatives
+        src, dst, others = embedded.split([count, count, negatives.numel()])
+        # At once, so that what depends on sources alone is computed once.
+        ends = torch.cat([dst[:, None], others.unflatten(0, negatives.shape)], 1)
+        pos, neg = self.model.head(src[:, None], ends).tensor_split([1], 1)
+        pos = pos[:, 0]
+        # -log(sigmoid(x)) is softplus(-x), and -log(1 - sigmoid(x)) is softplus(x). Events of a slice count
+        # as much as those of the largest one.
+        share = self.workers.size / work.num_events
+        loss = F.softplus(-pos).sum() * share
+        if negatives.numel():
+            loss = loss + F.softplus(neg).sum() * (share / negatives.shape[1])
+        if loss.requires_grad:
+            self.workers.average(loss, self.model)
+        return Output(loss, pos, neg, work.batch), rows
+
+    def _merge(self, work: Iteration, rows: Tensor) -> Tensor:
+        """Rows that the batch writes, where slices of it were looked at."""
+        sampled, count = work.sampled, len(work.batch.events)
+        is_end = torch.zeros(len(sampled.nodes), dtype=torch.bool)
+        is_end[sampled.roots[: 2 * count]] = True
+        return self.workers.merge(
+            work.written,
+            sampled.nodes[work.writes],
+            rows,
+            self.model.num_new(sampled, work.writes, count),
+            is_end[work.writes],
+            self.memory.layout,
+        )
+
+    def _forward_rows(self, work: Iteration, is_missing: Tensor) -> None:
+        """Puts in the rows that the store did not have yet, from what iterations before this one wrote."""
+        assert work.rows is not None, "rows were fetched before"
+        for owner in range(work.num_committed, work.index):
+            mine = (work.owners == owner).nonzero()[:, 0]
+            if len(mine):
+                kept, device = self._written_rows.get(owner), self._device
+                assert kept is not None, "no write of the last `depth` iterations is waited for"
+                work.rows[mine.to(device)] = kept[work.places[mine].to(device)]
+        self.report.num_rows_forwarded += int(is_missing.sum())
+
+    def write(self, work: Iteration, rows: Tensor) -> None:
+        """Writes the rows of an iteration back to the store."""
+        with self.timed("write", work.index):
+            self.memory.write_rows(work.written, rows)
+            self.report.written_bytes += len(rows) * self.memory.layout.row_bytes
+            self.stored = self.streams.mark()
+            self.num_committed = work.index + 1
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.model.parameters()).device
