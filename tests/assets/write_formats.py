@@ -1,7 +1,8 @@
 """Writes one small file or folder of every format that the packages save and read again.
 
 All of it was written with version 0.1.0, through public names and command lines only, and lies in one
-zip a package. `expected.json` holds what was in memory then, and how a run without interruption went
+zip a package (`adaqp.zip`, `bytecheckpoint.zip`, `gnnflow.zip`, `hybridflow.zip`, `mspipe.zip`,
+`shared.zip`). `expected.json` holds what was in memory then, and how a run without interruption went
 on; tensors stand there as hashes of their bytes. `tests/test_formats.py` reads everything and compares.
 
 - `bytecheckpoint`: `run`, step 3 of a run of two ranks: a module, AdamW, a DTensor and a flat shard cut
