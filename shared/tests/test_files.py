@@ -182,6 +182,14 @@ def test_what_a_killed_process_began_is_removed_by_the_next_write(tmp_path):
     assert os.listdir(tmp_path) == ["a[1]"]
 
 
+def test_a_write_leaves_that_of_a_longer_name_alone(tmp_path):
+    with atomic_file(tmp_path / "a.json") as partial:
+        partial.write_text("new")
+        write_atomically(tmp_path / "a", b"")
+    assert (tmp_path / "a.json").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.json"]
+
+
 def test_folders_of_a_killed_write_are_found_and_put_back(tmp_path):
     for name in ("step-1", "step-2", "step-2.replaced", "step-3.replaced", "step-4.partial"):
         (tmp_path / name).mkdir()

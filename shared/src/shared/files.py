@@ -68,7 +68,8 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
         maker = leftover.name.removeprefix(f".{path.name}.").removesuffix(_PARTIAL)
-        if not is_alive(maker):
+        # One with a dot is of a file whose name begins as ours does.
+        if "." not in maker and not is_alive(maker):
             leftover.unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.{mark()}-{next(_numbers)}{_PARTIAL}")
     try:
