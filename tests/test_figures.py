@@ -49,7 +49,6 @@ def test_no_recorded_claim_is_missing():
     assert missing_claims(ROOT) == []
 
 
-@pytest.mark.skip(reason="figures that dated tables gave still stand in READMEs by hand")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_figure_stands_without_a_run(page):
     """Ratios ("2.8x") of every README and page, outside marks too, are a recorded run's, rounded."""
@@ -135,6 +134,23 @@ def test_pages_are_filled_and_stay_as_they_are(yard):
     assert missing_claims(yard) == []
     assert figures("--check", root=yard).returncode == 0
     assert figures(root=yard).stdout == "", "filling again changes nothing"
+
+
+def test_rows_of_a_benchmark_without_a_run_are_left_out_by_name(yard):
+    (yard / "bench/zeta/bench_later.py").write_text('"""Later."""\n')
+    page = yard / "packages/zeta/README.md"
+    page.write_text(README.replace("tiny: products", "later: products"))
+    done = figures(root=yard)
+    assert done.returncode == 0, done.stderr
+    assert "left out of a table of zeta: 'later: products'" in done.stdout
+    assert page.read_text().count("hatch run bench zeta/tiny") == 1
+    page.write_text("# zeta\n\n<!-- claims\nlater: products\n-->\n<!-- end -->\n")
+    assert figures(root=yard).returncode == 0
+    assert "-->\n\nNo run is recorded in this form yet.\n\n<!-- end -->" in page.read_text()
+    # Of a benchmark that is nowhere, and within a sentence, a key is an error.
+    for mark in ("<!-- claims\nnever: products\n-->", "<!-- ratio later: products -->"):
+        page.write_text(f"# zeta\n\nx {mark}<!-- end -->\n")
+        assert figures(root=yard).returncode == 1
 
 
 @pytest.mark.parametrize(
