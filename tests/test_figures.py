@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tools")]
 
-from figures import figures_without_run, measured_page, pages_of
+from figures import command_of, figures_without_run, find_claim, measured_page, pages_of
 from history import ClaimRun, append_history, current_series, read_history
 
 RUNS = read_history(ROOT / "bench/results/history.jsonl")
@@ -216,6 +216,27 @@ def test_mark_that_cannot_be_filled_names_what_it_could_be(yard, mark, message):
     assert page.read_text() == f"{mark}<!-- end -->\n"
     # The other pages are filled all the same.
     assert "0.500x" in (yard / "README.md").read_text()
+
+
+def test_table_of_six_rows_is_filled(yard):
+    page = yard / "packages/zeta/README.md"
+    page.write_text("<!-- claims" + "\ntiny: product" * 6 + "\n--><!-- end -->\n")
+    done = figures(root=yard)
+    assert done.returncode == 0, done.stderr
+    assert page.read_text().count("| a product (simulated) | 0.500x") == 6
+
+
+def test_whole_name_is_the_claim_though_others_begin_with_it():
+    series = current_series([run_of(), run_of(name="a sum of two")])
+    assert find_claim("tiny: A sum", "zeta", series).newest.name == "a sum"
+    assert find_claim("zeta/tiny: of two", "", series).newest.name == "a sum of two"
+
+
+def test_command_runs_the_benchmark_again():
+    (tiny,) = current_series([run_of()])
+    assert command_of(tiny) == "`hatch run bench zeta/tiny`"
+    (on_gpu,) = current_series([run_of(package="shared", benchmark="gpu-nvidia-h200")])
+    assert command_of(on_gpu) == "`hatch run bench-gpu`"
 
 
 def test_mark_without_end_is_refused(yard):

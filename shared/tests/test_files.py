@@ -213,3 +213,21 @@ def test_only_folders_are_synced_as_folders(tmp_path):
     (tmp_path / "a").write_text("")
     with pytest.raises(NotADirectoryError):
         sync_folder(tmp_path / "a")
+
+
+def test_what_killed_writes_left_is_in_nobodys_way(tmp_path):
+    for name in ("run", "run.partial", "run.replaced", "gone", "gone.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").write_text("old")
+    with atomic_folder(tmp_path / "run") as folder:
+        assert list(folder.iterdir()) == []
+        (folder / "new").write_text("new")
+    remove_folder(tmp_path / "gone")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "run"]
+
+
+def test_a_file_is_no_folder_that_is_found(tmp_path):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-2").write_text("a note")
+    assert find_folders(tmp_path, "step-*") == {"step-1": tmp_path / "step-1"}
+    assert find_folders(tmp_path, "step-2") == {}
