@@ -228,8 +228,8 @@ def test_table_of_six_rows_is_filled(yard):
 
 def test_whole_name_is_the_claim_though_others_begin_with_it():
     series = current_series([run_of(), run_of(name="a sum of two")])
-    assert find_claim("tiny: A sum", "zeta", series).newest.name == "a sum"
-    assert find_claim("zeta/tiny: of two", "", series).newest.name == "a sum of two"
+    assert find_claim("tiny: A sum", "zeta", series, ROOT).newest.name == "a sum"
+    assert find_claim("zeta/tiny: of two", "", series, ROOT).newest.name == "a sum of two"
 
 
 def test_command_runs_the_benchmark_again():
