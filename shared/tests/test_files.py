@@ -231,3 +231,39 @@ def test_a_file_is_no_folder_that_is_found(tmp_path):
     (tmp_path / "step-2").write_text("a note")
     assert find_folders(tmp_path, "step-*") == {"step-1": tmp_path / "step-1"}
     assert find_folders(tmp_path, "step-2") == {}
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    for text in ("new", "newer"):
+        write_atomically(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "target").read_text() == text
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "folder").symlink_to("disk", target_is_directory=True)
+    for text in ("one", "two", "three"):
+        with atomic_folder(tmp_path / "folder") as folder:
+            (folder / "file").write_text(text)
+        assert (tmp_path / "folder").is_symlink()
+        assert (tmp_path / "disk/file").read_text() == text
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "link", "disk", "folder"}
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(pipe, "through")
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_files_with_the_endings_of_folders_are_no_leftovers(tmp_path):
+    (tmp_path / "step-x.partial").write_text("a user's own")
+    (tmp_path / "step-1.partial").mkdir()
+    recover_folders(tmp_path, "step-*")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-x.partial"]
