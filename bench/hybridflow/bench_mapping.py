@@ -40,7 +40,7 @@ from shared.topology import Cluster, Link
 from shared.topology.device import A100_80
 from shared.units import GB, MB, Gbps
 
-TESTS = Path(__file__).parents[2] / "packages/hybridflow/tests"
+TESTS = Path(__file__).parents[2] / "packages/hybridflow/tests/mapping"
 ROLES = ("actor", "reference", "critic", "reward")
 CASES = 4 * [(1, 4), (2, 2), (1, 8), (2, 4), (4, 2), (2, 8)]  # hosts, GPUs of each
 ROUNDS = 5
@@ -133,7 +133,7 @@ def bench_mapping_command(num_gpus, limit_s, benchmark, record_claim):
 def against_brute_force():
     """GPUs, seconds of both ways, and the steps that they find (infinite: none fits), by case."""
     sys.path.insert(0, str(TESTS))
-    definition = import_module("test_mapping_search")
+    definition = import_module("test_search")
     draw = random.Random(0)
     efficiency = Efficiency(decode_step_s=1e-5, decode_sequence_s=1e-6)
     told = []

@@ -386,7 +386,7 @@ def test_no_models_are_refused():
 TIMED = """
 import sys, time
 sys.path.insert(0, {folder!r})
-import test_mapping_search as tests
+import test_search as tests
 algorithm, num_gpus = {algorithm!r}, {num_gpus}
 models, cluster = tests.llamas("7B", algorithm), tests.a100s(num_gpus)
 workload = tests.Workload(algorithm=algorithm)
