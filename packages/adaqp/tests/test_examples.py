@@ -57,7 +57,7 @@ def test_training_on_a_file_of_ones_own(run):
 
 
 @pytest.mark.slow
-def test_ranks_resume_and_send_less_after_an_assignment(tmp_path):
+def test_resumed_ranks_train_as_uninterrupted_ones(tmp_path):
     def launch(*arguments):
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run(
@@ -76,5 +76,6 @@ def test_ranks_resume_and_send_less_after_an_assignment(tmp_path):
     rest = launch("--epochs", "20", "--checkpoint", "parts-of-it")
     assert list(losses_of(whole)) == list(range(1, 21))
     assert losses_of(first) | losses_of(rest) == losses_of(whole), "equal to the last digit printed"
-    assert accuracy_of(rest) == accuracy_of(whole) > 0.8
-    assert re.search(r"^forward1 .*\d+% at [248] bits", rest, re.MULTILINE)
+    assert accuracy_of(rest) == accuracy_of(whole)
+    assert accuracy_of(whole) > 0.5, "guessing one of five blocks gives 0.2"
+    assert re.search(r"^forward0 .*\d+% at [248] bits", rest, re.MULTILINE)
