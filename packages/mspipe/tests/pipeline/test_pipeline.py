@@ -269,6 +269,16 @@ def test_the_callers_gradient_mode_is_its_own(toy):
     assert torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("num_negatives", [1, 3])
+def test_the_loss_is_that_of_its_definition(toy, num_negatives):
+    events = toy.stream(60)
+    run = toy.pipeline(events).train(batches(events, 30, num_negatives=num_negatives))
+    for out in run:
+        expected = -out.pos.sigmoid().log().mean() - (1 - out.neg.sigmoid()).log().mean()
+        assert out.neg.shape == (30, num_negatives)
+        torch.testing.assert_close(out.loss, expected)
+
+
 def test_no_batches_are_a_run(toy):
     events = toy.stream(10)
     for mode in ("sync", "forward"):
