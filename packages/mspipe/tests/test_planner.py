@@ -137,3 +137,18 @@ def test_staleness_without_a_replay_is_that_of_the_replay(stage_s, k, count):
     timeline = simulate(stage_s, count, max_staleness=k).timeline
     assert begins == [timeline.span_s(("memory", i))[0] for i in range(count)]
     assert ends == [timeline.span_s(("write", i))[1] for i in range(count)]
+
+
+def test_a_loop_of_just_so_many_periods_needs_no_more_for_its_rounding():
+    found = plan([0.1, 0.0, 0.1, 0.1, 0.1])
+    assert found.loop_s / found.ideal_period > 3
+    assert found.k_min == 3
+
+
+def test_a_fetch_makes_room_for_the_next_features():
+    # The third iteration's features take long: the second's fetch goes before them, not at its last
+    # moment, 11, when they would hold up training by nine seconds.
+    stage_s = [[0, 1, 1, 10, 0], [0, 1, 1, 1, 0], [0, 10, 1, 1, 0]]
+    begins, ends = schedule_fetches(stage_s, 5)
+    assert begins == [1, 3, 14]
+    assert ends == [12, 13, 16]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import bytecheckpoint as bcp
 from bytecheckpoint.formats.archive import Archive
+from bytecheckpoint.formats.registry import FORMATS, Format, find_file_format
 from bytecheckpoint.formats.torch import read_index
 from bytecheckpoint.formats.zip_layout import LIMIT
 from bytecheckpoint.storage import open_storage
@@ -203,6 +204,36 @@ def test_destinations_that_cannot_be_are_refused(tmp_path):
         ConfigError, match=r"format: expected one of dcp, safetensors, torch, got .onnx"
     ):
         convert(tmp_path / "native", tmp_path / "out", "onnx")
+
+
+def test_what_another_makes_meanwhile_stays_and_nothing_else_is_left(tmp_path):
+    bcp.save(tmp_path / "native", {"w": torch.ones(2)})
+    target = tmp_path / "out" / "state.pt"
+    with pytest.raises(ConfigError, match="exists"):
+        convert(
+            tmp_path / "native", target, "torch", progress=lambda _: target.write_text("theirs")
+        )
+    assert target.read_text() == "theirs"
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_prefix_that_a_format_has_no_use_for_is_warned_of(tmp_path, caplog):
+    bcp.save(tmp_path / "native", {"w": torch.ones(2)})
+    convert(tmp_path / "native", tmp_path / "state.pt", "torch", prefix="model.")
+    assert "the prefix 'model.' is ignored: a checkpoint in torch keeps all names" in caplog.text
+
+
+def test_a_file_is_of_the_format_registered_last_that_its_name_fits():
+    def read_lines(storage, path):
+        raise NotImplementedError
+
+    FORMATS.add("lines", Format("lines", "*.lines", read_lines, is_file=True), "of a test")
+    try:
+        assert find_file_format("state.lines").kind == "lines"
+        assert find_file_format("state.pt").kind == "torch"
+    finally:
+        FORMATS.remove("lines")
+    assert find_file_format("state.lines").kind == "torch"
 
 
 def test_any_format_becomes_any_other(tmp_path):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import bytecheckpoint as bcp
 from bytecheckpoint.state.loader_state import LoaderState
+from bytecheckpoint.state.read_order import find_records
 from bytecheckpoint.state.shuffle import shuffle_samples
 from bytecheckpoint.state.tracked_loader import TrackedLoader
 from shared.errors import ConfigError, DataError
@@ -332,6 +333,10 @@ def test_what_does_not_belong_together_is_refused():
         DataError, match="num_samples 11, as this run reads, got one in data of num_samples 10"
     ):
         split(2, states, num_samples=11, dataset="a")
+    for changes in ({"seed": 1}, {"shuffle": False}):
+        (name,) = changes
+        with pytest.raises(DataError, match=f"as this run reads, got one in data of {name} "):
+            split(2, states, num_samples=10, dataset="a", **changes)
     with pytest.raises(DataError, match="all 2 readers"):
         split(1, states[:1], num_samples=10, dataset="a")
     with pytest.raises(DataError, match="all 2 readers"):
@@ -342,14 +347,21 @@ def test_what_does_not_belong_together_is_refused():
         DataError, match="expected 'taken' in a loader's position to be of type int, got '3'"
     ):
         orders[0].load_state_dict(states[0] | {"taken": "3"})
-    with pytest.raises(DataError, match="different checkpoints"):
-        split(1, [states[0], states[1] | {"seen": 4}], num_samples=10, dataset="a")
+    for changes in ({"seen": 4}, {"ahead": b"\2"}, {"since": 1}):
+        with pytest.raises(DataError, match="different checkpoints"):
+            split(1, [states[0], states[1] | changes], num_samples=10, dataset="a")
     with pytest.raises(DataError, match="as many workers on every rank, got readers of 2 and of 4"):
         split(1, [states[0], states[1] | {"num_readers": 4}], num_samples=10, dataset="a")
     with pytest.raises(DataError, match="equal counters"):
         split(1, [states[0], states[1] | {"counters": {"n": 1}}], num_samples=10, dataset="a")
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         LoaderState(10, rank=2, world_size=2)
+
+
+def test_positions_are_found_wherever_they_lie():
+    first, second = (order.state_dict() for order in split(2, None, num_samples=10))
+    found = list(find_records({"a": [{"b": (first, 3)}], "c": second, "d": "text"}))
+    assert [id(one) for one in found] == [id(first), id(second)]
 
 
 def test_loaders_that_cannot_be_counted_are_refused():

@@ -130,6 +130,15 @@ def test_every_node_has_a_part_and_the_answer_is_always_the_same(
         assert sizes.max() - sizes.min() <= 1
 
 
+@pytest.mark.parametrize("method", ONLINE)
+def test_a_method_is_the_rule_of_its_name(method):
+    events = clustered(per_cluster=30, num_events=900)
+    sizes = {"num_nodes": 120, "num_edges": 900} if method in ("ldg", "fennel") else {}
+    form = ONLINE[method](3, **sizes)
+    form.assign(events.src, events.dst)
+    assert torch.equal(partition(events, 3, method, num_nodes=120), form.assign_rest(120))
+
+
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 10_000),

@@ -249,6 +249,8 @@ def test_settings_that_make_no_sense(unchecked):
             gf.TemporalSampler(graph, **settings_)
     with pytest.raises(ConfigError, match="padded"):
         gf.TemporalSampler(graph, [3, 3]).sample([1], [5], layout="padded")
+    with pytest.raises(ConfigError, match=r"newest neighbours: .* and 'uniform'"):
+        gf.TemporalSampler(graph, [3], policy="uniform").sample([1], [5], layout="padded")
     sampler = gf.TemporalSampler(graph, [3])
     with pytest.raises(ConfigError, match="layout"):
         sampler.sample([1], [5], layout="dense")

@@ -9,6 +9,8 @@ import torch
 
 from gnnflow.features.store import FeatureStore
 from gnnflow.models import TGAT
+from gnnflow.sampling.sampler import TemporalSampler
+from gnnflow.training.checkpoint import Checkpoint, describe_run
 from gnnflow.training.replay import StructureReplay
 from shared.data.events import Events
 from shared.errors import DataError
@@ -171,3 +173,52 @@ def test_an_insertion_that_is_refused_leaves_no_rows(toy):
         trainer.history.insert(bad)
     assert features.num_rows("edge") == 0
     assert trainer.history.graph.num_edges == 0
+
+
+def state_of(**changes):
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"model": {"weight": weight}, "head": {}, "memory": None, "optimizer": None}
+    return state | {"curve": []} | changes
+
+
+def test_tensors_that_share_memory_and_views_are_kept(tmp_path):
+    weight = torch.arange(6.0).reshape(2, 3)
+    saved = Checkpoint(tmp_path, {"seed": 3})
+    saved.write(7, state_of(model={"weight": weight, "tied": weight, "turned": weight.T}))
+    done, state = saved.read()
+    assert done == 7
+    for name, expected in (("weight", weight), ("tied", weight), ("turned", weight.T)):
+        assert torch.equal(state["model"][name], expected)
+
+
+def test_an_optimizers_numbers_and_tensors_are_kept(tmp_path):
+    group = {"lr": 0.1, "params": [0, 1]}
+    steps = {0: {"step": 3, "average": torch.ones(2)}, 1: {"step": 4, "average": None}}
+    saved = Checkpoint(tmp_path, {})
+    saved.write(1, state_of(optimizer={"state": steps, "param_groups": [group]}))
+    found = saved.read()[1]["optimizer"]
+    assert found["param_groups"] == [group]
+    assert torch.equal(found["state"][0].pop("average"), steps[0]["average"])
+    assert found["state"] == {0: {"step": 3}, 1: steps[1]}
+
+
+def test_a_number_that_json_cannot_hold_leaves_the_checkpoint_before(tmp_path):
+    saved = Checkpoint(tmp_path, {})
+    saved.write(1, state_of())
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        saved.write(2, state_of(curve=[float("nan")]))
+    assert saved.read()[0] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"fanouts": [6]}, {"policy": "uniform"}, {"replace": False}, {"window": 9}, {"seed": 9}],
+)
+def test_a_run_is_described_with_how_it_samples(toy, change):
+    events = toy.clubs(20)
+    trainer = toy.trainer_of(events)
+    others = trainer.history, trainer.settings
+    sampler = TemporalSampler(trainer.sampler.graph, **({"fanouts": [5], "seed": 2} | change))
+    told = describe_run(events, sampler, *others)["sampler"]
+    before = describe_run(events, trainer.sampler, *others)["sampler"]
+    assert {name: told[name] for name in told if told[name] != before[name]} == change

@@ -147,9 +147,11 @@ def test_what_does_not_fit_is_refused(toy, unchecked):
         Pipeline(model, memory, sampler)
     with pytest.raises(ConfigError, match="expected dim, mail_dim and slots"):
         Pipeline(model, NodeMemory(9, 8, 1), sampler, events.features)
-    small = NodeMemory(3, model.dim, model.mail_dim)
-    with pytest.raises(DataError, match=r"expected nodes below 3.*memory.grow makes room"):
-        list(Pipeline(model, small, sampler, events.features).train(batches(events)))
+    for num_nodes in (3, events.num_nodes - 1):
+        small = NodeMemory(num_nodes, model.dim, model.mail_dim)
+        told = rf"expected nodes below {num_nodes}.*memory.grow makes room"
+        with pytest.raises(DataError, match=told):
+            list(Pipeline(model, small, sampler, events.features).train(batches(events)))
 
 
 def test_a_spike_is_waited_for_and_never_exceeds_the_cap(toy):

@@ -109,6 +109,7 @@ def test_rows_are_forwarded_where_the_store_lags(toy):
     toy.train(pipe, events, epochs=1, size=20)
     report = pipe.report()
     assert report.num_rows_forwarded > 100
+    assert report.num_updates_dropped == 0
     row_bytes = pipe.memory.layout.row_bytes
     assert 0 < report.ring_bytes <= 3 * 2 * 20 * row_bytes
     assert report.read_bytes == report.num_rows_read * row_bytes
@@ -187,9 +188,17 @@ def test_mitigation_mixes_and_fits(toy):
     pipe = slowed(
         toy.pipeline(events, mode="stale", max_staleness=4, mitigation=mitigation), 1, 0.02
     )
+    read, num_read = pipe.memory.read_rows, []
+
+    def count(nodes):
+        num_read.append(len(nodes))
+        return read(nodes)
+
+    pipe.memory.read_rows = count
     toy.train(pipe, events, epochs=1, size=40)
     report = pipe.report()
     assert report.num_mixed > 0
+    assert report.num_rows_read == sum(num_read), "those of similar nodes are read too"
     assert report.weight is not None
     assert 0 <= report.weight <= 1
 
@@ -267,6 +276,16 @@ def test_the_callers_gradient_mode_is_its_own(toy):
     with torch.no_grad():
         assert next(pipe.train(batches(events, 50))).loss.requires_grad
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("num_negatives", [1, 3])
+def test_the_loss_is_that_of_its_definition(toy, num_negatives):
+    events = toy.stream(60)
+    run = toy.pipeline(events).train(batches(events, 30, num_negatives=num_negatives))
+    for out in run:
+        expected = -out.pos.sigmoid().log().mean() - (1 - out.neg.sigmoid()).log().mean()
+        assert out.neg.shape == (30, num_negatives)
+        torch.testing.assert_close(out.loss, expected)
 
 
 def test_no_batches_are_a_run(toy):
