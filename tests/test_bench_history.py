@@ -1,5 +1,6 @@
 """The history of claims: what is appended, which runs count, how a ratio is printed."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,22 @@ def test_history_returns_what_was_appended(tmp_path):
     append_history(path, [first])
     append_history(path, [second])
     assert read_history(path) == [first, second]
+
+
+def test_appended_runs_are_on_disk(tmp_path, monkeypatch):
+    path, synced = tmp_path / "history.jsonl", []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor)))
+    append_history(path, [run_of()])
+    assert [(one.st_ino, one.st_size) for one in synced] == [
+        (path.stat().st_ino, path.stat().st_size)
+    ]
+
+
+def test_a_ratio_that_is_not_finite_is_refused_and_nothing_is_written(tmp_path):
+    path = tmp_path / "history.jsonl"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        append_history(path, [run_of(), run_of(ratio=float("nan"))])
+    assert read_history(path) == []
 
 
 @pytest.mark.parametrize(
@@ -122,6 +139,8 @@ def test_outcome_counts_misses_and_wrong_runs():
     [
         (0.0, "0"),
         (0.01234, "0.0123"),
+        (0.00123, "0.00123"),
+        (0.000999, "9.99e-04"),
         (0.00001234, "1.23e-05"),
         (2.0, "2.00"),
         (99.96, "100"),

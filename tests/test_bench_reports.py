@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT / "bench"))
 from definition import Definition
 from gpu_clock import Row
 from gpu_report import benchmark_name, claim_run, render_gpu_report
-from history import append_history, current_series, read_history
+from history import ClaimRun, append_history, current_series, read_history
 from machine import commit, describe_machine, versions
-from report import pictures_of, table
+from report import claims_table, pictures_of, table, timings_section
 
 PLANTED = '''
 """Sums beside a loop."""
@@ -229,3 +229,33 @@ def test_kernels_on_a_gpu_go_into_the_same_history(tmp_path):
         in text
     )
     assert json.loads(path.read_text().splitlines()[0])["machine"] == "NVIDIA H200"
+
+
+def test_claim_of_an_older_run_is_dated():
+    fields = dict.fromkeys(("package", "benchmark", "detail", "source", "command", "commit"), "")
+    fields |= {"revision": 1, "unit": "s", "ours": 1.0, "baseline": 2.0, "baseline_name": "a loop"}
+    fields |= {
+        "higher_is_better": False,
+        "ratio": 2.0,
+        "spread": None,
+        "correct": True,
+        "aim": None,
+    }
+    fields |= {"kind": "measured", "machine": "", "versions": {}}
+    dates = {"old": "2026-01-02T03:04+00:00", "new": "2026-01-03T00:00+00:00"}
+    runs = [ClaimRun(name=name, date=date, **fields) for name, date in dates.items()]
+    _, _, old, new = claims_table(current_series(runs), dates["new"]).splitlines()
+    assert old.endswith("| correct; run of 2026-01-02 |")
+    assert new.endswith("| correct |")
+
+
+def test_timings_are_compared_with_the_fastest_of_their_group():
+    def row(name, median, group):
+        stats = {"median": median, "iqr": 0.0, "rounds": 3}
+        return {"name": name, "group": group, "stats": stats, "extra_info": {}}
+
+    text = timings_section(
+        [row("slow", 3.0, "sums"), row("fast", 2.0, "sums"), row("one", 1.0, None)]
+    )
+    assert [line.split(" | ")[1] for line in text.splitlines()[2:]] == ["one", "fast", "slow"]
+    assert [line.split(" | ")[-1] for line in text.splitlines()[2:]] == [" |", "1.00 |", "1.50 |"]

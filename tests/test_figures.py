@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tools")]
 
-from figures import figures_without_run, measured_page, pages_of
+from figures import command_of, figures_without_run, find_claim, measured_page, pages_of
 from history import ClaimRun, append_history, current_series, read_history
 
 RUNS = read_history(ROOT / "bench/results/history.jsonl")
@@ -49,7 +49,6 @@ def test_no_recorded_claim_is_missing():
     assert missing_claims(ROOT) == []
 
 
-@pytest.mark.skip(reason="figures that dated tables gave still stand in READMEs by hand")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_figure_stands_without_a_run(page):
     """Ratios ("2.8x") of every README and page, outside marks too, are a recorded run's, rounded."""
@@ -137,6 +136,23 @@ def test_pages_are_filled_and_stay_as_they_are(yard):
     assert figures(root=yard).stdout == "", "filling again changes nothing"
 
 
+def test_rows_of_a_benchmark_without_a_run_are_left_out_by_name(yard):
+    (yard / "bench/zeta/bench_later.py").write_text('"""Later."""\n')
+    page = yard / "packages/zeta/README.md"
+    page.write_text(README.replace("tiny: products", "later: products"))
+    done = figures(root=yard)
+    assert done.returncode == 0, done.stderr
+    assert "left out of a table of zeta: 'later: products'" in done.stdout
+    assert page.read_text().count("hatch run bench zeta/tiny") == 1
+    page.write_text("# zeta\n\n<!-- claims\nlater: products\n-->\n<!-- end -->\n")
+    assert figures(root=yard).returncode == 0
+    assert "-->\n\nNo run is recorded in this form yet.\n\n<!-- end -->" in page.read_text()
+    # Of a benchmark that is nowhere, and within a sentence, a key is an error.
+    for mark in ("<!-- claims\nnever: products\n-->", "<!-- ratio later: products -->"):
+        page.write_text(f"# zeta\n\nx {mark}<!-- end -->\n")
+        assert figures(root=yard).returncode == 1
+
+
 @pytest.mark.parametrize(
     ("page", "old", "new"),
     [
@@ -200,6 +216,27 @@ def test_mark_that_cannot_be_filled_names_what_it_could_be(yard, mark, message):
     assert page.read_text() == f"{mark}<!-- end -->\n"
     # The other pages are filled all the same.
     assert "0.500x" in (yard / "README.md").read_text()
+
+
+def test_table_of_six_rows_is_filled(yard):
+    page = yard / "packages/zeta/README.md"
+    page.write_text("<!-- claims" + "\ntiny: product" * 6 + "\n--><!-- end -->\n")
+    done = figures(root=yard)
+    assert done.returncode == 0, done.stderr
+    assert page.read_text().count("| a product (simulated) | 0.500x") == 6
+
+
+def test_whole_name_is_the_claim_though_others_begin_with_it():
+    series = current_series([run_of(), run_of(name="a sum of two")])
+    assert find_claim("tiny: A sum", "zeta", series, ROOT).newest.name == "a sum"
+    assert find_claim("zeta/tiny: of two", "", series, ROOT).newest.name == "a sum of two"
+
+
+def test_command_runs_the_benchmark_again():
+    (tiny,) = current_series([run_of()])
+    assert command_of(tiny) == "`hatch run bench zeta/tiny`"
+    (on_gpu,) = current_series([run_of(package="shared", benchmark="gpu-nvidia-h200")])
+    assert command_of(on_gpu) == "`hatch run bench-gpu`"
 
 
 def test_mark_without_end_is_refused(yard):

@@ -3,6 +3,7 @@
 import pytest
 
 from rules import checks
+from rules.import_graph import find_home
 
 
 @pytest.mark.parametrize(
@@ -61,3 +62,27 @@ def test_a_room_is_imported_even_for_a_name_of_another(plant):
         }
     )
     assert [circle.rooms for circle in package.circles] == [["planner", "runtime"]]
+
+
+def test_a_folders_init_that_imports_a_room_beside_it_by_dots(plant):
+    files = {
+        "runtime/__init__.py": "from ..planner import Plan",
+        "runtime/engine.py": "STEPS = 1",
+        "planner.py": "import tiny.runtime\nclass Plan: ...",
+    }
+    assert [circle.rooms for circle in plant(files).circles] == [["planner", "runtime"]]
+
+
+def test_a_room_of_the_packages_name_is_a_room(plant):
+    files = {"tiny.py": "import tiny.planner", "planner.py": "import tiny.tiny\nclass Plan: ..."}
+    assert [circle.rooms for circle in plant(files).circles] == [["planner", "tiny"]]
+
+
+def test_a_name_is_followed_through_all_faces_to_the_file_that_defines_it(plant):
+    modules = plant({"__init__.py": "from tiny.runtime import run"}).modules
+    assert find_home("tiny", "run", modules) == "tiny.runtime.engine"
+    # Faces that import a name from each other have no end, and are none of its homes for sure.
+    modules = plant(
+        {"__init__.py": "from tiny.runtime import x", "runtime/__init__.py": "from tiny import x"}
+    )
+    assert find_home("tiny", "x", modules.modules) in ("tiny", "tiny.runtime")

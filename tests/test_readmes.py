@@ -10,7 +10,11 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
 HOMES = [ROOT / "shared", *(path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml")))]
 READMES = [ROOT / "README.md", *(home / "README.md" for home in HOMES)]
-PAGES = [*READMES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "bench/peers/README.md"]
+PAGES = [
+    *READMES,
+    *(page for home in HOMES for page in sorted(home.glob("docs/*.md"))),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "bench/peers/README.md")),
+]
 
 
 def named(paths):
@@ -61,3 +65,16 @@ def test_the_two_commands_stand_in_the_readme():
     text = (ROOT / "README.md").read_text()
     assert "pip install hatch && hatch run demo\nhatch run test\n" in text
     assert "pip install -c constraints.txt" in text
+
+
+def words_outside_code(text):
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).split()
+
+
+@pytest.mark.parametrize("home", **named(HOMES))
+def test_a_readme_of_a_package_can_be_read_at_once(home):
+    assert len(words_outside_code((home / "README.md").read_text(encoding="utf-8"))) <= 500
+
+
+def test_words_are_counted_outside_code():
+    assert len(words_outside_code("one two\n```python\nx = 1\n```\nthree\n")) == 3

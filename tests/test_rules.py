@@ -38,6 +38,10 @@ def test_a_crowded_top_level_and_a_crowded_folder(plant):
     package = plant({"room9.py": "X = 1"})
     (found,) = texts(checks.check_entries(package))
     assert found.endswith("src/tiny: expected at most 12 entries at the top level, got 13")
+    # Thirteen files are too many entries, and not too many files as well.
+    (found,) = texts(checks.check_entries(plant({"room10.py": "X = 1"})))
+    assert found.endswith("at the top level, got 14")
+    (package.home / "room10.py").unlink()
     (package.home / "room9.py").unlink()
     (package.home / "left/__pycache__").mkdir(parents=True)
     (package.home / "left/__pycache__/a.pyc").touch()  # what a moved folder leaves behind
@@ -61,13 +65,22 @@ def test_a_file_name_that_says_nothing(plant, file):
     assert f"tiny/{file}: " in found
 
 
-def test_a_class_name_that_exists_twice(plant):
-    package = plant({"runtime/plans.py": "try:\n    class Plan: ...\nexcept OSError:\n    pass"})
+@pytest.mark.parametrize(
+    "before",
+    [
+        "try:",
+        "try:\n    pass\nexcept OSError:",
+        "if 0:\n    pass\nelse:",
+        "try:\n    pass\nfinally:",
+    ],
+)
+def test_a_class_name_that_exists_twice(plant, before):
+    text = f"{before}\n    class Plan: ..."
+    package = plant({"runtime/plans.py": text + "\nfinally:\n    pass" * (before == "try:")})
     ((owner, found),) = checks.check_class_names([package])
     assert owner == "tiny"
-    assert "runtime/plans.py:2: class Plan stands in packages/tiny/src/tiny/planner.py:1" in str(
-        found
-    )
+    place = f"runtime/plans.py:{len(text.splitlines())}"
+    assert f"{place}: class Plan stands in packages/tiny/src/tiny/planner.py:1" in str(found)
 
 
 def test_a_class_name_that_two_packages_have(plant, monkeypatch):
@@ -87,6 +100,9 @@ def test_a_class_name_that_two_packages_have(plant, monkeypatch):
     face = face.replace('"data", "run"', '"Table", "run"')
     packages[0] = plant({"__init__.py": face, "data.py": "class Table: ..."})
     assert [owner for owner, _ in checks.check_class_names(packages)] == ["two"]
+    # Of two exported names neither has the right of way.
+    both = [packages[0], plant({"__init__.py": face, "data.py": "class Table: ..."}, "two")]
+    assert [owner for owner, _ in checks.check_class_names(both)] == ["tiny", "two"]
     monkeypatch.setattr(
         checks, "EXPORTED_CLASHES", {"Table": {"tiny": "of rows", "two": "of contents"}}
     )

@@ -18,7 +18,8 @@ differs; `--list` prints every claim that a key can name, with its figure.
 A key is `benchmark: words`, or `package/benchmark: words` from outside the package. The words stand
 in this order in the claim's name or in "name against baseline", and in no other claim of that
 benchmark; a claim's whole name also names it. What follows a key, after bars, replaces the claim's
-name and its baseline's; both may be left out. A README's table has at most six rows. No line begins
+name and its baseline's; both may be left out. A README's table has at most six rows; a row whose
+benchmark has no recorded run yet is left out of the table, and the command names it. No line begins
 with a mark of `ratio` or `range`: Markdown would take the whole line for HTML.
 """
 
@@ -45,8 +46,15 @@ OPENING = re.compile(r"<!-- (?:claims|measured|ratio|range)\b")
 NEW_PAGE = "# {}: what is measured\n\n<!-- measured -->\n<!-- end -->\n"
 
 
+NO_RUN = "No run is recorded in this form yet."
+
+
 class MarkError(Exception):
     """A mark that cannot be filled; the text says why."""
+
+
+class NotRecordedError(MarkError):
+    """A benchmark that is there, of which no run is recorded yet."""
 
 
 def home_of(package: str, root: Path) -> Path:
@@ -78,15 +86,17 @@ def words_of(text: str) -> str:
     return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
 
 
-def find_claim(key: str, package: str, series: Iterable[Series]) -> Series:
+def find_claim(key: str, package: str, series: Iterable[Series], root: Path) -> Series:
     """Returns the one claim that a key names.
 
     Args:
         key: "benchmark: words" or "package/benchmark: words".
         package: what the page belongs to.
         series: all claims.
+        root: the checkout, whose bench/ says which benchmarks there are.
 
     Raises:
+        NotRecordedError: when no run of the benchmark is recorded.
         MarkError: when the key names none or several; the text lists those that it could name.
     """
     place, colon, text = key.partition(":")
@@ -99,6 +109,8 @@ def find_claim(key: str, package: str, series: Iterable[Series]) -> Series:
         )
     series = [one for one in series if one.newest.package == owner]
     known = sorted({one.newest.benchmark for one in series})
+    if benchmark not in known and (root / f"bench/{owner}/bench_{benchmark}.py").is_file():
+        raise NotRecordedError(f"{key.strip()!r}: no run is recorded; hatch run bench --keep")
     if benchmark not in known:
         raise MarkError(f"{key.strip()!r}: expected a recorded benchmark of {owner}: {known}")
     series = [one for one in series if one.newest.benchmark == benchmark]
@@ -118,12 +130,16 @@ def command_of(one: Series) -> str:
     return f"`hatch run bench {run.package}/{run.benchmark}`"
 
 
-def chosen_table(lines: list[str], package: str, series: list[Series]) -> str:
-    """Writes the table of chosen claims, a key and its labels a line."""
+def chosen_table(lines: list[str], package: str, series: list[Series], root: Path) -> str:
+    """Writes the table of those chosen claims that are recorded, a key and its labels a line."""
     rows = []
     for line in lines:
         key, *labels = (part.strip() for part in line.split("|"))
-        one = find_claim(key, package, series)
+        try:
+            one = find_claim(key, package, series, root)
+        except NotRecordedError as error:
+            print(f"figures: left out of a table of {package}: {error}")
+            continue
         name, against = (*labels, "", "")[:2]
         simulated = " (simulated)" if one.newest.kind == "simulated" else ""
         rows.append(
@@ -134,12 +150,12 @@ def chosen_table(lines: list[str], package: str, series: list[Series]) -> str:
                 command_of(one),
             )
         )
-    return table(("claim", "figure", "against", "command"), rows)
+    return table(("claim", "figure", "against", "command"), rows) if rows else NO_RUN
 
 
 def measured_text(package: str, series: list[Series], page: Path, root: Path) -> str:
     """Writes all claims of a package, benchmark by benchmark."""
-    parts = [RATIOS]
+    parts = [RATIOS if series else NO_RUN]
     for benchmark in sorted({one.newest.benchmark for one in series}):
         of_it = [one for one in series if one.newest.benchmark == benchmark]
         file = root / f"bench/{package}/bench_{benchmark}.py"
@@ -172,12 +188,12 @@ def filled(text: str, page: Path, package: str, series: list[Series], root: Path
             lines = [line for line in asked.splitlines() if line.strip()]
             if page.name == "README.md" and len(lines) > MOST_ROWS:
                 raise MarkError(f"expected at most {MOST_ROWS} rows, got {len(lines)}")
-            body = f"\n\n{chosen_table(lines, package, series)}\n\n"
+            body = f"\n\n{chosen_table(lines, package, series, root)}\n\n"
         elif kind == "measured":
             mine = [one for one in series if one.newest.package == package]
             body = f"\n\n{measured_text(package, mine, page, root)}\n\n"
         else:
-            body = find_claim(asked, package, series).ratio_text(with_range=kind == "range")
+            body = find_claim(asked, package, series, root).ratio_text(with_range=kind == "range")
         return f"<!-- {kind}{asked}-->{body}<!-- end -->"
 
     if len(OPENING.findall(text)) > len(MARK.findall(text)):

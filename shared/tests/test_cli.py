@@ -51,7 +51,9 @@ class Show(JsonOption):
     """Which widths."""
 
     def execute(self) -> None:
-        record = {"policy": self.policy, "widths": self.widths, "loss": float("nan")}
+        curve = (0.5, float("inf"), [-float("inf")])
+        record = {"policy": self.policy, "widths": self.widths, "curve": curve}
+        record |= {"loss": float("nan")}
         self.print_result(record, f"{self.policy} {self.widths}")
 
 
@@ -106,7 +108,9 @@ def test_results_are_text_or_one_json_object(capsys):
     assert capsys.readouterr().out == "exact (4, 2)\n"
     assert run("show", "--json") == 0
     told = capsys.readouterr().out
-    assert json.loads(told) == {"policy": "exact", "widths": [2], "loss": None}
+    assert json.loads(told) == {
+        "policy": "exact", "widths": [2], "curve": [0.5, None, [None]], "loss": None,
+    }  # fmt: skip
     assert told.count("\n") == 1
 
 
@@ -162,8 +166,11 @@ def test_a_reader_who_leaves_is_no_error(tmp_path, lines):
     (tmp_path / "yard.py").write_text(PRINTER)
     read, write = os.pipe()
     os.close(read)
+    # Lines wait in a buffer, as they do for users, and the last ones meet the pipe at the end.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [sys.executable, tmp_path / "yard.py", "show", "--lines", str(lines)],
+        env=buffered,
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,

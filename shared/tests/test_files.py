@@ -182,6 +182,14 @@ def test_what_a_killed_process_began_is_removed_by_the_next_write(tmp_path):
     assert os.listdir(tmp_path) == ["a[1]"]
 
 
+def test_a_write_leaves_that_of_a_longer_name_alone(tmp_path):
+    with atomic_file(tmp_path / "a.json") as partial:
+        partial.write_text("new")
+        write_atomically(tmp_path / "a", b"")
+    assert (tmp_path / "a.json").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.json"]
+
+
 def test_folders_of_a_killed_write_are_found_and_put_back(tmp_path):
     for name in ("step-1", "step-2", "step-2.replaced", "step-3.replaced", "step-4.partial"):
         (tmp_path / name).mkdir()
@@ -205,3 +213,57 @@ def test_only_folders_are_synced_as_folders(tmp_path):
     (tmp_path / "a").write_text("")
     with pytest.raises(NotADirectoryError):
         sync_folder(tmp_path / "a")
+
+
+def test_what_killed_writes_left_is_in_nobodys_way(tmp_path):
+    for name in ("run", "run.partial", "run.replaced", "gone", "gone.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "old").write_text("old")
+    with atomic_folder(tmp_path / "run") as folder:
+        assert list(folder.iterdir()) == []
+        (folder / "new").write_text("new")
+    remove_folder(tmp_path / "gone")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["new", "run"]
+
+
+def test_a_file_is_no_folder_that_is_found(tmp_path):
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-2").write_text("a note")
+    assert find_folders(tmp_path, "step-*") == {"step-1": tmp_path / "step-1"}
+    assert find_folders(tmp_path, "step-2") == {}
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    for text in ("new", "newer"):
+        write_atomically(tmp_path / "link", text)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "target").read_text() == text
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "folder").symlink_to("disk", target_is_directory=True)
+    for text in ("one", "two", "three"):
+        with atomic_folder(tmp_path / "folder") as folder:
+            (folder / "file").write_text(text)
+        assert (tmp_path / "folder").is_symlink()
+        assert (tmp_path / "disk/file").read_text() == text
+    assert {path.name for path in tmp_path.iterdir()} == {"target", "link", "disk", "folder"}
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(pipe, "through")
+        assert os.read(reader, 100) == b"through"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+
+
+def test_files_with_the_endings_of_folders_are_no_leftovers(tmp_path):
+    (tmp_path / "step-x.partial").write_text("a user's own")
+    (tmp_path / "step-1.partial").mkdir()
+    recover_folders(tmp_path, "step-*")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-x.partial"]

@@ -32,7 +32,9 @@ def test_a_place_is_imported_when_asked_for(tmp_path, monkeypatch):
     assert known.about("blue") == "like the sea"
     assert "rarely_needed" not in sys.modules
     assert known.get("blue").__name__ == "Blue"
-    assert known.get("blue") is sys.modules.pop("rarely_needed").Blue
+    assert known.get("blue") is sys.modules["rarely_needed"].Blue
+    # It is imported once: what was handed out stays the registry's.
+    assert known.get("blue") is sys.modules.pop("rarely_needed").Blue is known.get("blue")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,8 @@ def test_numbers_are_names_too():
         ("blue", 1, " ", "colour 'blue': expected one line about it"),
         ("blue", 1, "two\nlines", "colour 'blue': expected one line about it"),
         ("blue", "module", "x", "colour 'blue': expected an object or 'module:attribute'"),
+        ("blue", "module:", "x", "expected an object or 'module:attribute', got 'module:'"),
+        ("blue", ":Blue", "x", "expected an object or 'module:attribute', got ':Blue'"),
     ],
 )
 def test_add_refuses(name, entry, about, message):

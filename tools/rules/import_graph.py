@@ -105,12 +105,11 @@ def find_circles(modules: dict[str, Module], imports: list[Import]) -> list[Circ
     one of these imports a name that the `__init__` itself defines.
     """
     found = []
-    top = next(iter(modules)).split(".")[0]
     for folder in (name for name, module in modules.items() if module.is_folder):
         first = {}
         for each in imports:
             source, target = _room(each.source, folder), _room(each.target, folder)
-            if source and target and source != target and top not in (source, target):
+            if source and target and source != target:
                 first.setdefault((source, target), each)
         for rooms in _components(first):
             found.append(

@@ -11,6 +11,8 @@ After an error nothing is left of what was begun. After a kill there may be left
   folder that was about to be replaced. `find_folders` finds it where `NAME` itself is missing.
 
 One writer at a time is expected for a folder; files may be written by several, the last one stays.
+A link stays, and what it leads to is replaced. What is no regular file (a pipe, a device) is written
+to as it is.
 """
 
 import glob
@@ -65,10 +67,14 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         FileNotFoundError: its folder does not exist, or the block has written nothing.
         OSError: it cannot be synced or renamed; `path` is then as it was.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        yield path
+        return
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
         maker = leftover.name.removeprefix(f".{path.name}.").removesuffix(_PARTIAL)
-        if not is_alive(maker):
+        # One with a dot is of a file whose name begins as ours does.
+        if "." not in maker and not is_alive(maker):
             leftover.unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.{mark()}-{next(_numbers)}{_PARTIAL}")
     try:
@@ -88,7 +94,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made, synced or renamed; `path` is then as it was.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))
     partial = _beside(path, _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -110,8 +116,10 @@ def publish(partial: Path, path: Path) -> None:
         path: its name from now on.
 
     Raises:
-        OSError: it cannot be synced or renamed; `path` is then as it was.
+        OSError: it cannot be synced or renamed; `path` is then as it was. After an error of the last
+            sync, of the folder around it, the new name is there, and may be lost with the power.
     """
+    path = Path(os.path.realpath(path))
     if not partial.is_dir():
         _sync(partial)
         os.replace(partial, path)
@@ -128,8 +136,8 @@ def publish(partial: Path, path: Path) -> None:
         path.rename(replaced)
     try:
         partial.rename(path)
-    except OSError:
-        if replaced.exists():
+    except BaseException:
+        if replaced.exists() and not path.exists():
             replaced.rename(path)
         raise
     sync_folder(path.parent)
@@ -186,7 +194,7 @@ def recover_folders(parent: Path, pattern: str) -> None:
         if path.name != name:
             path.rename(parent / name)
     for path in list(parent.glob(pattern)):
-        if path.suffix in (_PARTIAL, _REPLACED):
+        if path.suffix in (_PARTIAL, _REPLACED) and path.is_dir():
             shutil.rmtree(path)
 
 

@@ -32,6 +32,7 @@ def test_takes_lists_arrays_and_tensors_and_keeps_wide_types():
     assert events.features.dtype == torch.float32
     assert events.eid.tolist() == [0, 1]
     assert (len(events), events.num_nodes) == (2, 5)
+    assert Events([6, 7], [3, 4], [0, 1]).num_nodes == 8
     late = 2**60 + 1
     assert Events([0], [1], [late]).t.tolist() == [late]
 
@@ -68,6 +69,7 @@ def test_no_events_are_events():
         ({"features": [[1.0]]}, "expected one features for each src"),
         ({"src": [0, -1]}, "src of event 1: expected 0 or more, got -1"),
         ({"src": [0.0, 1.0]}, "src: expected whole numbers, got torch.float"),
+        ({"src": [False, True]}, "src: expected whole numbers, got torch.bool"),
         ({"dst": ["a", "b"]}, "dst: expected numbers"),
         ({"src": [[0], [1]]}, r"src: expected one number an event, got shape \[2, 1\]"),
         ({"t": [1.0, float("nan")]}, "t of event 1: expected a finite time of at least 0, got nan"),
@@ -149,3 +151,6 @@ def test_rows_by_id_are_found_by_id():
 def test_digest_tells_features():
     plain, other = (Events([0], [1], [2], None, [[x]]) for x in (1.0, 2.0))
     assert plain.digest() != other.digest() != Events([0], [1], [2]).digest()
+    # As many bytes, of another shape.
+    wide = Events([0], [0], [0], [0], [[0.0] * 8])
+    assert wide.digest() != Events([0, 0], [0, 0], [0, 0], [0, 0]).digest()

@@ -57,6 +57,19 @@ def test_flights_under_a_limit_are_the_first_ones(year):
         flights.departures(-1)
 
 
+def test_departures_of_one_moment_keep_the_tables_order(year, monkeypatch):
+    table = flights.read_flight_table("flights").head(600).copy()
+    table[["minute", "dep_delay", "dep_time"]] = 0.0
+    table["tailnum"] = [f"N{number:03}" for number in range(600)]
+    hours = table["time_hour"].iloc[[-1, 0]].to_numpy()
+    table["time_hour"] = hours[np.arange(600) % 2]  # every second flight leaves before the others
+    monkeypatch.setattr(flights, "read_flight_table", lambda name: table)
+    events = flights.departures()
+    assert len(events.t.unique()) == 2
+    assert events.src.tolist() == [*range(1, 600, 2), *range(0, 600, 2)]
+    assert len(flights.departures(0)) == 0
+
+
 def test_what_is_not_there_is_named(monkeypatch, year):
     with pytest.raises(DataError, match=r"expected a table 'trains' in .*, there is none"):
         flights.read_flight_table("trains")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shared.data import metrics
 from shared.errors import ConfigError, DataError
 
-scores = st.integers(-3, 3).map(lambda value: value / 2)
+scores = st.sampled_from([float("-inf"), -1.0, 0.0, 0.5, 1.0, float("inf")])
 some = st.lists(scores, min_size=1, max_size=12)
 
 
@@ -64,10 +64,12 @@ def test_average_precision_sums_over_thresholds(pos, neg):
     assert metrics.average_precision(pos, neg) == pytest.approx(total)
 
 
-def test_equals_scikit_learn():
+@pytest.mark.parametrize("decimals", [0, 1, 9])
+def test_equals_scikit_learn(decimals):
     theirs = pytest.importorskip("sklearn.metrics", reason="compares with scikit-learn's metrics")
     random = np.random.default_rng(0)
-    pos, neg = random.normal(0.5, 1, 500).round(1), random.normal(0, 1, 700).round(1)
+    pos = random.normal(0.5, 1, 500).round(decimals)
+    neg = random.normal(0, 1, 700).round(decimals)
     label, score = np.arange(1200) < 500, np.concatenate([pos, neg])
     assert metrics.auc(pos, neg) == pytest.approx(theirs.roc_auc_score(label, score))
     assert metrics.average_precision(pos, neg) == pytest.approx(
@@ -102,10 +104,10 @@ def test_takes_tensors_of_any_type_and_with_gradients(dtype):
     [
         ([], [[1.0]], "pos: expected at least one score"),
         ([1.0], [[]], "neg: expected at least one score"),
-        ([1.0], [float("nan")], "neg: expected numbers, got NaN"),
+        ([1.0], [0.0, float("nan"), 2.0], r"neg: expected numbers, got NaN at \[1\]"),
         ([1.0, 2.0], [[1.0]], r"got \[2\] and \[1, 1\]"),
         ([[1.0]], [1.0], r"got \[1, 1\] and \[1\]"),
-        (["a"], [1.0], "pos: expected numbers"),
+        (["a"], [1.0], "pos: expected numbers, got <U1"),
     ],
 )
 def test_ranking_refuses(pos, neg, message):
@@ -125,3 +127,17 @@ def test_others_refuse():
 def test_infinite_scores_tie():
     assert metrics.average_precision([np.inf], [np.inf]) == 0.5
     assert metrics.auc([np.inf, -np.inf], [-np.inf]) == 0.75
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_takes_truth_values(kind):
+    pos, neg = kind([True, False]), kind([[False, False], [True, False]])
+    assert metrics.mrr(pos, neg) == pytest.approx((1 + 1 / 2.5) / 2)
+    assert metrics.auc(pos, neg) == pytest.approx((3 + 0.5 + 1.5) / 8)
+
+
+def test_float64_is_kept():
+    """Scores that float32 would tie."""
+    low, high = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
+    assert metrics.auc(high[None], low[None]) == metrics.mrr(high[None], low[None]) == 1
+    assert metrics.auc(low[None], high[None]) == 0

@@ -24,6 +24,9 @@ def test_zipf_is_skewed_sorted_and_says_what_it_is():
     even = zipf(10, 20_000, exponent=0)
     assert torch.bincount(even.src).min() > 1800
     assert len(zipf(2, 0)) == 0
+    pairs = zipf(2, 100)
+    assert pairs.num_nodes == 2
+    assert torch.equal(pairs.dst, 1 - pairs.src)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,8 @@ def test_zipf_is_skewed_sorted_and_says_what_it_is():
         ({"num_events": -1}, "got 5, -1 and 0"),
         ({"edge_dim": -1}, "got 5, 5 and -1"),
         ({"exponent": -1}, "expected an exponent of 0 or more, got -1"),
+        ({"exponent": float("inf")}, "expected an exponent of 0 or more, got inf"),
+        ({"exponent": float("nan")}, "expected an exponent of 0 or more, got nan"),
     ],
 )
 def test_zipf_refuses(arguments, message):

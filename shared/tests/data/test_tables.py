@@ -57,6 +57,11 @@ def test_columns_may_have_other_names_and_times_be_dates():
     assert tables.from_table(frame, **names).t.tolist() == [1_357_016_400.5, 1_357_016_402.5]
 
 
+def test_whole_numbers_may_be_floats():
+    events = tables.from_table(table(src=[3.0, 1.0, 2.0]))
+    assert events.src.tolist() == [3, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -155,11 +160,11 @@ def test_an_edge_list_of_names_and_dates(tmp_path, caplog):
     # The form of tgbl-flight.
     (tmp_path / "tgbl-flight_edgelist.csv").write_text(
         "timestamp,src,dst,callsign,weight\n"
-        "2019-01-02,EGLL,KJFK,BAW1,1.5\n2019-01-01,KJFK,EGLL,BAW2,2.5\n"
+        "2019-01-02,EGLL,KJFK,BAW1,1.5\n2019-01-01,LFPG,EGLL,BAW2,2.5\n"
     )
     with caplog.at_level(logging.WARNING):
         events = tables.read_events(tmp_path)
-    assert events.src.tolist() == [1, 0]
+    assert events.src.tolist() == [2, 0]
     assert events.dst.tolist() == [0, 1]
     assert events.t.tolist() == [1_546_300_800, 1_546_387_200]
     assert events.features.tolist() == [[2.5], [1.5]]
@@ -172,6 +177,10 @@ def test_an_edge_list_of_numbers_keeps_its_ids(tmp_path):
     assert events.src.tolist() == [10, 20]
     assert events.dst.tolist() == [20, 30]
     assert events.t.tolist() == [7, 8]
+    (tmp_path / "x_edgelist.csv").write_text("day,u,v,idx\n7,10,20,5\n8,20,30,4\n")
+    events = tables.read_events(tmp_path)
+    assert events.eid.tolist() == [5, 4]
+    assert events.features is None
     (tmp_path / "x_edgelist.csv").write_text("day,u,weight\n7,10,1\n")
     with pytest.raises(DataError, match=r"expected a column named one of \['dst'"):
         tables.read_events(tmp_path)

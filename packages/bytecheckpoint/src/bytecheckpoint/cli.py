@@ -367,11 +367,14 @@ class Gc(JsonOption):
 
         storage = open_storage(self.run)
         found = find_garbage(storage)
-        if self.yes:
-            remove_garbage(storage, found)
-        what = "removed" if self.yes else "would remove"
-        lines = [f"{what} {path}" for path in found] or ["nothing to remove"]
-        self.print_result({"paths": found, "is_removed": self.yes}, "\n".join(lines))
+        # Each is named as it goes, so that an error halfway leaves no doubt about what is gone.
+        for path in found if self.yes else []:
+            remove_garbage(storage, [path])
+            if not self.json:
+                print(f"removed {path}", flush=True)
+        if self.json or not (found and self.yes):
+            lines = [f"would remove {path}" for path in found] or ["nothing to remove"]
+            self.print_result({"paths": found, "is_removed": self.yes}, "\n".join(lines))
         if found and not self.yes:
             print("nothing was removed; add --yes, when no save is under way", file=sys.stderr)
         return 0

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from shared.errors import DataError, TopologyError
 
@@ -93,6 +92,9 @@ def fit_link(samples: Sequence[tuple[Number, Number]] | np.ndarray) -> LinkFit:
         DataError: if the samples are no pairs, there are fewer than two different sizes, or a value
             is negative or not finite.
     """
+    # Planning alone needs no solver, and command lines wait for no import of one.
+    from scipy.optimize import nnls
+
     pairs = np.asarray(samples, dtype=float)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or len(np.unique(pairs[:, 0])) < 2:
         raise DataError(

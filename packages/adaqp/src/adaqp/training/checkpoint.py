@@ -5,6 +5,7 @@ A checkpoint is a state dict and a description of the run. Entries of the state 
 its own because DCP takes most of a second to import.
 """
 
+import glob
 import json
 import shutil
 from pathlib import Path
@@ -54,7 +55,7 @@ def save(folder: Path, state: dict[str, Any], about: dict[str, Any], group: Grou
 
 def find(folder: Path) -> Path | None:
     """Where the newest whole checkpoint of `folder` lies: there, or beside it after a kill."""
-    places = [folder, *find_folders(folder.parent, folder.name).values()]
+    places = [folder, *find_folders(folder.parent, glob.escape(folder.name)).values()]
     # Release 0.1.0 named the folder that it replaced so.
     places.append(folder.with_name(folder.name + ".old"))
     return next((place for place in places if (place / _ABOUT).exists()), None)
