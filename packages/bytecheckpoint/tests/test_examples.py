@@ -11,6 +11,7 @@ import pytest
 from bytecheckpoint.cli import main as command
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.unchecked
 
 
 @pytest.fixture
