@@ -129,7 +129,9 @@ def test_ranks_print_where_the_parent_writes_errors_now(capfd):
     assert "complained of by a rank" in captured.err
 
 
-def test_a_template_that_is_killed_ends_its_ranks_and_is_replaced():
+def test_a_template_that_is_killed_ends_its_ranks_and_is_replaced(monkeypatch):
+    # Pools of other tests, which may be open in this process, keep the template of their environment.
+    monkeypatch.setenv("MESHYARD_TESTED", "a template to be killed")
     with (
         pytest.raises(RankFailure, match="running killing_its_parent: killed by SIGKILL"),
         RankPool(2, timeout=LIMIT) as pool,
