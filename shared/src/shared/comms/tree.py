@@ -2,8 +2,8 @@
 
 Ten thousand ranks that send to one would cost it as many connections. In a tree each rank exchanges
 with a few, the messages of a host's ranks meet at its first rank before anything leaves the host,
-and messages can be merged on the way. A rank that fails sends its error along the same tree, so that
-the root, and from it all ranks, learn which rank failed instead of waiting for it.
+and messages can be merged on the way. A rank that fails sends its error along the same tree: the
+root, and from it all ranks, learn which rank failed instead of waiting for it.
 """
 
 from __future__ import annotations
