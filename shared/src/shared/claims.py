@@ -2,8 +2,8 @@
 
 A `Claim` compares a figure of ours with a baseline's, run in the same process tree on the same
 input, and has their ratio and whether the results were correct. `write_demo` stores the claims of
-one package as `demo.json`, which the tour (`hatch run demo`) reads with `read_demo`; `finish` does so
-at the end of a demo and prints them; `faults` lists the reasons to reject such a file.
+one package as `demo.json`, which the tour (`hatch run demo`) reads with `read_demo`; `finish` does
+so at the end of a demo and prints them; `faults` lists the reasons to reject such a file.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Atomic writes of files and folders, which are complete or absent even after a crash.
 
-Data is written under a temporary name in the same folder. Once complete it is synced to the disk and
-renamed, and the folder is synced, since a rename survives a power failure only once its folder is on
-the disk. Permissions follow the umask.
+Data is written under a temporary name in the same folder. Once complete it is synced to the disk
+and renamed, and the folder is synced, since a rename survives a power failure only once its folder
+is on the disk. Permissions follow the umask.
 
 After an error nothing is left over. After a kill there may be left, beside `path`:
 
@@ -11,8 +11,8 @@ After an error nothing is left over. After a kill there may be left, beside `pat
   folder that was about to be replaced. `find_folders` finds it if `NAME` itself is missing.
 
 A folder must have one writer at a time; a file may have several, of which the last one wins. A
-symbolic link is kept and its target replaced. A path that is not a regular file (a pipe, a device) is
-written to directly.
+symbolic link is kept and its target replaced. A path that is not a regular file (a pipe, a device)
+is written to directly.
 """
 
 import glob

@@ -1,8 +1,8 @@
 """Registry of named choices of one kind: policies, algorithms, widths, models.
 
 The command line (`shared.cli.choice`), checks, reports and pages read the registry, so that a new
-entry needs only its own file and the line that registers it. An entry given as "module:attribute" is
-imported when it is first used, so that a command line that only prints its help stays fast.
+entry needs only its own file and the line that registers it. An entry given as "module:attribute"
+is imported when it is first used, so that a command line that only prints its help stays fast.
 """
 
 from collections.abc import Iterator

@@ -54,7 +54,7 @@ class _Run(JsonOption):
     mode: _Mode = "forward"
     """forward is exact and hides the memory's traffic; the other modes are for comparison."""
     max_staleness: int | None = None
-    """In mode stale: maximum age of the memory in iterations; 1 is exact. Default: as stages need."""
+    """In mode stale: maximum age of memory in iterations; 1 is exact. Default: as stages need."""
     place: str = "cpu"
     """Where the memory is stored: cpu, pinned, cuda, shm:NAME, tcp://host:port."""
     device: str = "cpu"
