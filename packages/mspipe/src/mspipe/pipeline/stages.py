@@ -114,7 +114,8 @@ class Stages:
             if len(sampled.nodes) and int(sampled.nodes[-1]) >= self._written_rows.num_nodes:
                 raise DataError(
                     f"batch {index}: expected nodes below {self._written_rows.num_nodes}, as the "
-                    f"memory has them, got {int(sampled.nodes[-1])}; call memory.grow before a run"
+                    f"memory has them, got {int(sampled.nodes[-1])}; memory.grow makes room before a "
+                    f"run"
                 )
             writes = self.model.writes(sampled, len(slice_.events))
             owners, places = self._written_rows.find_owners(sampled.nodes)
