@@ -1,6 +1,6 @@
-"""Names that tell which process made a thing, so that what a killed one left can be removed.
+"""Process marks in names, so that leftovers of killed processes can be removed.
 
-A process is named by its number and the tick it started at, since numbers are used again.
+A mark consists of the process id and the process's start time in ticks, since ids are reused.
 """
 
 import os
@@ -10,12 +10,12 @@ __all__ = ["is_alive", "mark"]
 
 
 def mark() -> str:
-    """This process, as a part of a name: "1234-567890"."""
+    """This process's mark, to be used in names: "1234-567890"."""
     return f"{os.getpid()}-{_start_ticks(os.getpid())}"
 
 
 def is_alive(name: str) -> bool:
-    """Whether the process is running whose mark comes first in `name`; yes where nobody knows."""
+    """Whether the process whose mark `name` starts with is running; true without /proc."""
     if not Path("/proc/self/stat").exists():
         return True
     pid, ticks, *_ = [*name.split("-"), "", ""]
