@@ -245,7 +245,7 @@ def save(
     """Saves one checkpoint and returns when it exists; called by all ranks.
 
     Args:
-        path: of its folder, or a URL that fsspec opens.
+        path: path of its folder, or a URL that fsspec opens.
         state: see `Checkpointer.save`.
         overwrite: replace a checkpoint that is there, at once when the new one is whole.
         timeout: how long to wait for the slowest rank.
@@ -286,7 +286,7 @@ def load(
     """Loads one checkpoint into a state in any layout; called by all ranks.
 
     Args:
-        path: of its folder: ours, torch DCP's, or one of safetensors files ("hf://" may stand
+        path: path of its folder: ours, torch DCP's, or one of safetensors files ("hf://" may stand
             before it).
         state: as for saving; tensors are written to in place. A part of what was saved may be
             loaded by giving only those keys.
@@ -295,7 +295,7 @@ def load(
         verify: compare every block with its checksum before it is used.
         cast: convert elements whose type differs from the checkpoint's.
         dedupe: whether ranks read for one another what several want.
-        rates: of storage and network, for "auto"; measured by default.
+        rates: rates of storage and network, for "auto"; measured by default.
         num_threads: reads at a time; by default what suits the storage.
 
     Returns:

@@ -67,7 +67,7 @@ class Folder(NamedTuple):
     """What a DCP folder holds.
 
     Attributes:
-        index: of its tensors.
+        index: index of its tensors.
         entries: where its other values lie, each a file of torch.save, by name.
         paths: where names stand in the nested state, None if it does not say.
     """
@@ -83,8 +83,8 @@ def read_index(
     """Reads a DCP folder.
 
     Args:
-        storage: where it lies.
-        path: of the folder.
+        storage: storage that holds it.
+        path: path of the folder.
         trust_pickle: unpickle values that torch.load(weights_only=True) refuses; runs what code
             they name. Without it such values are left out, with a warning.
 

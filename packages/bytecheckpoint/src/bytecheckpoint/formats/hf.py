@@ -46,8 +46,8 @@ def read_index(storage: Storage, path: str) -> Index:
     """Reads the headers of a folder's safetensors files.
 
     Args:
-        storage: where it lies.
-        path: of the folder.
+        storage: storage that holds it.
+        path: path of the folder.
 
     Raises:
         DataError: a file is missing, damaged or claims another's tensors.

@@ -58,10 +58,10 @@ class StoredTensor(NamedTuple):
     """A tensor whose elements lie in a record of the archive.
 
     Attributes:
-        dtype: of its elements.
+        dtype: type of its elements.
         key: the record is data/<key>.
         storage_bytes: length of the record.
-        offset: of its first element in the record, in elements.
+        offset: offset of its first element in the record, in elements.
         shape: its sizes.
         strides: in elements.
         is_plain: False if it is a lazy conjugate or negative of the elements.

@@ -24,8 +24,8 @@ class Chunk(NamedTuple):
     """A box of a tensor whose elements lie in a file in row-major order.
 
     Attributes:
-        name: of the tensor.
-        box: in its global index space.
+        name: name of the tensor.
+        box: box in its global index space.
         file: name of the file.
         start: offset of its first byte there.
     """
@@ -91,7 +91,7 @@ def build_index(
 
     Args:
         tensors: type and global shape by name.
-        chunks: of them, in any order; empty boxes are left out.
+        chunks: boxes of them, in any order; empty boxes are left out.
         files: what there is of them.
         where: the folder, for errors.
         aliases: names of tied tensors, and the name each is stored under.

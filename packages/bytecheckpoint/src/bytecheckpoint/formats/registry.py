@@ -67,7 +67,7 @@ def find_folder_format(names: Iterable[str]) -> Format | None:
     """Finds the format of a folder.
 
     Args:
-        names: of the files in it.
+        names: names of the files in it.
 
     Returns:
         The first format in the registry that has a file there, None if there is none.

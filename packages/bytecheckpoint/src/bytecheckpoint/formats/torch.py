@@ -32,8 +32,8 @@ def read_index(storage: Storage, path: str) -> tuple[Index, dict[str, Any]]:
     """Reads the directory and the pickle of a file; no code that the pickle names is run.
 
     Args:
-        storage: where it lies.
-        path: of the file. The index names it without its folder.
+        storage: storage that holds it.
+        path: path of the file. The index names it without its folder.
 
     Returns:
         The index, and the tree of everything else (see `bytecheckpoint.state.values`). Tensors are

@@ -35,9 +35,9 @@ class View:
     """A stored tensor; slicing it reads what the slice needs.
 
     Attributes:
-        name: of the tensor.
-        shape: of the whole.
-        dtype: of its elements.
+        name: name of the tensor.
+        shape: shape of the whole tensor.
+        dtype: type of its elements.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
@@ -94,7 +94,7 @@ class Checkpoint:
     Attributes:
         source: what it is read from.
         kind: "native", or of another format: "dcp", "hf" or "torch".
-        step: of training, None where it does not say.
+        step: step of training, None where it does not say.
         world_size: ranks that wrote it.
         trace: what took how long in reads.
     """
@@ -186,7 +186,7 @@ def open(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """Opens a checkpoint: ours, a folder of torch's DCP, or one of safetensors files.
 
     Args:
-        path: of its folder, or a URL that fsspec opens.
+        path: path of its folder, or a URL that fsspec opens.
         verify: compare blocks with their checksums where there are any.
 
     Raises:

@@ -36,10 +36,10 @@ class Destination(NamedTuple):
     """Where a box of a tensor goes.
 
     Attributes:
-        name: of the tensor in the checkpoint.
-        box: in its global index space.
+        name: name of the tensor in the checkpoint.
+        box: box in its global index space.
         tensor: of the box's sizes; the user's memory.
-        dtype: of the elements in the checkpoint.
+        dtype: type of the elements in the checkpoint.
     """
 
     name: str

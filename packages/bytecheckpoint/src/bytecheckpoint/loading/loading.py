@@ -43,8 +43,8 @@ class LoadReport:
     """What a load did on this rank.
 
     Attributes:
-        step: of the checkpoint, None where it does not say.
-        num_bytes: of the elements that went into this rank's tensors.
+        step: step of the checkpoint, None where it does not say.
+        num_bytes: number of bytes of the elements that went into this rank's tensors.
         num_bytes_read: from storage, by this rank, for tensors and their checksums.
         is_shared: whether ranks read for one another.
         missing: what the state has and the checkpoint has not; empty if strict.
@@ -83,8 +83,8 @@ def load_state(
 
     Args:
         team: the ranks.
-        storage: where the checkpoint lies.
-        path: of its folder.
+        storage: storage that holds the checkpoint.
+        path: path of its folder.
         state: as for saving, in any layout; tensors are written to in place.
         strict: whether the state and the checkpoint must have the same names.
         atomic: copy only when everything has been read and verified on all ranks, so that a load
@@ -93,7 +93,7 @@ def load_state(
         verify: compare every block with its checksum before it is used.
         cast: convert elements whose type differs from the checkpoint's.
         dedupe: whether ranks read for one another what several want; "auto" decides by rates.
-        rates: of storage and network; by default a first read and exchange are timed.
+        rates: rates of storage and network; by default a first read and exchange are timed.
         num_threads: reads at a time; by default what suits the storage.
 
     Raises:

@@ -46,7 +46,7 @@ def pays(
     """Whether reading once and sending takes less time than reading several times.
 
     Args:
-        rates: of storage and network; the same on all ranks, as everything here.
+        rates: rates of storage and network; the same on all ranks, as everything here.
         alone_bytes: that all ranks read if each reads for itself.
         once_bytes: that they read if each byte is read once; the rest is sent.
         num_boxes: that are wanted, by all ranks.

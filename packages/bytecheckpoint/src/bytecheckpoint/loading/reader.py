@@ -78,7 +78,7 @@ def list_wants(index: Index, places: Iterable[tuple[str, Box]]) -> list[Want]:
     """The parts of chunks that make up boxes of tensors.
 
     Args:
-        index: of the checkpoint.
+        index: index of the checkpoint.
         places: names and boxes, in the order of their positions.
     """
     return [
@@ -243,7 +243,7 @@ def read_units(
         source: of the checkpoint.
         units: what to read.
         use: gets a unit and its bytes, which are another's when it returns.
-        trace: of the load.
+        trace: trace of the load.
         num_threads: how many units are read at a time; by default what suits the storage.
 
     Raises:

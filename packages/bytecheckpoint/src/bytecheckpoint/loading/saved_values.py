@@ -34,7 +34,7 @@ class SavedValues:
         """What there is under a key.
 
         Args:
-            path: of the child.
+            path: path of the child.
             nodes: candidates for the parent, the preferred first.
             key: of a dictionary, or a position in a list.
         """

@@ -90,7 +90,7 @@ def run_shared(
         touched: called with a destination's position before it is written to.
         before_use: called while the first units are read, before any is used; what it raises is
             raised.
-        trace: of the load.
+        trace: trace of the load.
         num_threads: how many units are read at a time; by default what suits the storage.
 
     Returns:

@@ -35,7 +35,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kind: "native", or the kind of a format in `bytecheckpoint.formats.registry`.
-        folder: of the data files, from the storage's root.
+        folder: folder of the data files, from the storage's root.
         index: encoded.
         extra: everything that is no tensor, as JSON.
         files: what the manifest says of the data files; empty where there is none.
@@ -56,7 +56,7 @@ class Source:
     """A checkpoint whose index was read and checked.
 
     Attributes:
-        storage: where it lies.
+        storage: storage that holds it.
         summary: what its small files say.
         index: decoded.
         verify: whether bytes are compared with their checksums.
@@ -200,8 +200,8 @@ def open_source(storage: Storage, path: str) -> Summary:
     """Reads and verifies the small files of a checkpoint, and the sizes of the large ones.
 
     Args:
-        storage: where it lies.
-        path: of its folder, "" for the root itself.
+        storage: storage that holds it.
+        path: path of its folder, "" for the root itself.
 
     Raises:
         FileNotFoundError: there is no checkpoint; names what is there.
@@ -242,8 +242,8 @@ def read_summary(other: Format, storage: Storage, path: str, *, folder: str) -> 
 
     Args:
         other: its format.
-        storage: where it lies.
-        path: of its folder, or of its file.
+        storage: storage that holds it.
+        path: path of its folder, or of its file.
         folder: that holds its data files.
 
     Raises:

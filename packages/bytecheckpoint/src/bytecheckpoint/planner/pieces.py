@@ -35,7 +35,7 @@ class Pieces:
     """Boxes of tensors and who holds them; a box that several ranks hold has a row for each.
 
     Attributes:
-        names: of the tensors.
+        names: names of the tensors.
         dtypes: torch's names of their element types, by tensor.
         shapes: global shapes, by tensor.
         chunks: the boxes; empty ones are kept, so that a tensor without elements is known too.

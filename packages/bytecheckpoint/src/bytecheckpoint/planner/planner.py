@@ -130,7 +130,7 @@ class SavePlan:
     """A save, complete but for the bytes.
 
     Attributes:
-        index: of the checkpoint that results.
+        index: index of the checkpoint that results.
         ranks: int32 [files], who writes each file.
         world_size: number of ranks, those that write nothing included.
     """
@@ -192,7 +192,7 @@ def plan(
     O(rows log rows), and O(entries) for boxes that several ranks hold.
 
     Args:
-        pieces: of all ranks.
+        pieces: pieces of all ranks.
         world_size: number of ranks.
         split_bytes: where boxes of several owners may be cut, see `assign_writers`; 0 for nowhere.
         aliases: names of tied tensors, and the name each is stored under.

@@ -30,7 +30,7 @@ class FileStream:
 
         Args:
             storage: where.
-            folder: of the file.
+            folder: folder of the file.
             file: its name and sizes.
         """
         assert file.hashed_bytes is not None, "a file of our format has checksums"

@@ -45,10 +45,10 @@ class ChildWriter:
 
         Args:
             storage: where to; usable in a child.
-            path: of the file.
+            path: path of the file.
             image: for the values.
             values: on the CPU.
-            trace: of the save.
+            trace: trace of the save.
         """
         self._storage = storage
         self._path = path

@@ -39,7 +39,7 @@ class Image:
     Attributes:
         part: what the file holds.
         memory: uint8 [bytes of the file].
-        num_bytes: of the whole file, the table of checksums included.
+        num_bytes: number of bytes of the whole file, the table of checksums included.
     """
 
     def __init__(self, part: RankPart, *, is_pinned: bool = False) -> None:

@@ -76,8 +76,8 @@ class Job:
     Attributes:
         handle: what the caller has.
         team, storage: who saves, and where.
-        path: of the checkpoint's folder.
-        folder: of its data, within.
+        path: path of the checkpoint's folder.
+        folder: folder of its data, within.
         key: under which the ranks of this save find each other's reports.
         index: the index file's content, on the coordinator.
         state: what is saved; its tensors are only read by the copy.

@@ -48,7 +48,7 @@ class _Plan:
     Attributes:
         rows, aliases: what this rank listed.
         part: what it writes.
-        index: of the checkpoint, on the coordinator.
+        index: index of the checkpoint, on the coordinator.
         token: drawn by the coordinator; names what the ranks of a save share.
         image: memory for the part, made when it is first filled.
         num_saves: made by this plan.
@@ -142,9 +142,9 @@ class Saver:
         """Copies a state and returns; called by all ranks.
 
         Args:
-            path: of the checkpoint's folder in the storage.
+            path: path of the checkpoint's folder in the storage.
             state: see `state`.
-            step: of training, for the manifest.
+            step: step of training, for the manifest.
             overwrite: whether to replace a checkpoint at the path.
             check: called on the coordinator first; what it raises, all ranks raise.
             after_commit: called on the coordinator when the checkpoint exists.

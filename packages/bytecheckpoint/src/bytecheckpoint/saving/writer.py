@@ -81,10 +81,10 @@ class Writer:
 
         Args:
             storage: where to.
-            path: of the file.
+            path: path of the file.
             image: filled, or being filled from a GPU.
             copied: the events behind copies from GPUs.
-            trace: of the save.
+            trace: trace of the save.
         """
         self._storage = storage
         self._path = path

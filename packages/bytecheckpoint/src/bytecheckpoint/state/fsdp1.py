@@ -21,8 +21,8 @@ class FlatRange(NamedTuple):
     """Where a parameter's elements lie in this rank's part of a flat parameter.
 
     Attributes:
-        name: of the parameter, from the root module.
-        shape: of the whole parameter.
+        name: name of the parameter, from the root module.
+        shape: shape of the whole parameter.
         start: flat index in the parameter of the first element held here.
         offset: index of that element in the rank's part of the flat parameter.
         numel: elements held here.

@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     """A box of a tensor, held by this rank.
 
     Attributes:
-        box: in the tensor's global index space.
+        box: box in the tensor's global index space.
         tensor: the elements, of the box's sizes; the user's memory, perhaps one that takes part in
             automatic differentiation: to be read and written under `torch.no_grad`.
     """
@@ -41,8 +41,8 @@ class LocalTensor(NamedTuple):
     """What this rank holds of a tensor.
 
     Attributes:
-        dtype: of its elements.
-        shape: of the whole tensor.
+        dtype: type of its elements.
+        shape: shape of the whole tensor.
         pieces: the boxes held here; none where a rank holds nothing of it.
     """
 
@@ -57,7 +57,7 @@ class FlatShard:
 
     Attributes:
         tensor: one-dimensional, contiguous; the elements from `start` on. Padding stays out.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         start: flat index of the first element.
     """
 
@@ -85,7 +85,7 @@ def describe_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
 
     Args:
         value: a tensor, parameter, DTensor, ShardedTensor or FlatShard.
-        name: for errors.
+        name: shown in errors.
 
     Raises:
         DataError: the tensor has no plain elements: quantised or other wrapper subclasses, sparse

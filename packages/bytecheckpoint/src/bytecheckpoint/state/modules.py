@@ -27,7 +27,7 @@ class ParameterNames:
     """Names of parameters, by identity, so that an optimizer's state is named after them.
 
     Attributes:
-        names: of each parameter by id; several of a flat parameter of FSDP1.
+        names: names of each parameter by id; several of a flat parameter of FSDP1.
         ranges: by id of a parameter that FSDP1 flattened, where it lies.
     """
 
@@ -79,7 +79,7 @@ def list_module_entries(
     """Everything a module saves, by name.
 
     Args:
-        path: of the module in the state.
+        path: path of the module in the state.
         module: the user's, in any of torch's wrappers.
         known: learns the parameters' names.
 
@@ -163,7 +163,7 @@ def fill_missing_state(
     """Makes the state that a stored optimizer has and this one, never stepped, does not.
 
     Args:
-        path: of the optimizer in the state.
+        path: path of the optimizer in the state.
         optimizer: gets zeros of each parameter's own layout.
         known: names of parameters.
         stored: types and shapes of the checkpoint's tensors.

@@ -74,7 +74,7 @@ class ReadOrder:
         Args:
             num_samples: in an epoch.
             dataset: its name; a checkpoint of another one is refused.
-            seed: of the order.
+            seed: seed of the order.
             shuffle: a random order, another one each epoch; else the samples' own.
             even: give every reader equally many samples an epoch: the fewer than world_size that
                 remain come first in the next epoch. Otherwise some readers take one more.

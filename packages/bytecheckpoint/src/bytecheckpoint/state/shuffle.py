@@ -22,7 +22,7 @@ def shuffle_samples(positions: np.ndarray, num_samples: int, seed: int, epoch: i
     Args:
         positions: int64 [n], each in 0 .. num_samples - 1.
         num_samples: length of the epoch.
-        seed: of the run.
+        seed: seed of the run.
         epoch: whose order.
 
     Returns:

@@ -24,7 +24,7 @@ def encode_leaf(value: Any, path: str) -> Any:
 
     Args:
         value: a number, text, bytes, truth value or None; numpy's scalars too.
-        path: for errors.
+        path: shown in errors.
 
     Raises:
         DataError: JSON cannot say it, and unpickling it later would run its code.

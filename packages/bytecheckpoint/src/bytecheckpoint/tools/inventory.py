@@ -18,10 +18,10 @@ class Entry(NamedTuple):
     """One checkpoint, as far as its small files can be read.
 
     Attributes:
-        url: of its folder.
+        url: URL of its folder.
         path: the same under the place that was asked for; "" for the place itself.
-        step: of training, None if none was given.
-        num_bytes: of all its files.
+        step: step of training, None if none was given.
+        num_bytes: number of bytes of all its files.
         world_size: ranks that saved it.
         num_files: data files.
         num_tensors: names, tied ones not counted.

@@ -52,7 +52,7 @@ def verify(
     """Lists what is damaged.
 
     Args:
-        url: of one checkpoint's folder.
+        url: URL of one checkpoint's folder.
         deep: read every byte and compare it with its checksum.
         progress: called with the number of bytes read from data files since its last call, from any
             thread.

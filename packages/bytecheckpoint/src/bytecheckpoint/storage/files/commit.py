@@ -80,8 +80,8 @@ def read_manifest(storage: Storage, path: str) -> Manifest:
     """The manifest of a checkpoint, if its own bytes are whole; other files are not looked at.
 
     Args:
-        storage: where it lies.
-        path: of the checkpoint's folder, "" for the root itself.
+        storage: storage that holds it.
+        path: path of the checkpoint's folder, "" for the root itself.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or not yet.
@@ -167,7 +167,7 @@ def commit(
 
     Args:
         storage: where the data files lie.
-        path: of the checkpoint's folder, "" for the root itself.
+        path: path of the checkpoint's folder, "" for the root itself.
         manifest: names the data files, and the two files below with their sizes and hashes.
         index: content of the index file.
         extra: content of the file of everything that is no tensor.
@@ -199,8 +199,8 @@ def discard(storage: Storage, path: str, data: str) -> None:
     """Removes what a save that failed has written, unless its manifest appeared all the same.
 
     Args:
-        storage: where it lies.
-        path: of the checkpoint's folder, "" for the root itself.
+        storage: storage that holds it.
+        path: path of the checkpoint's folder, "" for the root itself.
         data: name of the data folder of that save.
     """
     try:

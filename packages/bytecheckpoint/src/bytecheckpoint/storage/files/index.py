@@ -145,7 +145,7 @@ class Index:
     """Every chunk of every tensor of a checkpoint.
 
     Attributes:
-        names: of the tensors.
+        names: names of the tensors.
         dtypes: torch's names of their element types, by tensor.
         shapes: global shapes, by tensor.
         chunks: the boxes, sorted by tensor.
@@ -246,8 +246,8 @@ class Index:
         """The chunks that hold elements of a box, and the part of it each holds.
 
         Args:
-            name: of the tensor, or a tied name.
-            box: in the tensor's global index space.
+            name: name of the tensor, or a tied name.
+            box: box in the tensor's global index space.
 
         Returns:
             Rows of chunks and intersections, in the order of the rows.

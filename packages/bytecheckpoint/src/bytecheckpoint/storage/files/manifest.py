@@ -40,7 +40,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     Attributes:
         format: "bytecheckpoint".
-        version: of the format.
+        version: version of the format.
         step: the training step, None where none was given.
         world_size: ranks that wrote it.
         data: folder of the other files, beside the manifest.
