@@ -1,4 +1,4 @@
-"""What the readers of other formats share: small reads of large files, and the index they build."""
+"""Shared by the readers of other formats: small reads of large files, and building the index."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Chunk(NamedTuple):
 
 
 class Window:
-    """Reads a file here and there through its last two windows of 64 KiB.
+    """Random access to a file through a cache of its last two windows of 64 KiB.
 
-    Archives one after another are read from their end and their beginning: the end of one and the
-    beginning of the next share a window, and so do many small archives.
+    Concatenated archives are read at their end and their beginning: the end of one and the beginning
+    of the next are in the same window, and so are many small archives.
     """
 
     def __init__(self, storage: Storage, path: str) -> None:
@@ -92,8 +92,8 @@ def build_index(
     Args:
         tensors: type and global shape by name.
         chunks: boxes of them, in any order; empty boxes are left out.
-        files: what there is of them.
-        where: the folder, for errors.
+        files: sizes of the files by name.
+        where: the folder, shown in errors.
         aliases: names of tied tensors, and the name each is stored under.
 
     Raises:

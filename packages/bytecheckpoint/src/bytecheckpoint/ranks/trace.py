@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Collects the spans of one operation; thread-safe."""
+    """Collects the spans of one operation; several threads may write to it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -309,7 +309,7 @@ class Saver:
         return ChildWriter(self._storage, file, plan.image, values, trace)
 
 
-# Threads of unfinished saves. Programs that end a process with os._exit can call `_finish_all`.
+# Threads of unfinished saves. `RankPool`'s ranks, which end with os._exit, run exit functions too.
 _under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 

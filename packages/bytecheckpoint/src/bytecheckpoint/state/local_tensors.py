@@ -29,8 +29,8 @@ class Piece(NamedTuple):
 
     Attributes:
         box: box in the tensor's global index space.
-        tensor: the elements, of the box's sizes; the user's memory, perhaps one that takes part in
-            automatic differentiation: to be read and written under `torch.no_grad`.
+        tensor: the user's tensor of the box's sizes. It may require gradients: read and write it
+            under `torch.no_grad`.
     """
 
     box: Box
@@ -38,12 +38,12 @@ class Piece(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """What this rank holds of a tensor.
+    """The parts of a tensor that this rank holds.
 
     Attributes:
         dtype: type of its elements.
         shape: shape of the whole tensor.
-        pieces: the boxes held here; none where a rank holds nothing of it.
+        pieces: the boxes held on this rank, possibly none.
     """
 
     dtype: torch.dtype
@@ -81,7 +81,7 @@ class FlatShard:
 
 
 def describe_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
-    """What this rank holds of a tensor of any kind.
+    """The parts of a tensor of any kind that this rank holds.
 
     Args:
         value: a tensor, parameter, DTensor, ShardedTensor or FlatShard.
@@ -105,7 +105,7 @@ def describe_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
 
 @functools.lru_cache
 def _get_kind(of: type) -> str:
-    """Which of the two a class is, by name: their modules load slowly, and who has one has them."""
+    """DTensor or ShardedTensor, by class name, because importing their modules is slow."""
     names = {base.__name__ for base in of.__mro__}
     return next((name for name in ("DTensor", "ShardedTensor") if name in names), "")
 
