@@ -226,7 +226,7 @@ def plan(
 
 
 def _planned_policies() -> Iterator[PolicyConfig]:
-    """Every policy except controls; those with one width, at each of the adaptive policy's widths."""
+    """Every policy except controls; one-width policies at each of the adaptive policy's widths."""
     for name in POLICIES:
         kind = POLICIES.get(name)
         if kind.has_width:

@@ -1,8 +1,8 @@
 """The input graph: edges, features, labels and split, checked once.
 
-Partitioning and training rely on the checks made here. Edges are directed, messages flow from src to
-dst; self loops and duplicate edges are kept as given. A label of -1 marks an unlabelled node, which
-must not be in any of the three masks.
+Partitioning and training rely on the checks made here. Edges are directed, messages flow from src
+to dst; self loops and duplicate edges are kept as given. A label of -1 marks an unlabelled node,
+which must not be in any of the three masks.
 """
 
 import hashlib

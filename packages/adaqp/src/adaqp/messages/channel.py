@@ -1,9 +1,9 @@
 """The exchanges of a training step: the widths of their rows, and the noise each row would add.
 
 A `Channel` is one exchange of a step, with a side for the rows ("forward1") and one for their
-gradients ("backward1"). On each side the sender keeps a moving average of every row's squared range.
-Its product with the squared weights that the receivers give the row and a constant of the row's
-length, divided by (2^b - 1)^2, is the variance that b bits add to the aggregated output.
+gradients ("backward1"). On each side the sender keeps a moving average of every row's squared
+range. Its product with the squared weights that the receivers give the row and a constant of the
+row's length, divided by (2^b - 1)^2, is the variance that b bits add to the aggregated output.
 """
 
 from dataclasses import dataclass, field

@@ -152,7 +152,7 @@ def measure_rounds_s(group: Group, num_bytes: int) -> np.ndarray:
     for repeat in range(_REPEATS):
         barrier(group)
         landed_s[repeat, 0] = time.perf_counter()
-        # All rounds in one run, as in an exchange: a rank that is ahead competes with other senders.
+        # All rounds in one run, as in an exchange: a rank ahead competes with other senders.
         pending = post_rounds(group, rounds, "probe")
         for index in range(len(rounds)):
             pending.wait(index)

@@ -87,7 +87,7 @@ class Messages:
         self.step = -1
         self.num_assignments = 0
         self.is_dry = False
-        # Makes autograd run the backward pass of exchanges of rows without gradient: it ends a step.
+        # Makes autograd run the backward pass of exchanges without gradient: it ends the step.
         self.anchor = torch.zeros((), requires_grad=True)
         self._num_exchanges = 0
         self._channels: dict[tuple[str, int], Channel] = {}
@@ -132,7 +132,7 @@ class Messages:
         return self._evaluations[bits]
 
     def end_step(self) -> None:
-        """Ends the step, so that the next aggregation begins another; each backward pass calls it."""
+        """Ends the step; every backward pass calls it, and the next aggregation begins a step."""
         self._is_stepping = False
 
     def _begin_step(self) -> None:

@@ -266,7 +266,7 @@ def _indptr(rows: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 class _PartLayout:
-    # The nodes and halo of every part, and their order; `files` yields one part's tensors at a time.
+    # Nodes and halo of every part, in order; `files` yields one part's tensors at a time.
 
     def __init__(self, graph: Graph, parts: int, owner: np.ndarray, cluster: np.ndarray) -> None:
         self.graph, self.parts, self.owner = graph, parts, owner

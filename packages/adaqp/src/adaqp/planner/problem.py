@@ -2,10 +2,10 @@
 
 After AdaQP ("Adaptive Message Quantization and Parallelization for Distributed Full-graph GNN
 Training", arXiv 2306.01381): a bit-width is chosen for each group of messages, and each group goes
-over one channel (a directed pair of ranks). Fewer bits mean more variance, more bits a longer round.
-Departures: bytes are exact, with parameters and short last groups; the time term is scaled by the
-slowest channel of each round, at the lowest and at the highest bits alike (utopia and nadir); and
-time that hides behind compute may be free (`hidden_s`).
+over one channel (a directed pair of ranks). Fewer bits mean more variance, more bits a longer
+round. Departures: bytes are exact, with parameters and short last groups; the time term is scaled
+by the slowest channel of each round, at the lowest and at the highest bits alike (utopia and
+nadir); and time that hides behind compute may be free (`hidden_s`).
 """
 
 import json

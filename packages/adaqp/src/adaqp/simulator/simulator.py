@@ -1,8 +1,8 @@
 """Predicts the seconds of a step under any policy from profiles and link costs.
 
-The model: compute, and waiting for other ranks to reach an exchange, are measured; an exchange lasts
-as long as the rank that sends or receives longest; local aggregation overlaps with it as far as the
-policy allows; packing and unpacking are added.
+The model: compute, and waiting for other ranks to reach an exchange, are measured; an exchange
+lasts as long as the rank that sends or receives longest; local aggregation overlaps with it as far
+as the policy allows; packing and unpacking are added.
 """
 
 from dataclasses import dataclass

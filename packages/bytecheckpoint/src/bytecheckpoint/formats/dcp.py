@@ -1,9 +1,9 @@
 """Folders of torch.distributed.checkpoint, read in place by byte ranges.
 
-A folder holds `.metadata`, a pickle that maps boxes of tensors to parts of `.distcp` files; each part
-is an archive of torch.save. torch reads a whole part to get a slice of it. This reader reads every
-archive's directory once to build an index of byte ranges, so that slices are read as slices. No
-pickle is executed (see `pickles`).
+A folder holds `.metadata`, a pickle that maps boxes of tensors to parts of `.distcp` files; each
+part is an archive of torch.save. torch reads a whole part to get a slice of it. This reader reads
+every archive's directory once to build an index of byte ranges, so that slices are read as slices.
+No pickle is executed (see `pickles`).
 """
 
 from __future__ import annotations

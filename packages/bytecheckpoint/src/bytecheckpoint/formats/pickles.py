@@ -1,8 +1,8 @@
 """Reads the pickles in torch's files without running code that they name.
 
-A pickle may call any function of any module. This reader replaces each class that torch's files need
-by a record of plain values, and refuses any other name. A tensor becomes a record of its storage,
-offset, size and strides; its elements stay in the file.
+A pickle may call any function of any module. This reader replaces each class that torch's files
+need by a record of plain values, and refuses any other name. A tensor becomes a record of its
+storage, offset, size and strides; its elements stay in the file.
 """
 
 from __future__ import annotations

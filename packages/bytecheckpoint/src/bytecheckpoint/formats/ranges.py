@@ -39,8 +39,8 @@ class Chunk(NamedTuple):
 class Window:
     """Random access to a file through a cache of its last two windows of 64 KiB.
 
-    Concatenated archives are read at their end and their beginning: the end of one and the beginning
-    of the next are in the same window, and so are many small archives.
+    Concatenated archives are read at their end and their beginning: the end of one and the
+    beginning of the next are in the same window, and so are many small archives.
     """
 
     def __init__(self, storage: Storage, path: str) -> None:

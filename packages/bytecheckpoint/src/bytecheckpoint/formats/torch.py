@@ -1,8 +1,8 @@
 """Single files of torch.save, read in place by byte ranges.
 
 The pickle in such a file describes the nested state, and names for each tensor the record of the
-archive that holds its elements, which is enough to build an index. `torch.load` instead needs memory
-for the whole file, or a memory map, which object stores lack.
+archive that holds its elements, which is enough to build an index. `torch.load` instead needs
+memory for the whole file, or a memory map, which object stores lack.
 """
 
 from __future__ import annotations

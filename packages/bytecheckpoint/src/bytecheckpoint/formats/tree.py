@@ -1,4 +1,4 @@
-"""Between the tree of a checkpoint's values and the nested or flat values of other formats.
+"""Converts between a checkpoint's tree of values and nested or flat values of other formats.
 
 The tree (see `bytecheckpoint.state.values`) has modules and optimizers as leaves of their own, whose
 tensors it does not mention. Expanded, they become what torch calls their state: parameters by name,

@@ -103,7 +103,7 @@ def find_destinations(
     *,
     cast: bool,
 ) -> Destinations:
-    """Finds the destinations of a checkpoint's tensors and values in a state, and what does not fit.
+    """Finds where a checkpoint's tensors and values go in a state, and what does not fit.
 
     Args:
         state: as for saving, in any layout.
@@ -167,7 +167,9 @@ def _fill(
         if name not in stored and alias in stored:
             stored[name], stored_as[name] = stored[alias], stored_as[alias]
         elif alias in stored and positions[stored_as[alias]] != positions[stored_as[name]]:
-            _log.warning("%s is tied to %s, but stored separately: the latter is loaded", alias, name)
+            _log.warning(
+                "%s is tied to %s, but stored separately: the latter is loaded", alias, name
+            )
     for name, (dtype, shape, pieces) in local.tensors.items():
         if name in walk.fresh:
             continue

@@ -222,7 +222,7 @@ class _Loading:
         *,
         is_apart: bool,
     ) -> _Loading:
-        """Creates one, on all ranks or on none: a second copy may exceed the memory of one of them."""
+        """Creates one, on all ranks or on none: a second copy may exceed one rank's memory."""
         made, error = None, None
         try:
             made = cls(team, source, found, trace, num_threads, is_apart=is_apart)
@@ -270,7 +270,7 @@ class _Loading:
         self._team.agree(error)
 
     def finish(self) -> None:
-        """Raises the error of any rank, or else copies data read into a second copy to its place."""
+        """Raises the error of any rank, or else copies the second copy, if any, to its place."""
         if self._team.maximum([self._error is not None])[0]:
             names: set[str] = set()
             if not self._is_apart:

@@ -1,10 +1,10 @@
-"""Each byte read once per job: ranks read different units and send one another what they want.
+"""Reads each byte once per job: ranks read different units and send each other the boxes they need.
 
-Every rank knows what all ranks want and plans the same thing: a unit that several want is read by
-the one of them that has read least. Units go out in waves, one a rank, and while a wave's boxes
-travel (`shared.comms.reshard`) the next one is read. Whether that pays depends on how fast storage
-and network are (ByteCheckpoint, arXiv 2407.20143, eliminates redundant reads the same way); `pays`
-decides by their rates, given or measured.
+Every rank knows the wants of all ranks and makes the same plan: a unit that several ranks want is
+read by the one that has read least so far. Units are read in waves, one unit per rank; a wave's
+boxes are sent (`shared.comms.reshard`) while the next is read. Whether that is faster depends on the
+rates of storage and network, given or measured; `pays` decides. ByteCheckpoint (arXiv 2407.20143)
+eliminates redundant reads in the same way.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shared.topology.boxes import Box, intersect
 
 __all__ = ["SharedReads", "plan_shared", "run_shared"]
 
-# Reads that share a link end together, and what they brought can travel only then: fewer at a time,
-# of a load that has few, let the first ones travel while the others are read.
+# Parallel reads over one link end together, and can be sent only then: a load of few reads runs
+# fewer at a time, so that the first are sent while the others are read.
 _UNITS_A_THREAD = 2
 
 

@@ -3,9 +3,9 @@
 A chunk with one owner is written by it. Without splitting, the others are assigned in order of size
 to their owner with the least load (LPT; the idea is ByteCheckpoint's, arXiv 2407.20143). With
 splitting, water-filling first finds how many bytes each rank takes of the chunks of each set of
-owners, repeated until the loads are stable; then chunks fill these amounts, and a chunk that exceeds
-one rank's amount continues at the next rank. Where sets are nested or disjoint, as in parallel
-layouts, the maximum load is minimal.
+owners, repeated until the loads are stable; then chunks fill these amounts, and a chunk that
+exceeds one rank's amount continues at the next rank. Where sets are nested or disjoint, as in
+parallel layouts, the maximum load is minimal.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Planning a save: which rank writes which bytes of which tensor to where in which file.
 
 After ByteCheckpoint (arXiv 2407.20143): replicas of a box are found, each box gets one writer among
-the ranks that hold it, and the result is the index used for loading. Departures: large boxes are cut
-so that all ranks write the same amount, and file offsets are planned too, headers included, so that
-ranks write without further communication. The planner is a pure function; the plan does not depend
-on the order of the pieces.
+the ranks that hold it, and the result is the index used for loading. Departures: large boxes are
+cut so that all ranks write the same amount, and file offsets are planned too, headers included, so
+that ranks write without further communication. The planner is a pure function; the plan does not
+depend on the order of the pieces.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The ranks that save and load together, and how they agree.
 
-Messages use a separate gloo group (`Group.control`), so that they do not mix with the collectives of
-training. Background threads report through the group's store, where a dead rank is detected by its
-missing key. Without a process group, a process is a team of one.
+Messages use a separate gloo group (`Group.control`), so that they do not mix with the collectives
+of training. Background threads report through the group's store, where a dead rank is detected by
+its missing key. Without a process group, a process is a team of one.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _NICE = 10
 
 
 def give_way() -> None:
-    """Lowers this thread's priority below training's threads; for threads that end with the save."""
+    """Lowers this thread's priority below training's; for threads that end with the save."""
     if sys.platform == "linux":  # where a thread has a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 

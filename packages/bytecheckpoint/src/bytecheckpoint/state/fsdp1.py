@@ -1,8 +1,8 @@
 """FSDP1's flat parameters as flat ranges of the parameters they were made of.
 
 FullyShardedDataParallel concatenates parameters and cuts the result evenly. Its own state dicts
-gather parameters before they are stored. A checkpoint only needs the ranges that each flat parameter
-records: which elements of which parameter a rank holds.
+gather parameters before they are stored. A checkpoint only needs the ranges that each flat
+parameter records: which elements of which parameter a rank holds.
 """
 
 from __future__ import annotations

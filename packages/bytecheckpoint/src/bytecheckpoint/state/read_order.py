@@ -2,10 +2,11 @@
 
 The samples of all epochs form one stream. Ranks that step together have consumed a prefix of it;
 readers at different counts (prefetching workers, the uneven end of an epoch) have consumed a prefix
-and some samples after it, stored as a bit mask. Of the remaining stream, reader r of n takes samples
-r, r + n, r + 2n, ..., so any number of readers can resume where any other number stopped, without
-losing or repeating a sample. After the dataloader states of ByteCheckpoint (arXiv 2407.20143), which
-copy replicated parts and split buffers again; the representation of the position is ours.
+and some samples after it, stored as a bit mask. Of the remaining stream, reader r of n takes
+samples r, r + n, r + 2n, ..., so any number of readers can resume where any other number stopped,
+without losing or repeating a sample. After the dataloader states of ByteCheckpoint (arXiv
+2407.20143), which copy replicated parts and split buffers again; the representation of the position
+is ours.
 """
 
 from __future__ import annotations
