@@ -2,9 +2,9 @@
 
 Every rank knows the wants of all ranks and makes the same plan: a unit that several ranks want is
 read by the one that has read least so far. Units are read in waves, one unit per rank; a wave's
-boxes are sent (`shared.comms.reshard`) while the next is read. Whether that is faster depends on the
-rates of storage and network, given or measured; `pays` decides. ByteCheckpoint (arXiv 2407.20143)
-eliminates redundant reads in the same way.
+boxes are sent (`shared.comms.reshard`) while the next is read. Whether that is faster depends on
+the rates of storage and network, given or measured; `pays` decides. ByteCheckpoint (arXiv
+2407.20143) eliminates redundant reads in the same way.
 """
 
 from __future__ import annotations
