@@ -1,7 +1,7 @@
 """`adaqp demo`: real and generated graphs on two ranks, exact against quantised messages.
 
-With root the two ranks are hosts of their own behind real 100 Mbit/s links (network namespaces);
-without, they share this machine's loopback, and no claim about epoch time is made.
+With root each rank runs in a network namespace, behind a link limited to 100 Mbit/s; without root
+both share this machine's loopback, and no claim about epoch time is made.
 """
 
 import tempfile
@@ -43,7 +43,7 @@ class Size:
     Attributes:
         sbm_nodes: nodes of the generated graph.
         blocks: timed blocks of epochs for each policy.
-        months: of the flights, None for the year.
+        months: months of flights, 1 to 12; None: the whole year.
         flight_epochs: epochs of training on the flights.
     """
 
@@ -59,12 +59,12 @@ _FULL = Size(sbm_nodes=100_000, blocks=5, months=None, flight_epochs=60)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One policy's outcome on flights.
+    """One policy's result on flights.
 
     Attributes:
-        policy: its name.
-        accuracy: share of test flights whose airline is named right.
-        num_bytes: sent by rank 0 in training.
+        policy: the policy's name.
+        accuracy: share of test flights whose airline is predicted correctly.
+        num_bytes: bytes that rank 0 sent in training.
     """
 
     policy: str
@@ -73,7 +73,7 @@ class Score:
 
 
 def run(out: Path, *, is_full: bool) -> bool:
-    """Runs the demo and writes demo.json and pictures to `out`.
+    """Runs the demo and writes demo.json and figures to `out`.
 
     Returns:
         Whether every claim's result was correct.
@@ -110,7 +110,7 @@ def run(out: Path, *, is_full: bool) -> bool:
 
 
 def _train_on_flights(folder: str, epochs: int) -> list[Score]:
-    """Trains exactly and adaptively from equal weights and scores the test flights."""
+    """Trains with exact and with adaptive messages from the same weights; scores test flights."""
     dg = load(folder)
     scores = []
     for config in (PolicyConfig(name="exact"), PolicyConfig(name="adaptive")):
