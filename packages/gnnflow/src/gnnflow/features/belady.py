@@ -35,7 +35,7 @@ def count_belady_hits(batches: Sequence[Int64[Tensor, " _"]], capacity: int) -> 
         ConfigError: the capacity is negative.
     """
     if capacity < 0:
-        raise ConfigError(f"expected a capacity of at least 0, came {capacity}")
+        raise ConfigError(f"expected a capacity of at least 0, got {capacity}")
     unique = [torch.unique(batch).cpu() for batch in batches]
     if not sum(map(len, unique)) or not capacity:
         return 0

@@ -30,10 +30,10 @@ def check_sizes(*, node_dim: int, edge_dim: int, **counts: int) -> None:
     """
     for name, value in counts.items():
         if value < 1:
-            raise ConfigError(f"expected {name} of at least 1, came {value}")
+            raise ConfigError(f"expected {name} of at least 1, got {value}")
     for name, value in (("node_dim", node_dim), ("edge_dim", edge_dim)):
         if value < 0:
-            raise ConfigError(f"expected {name} of at least 0 (no features), came {value}")
+            raise ConfigError(f"expected {name} of at least 0 (no features), got {value}")
 
 
 def check_rows(
@@ -47,11 +47,11 @@ def check_rows(
     width = rows.values.shape[1] if isinstance(rows, Rows) else 0
     if not isinstance(rows, Rows) or width != dim:
         raise DataError(
-            f"the model was made for {kind}_dim={dim}, came {kind} features of {width} columns"
+            f"the model was made for {kind}_dim={dim}, got {kind} features of {width} columns"
         )
     if len(rows.index) != num_occurrences:
         raise DataError(
-            f"expected {kind} features of {num_occurrences} occurrences, came {len(rows.index)}: "
+            f"expected {kind} features of {num_occurrences} occurrences, got {len(rows.index)}: "
             "attach features to this very sample"
         )
     # The compiled form reads wherever it is told to. A GPU checks for itself.
@@ -59,7 +59,7 @@ def check_rows(
         low, high = (int(bound) for bound in rows.index.aminmax())
         if low < 0 or high >= len(rows.values):
             raise DataError(
-                f"expected indices of {kind} features in [0, {len(rows.values)}), came {low} to {high}"
+                f"expected indices of {kind} features in [0, {len(rows.values)}), got {low} to {high}"
             )
     return rows
 
@@ -140,11 +140,11 @@ class MFGModel(nn.Module):
         name = type(self).__name__
         if not isinstance(sample, MFG):
             raise ConfigError(
-                f"{name} reads hops, came {type(sample).__name__}: sample with layout='mfg'"
+                f"{name} reads hops, got {type(sample).__name__}: sample with layout='mfg'"
             )
         if (len(sample.layers), sample.num_snapshots) != (self.num_layers, self.num_snapshots):
             raise ConfigError(
-                f"{name} has {self.num_layers} layers over {self.num_snapshots} snapshots, came "
+                f"{name} has {self.num_layers} layers over {self.num_snapshots} snapshots, got "
                 f"{len(sample.layers)} hops of {sample.num_snapshots}: give the sampler as many "
                 "fanouts and snapshots"
             )
