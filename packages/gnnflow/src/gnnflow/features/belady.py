@@ -1,4 +1,4 @@
-"""The most hits that any cache could have had: Belady's rule for accesses in batches, offline.
+"""Belady's bound: the most hits that any cache could have had, for accesses in batches, offline.
 
 An id used in batch i and next in batch j hits there if it was held from i to j. Of such spans a cache
 of C slots can hold any set of which no more than C lie over a gap between two batches; the most of

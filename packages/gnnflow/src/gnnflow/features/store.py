@@ -1,4 +1,4 @@
-"""Features of nodes and edges, a row an id, wherever they lie and while they grow."""
+"""Features of nodes and edges, one row per id, in memory, files or URLs; rows can be appended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TYPES = {
 
 @runtime_checkable
 class Features(Protocol):
-    """Where rows come from: a `FeatureStore`, or one that asks other ranks."""
+    """Interface of feature stores: `FeatureStore`, or `DistributedFeatures` over ranks."""
 
     def dim(self, kind: Kind) -> int:
         """Columns of a kind; 0 where it has no features."""
@@ -198,12 +198,12 @@ class FeatureStore:
         first = matrix.num_rows - matrix.base.shape[0]
         tail = matrix.tail
         if first + len(new) > len(tail):
-            # Memory made in a pass without gradients must take rows in others too.
+            # Tensors made in inference mode could not be written to outside it.
             with torch.inference_mode(False):
                 tail = tail.new_empty((max(first + len(new), 2 * len(tail)), matrix.dim))
             tail[:first] = matrix.tail[:first]
         tail[first : first + len(new)] = new
-        # Readers see the old rows, or the new ones too.
+        # Concurrent readers see either the old rows or all rows.
         self._matrices[kind] = replace(matrix, tail=tail, num_rows=num_rows)
 
     def _matrix(self, kind: str) -> _Matrix | None:
@@ -213,10 +213,10 @@ class FeatureStore:
 
 
 def check_ids(features: Features, kind: Kind, ids: Tensor) -> None:
-    """Refuses ids that have no row.
+    """Checks that ids have rows.
 
     Raises:
-        DataError: naming the kind, an id and how many rows there are.
+        DataError: one has none; the message names the kind, the id and the number of rows.
     """
     if ids.dtype != torch.int64 or ids.ndim != 1:
         raise DataError(f"expected {kind} ids int64 [n], got {ids.dtype} {list(ids.shape)}")

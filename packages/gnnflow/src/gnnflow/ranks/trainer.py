@@ -48,7 +48,7 @@ class DistributedTrainer(ContinualTrainer):
         sampler: `DistributedSampler` of `graph`, over all ranks.
         features: `DistributedFeatures`, where rows of new edges go to the owners of their sources;
             a cache of them; or a store of all rows on each rank.
-        partitioner: gives parts to new nodes as they arrive; None if the sampler's `owners` has all.
+        partitioner: gives parts to new nodes as they arrive; None if the sampler's `owners` do.
         settings: as for `ContinualTrainer`, except for `checkpoint`, which must be None.
 
     Raises:
