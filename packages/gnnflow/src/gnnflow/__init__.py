@@ -1,8 +1,8 @@
 """Temporal graph networks, trained while their graph grows.
 
-The practical form of GNNFlow: a graph of timestamped edges that takes new ones in any order and size,
-answers every query about the past exactly, and feeds models that learn on as events arrive. Names
-are loaded on first use, so that `gnnflow --help` never waits for torch.
+After GNNFlow (arXiv 2311.17410): a graph of timestamped edges that takes batches of any order and
+size, samples exactly as of any time, and feeds models that train on as events arrive. Names are
+loaded on first use, so that `gnnflow --help` never waits for torch.
 """
 
 from importlib import import_module

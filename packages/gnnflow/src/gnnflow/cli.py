@@ -45,11 +45,11 @@ class _Training(JsonOption):
     dim: int = 100
     """Columns of embeddings."""
     fanouts: tuple[int, ...] = ()
-    """Neighbours a hop; the published ones when none are given."""
+    """Neighbours per hop; by default as published for the model."""
     policy: Annotated[str, choice(SAMPLING_POLICIES)] | None = None
-    """Neighbours that are sampled; the model's published policy when none is given."""
+    """Policy of sampling neighbours; by default as published for the model."""
     batch_size: int = 600
-    """Events a batch."""
+    """Events per batch."""
     cache: float = 0.0
     """Share of the edge features that a cache holds, from 0 (no cache) to 1."""
     cache_policy: Annotated[str, choice(CACHE_POLICIES)] = "keep"
@@ -61,9 +61,9 @@ class _Training(JsonOption):
     seed: int = 0
     """Seed of weights, draws and everything else that is random."""
     placement: Literal["cpu", "cuda", "hybrid"] = "cpu"
-    """Where the graph lies and is sampled; hybrid: edges in host memory that the GPU reads."""
+    """Where the graph is stored and sampled; hybrid: edges in host memory that the GPU reads."""
     checkpoint: Path | None = None
-    """Folder to resume from, and to write to."""
+    """Folder to write checkpoints to, and to resume from."""
 
     def make_trainer(self, events: Events, **options: Any) -> ContinualTrainer:
         """A trainer of a new graph, with these and other settings of `ContinualTrainer`."""
@@ -144,9 +144,9 @@ class Continual(_Training):
     every: str = "1D"
     """Length of an increment: a time such as 12h or 7D, or a number of events."""
     replay: float = 0.05
-    """Past events trained on with an increment, as a share of all there are."""
+    """Past events trained on with an increment, as a share of all past events."""
     replay_policy: Annotated[str, choice(REPLAY_POLICIES)] = "uniform"
-    """Which past events those are."""
+    """Policy of choosing the past events to replay."""
     window: str | None = None
     """Edges older than this expire: a time such as 30D, or a number in the stream's own unit."""
 
@@ -185,7 +185,7 @@ class Continual(_Training):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition(JsonOption):
-    """Assign the nodes of a stream to parts, and say what a partition costs.
+    """Assign the nodes of a stream to parts, and report edge cut and balance.
 
     Example: gnnflow partition flights --parts 4 --method fennel --out parts.npy
     """
@@ -223,7 +223,7 @@ class Partition(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench(JsonOption):
-    """Measure, on this machine and your stream, what insertion and sampling take.
+    """Measure the throughput of insertion and sampling on this machine and your stream.
 
     Example: gnnflow bench zipf:100000:1000000
     """
@@ -231,9 +231,9 @@ class Bench(JsonOption):
     data: _Data
     """The events."""
     increment: int = 1000
-    """Events an insertion."""
+    """Events per insertion."""
     fanout: int = 10
-    """Neighbours a root."""
+    """Neighbours per root."""
     limit: int | None = None
     """Read only the first so many events."""
 
@@ -247,7 +247,7 @@ class Bench(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Info(JsonOption):
-    """Say what is in a stream or in a saved graph (*.safetensors).
+    """Summarise a stream or a saved graph (*.safetensors).
 
     Example: gnnflow info events.parquet
     """
@@ -279,7 +279,7 @@ class Info(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """Grow a graph of real flights and learn from it day by day, beside the plain ways.
+    """Grow a graph of real flights and train on it day by day, compared with baselines.
 
     Example: gnnflow demo --out report/gnnflow
     """

@@ -1,4 +1,4 @@
-"""A graph, a sampler, features and a model that fit one another and a stream of events."""
+"""Recipes: a graph, a sampler, features and a model that fit together and a stream of events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MODELS", "Parts", "Recipe"]
 
-# Named by their place: the command line's help needs the names alone, and no torch.
+# Registered by import path, so that the command line's help does not import torch.
 MODELS: Registry[str, ModelEntry] = Registry("model")
 MODELS.add("tgat", "gnnflow.models.tgat:SPEC", "attention over timed neighbours, hop by hop")
 MODELS.add("tf-tgn", "gnnflow.models.tf_tgn:SPEC", "a Transformer decoder over neighbours")
@@ -31,7 +31,7 @@ MODELS.add("gat", "gnnflow.models.gat:SPEC", "attention over sampled neighbours,
 
 
 class Parts(NamedTuple):
-    """What a `ContinualTrainer` takes, by its arguments' names."""
+    """Arguments of a `ContinualTrainer`, by name."""
 
     model: torch.nn.Module
     graph: TemporalGraph
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What is trained; what is not given is as published for the model.
+    """Model and sampling settings; fanouts and policy default to the model's published ones.
 
     Attributes:
         model: a name of `MODELS`.

@@ -185,7 +185,7 @@ def disagreeing(what):
     ("what", "good", "bad"),
     [
         ("stream", "DataError: rank 1 was given other events", "rank 0 was given other events"),
-        ("limit", "DataError: rank 1 refused events", "expected as destination an id in [0, 30)"),
+        ("limit", "DataError: rank 1 refused events", "expected a destination id in [0, 30)"),
     ],
 )
 def test_ranks_that_disagree_are_told_at_once(pool, what, good, bad):

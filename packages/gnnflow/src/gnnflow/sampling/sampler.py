@@ -20,7 +20,7 @@ __all__ = ["TemporalSampler"]
 
 
 class TemporalSampler:
-    """Samples a graph, exactly: edges strictly earlier than the root's time, whatever came before."""
+    """Samples neighbours from exactly the edges that are strictly earlier than each root's time."""
 
     def __init__(
         self,
@@ -198,7 +198,8 @@ class TemporalSampler:
             )
         if found.is_floating_point() and not bool(torch.isfinite(found).all()):
             raise DataError(
-                "expected finite times; for the end of time give one after graph.newest"
+                "expected finite times, got NaN or inf; to sample all edges give a time after "
+                "graph.newest"
             )
         if dtype == torch.int64 and found.is_floating_point():
             # An edge of time 2 is earlier than 2.5, one of time 3 is not.

@@ -1,8 +1,8 @@
 """Files that a continual run resumes from: weights, optimizer, memory, and the rounds so far.
 
 A checkpoint is a JSON file and the safetensors file that it names. The JSON file is replaced last,
-so that a whole checkpoint is there at any time. The graph is not in it: the events are at hand, and
-inserting them again gives the same answers. Nothing is pickled.
+so that a complete checkpoint exists at any time. The graph is not saved: inserting the events again
+gives the same samples. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _MODULES = ("model", "head", "memory")
 def describe_run(
     events: Events, sampler: TemporalSampler, history: StreamHistory, settings: Settings
 ) -> dict[str, Any]:
-    """What has to be the same in a run that resumes, as JSON has it.
+    """What must be equal in a run that resumes, as plain JSON values.
 
     Args:
-        events: all of the stream, by time.
-        sampler: of the run.
-        history: before anything of the stream is in it.
-        settings: of the run.
+        events: the whole stream, sorted by time.
+        sampler: sampler of the run.
+        history: history of the run, before any event is inserted.
+        settings: settings of the run.
     """
     replay = history.replay
     public = {name: value for name, value in vars(replay).items() if not name.startswith("_")}
@@ -68,12 +68,12 @@ class Checkpoint:
         """Replaces the checkpoint.
 
         Args:
-            done: events that the run has learnt from.
+            done: number of events that the run has trained on.
             state: "model", "head" and "memory": tensors by name, or None; "optimizer": the
                 `state_dict` of one, or None; anything else as JSON takes it.
 
         Raises:
-            OSError: the files cannot be written; the checkpoint before them stays.
+            OSError: the files cannot be written; the previous checkpoint stays.
         """
         tensors: dict[str, Tensor] = {}
         for name in _MODULES:
@@ -97,10 +97,10 @@ class Checkpoint:
                 old.unlink()
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
-        """The events done and the state, as `write` took them; None where nothing was written.
+        """`done` and `state` as given to `write`; None where nothing was written.
 
         Raises:
-            DataError: a file is cut or something else, or of another stream or setting.
+            DataError: a file is damaged or no checkpoint, or is of another stream or setting.
         """
         found = self._read_files()
         if found is None:

@@ -1,4 +1,4 @@
-"""One pass over events by a model that predicts links: to score them, or to learn from them."""
+"""Link prediction: one pass of a model over events, to score them or to train on them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HasMemory(Protocol):
 
 
 class Scores(NamedTuple):
-    """How well events were told from negatives; AP and AUC by the first negative of each."""
+    """How well events are separated from negatives; AP and AUC use the first negative of each."""
 
     ap: float
     auc: float
@@ -101,9 +101,9 @@ class LinkTask:
         """Logits of one batch of events and of their negatives.
 
         Args:
-            events: by time.
-            negatives: other destinations of each event, looked at when it happens.
-            features: where they are fetched.
+            events: sorted by time.
+            negatives: other destinations of each event, embedded at its time.
+            features: source of feature rows; None for none.
 
         Raises:
             DataError: an id has no row of features.
@@ -125,9 +125,9 @@ class LinkTask:
     def evaluate(
         self, events: Events, negatives: Negatives, features: Features | FeatureCache | None
     ) -> Scores:
-        """Tells events from negatives, batch by batch, and leaves everything as it was.
+        """Scores events against negatives, batch by batch; restores training modes and memory.
 
-        Features come from the store itself: through a cache they would change what it holds.
+        Features are read from the store itself, since reads through a cache would change it.
         """
         source = features.store if isinstance(features, FeatureCache) else features
         memory = None if self.memory is None else self.memory.state()
@@ -163,13 +163,13 @@ class LinkTask:
         *,
         remember: bool,
     ) -> Float[Tensor, ""]:
-        """One step a batch on binary cross entropy, the mean over events plus that over negatives.
+        """One optimizer step per batch on binary cross entropy, mean over events plus negatives'.
 
         Args:
-            events: by time.
-            negatives: of each event.
-            features: where they are fetched.
-            optimizer: of model and head.
+            events: sorted by time.
+            negatives: other destinations of each event.
+            features: source of feature rows; None for none.
+            optimizer: optimizer of model and head.
             remember: commit events to the model's memory.
 
         Returns:
