@@ -87,12 +87,22 @@ def exchange() -> dict:
     return group.ledger.snapshot().diff(before).by_peer()
 
 
-def broadcasts() -> dict:
+def reduced_bytes() -> dict:
     group = Group.world()
     before = group.ledger.snapshot()
-    for src in range(4):
-        assert broadcast(group, torch.full((8,), float(group.rank)), src).tolist() == [src] * 8
+    all_reduce(group, torch.ones(20, dtype=torch.float64))
     return group.ledger.snapshot().diff(before).by_peer()
+
+
+def broadcasts() -> list[dict]:
+    """Traffic by peer of a broadcast from each rank."""
+    group = Group.world()
+    found = []
+    for src in range(4):
+        before = group.ledger.snapshot()
+        assert broadcast(group, torch.full((8,), float(group.rank)), src).tolist() == [src] * 8
+        found.append(group.ledger.snapshot().diff(before).by_peer())
+    return found
 
 
 def subgroups() -> tuple:
@@ -154,6 +164,7 @@ def check_conserved(by_peer: list[dict]) -> None:
     for rank, peers in enumerate(by_peer):
         for peer, traffic in peers.items():
             assert traffic.sent_bytes == by_peer[peer][rank].received_bytes
+            assert traffic.received_bytes == by_peer[peer][rank].sent_bytes
 
 
 def test_all_to_all_of_unequal_sizes(pool_of_four):
@@ -173,10 +184,25 @@ def test_gathering_into_place_takes_the_ring(pool_of_four):
 
 
 def test_broadcast_sends_each_rank_one_copy(pool_of_four):
-    by_peer = pool_of_four.run(broadcasts).results
+    results = pool_of_four.run(broadcasts).results
+    for src in range(4):
+        by_peer = [found[src] for found in results]
+        check_conserved(by_peer)
+        received = [sum(t.received_bytes for t in peers.values()) for peers in by_peer]
+        assert received == [0 if rank == src else 32 for rank in range(4)]
+        # A tree of two levels: its root sends to two ranks, one of which sends to the fourth.
+        sent = [sum(t.sent_bytes for t in peers.values()) for peers in by_peer]
+        assert sent[src] == 64
+        assert sorted(sent) == [0, 0, 32, 64]
+
+
+def test_all_reduce_takes_the_ring_twice(pool_of_four):
+    """Of 160 bytes each rank sends three of four parts to reduce them and three to spread them."""
+    by_peer = pool_of_four.run(reduced_bytes).results
     check_conserved(by_peer)
-    for peers in by_peer:
-        assert sum(traffic.received_bytes for traffic in peers.values()) == 3 * 32
+    for rank, peers in enumerate(by_peer):
+        assert sum(traffic.sent_bytes for traffic in peers.values()) == 2 * 3 * 40
+        assert peers[(rank - 1) % 4].sent_bytes == peers[(rank + 1) % 4].received_bytes == 240
 
 
 def test_subgroups(pool_of_four):
