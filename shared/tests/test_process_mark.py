@@ -97,6 +97,18 @@ def test_a_folder_lives_as_long_as_its_maker(tmp_path):
     assert other.is_dir(), "another prefix"
 
 
+def test_a_folder_of_another_container_lives_by_its_lock(tmp_path):
+    process, folder = holder(tmp_path)
+    pid, ticks, _, rest = folder.name.removeprefix("ours-").split("-")
+    theirs = folder.with_name(f"ours-{pid}-{int(ticks) + 1}-00000000-{rest}")
+    folder.rename(theirs)  # the lock is of the folder, whatever its name
+    try:
+        assert sweep_marked_folders(tmp_path, "ours-") == []
+    finally:
+        killed(process)
+    assert sweep_marked_folders(tmp_path, "ours-") == [theirs]
+
+
 def test_a_folder_of_this_process_stays_until_it_is_removed(tmp_path):
     folder = make_marked_folder(tmp_path, "ours-")
     assert folder.name.startswith(f"ours-{mark()}-")
@@ -119,7 +131,7 @@ def test_a_folder_swept_before_its_maker_has_locked_it_is_made_anew(tmp_path, mo
             made.append(Path(result if between == "mkdtemp" else args[0]))
             if len(made) == 1:
                 monkeypatch.setattr(module, between, real)
-                assert sweep_marked_folders(tmp_path, "ours-") == made
+                made[0].rmdir()  # as a sweep in another container does
                 monkeypatch.setattr(module, between, swept)
         return result
 
@@ -129,6 +141,17 @@ def test_a_folder_swept_before_its_maker_has_locked_it_is_made_anew(tmp_path, mo
     assert folder == made[1]
     assert folder.is_dir()
     remove_marked_folder(folder)
+
+
+def test_a_folder_of_a_running_process_stays_where_locks_mean_nothing(tmp_path, monkeypatch):
+    process, folder = holder(tmp_path)
+    monkeypatch.setattr(process_mark.fcntl, "flock", lambda *_: None)
+    try:
+        assert sweep_marked_folders(tmp_path, "ours-") == []
+        assert folder.is_dir()
+    finally:
+        killed(process)
+    assert sweep_marked_folders(tmp_path, "ours-") == [folder]
 
 
 def test_a_link_is_neither_followed_nor_removed(tmp_path):

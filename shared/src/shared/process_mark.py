@@ -37,7 +37,7 @@ def is_alive(name: str) -> bool:
     pid, ticks, namespace, *_ = [*name.split("-"), "", "", ""]
     if not (pid.isdigit() and ticks.isdigit()):
         return False
-    return namespace != _namespace() or _start_ticks(int(pid)) == ticks
+    return namespace != _namespace() or _is_running(name)
 
 
 def make_marked_folder(parent: str | os.PathLike[str], prefix: str) -> Path:
@@ -84,6 +84,8 @@ def sweep_marked_folders(parent: str | os.PathLike[str], prefix: str) -> list[Pa
     """
     removed = []
     for path in sorted(Path(parent).glob(f"{prefix}*")):
+        if _is_running(path.name.removeprefix(prefix)):
+            continue  # whether or not the file system really locks
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
@@ -97,6 +99,12 @@ def sweep_marked_folders(parent: str | os.PathLike[str], prefix: str) -> list[Pa
         finally:
             os.close(descriptor)
     return removed
+
+
+def _is_running(name: str) -> bool:
+    """Whether a process of this namespace has the number and the tick that begin a name."""
+    pid, ticks, *_ = [*name.split("-"), "", ""]
+    return pid.isdigit() and ticks.isdigit() and _start_ticks(int(pid)) == ticks
 
 
 def _start_ticks(pid: int) -> str:
