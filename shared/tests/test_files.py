@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from shared.files import (
     sync_folder,
     write_atomically,
 )
+from shared.process_mark import mark
 
 
 @pytest.fixture
@@ -267,3 +269,14 @@ def test_files_with_the_endings_of_folders_are_no_leftovers(tmp_path):
     (tmp_path / "step-1.partial").mkdir()
     recover_folders(tmp_path, "step-*")
     assert [path.name for path in tmp_path.iterdir()] == ["step-x.partial"]
+
+
+@pytest.mark.parametrize(("age_hours", "stays"), [(0, True), (23, True), (25, False)])
+def test_a_leftover_of_another_container_goes_after_a_day(tmp_path, age_hours, stays):
+    pid, ticks, _ = mark().split("-")
+    theirs = tmp_path / f".a.{pid}-{ticks}-00000000-0.partial"
+    theirs.write_text("perhaps still being written")
+    then = time.time() - 3600 * age_hours
+    os.utime(theirs, (then, then))
+    write_atomically(tmp_path / "a", "new")
+    assert theirs.exists() == stays

@@ -6,7 +6,8 @@ is on the disk. Permissions follow the umask.
 
 After an error nothing is left over. After a kill there may be left, beside `path`:
 
-- of a file, `.NAME.PROCESS.partial`, which the next write of that file removes;
+- of a file, `.NAME.PROCESS.partial`, which the next write of that file removes; one that a process
+  of another machine or container left, after a day in which nothing was written to it;
 - of a folder, `NAME.partial`, which the next write of that folder removes, and `NAME.replaced`, the
   folder that was about to be replaced. `find_folders` finds it if `NAME` itself is missing.
 
@@ -18,6 +19,7 @@ is written to directly.
 import glob
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 _PARTIAL, _REPLACED = ".partial", ".replaced"
+_ABANDONED_S = 24 * 3600.0
 _numbers = count()
 
 
@@ -75,7 +78,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
         maker = leftover.name.removeprefix(f".{path.name}.").removesuffix(_PARTIAL)
         # One with a dot belongs to another file whose name starts with this one's.
-        if "." not in maker and not is_alive(maker):
+        if "." not in maker and (not is_alive(maker) or _age_s(leftover) > _ABANDONED_S):
             leftover.unlink(missing_ok=True)
     partial = path.with_name(f".{path.name}.{mark()}-{next(_numbers)}{_PARTIAL}")
     try:
@@ -197,6 +200,14 @@ def recover_folders(parent: Path, pattern: str) -> None:
     for path in list(parent.glob(pattern)):
         if path.suffix in (_PARTIAL, _REPLACED) and path.is_dir():
             shutil.rmtree(path)
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since the file was last written to; 0 for one that is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _beside(path: Path, ending: str) -> Path:

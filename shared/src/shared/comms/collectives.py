@@ -129,7 +129,7 @@ def all_gather_into(group: Group, gathers: Sequence[tuple[Tensor, Tensor]]) -> N
     if group.backend == "nccl":
         for out, tensor in gathers:
             with _failures_named(group, "all_gather"):
-                dist.all_gather_into_tensor(out, tensor, process_group)
+                dist.all_gather_into_tensor(out.view(-1), tensor.view(-1), process_group)
             _record_ring(group, "all_gather", (size - 1) * _num_bytes(tensor))
         return
     # gloo's all-gather allocates a buffer for all parts and copies from it; the same ring as rounds
@@ -261,8 +261,9 @@ def scatter_v(group: Group, tensors: Sequence[Tensor] | None, root: int = 0) -> 
             f"{group.world_size} ranks, got {came}"
         )
     peers = [rank for rank in _ranks(group) if rank != root]
-    rounds = [_send_only(rank, _header(tensors[rank])) for rank in peers]
-    rounds += [_send_only(rank, tensors[rank].contiguous()) for rank in peers]
+    headers = [_send_only(rank, _header(tensors[rank])) for rank in peers]
+    run_rounds(group, headers, None, "scatter_v")
+    rounds = [_send_only(rank, tensors[rank].contiguous()) for rank in peers]
     run_rounds(group, rounds, None, "scatter_v")
     return tensors[root]
 
@@ -270,10 +271,11 @@ def scatter_v(group: Group, tensors: Sequence[Tensor] | None, root: int = 0) -> 
 def all_to_all_v(
     group: Group, sends: Sequence[Tensor], recvs: Sequence[Tensor], phase: str | None = None
 ) -> None:
-    """Exchange one tensor between every pair of ranks, in ring rounds.
+    """Exchange one tensor between every pair of ranks.
 
-    In round r = 1..N-1 each rank sends to rank + r and receives from rank - r. A rank's tensor for
-    itself is copied. Empty tensors are not sent.
+    Over gloo in ring rounds: in round r = 1..N-1 each rank sends to rank + r and receives from
+    rank - r. Over NCCL all messages go out as one batch. A rank's tensor for itself is copied.
+    Empty tensors are not sent.
 
     Args:
         group: group whose ranks take part.

@@ -5,7 +5,8 @@ in both directions without incast; ring rounds r = 1..N-1 pair rank i with i+r a
 `post_rounds` hands such a schedule to a courier and returns at once. On CPU the courier is one
 thread per group and lane: it runs one round after another and blocks inside gloo, which releases
 the GIL. It has its own connections, so that collectives of the main thread neither mix with its
-messages nor queue behind them. On GPUs the rounds are enqueued on NCCL's stream without a thread.
+messages nor queue behind them. On GPUs the rounds are enqueued on NCCL's stream without a thread,
+those of a collective as one batch, so that all links of a switched fabric are busy at once.
 
 A receive is posted when its round begins, not earlier: gloo sends a message only once its receive
 is posted, so receivers keep the ranks in step. With receives posted in advance, the rounds of four
@@ -25,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -151,9 +153,33 @@ def connect(group: Group) -> None:
     Raises:
         CommError: if a peer does not connect within the timeout.
     """
-    if group.backend != "nccl" and group.world_size > 1:
-        for lane in _LANES:
-            _courier(group, lane)
+    process_group = group.checked()
+    if group.world_size == 1:
+        return
+    if group.backend == "nccl":
+        _join(group, process_group)
+        return
+    for lane in _LANES:
+        _courier(group, lane)
+
+
+def _join(group: Group, process_group: dist.ProcessGroup) -> None:
+    """Run one collective of all members, the first time.
+
+    NCCL makes a communicator in a group's first operation, in which all must take part; a round
+    may leave some out, and the others would wait for them.
+    """
+    if group in _joined:
+        return
+    try:
+        dist.all_reduce(torch.zeros(1, device=group.device), group=process_group)
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {group.ranks[group.rank]}: connecting the ranks {list(group.ranks)} failed: "
+            f"{_reason(error)}. One of them died, or does not take part in what all must call "
+            f"together"
+        ) from error
+    _joined.add(group)
 
 
 def peer_died(world_rank: int) -> None:
@@ -174,10 +200,11 @@ def _post(
     for index, item in enumerate(rounds):
         _check(group, item, index)
     schedule = _Schedule(group, tuple(rounds), phase, op)
-    if group.backend == "nccl":
-        return _StreamRounds(schedule, process_group)
     if group.world_size == 1:
         return _NoRounds(len(rounds))
+    if group.backend == "nccl":
+        _join(group, process_group)
+        return _StreamRounds(schedule, process_group, at_once=lane == "collectives")
     return _courier(group, lane).post(schedule)
 
 
@@ -387,6 +414,7 @@ class _Courier:
 
 _num_couriers: Counter[tuple[str, str]] = Counter()
 _couriers: weakref.WeakKeyDictionary[Group, dict[str, _Courier]] = weakref.WeakKeyDictionary()
+_joined: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class _NoRounds(PendingRounds):
@@ -400,28 +428,52 @@ class _NoRounds(PendingRounds):
 
 
 class _StreamRounds(PendingRounds):
-    """Rounds enqueued on NCCL's stream, where waiting orders streams and blocks no thread."""
+    """Rounds enqueued on NCCL's stream, where waiting orders streams and blocks no thread.
 
-    def __init__(self, schedule: _Schedule, process_group: dist.ProcessGroup) -> None:
+    Args:
+        schedule: the rounds.
+        process_group: the group's own.
+        at_once: enqueue all rounds as one batch, whose messages go out together.
+    """
+
+    def __init__(
+        self, schedule: _Schedule, process_group: dist.ProcessGroup, *, at_once: bool
+    ) -> None:
         super().__init__(len(schedule.rounds))
         self._schedule = schedule
-        self._works: list[list[dist.Work]] = []
         # The stream may reach a message after the caller has dropped its tensor.
         self._buffers: list[Tensor | None] = []
-        ranks = schedule.group.ranks
-        for index, item in enumerate(schedule.rounds):
-            tensor = schedule.made(index)
-            self._buffers.append(tensor)
-            ops = []
-            if tensor is not None:
-                ops.append(dist.P2POp(dist.isend, tensor, ranks[item.send_to], process_group))
-                schedule.record(item.send_to, tensor, "sent")
-            if item.recv is not None and item.recv.numel():
-                origin = ranks[item.recv_from]
-                ops.append(dist.P2POp(dist.irecv, item.recv, origin, process_group))
-                schedule.record(item.recv_from, item.recv, "received")
-            with _blamed(schedule, index, "exchanging with", item.send_to):
-                self._works.append(dist.batch_isend_irecv(ops) if ops else [])
+        self._works: list[list[dist.Work]] = []
+        batch: list[dist.P2POp] = []
+        for index in range(len(self)):
+            ops = self._ops(index, process_group)
+            if at_once:
+                batch += ops
+            else:
+                self._works.append(self._enqueued(index, ops))
+        if at_once:
+            self._works = [self._enqueued(0, batch)] * len(self)
+
+    def _ops(self, index: int, process_group: dist.ProcessGroup) -> list[dist.P2POp]:
+        schedule = self._schedule
+        item, ranks, ops = schedule.rounds[index], schedule.group.ranks, []
+        tensor = schedule.made(index)
+        self._buffers.append(tensor)
+        if tensor is not None:
+            ops.append(dist.P2POp(dist.isend, tensor, ranks[item.send_to], process_group))
+            schedule.record(item.send_to, tensor, "sent")
+        if item.recv is not None and item.recv.numel():
+            ops.append(dist.P2POp(dist.irecv, item.recv, ranks[item.recv_from], process_group))
+            schedule.record(item.recv_from, item.recv, "received")
+        return ops
+
+    def _enqueued(self, index: int, ops: list[dist.P2POp]) -> list[dist.Work]:
+        if not ops:
+            return []
+        with _blamed(
+            self._schedule, index, "exchanging with", self._schedule.rounds[index].send_to
+        ):
+            return dist.batch_isend_irecv(ops)
 
     def _wait(self, index: int) -> None:
         item = self._schedule.rounds[index]

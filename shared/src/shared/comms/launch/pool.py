@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
@@ -31,7 +30,11 @@ from typing import Any
 from shared.comms.launch.forking import Forked, fork
 from shared.comms.launch.shipping import shipped
 from shared.errors import ConfigError, RankFailure
-from shared.process_mark import is_alive, mark
+from shared.process_mark import (
+    make_marked_folder,
+    remove_marked_folder,
+    sweep_marked_folders,
+)
 
 __all__ = ["KEEP_MEMORY", "RankPool", "RunResult"]
 
@@ -145,10 +148,8 @@ class RankPool:
         self._is_open = False
 
     def __enter__(self) -> RankPool:
-        for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-            if not is_alive(folder.name.removeprefix(_FOLDER)):
-                shutil.rmtree(folder, ignore_errors=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{mark()}-"))
+        sweep_marked_folders(tempfile.gettempdir(), _FOLDER)
+        self._folder = make_marked_folder(tempfile.gettempdir(), _FOLDER)
         try:
             for rank in range(self.num_ranks):
                 self._start(rank, self._folder)
@@ -376,7 +377,7 @@ class RankPool:
             control.close()
         self._processes, self._controls = [], []
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_marked_folder(self._folder)
             self._folder = None
 
 
