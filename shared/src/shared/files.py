@@ -2,7 +2,8 @@
 
 What is written lies under another name in the same folder until it is whole; then its bytes are
 synced to the disk, it is renamed, and the folder is synced, since a name outlives a power failure
-only once its folder is on the disk. Modes are those that the umask gives.
+only once its folder is on the disk. Files have the mode that the umask gives a new file, whatever the
+library that wrote them chose (safetensors: 0600).
 
 After an error nothing is left of what was begun. After a kill there may be left, beside `path`:
 
@@ -19,7 +20,7 @@ import glob
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -109,7 +110,8 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 def publish(partial: Path, path: Path) -> None:
     """Syncs a file, or a folder and all that is in it, and renames it to `path`.
 
-    A folder that is there already is `NAME.replaced` for the moment between two renames, and removed.
+    Files get the mode that the umask gives. A folder that is there already is `NAME.replaced` for
+    the moment between two renames, and removed.
 
     Args:
         partial: what was written, in the same file system.
@@ -120,15 +122,19 @@ def publish(partial: Path, path: Path) -> None:
             sync, of the folder around it, the new name is there, and may be lost with the power.
     """
     path = Path(os.path.realpath(path))
+    mode = 0o666 & ~_read_umask()
     if not partial.is_dir():
+        _set_mode(partial, mode)
         _sync(partial)
         os.replace(partial, path)
         sync_folder(path.parent)
         return
     for folder, _, names in os.walk(partial):
         for name in names:
-            if not os.path.islink(os.path.join(folder, name)):
-                _sync(Path(folder, name))
+            file = Path(folder, name)
+            if not file.is_symlink():
+                _set_mode(file, mode)
+                _sync(file)
         sync_folder(Path(folder))
     replaced = _beside(path, _REPLACED)
     if path.exists():
@@ -196,6 +202,24 @@ def recover_folders(parent: Path, pattern: str) -> None:
     for path in list(parent.glob(pattern)):
         if path.suffix in (_PARTIAL, _REPLACED) and path.is_dir():
             shutil.rmtree(path)
+
+
+def _read_umask() -> int:
+    """The process's umask."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("\nUmask:")[2].split()[0], 8)
+    except (OSError, IndexError):
+        # For a moment other threads' new files are open to this user only.
+        umask = os.umask(0o077)
+        os.umask(umask)
+        return umask
+
+
+def _set_mode(file: Path, mode: int) -> None:
+    # Some file systems have no modes to change.
+    with suppress(PermissionError):
+        file.chmod(mode)
 
 
 def _beside(path: Path, ending: str) -> Path:
