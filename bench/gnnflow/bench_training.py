@@ -96,13 +96,15 @@ def one_thread():
 class Ours(nn.Module):
     """Each event at its own time. A batch is inserted first: only earlier edges answer."""
 
-    num_hops = 2
+    neighbor_times = "edge"
 
     def __init__(self, stream):
         super().__init__()
         self.stream = stream
         self.graph = gf.TemporalGraph(undirected=True)
-        self.sampler = gf.TemporalSampler(self.graph, [FANOUT] * self.num_hops)
+        self.sampler = gf.TemporalSampler(
+            self.graph, [FANOUT, FANOUT], neighbor_times=self.neighbor_times
+        )
         self.store = gf.FeatureStore(node=stream.nodes, edge=stream.features)
         sizes = (DIM, DIM, self.store.edge_dim)
         self.model = gf.models.TGAT(*sizes, num_heads=HEADS, dropout=0.0)
@@ -124,16 +126,17 @@ class Ours(nn.Module):
 
 
 class OursOnceABatch(Ours):
-    """Each node once, with its neighbours and theirs as they were when the batch began."""
+    """Each node once, with its neighbours and theirs as they were when the batch began.
 
-    num_hops = 1
+    What `ContinualTrainer(grain="batch")` does with a sampler of `neighbor_times="root"`.
+    """
+
+    neighbor_times = "root"
 
     def embed(self, nodes, times):
-        roots, place = torch.unique(nodes, return_inverse=True)
-        near = self.sampler.sample(roots, times[0]).snapshot(0)[0]
-        far = self.sampler.sample(torch.cat([roots, near.nodes]), times[0]).snapshot(0)[0]
-        sample = gf.MFG([near, far])
-        return self.model(sample, gf.attach(sample, self.store))[place]
+        roots, places = torch.unique(nodes, return_inverse=True)
+        sample = self.sampler.sample(roots, times[:1].expand(len(roots)))
+        return self.model(sample, gf.attach(sample, self.store))[places]
 
 
 WAYS = {

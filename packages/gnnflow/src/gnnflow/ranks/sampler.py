@@ -22,7 +22,7 @@ from torch import Tensor
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.ranks.exchange import SendPlan, check_owners, count_traffic, swap, tell_all
 from gnnflow.sampling.mfg import MFG, Layer, Sequences
-from gnnflow.sampling.sampler import TemporalSampler
+from gnnflow.sampling.sampler import NeighborTimes, TemporalSampler
 from shared.comms import Group, Traffic
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
@@ -53,6 +53,7 @@ class DistributedSampler(TemporalSampler):
         replace: bool = True,
         window: float | None = None,
         snapshots: int = 1,
+        neighbor_times: NeighborTimes = "edge",
         seed: int = 0,
     ) -> None:
         """Says what is sampled; communicates nothing.
@@ -61,8 +62,8 @@ class DistributedSampler(TemporalSampler):
             graph: the edges of this rank's nodes, as `owned` picks them.
             owners: the rank in the group of each node, the same on all ranks; -1, or an id beyond
                 them, has no neighbours. May be set anew as nodes come.
-            fanouts, policy, replace, window, snapshots, seed: see `TemporalSampler`; the same on all
-                ranks.
+            fanouts, policy, replace, window, snapshots, neighbor_times, seed: see `TemporalSampler`;
+                the same on all ranks.
             group: who has the edges, one part a rank; see `paired`.
 
         Raises:
@@ -76,6 +77,7 @@ class DistributedSampler(TemporalSampler):
             replace=replace,
             window=window,
             snapshots=snapshots,
+            neighbor_times=neighbor_times,
             seed=seed,
         )
         self.group = group
@@ -91,7 +93,8 @@ class DistributedSampler(TemporalSampler):
     def owners(self, owners: Int64[Tensor, " num_nodes"]) -> None:
         check_owners("owners", owners, self.group, lowest=-1)
         owners = owners.cpu()
-        settings = (self.fanouts, self.policy, self.replace, self.window, self.snapshots, self.seed)
+        names = ("fanouts", "policy", "replace", "window", "snapshots", "neighbor_times", "seed")
+        settings = [getattr(self, name) for name in names]
         told = f"{settings} {self.graph.time_dtype}".encode()
         digest = hashlib.blake2b(told + owners.contiguous().numpy().tobytes(), digest_size=8)
         self._digest = int.from_bytes(digest.digest(), "little", signed=True)
