@@ -2,7 +2,8 @@
 
 Data is written under a temporary name in the same folder. Once complete it is synced to the disk
 and renamed, and the folder is synced, since a rename survives a power failure only once its folder
-is on the disk. Permissions follow the umask.
+is on the disk. Files get the mode that the umask gives a new file, whatever the library that wrote
+them chose (safetensors: 0600).
 
 After an error nothing is left over. After a kill there may be left, beside `path`:
 
@@ -21,7 +22,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -113,7 +114,8 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 def publish(partial: Path, path: Path) -> None:
     """Syncs a file, or a folder and all that is in it, and renames it to `path`.
 
-    A folder that is there already is `NAME.replaced` for the moment between two renames, and removed.
+    Files get the mode that the umask gives. A folder that is there already is `NAME.replaced` for
+    the moment between two renames, and removed.
 
     Args:
         partial: what was written, in the same file system.
@@ -124,15 +126,19 @@ def publish(partial: Path, path: Path) -> None:
             sync, of the folder around it, the new name is there, and may be lost with the power.
     """
     path = Path(os.path.realpath(path))
+    mode = 0o666 & ~_read_umask()
     if not partial.is_dir():
+        _set_mode(partial, mode)
         _sync(partial)
         os.replace(partial, path)
         sync_folder(path.parent)
         return
     for folder, _, names in os.walk(partial):
         for name in names:
-            if not os.path.islink(os.path.join(folder, name)):
-                _sync(Path(folder, name))
+            file = Path(folder, name)
+            if not file.is_symlink():
+                _set_mode(file, mode)
+                _sync(file)
         sync_folder(Path(folder))
     replaced = _beside(path, _REPLACED)
     if path.exists():
@@ -208,6 +214,24 @@ def _age_s(path: Path) -> float:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
         return 0.0
+
+
+def _read_umask() -> int:
+    """The process's umask."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("\nUmask:")[2].split()[0], 8)
+    except (OSError, IndexError):
+        # For a moment other threads' new files are open to this user only.
+        umask = os.umask(0o077)
+        os.umask(umask)
+        return umask
+
+
+def _set_mode(file: Path, mode: int) -> None:
+    # Some file systems have no modes to change.
+    with suppress(PermissionError):
+        file.chmod(mode)
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gnnflow.sampling.mfg import MFG, Sequences
     from gnnflow.sampling.sampler import TemporalSampler
     from gnnflow.training.continual import ContinualTrainer, Round
+    from gnnflow.training.settings import Settings
     from shared.data import metrics as evaluate
     from shared.data.events import Events
 
@@ -50,6 +51,7 @@ __all__ = [
     "Round",
     "Rows",
     "Sequences",
+    "Settings",
     "Stats",
     "TemporalGraph",
     "TemporalSampler",
@@ -78,6 +80,7 @@ _HOMES = {
     "gnnflow.sampling.mfg": ("MFG", "Sequences"),
     "gnnflow.sampling.sampler": ("TemporalSampler",),
     "gnnflow.training.continual": ("ContinualTrainer", "Round"),
+    "gnnflow.training.settings": ("Settings",),
     "shared.data.events": ("Events",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

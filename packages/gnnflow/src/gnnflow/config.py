@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gnnflow.graph.block_store import Placement
     from gnnflow.graph.temporal_graph import TemporalGraph
     from gnnflow.models.spec import ModelEntry
-    from gnnflow.sampling.sampler import TemporalSampler
+    from gnnflow.sampling.sampler import NeighborTimes, TemporalSampler
     from shared.data.events import Events
 
 __all__ = ["MODELS", "Parts", "Recipe"]
@@ -52,6 +52,7 @@ class Recipe:
         num_layers: blocks of TF-TGN; the other models have a layer a hop.
         cache: share of the edge features that a cache on the device holds, in [0, 1]; 0 for none.
         cache_policy: a name of `gnnflow.features.policies`: which rows leave the cache.
+        neighbor_times: "edge" or "root", see `TemporalSampler`.
         seed: of weights, draws and everything else.
     """
 
@@ -62,6 +63,7 @@ class Recipe:
     num_layers: int = 2
     cache: float = 0.0
     cache_policy: str = "keep"
+    neighbor_times: NeighborTimes = "edge"
     seed: int = 0
 
     def build(self, events: Events, *, placement: Placement = "cpu") -> Parts:
@@ -105,6 +107,7 @@ class Recipe:
             policy=self.policy or spec.policy,
             snapshots=spec.num_snapshots,
             window=_choose_window(events) if spec.num_snapshots > 1 else None,
+            neighbor_times=self.neighbor_times,
             seed=self.seed,
         )
         torch.manual_seed(self.seed)

@@ -82,6 +82,7 @@ CASES = [
     {"model": "graphsage", "cache": 0.2, "negatives": "historical", "is_whole": True},
     {"model": "tf-tgn", "partitioner": "hash", "epochs": 2},
     {"model": "counting", "partitioner": "fennel"},
+    {"model": "tgat", "grain": "batch"},
 ]
 
 

@@ -3,6 +3,8 @@
 Compiled loops update all arrays in host memory. A graph placed on a GPU also has copies of the node
 table and the directory on the device, of which an insertion updates the changed rows only; its
 edges stay in pinned host memory that the device reads ("hybrid"), or are copied too ("cuda").
+Kernels run after their launch has returned, so pinned memory is changed or freed only once all
+launched kernels have read it.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import torch
 from torch import Tensor
 
 from gnnflow.graph import blocks_compiled as compiled
+from gnnflow.graph.device_readers import DeviceReaders
 from shared.errors import ConfigError
 from shared.kernels.registry import SWITCH, select
 from shared.kernels.temporal import Adjacency, count_before
 
-__all__ = ["BlockStore", "Placement", "Sizing", "find_device"]
+__all__ = ["BlockStore", "Placement", "Sizing", "find_device", "watch_readers"]
 
 Placement = Literal["cpu", "cuda", "hybrid"]
 
@@ -77,6 +80,11 @@ def find_device(placement: Placement) -> torch.device:
     return torch.device("cpu")
 
 
+def watch_readers(placement: Placement, device: torch.device) -> DeviceReaders | None:
+    """Where kernels read host memory while it could change: of "hybrid" on a GPU; None elsewhere."""
+    return DeviceReaders(device) if placement == "hybrid" and device.type == "cuda" else None
+
+
 class BlockStore:
     """Growable arrays in host memory, and their copies on the placement's device.
 
@@ -91,6 +99,7 @@ class BlockStore:
         self.placement: Placement = placement
         self.sizing = sizing
         self.time_dtype = torch.empty(0, dtype=time_dtype).numpy().dtype
+        self._readers = watch_readers(placement, self.device)
         self._pins = placement != "cpu" and self.device.type == "cuda"
         self.table = np.zeros((0, 4), np.int64)
         self.num_blocks = np.zeros(0, np.int32)
@@ -182,6 +191,7 @@ class BlockStore:
         Raises:
             MemoryError: allocation failed; no edge was added.
         """
+        self.wait_for_readers()
         self._widen("neighbors", len(self.table))
         self._widen("eids", largest_eid)
         batch = np.empty((min(len(self.table), 2 * len(src)), 5), np.int64)
@@ -201,6 +211,7 @@ class BlockStore:
 
     def expire(self, before: Any) -> tuple[int, int]:
         """Frees all entries earlier than a time; returns how many, and how many are self-loops."""
+        self.wait_for_readers()
         bounds = torch.full((len(self.table),), before, dtype=self._time_type, device=self.device)
         counts = count_before(self.adjacency(), bounds).cpu().numpy()
         found = compiled.drop(
@@ -250,6 +261,16 @@ class BlockStore:
                 }
             self._view = Adjacency(**columns)
         return self._view
+
+    def mark_read(self) -> None:
+        """To be called when kernels over `adjacency()` have been launched, before anybody writes."""
+        if self._readers is not None:
+            self._readers.record()
+
+    def wait_for_readers(self) -> None:
+        """Blocks until no kernel reads host memory any more; no new ones may be launched meanwhile."""
+        if self._readers is not None:
+            self._readers.wait()
 
     def _send(self, touched: np.ndarray, old_counts: np.ndarray | None) -> None:
         """Updates the device's copies of touched nodes, and of their edges after the old ones."""

@@ -374,6 +374,7 @@ class TemporalGraph:
         with self._lock.writing:
             store = BlockStore(dtype, self._store.placement, Sizing(smallest, largest))
             store.load_state(state["tensors"])
+            self._store.wait_for_readers()  # its memory is given back
             self._store = store
             self.undirected, self.late = settings["undirected"], settings["late"]
             self.time_dtype, self._limit = dtype, settings["limit"]
@@ -399,14 +400,16 @@ class TemporalGraph:
 
         Raises:
             FileNotFoundError: there is no such file.
-            DataError: the file is damaged, or is not a saved graph.
+            PermissionError: this user may not read it.
+            DataError: it is cut, or something else.
         """
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
             raise FileNotFoundError(f"{path}: expected a saved graph, got no file; check the path")
         try:
-            with safe_open(path, framework="pt") as file:
+            # safetensors does not say why a file cannot be read.
+            with open(path, "rb"), safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get("gnnflow", "{}"))
                 kind = header.get("format") if isinstance(header, dict) else None
                 if kind != _FORMAT:
@@ -436,7 +439,10 @@ class _Reading:
         return self._graph._store.adjacency()
 
     def __exit__(self, *error: object) -> None:
-        self._graph._lock.reading.__exit__(*error)
+        try:
+            self._graph._store.mark_read()
+        finally:
+            self._graph._lock.reading.__exit__(*error)
 
 
 def _checked(late: str) -> Any:

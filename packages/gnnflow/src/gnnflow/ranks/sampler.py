@@ -22,7 +22,7 @@ from torch import Tensor
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.ranks.exchange import SendPlan, check_owners, count_traffic, swap, tell_all
 from gnnflow.sampling.mfg import MFG, Layer, Sequences
-from gnnflow.sampling.sampler import TemporalSampler
+from gnnflow.sampling.sampler import NeighborTimes, TemporalSampler
 from shared.comms import Group, Traffic
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
@@ -53,6 +53,7 @@ class DistributedSampler(TemporalSampler):
         replace: bool = True,
         window: float | None = None,
         snapshots: int = 1,
+        neighbor_times: NeighborTimes = "edge",
         seed: int = 0,
     ) -> None:
         """Sets what is sampled; communicates nothing.
@@ -62,8 +63,8 @@ class DistributedSampler(TemporalSampler):
             owners: int64 [num_nodes], the rank in the group that stores each node's edges, the same
                 on all ranks; nodes with -1, and ids beyond, have no neighbours. Assign the
                 attribute `owners` again when nodes are added.
-            fanouts, policy, replace, window, snapshots, seed: see `TemporalSampler`; the same on
-                all ranks.
+            fanouts, policy, replace, window, snapshots, neighbor_times, seed: see
+                `TemporalSampler`; the same on all ranks.
             group: ranks that store the edges, one part per rank; see `paired`.
 
         Raises:
@@ -77,6 +78,7 @@ class DistributedSampler(TemporalSampler):
             replace=replace,
             window=window,
             snapshots=snapshots,
+            neighbor_times=neighbor_times,
             seed=seed,
         )
         self.group = group
@@ -92,7 +94,8 @@ class DistributedSampler(TemporalSampler):
     def owners(self, owners: Int64[Tensor, " num_nodes"]) -> None:
         check_owners("owners", owners, self.group, lowest=-1)
         owners = owners.cpu()
-        settings = (self.fanouts, self.policy, self.replace, self.window, self.snapshots, self.seed)
+        names = ("fanouts", "policy", "replace", "window", "snapshots", "neighbor_times", "seed")
+        settings = [getattr(self, name) for name in names]
         told = f"{settings} {self.graph.time_dtype}".encode()
         digest = hashlib.blake2b(told + owners.contiguous().numpy().tobytes(), digest_size=8)
         self._digest = int.from_bytes(digest.digest(), "little", signed=True)

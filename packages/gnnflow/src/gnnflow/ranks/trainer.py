@@ -10,6 +10,7 @@ ranks' means would favour the events of ranks with fewer.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from gnnflow.partitioning.online import OnlinePartitioner
 from gnnflow.ranks.exchange import tell_all
 from gnnflow.ranks.features import DistributedFeatures
 from gnnflow.ranks.sampler import DistributedSampler, owned, rebalance
-from gnnflow.training.continual import ContinualTrainer
+from gnnflow.training.continual import ContinualTrainer, OptimizerMaker
 from gnnflow.training.history import StreamHistory, select_new_rows
 from gnnflow.training.link_task import LinkTask
+from gnnflow.training.settings import Settings
 from shared.comms import Group, all_gather_v, all_reduce, broadcast
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
@@ -49,7 +51,8 @@ class DistributedTrainer(ContinualTrainer):
         features: `DistributedFeatures`, where rows of new edges go to the owners of their sources;
             a cache of them; or a store of all rows on each rank.
         partitioner: gives parts to new nodes as they arrive; None if the sampler's `owners` do.
-        settings: as for `ContinualTrainer`, except for `checkpoint`, which must be None.
+        settings, head, optimizer, changes: as for `ContinualTrainer`, except for `checkpoint`,
+            which must be None.
 
     Raises:
         ConfigError: see `ContinualTrainer`; or the sampler's group is not all ranks, a checkpoint
@@ -63,16 +66,20 @@ class DistributedTrainer(ContinualTrainer):
         graph: TemporalGraph,
         sampler: DistributedSampler,
         features: Features | FeatureCache | None = None,
+        settings: Settings | None = None,
         *,
         partitioner: OnlinePartitioner | None = None,
-        **settings: Any,
+        head: nn.Module | None = None,
+        optimizer: OptimizerMaker | None = None,
+        **changes: Any,
     ) -> None:
         group = sampler.group
         if group.ranks != Group.world().ranks:
             raise ConfigError(
                 f"expected a sampler over all ranks, got one over {group}; give it Group.world()"
             )
-        if settings.get("checkpoint") is not None:
+        given = replace(settings or Settings(), **changes)
+        if given.checkpoint is not None:
             raise ConfigError(
                 "checkpoint: expected None, since runs on ranks write no checkpoints; leave it out"
             )
@@ -81,12 +88,13 @@ class DistributedTrainer(ContinualTrainer):
                 "model: expected it unwrapped, got DistributedDataParallel; give model.module, "
                 "whose gradients are summed here"
             )
-        settings["progress"] = settings.get("progress", True) and group.rank == 0
-        super().__init__(model, graph, sampler, features, **settings)
+        given = replace(given, progress=given.progress and group.rank == 0)
+        super().__init__(model, graph, sampler, features, given, head=head, optimizer=optimizer)
         self._stream = (group.rank,)
-        given = self.settings
         self.history = _Part(sampler, features, self.history, partitioner, given.window, given.seed)
-        self.task = _Shared(sampler, model, self.head, sampler, given.batch_size, self.clock)
+        self.task = _Shared(
+            sampler, model, self.head, sampler, given.batch_size, self.clock, given.grain
+        )
         for part in (model, self.head):
             for tensor in part.state_dict().values():
                 tensor.copy_(broadcast(group, tensor.to(group.device), 0))
@@ -225,7 +233,7 @@ class _Shared(LinkTask):
         share: Tensor,
     ) -> tuple[Tensor, Tensor]:
         own = events[share]
-        if not self._uses_time:
+        if self._is_as_of_batch:
             # Embedded as of the batch's first event, which may be in another rank's share.
             own = Events(own.src, own.dst, events.t[:1].expand(len(own)), own.eid)
         return super().score(own, negatives[share], features)

@@ -8,7 +8,6 @@ gives the same samples. Nothing is pickled.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training.history import StreamHistory
-from gnnflow.training.rounds import Settings
+from gnnflow.training.settings import Settings
 from shared.data.events import Events
 from shared.errors import DataError
 from shared.files import atomic_file, write_atomically
@@ -27,6 +26,12 @@ __all__ = ["Checkpoint", "describe_run"]
 
 _FORMAT = "gnnflow continual 1"
 _OF_SAMPLER = ("fanouts", "policy", "replace", "window", "snapshots", "seed")
+_OF_SETTINGS = (
+    *("warmup", "every", "window", "grain", "negatives", "num_negatives", "batch_size", "epochs"),
+    *("warmup_epochs", "fresh_optimizer", "seed"),
+)
+# What runs were that were written before these could be chosen.
+_UNSAID = {"grain": "event", "neighbor_times": "edge"}
 _MODULES = ("model", "head", "memory")
 
 
@@ -47,10 +52,12 @@ def describe_run(
         "events": events.digest(),
         "edges before": history.graph.num_edges,
         "sampler": {name: getattr(sampler, name) for name in _OF_SAMPLER},
+        "neighbor_times": sampler.neighbor_times,
         "replay": {"policy": type(replay).__name__} | public,
     }
+    run |= {name: getattr(settings, name) for name in _OF_SETTINGS}
     # As it will be read again: tuples are lists.
-    return json.loads(json.dumps(run | asdict(settings), default=str))
+    return json.loads(json.dumps(run, default=str))
 
 
 class Checkpoint:
@@ -100,16 +107,18 @@ class Checkpoint:
         """`done` and `state` as given to `write`; None where nothing was written.
 
         Raises:
-            DataError: a file is damaged or no checkpoint, or is of another stream or setting.
+            DataError: a file is cut or something else, cannot be read, or is of another stream or
+                setting.
         """
         found = self._read_files()
         if found is None:
             return None
         about, tensors = found
+        written = _UNSAID | about["run"]
         for name, here in self._run.items():
-            if about["run"].get(name) != here:
+            if written.get(name) != here:
                 raise DataError(
-                    f"{self._folder} was written with {name} {about['run'].get(name)!r}, this run has "
+                    f"{self._folder} was written with {name} {written.get(name)!r}, this run has "
                     f"{here!r}; resume with the same stream, settings and an equally new graph, or "
                     "give another folder"
                 )
@@ -129,7 +138,14 @@ class Checkpoint:
             about = json.loads(path.read_text())
             if not isinstance(about, dict) or about.get("format") != _FORMAT:
                 raise DataError(f"{path}: expected the format {_FORMAT!r}; give another folder")
-            return about, load_file(self._folder / about["tensors"])
+            tensors = self._folder / about["tensors"]
+            with tensors.open("rb"):  # safetensors does not say why a file cannot be read
+                return about, load_file(tensors)
+        except PermissionError as error:
+            raise DataError(
+                f"{error.filename}: expected a file that this user may read, got {error.strerror!r}; "
+                "change its owner or mode, or give another folder"
+            ) from error
         except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError, OSError) as error:
             raise DataError(
                 f"{self._folder}: damaged ({error}); remove the folder to begin again"

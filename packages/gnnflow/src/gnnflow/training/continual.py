@@ -14,28 +14,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from gnnflow.data.time_units import check_span
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training.checkpoint import Checkpoint, describe_run
 from gnnflow.training.history import StreamHistory
-from gnnflow.training.link_task import METRICS, LinkTask, Scores
-from gnnflow.training.replay import ReplayPolicy, UniformReplay
+from gnnflow.training.link_task import LinkTask, Scores
+from gnnflow.training.replay import UniformReplay
 from gnnflow.training.report import Display
-from gnnflow.training.rounds import Round, Settings, StageClock, cut_increments
+from gnnflow.training.rounds import Round, StageClock, cut_increments
+from gnnflow.training.settings import Settings
 from gnnflow.training.subnormal import flush_subnormals
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
 
-__all__ = ["ContinualTrainer", "Round"]
+__all__ = ["ContinualTrainer", "OptimizerMaker", "Round"]
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -50,28 +53,10 @@ class ContinualTrainer:
         sampler: sampler of `graph`.
         features: a store, or a cache of one; None for no features. If a store with edge features
             lacks rows of an increment, they are appended from its events.
+        settings: settings of the run; `Settings()` by default.
         head: computes logits of links; a `LinkHead` of the model's `dim` by default.
-        warmup: share of the stream that is trained on before the first round.
-        every: length of an increment: a number of events, or a time such as "1D" or "12h", where
-            times are seconds; see `gnnflow.training.rounds.cut_increments`.
-        replay: past events trained on with an increment: a share of all past events (with a window,
-            of those in it), drawn uniformly; or a policy.
-        window: time in the stream's unit, or as for `every`: edges that are older than an
-            increment's first event by more than this expire.
-        negatives: kind of negatives in evaluations, see `Negatives`; training uses random ones.
-        num_negatives: negatives per event in evaluations; AP and AUC use the first of them.
-        metric: "ap", "auc" or "mrr", shown in the progress bar.
-        batch_size: events per batch.
-        epochs: passes over a round's events, replayed ones included.
-        warmup_epochs: passes over the warm-up.
         optimizer: maps parameters to an optimizer; Adam with learning rate 0.001 by default.
-        fresh_optimizer: make a new optimizer each round, as published; False keeps one.
-        restore: prefetch a round's edges into the edge cache at its start, as published.
-        seed: seed of negatives, replay and dropout.
-        checkpoint: folder that `run` resumes from, and writes to. Resuming checks stream, features,
-            sampling and settings; the optimizer's own settings are not checked.
-        checkpoint_every: rounds between two checkpoints.
-        progress: show a progress bar if standard error is a terminal.
+        changes: single settings by name, in place of those of `settings`.
 
     Attributes:
         rounds: rounds of the run so far.
@@ -88,58 +73,30 @@ class ContinualTrainer:
         graph: TemporalGraph,
         sampler: TemporalSampler,
         features: Features | FeatureCache | None = None,
+        settings: Settings | None = None,
         *,
         head: nn.Module | None = None,
-        warmup: float = 0.3,
-        every: int | str = "1D",
-        replay: float | ReplayPolicy = 0.05,
-        window: float | str | None = None,
-        negatives: str = "random",
-        num_negatives: int = 10,
-        metric: str = "ap",
-        batch_size: int = 600,
-        epochs: int = 1,
-        warmup_epochs: int = 1,
         optimizer: OptimizerMaker | None = None,
-        fresh_optimizer: bool = True,
-        restore: bool = True,
-        seed: int = 0,
-        checkpoint: str | Path | None = None,
-        checkpoint_every: int = 1,
-        progress: bool = True,
+        **changes: Any,
     ) -> None:
-        self.settings = Settings(
-            warmup=warmup,
-            every=every,
-            window=window,
-            negatives=negatives,
-            num_negatives=num_negatives,
-            batch_size=batch_size,
-            epochs=epochs,
-            warmup_epochs=warmup_epochs,
-            fresh_optimizer=fresh_optimizer,
-            seed=seed,
-        )
-        if metric not in METRICS:
-            raise ConfigError(f"metric: expected one of {list(METRICS)}, got {metric!r}")
-        if checkpoint_every < 1:
-            raise ConfigError(f"checkpoint_every: expected 1 or more, got {checkpoint_every}")
+        self.settings = given = replace(settings or Settings(), **changes)
         if sampler.graph is not graph:
             raise ConfigError("sampler: expected a sampler of the graph given, got another graph's")
         head = _make_head(model) if head is None else head
+        replay = given.replay
         if isinstance(replay, int | float):
-            replay = UniformReplay(replay, seed=seed)
+            replay = UniformReplay(replay, seed=given.seed)
         device = next((p.device for p in model.parameters()), graph.device)
         self.model, self.head, self.sampler = model, head.to(device), sampler
         self.clock = StageClock(device)
-        self.task = LinkTask(model, head, sampler, batch_size, self.clock)
+        self.task = LinkTask(model, head, sampler, given.batch_size, self.clock, given.grain)
         self.history = StreamHistory(
             graph,
             features,
             replay,
-            negatives=negatives,
-            window=window,
-            seed=seed,
+            negatives=given.negatives,
+            window=given.window,
+            seed=given.seed,
             clock=self.clock,
         )
         self.rounds: list[Round] = []
@@ -148,9 +105,7 @@ class ContinualTrainer:
         # Further keys of a round's dropout, besides seed and round; ranks add their number.
         self._stream: tuple[int, ...] = ()
         self._make_optimizer = optimizer or (lambda params: torch.optim.Adam(params, lr=1e-3))
-        self._restore, self._metric, self._progress = restore, metric, progress
-        self._folder = None if checkpoint is None else Path(checkpoint)
-        self._checkpoint_every = checkpoint_every
+        self._folder = None if given.checkpoint is None else Path(given.checkpoint)
 
     def run(self, events: Events) -> Iterator[Round]:
         """Warms up, and then yields a round for each increment.
@@ -160,7 +115,8 @@ class ContinualTrainer:
 
         Raises:
             ConfigError: the trainer has run already.
-            DataError: there are no events; a checkpoint is damaged or of another run; the loss is not
+            DataError: there are no events; times are no seconds where `every` or `window` has a unit;
+                a checkpoint is damaged or of another run; the loss is not
                 finite; or graph or features refuse an event.
         """
         if self.rounds or self.warmed:
@@ -168,6 +124,8 @@ class ContinualTrainer:
         if not len(events):
             raise DataError("run: expected at least one event, got none")
         events = events.sorted()
+        for name in ("every", "window"):
+            check_span(name, getattr(self.settings, name), events)
         first, ends = cut_increments(events, self.settings.warmup, self.settings.every)
         self.history.negatives.since = events.t[first].item()
         saved, done = None, 0
@@ -177,7 +135,7 @@ class ContinualTrainer:
             done = self._resume(saved, events)
         if not done and self.task.memory is not None:
             self.task.memory.reset_state()
-        with Display(len(events), self._metric, is_shown=self._progress) as display:
+        with Display(len(events), self.settings.metric, is_shown=self.settings.progress) as display:
             display.advance(done)
             if done < first:
                 self.warmed = self._warm_up(events[:first])
@@ -190,7 +148,9 @@ class ContinualTrainer:
                     continue
                 found = self._round(events, start, end)
                 self.rounds.append(found)
-                if saved and (found.index % self._checkpoint_every == 0 or end == len(events)):
+                if saved and (
+                    found.index % self.settings.checkpoint_every == 0 or end == len(events)
+                ):
                     saved.write(end, self.state_dict())
                 display.advance(end, found)
                 yield found
@@ -236,7 +196,7 @@ class ContinualTrainer:
     def _learn(self, replayed: Events, new: Events, index: int) -> float:
         """Trains on replayed events and then new ones; returns the mean loss of the last pass."""
         features, memory = self.history.features, self.task.memory
-        if self._restore and isinstance(features, FeatureCache) and features.dim("edge"):
+        if self.settings.restore and isinstance(features, FeatureCache) and features.dim("edge"):
             with self.clock.stage("fetch"):
                 features.restore(torch.cat([replayed.eid, new.eid]))
         if self.optimizer is None or self.settings.fresh_optimizer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,8 +19,10 @@ from shared.data.events import Events
 from shared.data.metrics import auc, average_precision, mrr
 from shared.errors import ConfigError
 
-__all__ = ["METRICS", "HasMemory", "LinkTask", "Scores"]
+__all__ = ["GRAINS", "METRICS", "Grain", "HasMemory", "LinkTask", "Scores"]
 
+Grain = Literal["event", "batch"]
+GRAINS = get_args(Grain)
 Negatives = Int64[Tensor, "num_events num_negatives"]
 
 
@@ -70,6 +72,8 @@ class LinkTask:
         sampler: of the graph.
         batch_size: events a batch.
         clock: of the model's device; counts the stages "sample", "fetch" and "train".
+        grain: "event", each event at its own time; "batch", each node of a batch once, as of its
+            first event.
 
     Raises:
         ConfigError: the model has some of the hooks only.
@@ -82,6 +86,7 @@ class LinkTask:
         sampler: TemporalSampler,
         batch_size: int,
         clock: StageClock,
+        grain: Grain = "event",
     ) -> None:
         self.model, self.head, self.sampler = model, head, sampler
         self.batch_size, self.clock = batch_size, clock
@@ -93,7 +98,8 @@ class LinkTask:
         if there and self.memory is None:
             raise ConfigError(f"model: expected the hooks {hooks} or none of them, got {there}")
         self._layout: Any = getattr(plain, "layout", "mfg")
-        self._uses_time = getattr(plain, "uses_time", True)
+        self.grain: Grain = grain
+        self._is_as_of_batch = grain == "batch" or not getattr(plain, "uses_time", True)
 
     def score(
         self, events: Events, negatives: Negatives, features: Features | FeatureCache | None
@@ -109,15 +115,20 @@ class LinkTask:
             DataError: an id has no row of features.
         """
         num_events, num_negatives = negatives.shape
-        t = events.t if self._uses_time else events.t[:1].expand(num_events)
+        t = events.t[:1].expand(num_events) if self._is_as_of_batch else events.t
         nodes = torch.cat([events.src, events.dst, negatives.flatten()])
-        times = torch.cat([t, t, t.repeat_interleave(num_negatives)])
+        times, places = torch.cat([t, t, t.repeat_interleave(num_negatives)]), None
+        if self.grain == "batch":
+            nodes, places = torch.unique(nodes, return_inverse=True)
+            times = times[: len(nodes)]
         with self.clock.stage("sample"):
             sample = self.sampler.sample(nodes, times, layout=self._layout)
         with self.clock.stage("fetch"):
             inputs = Inputs(None, None) if features is None else attach(sample, features)
         with self.clock.stage("train"):
             embedded = self.model(sample, inputs)
+            if places is not None:
+                embedded = embedded[places.to(embedded.device)]
             src, dst, others = embedded.split([num_events, num_events, negatives.numel()])
             others = others.unflatten(0, (num_events, num_negatives))
             return self.head(src, dst), self.head(src[:, None], others)

@@ -16,40 +16,10 @@ import torch
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
-__all__ = ["STAGES", "Round", "Settings", "StageClock", "cut_increments", "parse_span"]
+__all__ = ["STAGES", "Round", "StageClock", "cut_increments", "parse_span"]
 
 STAGES = ("insert", "evaluate", "sample", "fetch", "train")
 _UNITS_S = {"s": 1, "min": 60, "h": 3600, "D": 86_400, "W": 604_800}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings that determine a run's rounds, besides stream, model and replay.
-
-    See `ContinualTrainer`.
-
-    Raises:
-        ConfigError: one is out of range.
-    """
-
-    warmup: float
-    every: int | str
-    window: float | str | None
-    negatives: str
-    num_negatives: int
-    batch_size: int
-    epochs: int
-    warmup_epochs: int
-    fresh_optimizer: bool
-    seed: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_negatives", "batch_size", "epochs", "warmup_epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-        if self.window is not None:
-            parse_span("window", self.window)
-        cut_increments(Events([], [], []), self.warmup, self.every)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
