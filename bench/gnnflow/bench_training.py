@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import mean, median
+from typing import Literal
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def one_thread():
 class Ours(nn.Module):
     """Each event at its own time. A batch is inserted first: only earlier edges answer."""
 
-    neighbor_times = "edge"
+    neighbor_times: Literal["edge", "root"] = "edge"
 
     def __init__(self, stream):
         super().__init__()
