@@ -1,0 +1,97 @@
+"""The problem that rank 0 solves: whose rounds last together, what is hidden, what bytes are."""
+
+import numpy as np
+import pytest
+import torch
+
+import adaqp
+from adaqp.messages.assigner import assign_widths, problem_of
+from adaqp.messages.network import LinkTable
+from adaqp.messages.wire import row_bytes
+from adaqp.policy import Adaptive
+
+# Channel, receiver, rows and beta of a group, by sender: two layers on three ranks.
+TABLES = [
+    np.array([[0, 1, 100, 2.0], [0, 2, 50, 1.0], [1, 1, 100, 4.0]]),
+    np.array([[0, 2, 100, 3.0], [1, 0, 30, 1.0]]),
+    np.array([[0, 0, 100, 5.0], [1, 1, 70, 6.0]]),
+]
+SHAPES = [(16, 4), (32, 4)]
+
+
+def problem(scope_tables=TABLES, hidden_s=0.0, **settings):
+    links = LinkTable(
+        s_per_byte=np.array([[0, 1, 2], [3, 0, 4], [5, 6, 0]]) * 1e-8,
+        latency_s=np.array([[0, 1, 2], [3, 0, 4], [5, 6, 0]]) * 1e-3,
+        clamped=np.zeros((3, 3), dtype=bool),
+    )
+    policy = Adaptive(**settings)
+    return problem_of(scope_tables, SHAPES, policy, links, torch.bfloat16, hidden_s)
+
+
+def test_rounds_of_two_layers_follow_one_another():
+    found = problem()
+    # Two layers of two rounds each, three channels in a round.
+    assert np.bincount(found.round_of).tolist() == [3, 3, 3, 3]
+    choice = found.uniform(0)
+    alone = [
+        problem([table[table[:, 0] == layer] for table in TABLES]).round_s for layer in (0, 1)
+    ]
+    each = [seconds(np.zeros(n, dtype=np.int64)) for seconds, n in zip(alone, (4, 3), strict=True)]
+    assert found.round_s(choice).tolist() == pytest.approx(np.concatenate(each).tolist())
+
+
+def test_a_group_goes_from_its_sender_to_its_receiver():
+    found = problem()
+    sender = [0, 0, 0, 1, 1, 2, 2]
+    everything = np.concatenate(TABLES)
+    for group, (layer, receiver, rows, beta) in enumerate(everything):
+        channel = found.channel[group]
+        cost = 3 * sender[group] + int(receiver)
+        weights = [0, 1, 2, 3, 0, 4, 5, 6, 0]
+        assert found.s_per_byte[channel] == pytest.approx(weights[cost] * 1e-8)
+        assert found.latency_s[channel] == pytest.approx(weights[cost] * 1e-3)
+        shift = (int(receiver) - sender[group]) % 3
+        assert found.round_of[channel] == shift - 1 + 2 * int(layer)
+        assert found.beta[group] == beta
+        dim, itemsize = SHAPES[int(layer)]
+        per_row = [row_bytes(b, dim, itemsize, torch.bfloat16) for b in (2, 4, 8)]
+        assert found.bytes[group].tolist() == [rows * size for size in per_row]
+
+
+def test_only_an_aware_policy_counts_hidden_seconds():
+    assert problem(hidden_s=0.25).hidden_s == 0
+    assert problem(hidden_s=0.25, overlap_aware=True).hidden_s == 0.25
+
+
+def assign_with_hidden(folder, scope):
+    """Objectives' hidden seconds as rank 0 solved them; ranks and layers have different ones."""
+    dg = adaqp.load(folder)
+    links = LinkTable.uniform(2, 1e5)
+    policy = Adaptive(scope=scope, overlap_aware=True, first_at=100, lam=0.0)
+    with dg.messages(policy, links=links) as messages:
+        for _ in range(2):
+            h = dg.feat[:, :8].clone().requires_grad_()
+            dg.aggregate(dg.aggregate(h)).square().sum().backward()
+        sides = messages.sides
+        names = sorted(sides)
+        for number, name in enumerate(names):
+            sides[name].hidden_s = 10.0 ** -number * (1 + dg.rank)
+        solutions = assign_widths(dg.group, sides, policy, links, torch.bfloat16)
+        bits = {name: int(side.send_bits.max()) for name, side in sides.items()}
+    return [one.time_s for one in solutions], names, bits
+
+
+def test_what_is_hidden_is_the_least_of_all_ranks(sbm, cut, pool2):
+    times, names, bits = pool2.run(assign_with_hidden, cut(sbm, 2), "layer").results[0]
+    assert len(times) == len(names) == 4
+    # The first layers' seconds hide everything at 8 bits; the last ones' hide nothing.
+    assert bits[names[0]] == 8
+    assert bits[names[-1]] == 2
+    assert all(one <= 10.0**-number for number, one in enumerate(times[:2]))
+
+
+def test_layers_in_one_problem_share_what_is_hidden(sbm, cut, pool2):
+    times, names, bits = pool2.run(assign_with_hidden, cut(sbm, 2), "global").results[0]
+    assert len(times) == 1
+    assert {bits[name] for name in names} == {8}
