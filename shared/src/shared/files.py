@@ -7,10 +7,12 @@ only once its folder is on the disk. Modes are those that the umask gives.
 After an error nothing is left of what was begun. After a kill there may be left, beside `path`:
 
 - of a file, `.NAME.PROCESS.partial`, which the next write of that file removes;
-- of a folder, `NAME.partial`, which the next write of that folder removes, and `NAME.replaced`, the
-  folder that was about to be replaced. `find_folders` finds it where `NAME` itself is missing.
+- of a folder, `NAME.PROCESS.partial`, which the next write of that folder removes, and
+  `NAME.replaced`, the folder that was about to be replaced. `find_folders` finds it where `NAME`
+  itself is missing.
 
-One writer at a time is expected for a folder; files may be written by several, the last one stays.
+Several may write the same file or folder, each under a name of its own; the last one stays. Of two
+that publish a folder at the same moment one may be refused with an OSError; what stays is whole.
 A link stays, and what it leads to is replaced. What is no regular file (a pipe, a device) is written
 to as it is.
 """
@@ -71,12 +73,9 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
-        maker = leftover.name.removeprefix(f".{path.name}.").removesuffix(_PARTIAL)
-        # One with a dot is of a file whose name begins as ours does.
-        if "." not in maker and not is_alive(maker):
-            leftover.unlink(missing_ok=True)
-    partial = path.with_name(f".{path.name}.{mark()}-{next(_numbers)}{_PARTIAL}")
+    for leftover in _leftovers(path, f".{path.name}"):
+        leftover.unlink(missing_ok=True)
+    partial = path.with_name(f".{path.name}{_own_ending()}")
     try:
         yield partial
         publish(partial, path)
@@ -95,8 +94,10 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         OSError: it cannot be made, synced or renamed; `path` is then as it was.
     """
     path = Path(os.path.realpath(path))
-    partial = _beside(path, _PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
+    # Releases up to 0.1.0 gave all writers of a folder one name.
+    for leftover in (_beside(path, _PARTIAL), *_leftovers(path, path.name)):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = _beside(path, _own_ending())
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -196,6 +197,22 @@ def recover_folders(parent: Path, pattern: str) -> None:
     for path in list(parent.glob(pattern)):
         if path.suffix in (_PARTIAL, _REPLACED) and path.is_dir():
             shutil.rmtree(path)
+
+
+def _own_ending() -> str:
+    """The ending of what is being written, another one for each writer."""
+    return f".{mark()}-{next(_numbers)}{_PARTIAL}"
+
+
+def _leftovers(path: Path, name: str) -> list[Path]:
+    """What ended processes have begun to write beside `path`, under `name` and an ending."""
+    found = []
+    for partial in path.parent.glob(f"{glob.escape(name)}.*{_PARTIAL}"):
+        maker = partial.name.removeprefix(f"{name}.").removesuffix(_PARTIAL)
+        # One with a dot is of something whose name begins as ours does.
+        if "." not in maker and not is_alive(maker):
+            found.append(partial)
+    return found
 
 
 def _beside(path: Path, ending: str) -> Path:
