@@ -34,9 +34,7 @@ def test_rounds_of_two_layers_follow_one_another():
     # Two layers of two rounds each, three channels in a round.
     assert np.bincount(found.round_of).tolist() == [3, 3, 3, 3]
     choice = found.uniform(0)
-    alone = [
-        problem([table[table[:, 0] == layer] for table in TABLES]).round_s for layer in (0, 1)
-    ]
+    alone = [problem([table[table[:, 0] == layer] for table in TABLES]).round_s for layer in (0, 1)]
     each = [seconds(np.zeros(n, dtype=np.int64)) for seconds, n in zip(alone, (4, 3), strict=True)]
     assert found.round_s(choice).tolist() == pytest.approx(np.concatenate(each).tolist())
 
@@ -76,7 +74,7 @@ def assign_with_hidden(folder, scope):
         sides = messages.sides
         names = sorted(sides)
         for number, name in enumerate(names):
-            sides[name].hidden_s = 10.0 ** -number * (1 + dg.rank)
+            sides[name].hidden_s = 10.0**-number * (1 + dg.rank)
         solutions = assign_widths(dg.group, sides, policy, links, torch.bfloat16)
         bits = {name: int(side.send_bits.max()) for name, side in sides.items()}
     return [one.time_s for one in solutions], names, bits
