@@ -186,12 +186,14 @@ class ProbeLinks:
 class Demo:
     """Train real and generated graphs on two ranks and report what quantising messages gains.
 
+    Example: adaqp demo --out report/adaqp
+
     Args:
         out: folder for demo.json and the pictures.
         full: the long form: larger graphs, more epochs.
     """
 
-    out: Path = Path("adaqp-demo")
+    out: Path = Path("report/adaqp")
     full: bool = False
 
     def execute(self) -> int:
