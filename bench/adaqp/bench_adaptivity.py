@@ -30,7 +30,7 @@ from shared.comms import NetLab, RankPool, netlab
 # What lies beside a benchmark is no module of a package.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from accuracy_runs import gap, score_in_rank
+from held_out_scores import gap, score_in_rank
 
 pytestmark = [
     pytest.mark.netns,

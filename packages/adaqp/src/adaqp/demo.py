@@ -153,7 +153,10 @@ def claim_accuracy(scores: list[Score], size: Size) -> list[Claim]:
     training without messages loses less than three.
     """
     exact, adaptive, _ = scores
-    common = {"baseline_name": "exact fp32 messages, same code", **_check(scores, size)}
+    common: dict[str, Any] = {
+        "baseline_name": "exact fp32 messages, same code",
+        **_check(scores, size),
+    }
     return [
         Claim(
             name="which airline flew: test accuracy at equal epochs",
@@ -192,7 +195,7 @@ def _claim_epochs(
 ) -> list[Claim]:
     by_name = {t.policy.name: t for t in timings}
     adaptive, exact = by_name["adaptive"], by_name["exact"]
-    common = {"higher_is_better": False, **_check(scores, size)}
+    common: dict[str, Any] = {"higher_is_better": False, **_check(scores, size)}
     claims = [
         Claim(
             name="bytes an epoch",

@@ -14,7 +14,7 @@ from scipy.stats import t as student
 import adaqp
 from adaqp.policy import Policy
 from adaqp.training.config import ModelConfig
-from shared.comms import all_gather_v
+from shared.comms import Group, all_gather_v
 from shared.data.metrics import auc
 
 __all__ = ["Gap", "gap", "score_in_rank"]
@@ -117,8 +117,8 @@ def score_in_rank(
 def _score(dg: adaqp.DistGraph, logits: torch.Tensor) -> tuple[float, float]:
     """Accuracy and one-against-rest AUC, averaged over classes by size, on all ranks' rows."""
     mask = dg.val_mask | dg.test_mask
-    logits = torch.cat(all_gather_v(dg.group, logits[mask].contiguous()))
-    label = torch.cat(all_gather_v(dg.group, dg.label[mask].contiguous()))
+    logits = torch.cat(all_gather_v(Group.world(), logits[mask].contiguous()))
+    label = torch.cat(all_gather_v(Group.world(), dg.label[mask].contiguous()))
     right = float((logits.argmax(1) == label).double().mean())
     if logits.shape[1] == 2:
         return right, _one_against_rest(logits[:, 1] - logits[:, 0], label == 1)
