@@ -22,7 +22,8 @@ def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path):
 @pytest.mark.slow
 @pytest.mark.unchecked
 def test_training_without_messages_is_not_taken_for_ours(tmp_path, pool2):
-    partition(generated.flights((1,), label="carrier"), 2, method="random", out=tmp_path / "parts")
+    graph = generated.hard_sbm(demo.SHORT.num_nodes)
+    partition(graph, 2, method="random", out=tmp_path / "parts")
     exact, _, dropped = demo.SCORED
     args = (str(tmp_path / "parts"), demo.SHORT.epochs, (exact, dropped, dropped))
     scores = pool2.run(demo.train_in_rank, *args).results[0]

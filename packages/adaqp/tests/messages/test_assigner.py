@@ -62,34 +62,37 @@ def test_only_an_aware_policy_counts_hidden_seconds():
     assert problem(hidden_s=0.25, overlap_aware=True).hidden_s == 0.25
 
 
-def assign_with_hidden(folder, scope):
-    """Objectives' hidden seconds as rank 0 solved them; ranks and layers have different ones."""
+def widest(folder, scope, hidden):
+    """The most bits of each layer and direction where seconds count and hidden ones are free.
+
+    Args:
+        hidden: {rank: for each layer and direction, what it hides, in exchanges at 8 bits}.
+    """
     dg = adaqp.load(folder)
     links = LinkTable.uniform(2, 1e5)
     policy = Adaptive(scope=scope, overlap_aware=True, first_at=100, lam=0.0)
-    with dg.messages(policy, links=links) as messages:
+    with dg.messages(policy, links=links, backward="pull") as messages:
         for _ in range(2):
             h = dg.feat[:, :8].clone().requires_grad_()
             dg.aggregate(dg.aggregate(h)).square().sum().backward()
         sides = messages.sides
         names = sorted(sides)
-        for number, name in enumerate(names):
-            sides[name].hidden_s = 10.0**-number * (1 + dg.rank)
-        solutions = assign_widths(dg.group, sides, policy, links, torch.bfloat16)
-        bits = {name: int(side.send_bits.max()) for name, side in sides.items()}
-    return [one.time_s for one in solutions], names, bits
+        for name, share in zip(names, hidden[dg.rank], strict=True):
+            rows = max(len(dg.pull.send_rows), dg.num_halo)
+            num_bytes = rows * row_bytes(8, 8, 4, torch.bfloat16)
+            sides[name].hidden_s = share * links.time_s(0, 1, num_bytes)
+        assign_widths(dg.group, sides, policy, links, torch.bfloat16)
+    return [int(sides[name].send_bits.max()) for name in names]
 
 
 def test_what_is_hidden_is_the_least_of_all_ranks(sbm, cut, pool2):
-    times, names, bits = pool2.run(assign_with_hidden, cut(sbm, 2), "layer").results[0]
-    assert len(times) == len(names) == 4
-    # The first layers' seconds hide everything at 8 bits; the last ones' hide nothing.
-    assert bits[names[0]] == 8
-    assert bits[names[-1]] == 2
-    assert all(one <= 10.0**-number for number, one in enumerate(times[:2]))
+    hidden = {0: [1.1, 1.1, 0.0, 0.0], 1: [1.1, 0.0, 1.1, 0.0]}
+    assert pool2.run(widest, cut(sbm, 2), "layer", hidden).results == [[8, 2, 2, 2]] * 2
 
 
-def test_layers_in_one_problem_share_what_is_hidden(sbm, cut, pool2):
-    times, names, bits = pool2.run(assign_with_hidden, cut(sbm, 2), "global").results[0]
-    assert len(times) == 1
-    assert {bits[name] for name in names} == {8}
+@pytest.mark.parametrize(("share", "bits"), [(1.1, [8, 8, 8, 8]), (0.0, [2, 2, 2, 2])])
+def test_layers_in_one_problem_add_up_what_is_hidden(share, bits, sbm, cut, pool2):
+    hidden = {rank: [4 * share, 0.0, 0.0, 0.0] for rank in range(2)}
+    assert pool2.run(widest, cut(sbm, 2), "global", hidden).results == [bits] * 2
+    hidden = {rank: [share] * 4 for rank in range(2)}
+    assert pool2.run(widest, cut(sbm, 2), "global", hidden).results == [bits] * 2
