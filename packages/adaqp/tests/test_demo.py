@@ -1,5 +1,6 @@
 """The demo's claims are computed from what ran, and one that is not correct makes it fail."""
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from adaqp import demo
 from adaqp.graphs import generated
 from adaqp.partitioning.partitioner import partition
 from shared.claims import faults, read_demo
+from shared.comms import RankPool
 
 
 @pytest.mark.slow
@@ -21,12 +23,13 @@ def test_the_demo_reports_acceptable_claims_and_a_picture(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.unchecked
-def test_training_without_messages_is_not_taken_for_ours(tmp_path, pool2):
+def test_training_without_messages_is_not_taken_for_ours(tmp_path):
     graph = generated.hard_sbm(demo.SHORT.num_nodes)
-    partition(graph, 2, method="random", out=tmp_path / "parts")
+    partition(graph, 4, method="random", out=tmp_path / "parts")
     exact, _, dropped = demo.SCORED
     args = (str(tmp_path / "parts"), demo.SHORT.epochs, (exact, dropped, dropped))
-    scores = pool2.run(demo.train_in_rank, *args).results[0]
+    with RankPool(4, timeout=timedelta(minutes=2)) as pool:
+        scores = pool.run(demo.train_in_rank, *args).results[0]
     assert scores[1].num_bytes < scores[0].num_bytes / 10
     assert not any(claim.correct for claim in demo.claim_accuracy(scores, demo.SHORT))
 

@@ -184,7 +184,7 @@ class ProbeLinks:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train a generated graph on two ranks and report what quantising messages gains.
+    """Train a generated graph on four ranks and report what quantising messages gains.
 
     Example: adaqp demo --out report/adaqp
 

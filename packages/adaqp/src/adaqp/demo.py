@@ -1,7 +1,7 @@
-"""`adaqp demo`: a generated graph on two ranks, exact against quantised messages.
+"""`adaqp demo`: a generated graph on four ranks, exact against quantised messages.
 
 The graph that is timed is the one whose accuracy is checked: a block model, half of whose edges lead to
-other blocks, cut at random, on which training without messages is shown to fail. With root the two
+other blocks, cut at random, on which training without messages is shown to fail. With root the four
 ranks are hosts of their own behind real 100 Mbit/s links (network namespaces); without, they share
 this machine's loopback, and no claim about epoch time is made.
 """
@@ -29,6 +29,7 @@ from shared.comms import NetLab, RankPool, all_reduce, netlab
 
 __all__ = ["SCORED", "SHORT", "Score", "Size", "claim_accuracy", "run", "train_in_rank"]
 
+_RANKS = 4
 _RATE = "100mbit"
 _SOURCE = "adaqp demo"
 _LIMIT = timedelta(hours=2)
@@ -62,7 +63,7 @@ class Size:
     blocks: int
 
 
-SHORT = Size(num_nodes=20_000, epochs=60, blocks=3)
+SHORT = Size(num_nodes=15_000, epochs=45, blocks=3)
 _FULL = Size(num_nodes=100_000, epochs=120, blocks=5)
 
 
@@ -90,7 +91,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     size = _FULL if is_full else SHORT
     console = Console(stderr=True)
     unavailable = netlab.available()
-    where = "loopback" if unavailable else f"two hosts, {_RATE} links"
+    where = "loopback" if unavailable else f"{_RANKS} hosts, {_RATE} links"
     if unavailable:
         # The tour repeats lines that begin so.
         Console().print(f"skipped: epoch time over {_RATE} links: {unavailable}", soft_wrap=True)
@@ -98,14 +99,14 @@ def run(out: Path, *, is_full: bool) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         parts = str(Path(folder) / "parts")
         with console.status("adaqp: making and cutting the graph"):
-            partition(generated.hard_sbm(size.num_nodes), 2, method="random", out=parts)
+            partition(generated.hard_sbm(size.num_nodes), _RANKS, method="random", out=parts)
         with ExitStack() as stack:
-            pool = stack.enter_context(RankPool(2, timeout=_LIMIT))
+            pool = stack.enter_context(RankPool(_RANKS, timeout=_LIMIT))
             with console.status("adaqp: training with exact, adaptive and no messages"):
                 scores = pool.run(train_in_rank, parts, size.epochs, SCORED).results[0]
             if not unavailable:
                 stack.close()
-                lab = stack.enter_context(NetLab(hosts=2, rate=_RATE))
+                lab = stack.enter_context(NetLab(hosts=_RANKS, rate=_RATE))
                 pool = stack.enter_context(lab.pool(timeout=_LIMIT))
             with console.status(f"adaqp: timing epochs, {where}"):
                 args = (parts, _MODEL, _TIMED, size.blocks, 1)
