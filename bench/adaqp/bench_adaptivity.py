@@ -5,7 +5,7 @@ cases are even links; one thin pair of hosts, which get a tenth of the rate betw
 one problem (`scope="global"`), whose rounds share the time; and rows of uneven range, from a block
 model with degrees over two decades and no normalisation between layers. Policies take turns in one
 run; then each is trained to the end, over links without a limit, with the costs of these links, from
-five seeds. Adaptive widths pay where an epoch is shorter than with 4 bits and accuracy stays, or
+eight seeds. Adaptive widths pay where an epoch is shorter than with 4 bits and accuracy stays, or
 where accuracy is higher than with 2 bits at little more time. A row is correct where accuracy with
 adaptive widths stays within 0.3 points of exact messages by its 95 % interval, and dropping all
 messages loses 3 points or more.
