@@ -2,8 +2,8 @@
 
 Eight paired seeds and a random cut in four, the worst case: three quarters of all neighbours are remote. A row says "within
 0.3 points" only of what has the whole 95 % interval of its difference above -0.3 points; the other
-policies' rows say what was measured. No row is correct unless dropping all messages loses 3 points or
-more of the same score, by its whole interval.
+policies' rows say what was measured. Nothing is claimed of a score unless dropping all messages loses 3
+points or more of it, by its whole interval.
 """
 
 import sys
@@ -65,6 +65,9 @@ def bench_accuracy(benchmark, record_claim, tmp_path, task):
     for column, score in enumerate(("accuracy", "AUC")):
         dropped = gap(scores, "all dropped", column)
         benchmark.extra_info[f"all dropped {score}"] = str(dropped)
+        if not dropped.is_lost:
+            benchmark.extra_info[f"no claim on {score}"] = "dropping all messages costs too little"
+            continue
         for policy in list(POLICIES)[1:-1]:
             found = gap(scores, policy, column)
             promises = policy == "adaptive"
@@ -77,8 +80,7 @@ def bench_accuracy(benchmark, record_claim, tmp_path, task):
                     baseline=found.exact,
                     baseline_name="exact messages",
                     higher_is_better=True,
-                    correct=dropped.is_lost
-                    and (found.is_kept if promises else found.mean > dropped.mean + 3),
+                    correct=found.is_kept if promises else found.mean > dropped.mean + 3,
                     detail=f"difference with its 95 % interval: {found}; all dropped: {dropped}",
                 ),
                 spread=(
