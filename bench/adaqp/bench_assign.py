@@ -1,6 +1,8 @@
 """Bit assignment: the greedy solver against HiGHS, alternating on the same problems.
 
-What is compared is HiGHS's own solution, not the better of the two that `solver="milp"` returns.
+HiGHS may stop once it has proved a gap of 1e-3, which is also the most that the greedy solver's
+objective may lie above HiGHS's, or after 5 seconds. What is compared is HiGHS's own solution, not the
+better of the two that `solver="milp"` returns.
 Problems: all ordered pairs of ranks, SBM-like halo sizes, log-normal variances, uneven links,
 groups of 100 rows of 128 columns with two fp32 parameters a row.
 
@@ -27,6 +29,15 @@ from shared.units import format_s
 MEAN_ROWS = {2: 35_000, 4: 13_000, 8: 5_000}
 GREEDY_REPEATS = 5
 TOLERANCE = 1e-3
+PEERS = [
+    {
+        "peer": "HiGHS",
+        "setting": "scipy.optimize.milp, its presolve and heuristics as they are, one thread, "
+        "mip_rel_gap 1e-3, 5 s; coefficients scaled to lie near 1",
+        "why": "with its default gap of 1e-4, or the 1e-6 of `solver='milp'`, it runs longer; where "
+        "it needs more than 5 s, the ratio is the least that it could be",
+    },
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +50,7 @@ class Comparison:
     highs_s: list[float]
     difference: list[float]
     greedy_gap: list[float]
-    highs_is_optimal: list[bool]
+    highs_has_finished: list[bool]
 
 
 def problem_of(ranks: int, seed: int) -> Assignment:
@@ -79,7 +90,7 @@ def compare(ranks: int, problems: int, time_limit_s: float) -> Comparison:
             greedy = assign(problem)
             found["greedy_s"].append(time.perf_counter() - started_s)
         started_s = time.perf_counter()
-        exact = milp.solve(problem, time_limit_s)
+        exact = milp.solve(problem, time_limit_s, TOLERANCE)
         found["highs_s"].append(time.perf_counter() - started_s)
         best = problem.objective(exact.choice) if exact.choice is not None else float("nan")
         found["difference"].append((greedy.objective - best) / best)
@@ -89,7 +100,7 @@ def compare(ranks: int, problems: int, time_limit_s: float) -> Comparison:
         ranks=ranks,
         groups=int(statistics.median(groups)),
         greedy_gap=gaps,
-        highs_is_optimal=optimal,
+        highs_has_finished=optimal,
         **found,
     )
 
@@ -102,13 +113,13 @@ def spread(values: list[float], form=format_s) -> str:
 def table(comparisons: list[Comparison]) -> str:
     heads = (
         *("ranks", "groups", "greedy, median (range)", "HiGHS, median (range)"),
-        *("HiGHS proved optimal", "(greedy - HiGHS) / HiGHS", "proven gap of greedy"),
+        *("HiGHS proved its gap", "(greedy - HiGHS) / HiGHS", "proven gap of greedy"),
     )
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for c in comparisons:
         lines.append(
             f"| {c.ranks} | {c.groups} | {spread(c.greedy_s)} | {spread(c.highs_s)} "
-            f"| {sum(c.highs_is_optimal)} of {len(c.highs_is_optimal)} "
+            f"| {sum(c.highs_has_finished)} of {len(c.highs_has_finished)} "
             f"| {spread(c.difference, '{:.1e}'.format)} | {spread(c.greedy_gap, '{:.1e}'.format)} |"
         )
     return "\n".join(lines)
@@ -120,18 +131,25 @@ def bench_greedy_against_highs(benchmark, record_claim, ranks):
     result = compare(ranks, problems=3, time_limit_s=5.0)
     benchmark.extra_info.update(asdict(result))
     benchmark.pedantic(assign, args=(problem_of(ranks, 0),), rounds=10, warmup_rounds=1)
+    ratios = [
+        highs_s / statistics.median(result.greedy_s[at * GREEDY_REPEATS :][:GREEDY_REPEATS])
+        for at, highs_s in enumerate(result.highs_s)
+    ]
     record_claim(
         Claim(
-            name=f"bit assignment, {ranks} ranks, {result.groups} groups",
+            name=f"bit assignment, {ranks} ranks",
             unit="s",
             ours=statistics.median(result.greedy_s),
             baseline=statistics.median(result.highs_s),
-            baseline_name="HiGHS to a gap of 1e-6 or 5 s",
+            baseline_name="HiGHS to a gap of 1e-3 or 5 s",
             higher_is_better=False,
             correct=max(result.difference) <= TOLERANCE,
-            detail=f"objective above HiGHS's by at most {max(result.difference):.1e}",
+            detail=f"{result.groups} groups; objective above HiGHS's by at most "
+            f"{max(result.difference):.1e}; HiGHS proved its gap on "
+            f"{sum(result.highs_has_finished)} of {len(result.highs_has_finished)} problems",
             source="bench/adaqp/bench_assign.py",
-        )
+        ),
+        spread=(min(ratios), max(ratios)),
     )
 
 

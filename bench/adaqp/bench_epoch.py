@@ -1,11 +1,15 @@
-"""Epoch time over real rate-limited links: every policy, alternating in one run.
+"""Epoch time over real rate-limited links: every policy, alternating in one run, and what it learns.
 
-One rank a host (a network namespace), one thread a rank, a block model of 100,000 nodes and 3
-million edges cut by METIS, a 3-layer GCN of width 128. The baseline is the same code with exact
-float32 messages, ring rounds and the cached first layer, but no overlap; `all_to_all_single` inside
-autograd, what one would write by hand, stands beside it for context.
+Four hosts (network namespaces), one rank a host and one thread a rank, a 3-layer GCN of width 128 on
+a block model of 20,000 nodes and 200,000 edges, half of them to other blocks, cut at random: three
+quarters of all neighbours are remote. Cut by METIS, or at random in two, training without messages is
+as accurate on this graph, so no speed would prove anything there. The cut that is timed is also
+trained to the end, over links without a limit and from eight seeds: an epoch's claim is correct where
+accuracy stays within 0.3 points of exact messages and dropping all messages loses 3 or more, each by
+its whole 95 % interval. `all dropped` is also timed: no policy can be faster.
 """
 
+import sys
 import time
 from datetime import timedelta
 from itertools import pairwise
@@ -23,79 +27,154 @@ from adaqp.training.comparison import compare_in_rank
 from adaqp.training.config import ModelConfig, PolicyConfig
 from adaqp.training.figure import draw
 from shared.claims import Claim
-from shared.comms import Group, NetLab, barrier, netlab
+from shared.comms import Group, NetLab, RankPool, barrier, netlab
 from shared.kernels.segment import spmm
+
+# What lies beside a benchmark is no module of a package.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from held_out_scores import gap, score_in_rank
 
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.skipif(netlab.available() is not None, reason=str(netlab.available())),
 ]
 
+PEERS = [
+    {
+        "peer": "exact, ring rounds, no overlap",
+        "setting": "float32, rounds without two senders to one receiver, constant input aggregated "
+        "once and kept, products before aggregation where that narrows rows",
+        "why": "`all_to_all_single` in autograd, what one would write by hand, sends the features "
+        "again in each epoch and is slower in every run; it stands beside the claims",
+    },
+    {
+        "peer": "exact, overlapped",
+        "setting": "the same, hidden behind the aggregation of local edges or of central nodes",
+        "why": "both are timed, each against the one that it could replace",
+    },
+    {
+        "peer": "4 and 2 bits for all",
+        "setting": "stochastic rounding, overlapped, parameters in bfloat16, as for adaptive widths",
+        "why": "the same code and wire format: only the choice of widths differs",
+    },
+    {
+        "peer": "50 adaptive epochs",
+        "setting": "those that one assignment serves",
+        "why": "`every=50` is the default; links are known, as from the second assignment on",
+    },
+]
 RESULTS = Path(__file__).parents[1] / ".results"
 VANILLA = PolicyConfig(name="exact-no-overlap")
-ADAPTIVE = PolicyConfig(name="adaptive")
-POLICIES = [
-    VANILLA,
-    PolicyConfig(name="exact"),
-    PolicyConfig(name="exact", overlap="nodes"),
-    PolicyConfig(name="stale"),
-    PolicyConfig(name="fixed", width=4),
-    ADAPTIVE,
-]
+POLICIES = {
+    "exact, no overlap": VANILLA,
+    "exact, by edges": PolicyConfig(name="exact"),
+    "exact, by nodes": PolicyConfig(name="exact", overlap="nodes"),
+    "stale": PolicyConfig(name="stale"),
+    "4 bits for all": PolicyConfig(name="fixed", width=4),
+    "2 bits for all": PolicyConfig(name="fixed", width=2),
+    "adaptive": PolicyConfig(name="adaptive"),
+}
+CONTROL = "all dropped"
+SCORED = {"exact": adaqp.Exact(), "adaptive": adaqp.Adaptive(), CONTROL: adaqp.Drop()}
+SCORED_EPOCHS, SEEDS = 60, 8
 SETTINGS = [
-    # hosts, rate, blocks, epochs a block, times faster than the baseline that we aim at
-    (2, "100mbit", 5, 1, 4.5),
-    (4, "100mbit", 5, 1, 4.0),
-    (2, "1gbit", 7, 3, 1.8),
+    # rate, blocks, epochs a block, times faster than the baseline that we aim at
+    ("100mbit", 5, 1, 4.0),
+    ("1gbit", 7, 3, 1.8),
 ]
+HOSTS = 4
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory):
-    graph = adaqp.data.sbm(100_000)
-    folder = tmp_path_factory.mktemp("sbm")
-    for num_parts in (2, 4):
-        adaqp.partition(graph, num_parts, out=folder / str(num_parts))
-    return folder
+def scored_cut(tmp_path_factory):
+    """Folder of the cut, and the scores of training on it."""
+    folder = str(tmp_path_factory.mktemp("sbm") / "parts")
+    adaqp.partition(adaqp.data.hard_sbm(20_000), HOSTS, method="random", out=folder)
+    with RankPool(HOSTS, timeout=timedelta(minutes=28)) as pool:
+        args = (folder, SCORED, SCORED_EPOCHS, ModelConfig(), SEEDS)
+        return folder, pool.run(score_in_rank, *args).results[0]
 
 
-@pytest.mark.parametrize(("hosts", "rate", "blocks", "epochs", "target"), SETTINGS)
-def bench_epoch(benchmark, record_claim, parts, hosts, rate, blocks, epochs, target):
-    folder = str(parts / str(hosts))
+@pytest.mark.parametrize(("rate", "blocks", "epochs", "target"), SETTINGS)
+def bench_epoch(benchmark, record_claim, scored_cut, rate, blocks, epochs, target):
+    folder, scores = scored_cut
     model = ModelConfig()
+    timed = {**POLICIES, CONTROL: PolicyConfig(name="drop")}
     with (
-        NetLab(hosts=hosts, rate=rate) as lab,
+        NetLab(hosts=HOSTS, rate=rate) as lab,
         lab.pool(timeout=timedelta(minutes=20)) as pool,
     ):
         profiles, links = pool.run(profile_in_rank, folder, model, True).results[0]
         by_overlap = dict.fromkeys(("edges", None), profiles)
         by_overlap["nodes"] = pool.run(profile_in_rank, folder, model, False, "nodes").results[0][0]
-        plans = []
-        for config in POLICIES:
+        planned_s = {}
+        for name, config in POLICIES.items():
             policy, settings = config.build()
             overlap = settings["overlap"]
-            plans.append(predict(by_overlap[overlap], links, policy, overlap=overlap))
-        timings = benchmark.pedantic(
-            lambda: pool.run(compare_in_rank, folder, model, POLICIES, blocks, epochs).results[0],
-            rounds=1,
-        )
+            plan = predict(by_overlap[overlap], links, policy, overlap=overlap)
+            planned_s[name] = plan.epoch_s
+        args = (folder, model, list(timed.values()), blocks, epochs)
+        found = benchmark.pedantic(lambda: pool.run(compare_in_rank, *args).results[0], rounds=1)
         by_hand = max(pool.run(all_to_all_epochs, folder, 2).results)
-    names = ["vanilla", "edges", "nodes", "stale", "fixed 4", "adaptive"]
-    by_name = dict(zip(names, timings, strict=True))
-    where = f"{rate}, {hosts} hosts"
+    timings = dict(zip(timed, found, strict=True))
+    where = f"{rate}, {HOSTS} hosts"
     RESULTS.mkdir(exist_ok=True)
-    title = f"SBM, 100,000 nodes, 3 million edges, over {hosts} hosts with {rate} links"
-    draw(timings, title, RESULTS / f"adaqp-epoch-{hosts}-{rate}.svg")
-    errors = {}
-    for name, timing, plan in zip(names, timings, plans, strict=True):
-        errors[name] = plan.epoch_s / timing.median_s - 1
+    title = f"Block model, 20,000 nodes, random cut, over {HOSTS} hosts with {rate} links"
+    draw(found, title, RESULTS / f"adaqp-epoch-{rate}.svg")
+    errors = {name: s / timings[name].median_s - 1 for name, s in planned_s.items()}
+    for name, timing in timings.items():
+        plan = f"planned {planned_s[name]:.3f} ({errors[name]:+.0%}), " if name in errors else ""
         benchmark.extra_info[name] = (
             f"{timing.median_s:.3f} s ({min(timing.epoch_s):.3f} - {max(timing.epoch_s):.3f}), "
-            f"planned {plan.epoch_s:.3f} ({errors[name]:+.0%}), {timing.num_bytes / 1e6:.1f} MB, "
+            f"{plan}{timing.num_bytes / 1e6:.1f} MB, "
             "phases " + " ".join(f"{p} {s:.3f}" for p, s in timing.seconds.items())
         )
+    benchmark.extra_info["all_to_all_single"] = f"{by_hand:.3f} s"
+    for name in SCORED:
+        benchmark.extra_info[f"held-out accuracy, {name}"] = str(gap(scores, name))
+
+    def record(name, ours, baseline, correct, detail, aim=None):
+        pairs = list(zip(timings[ours].epoch_s, timings[baseline].epoch_s, strict=True))
+        ratios = [theirs / mine for mine, theirs in pairs]
+        claim = Claim(
+            name=f"{where}: {name}",
+            unit="s an epoch",
+            ours=timings[ours].median_s,
+            baseline=timings[baseline].median_s,
+            baseline_name=baseline,
+            higher_is_better=False,
+            correct=correct,
+            detail=detail,
+        )
+        record_claim(claim, aim=aim, spread=(min(ratios), max(ratios)))
+
+    learnt, dropped = gap(scores, "adaptive"), gap(scores, CONTROL)
+    is_kept = learnt.is_kept and dropped.is_lost
+    detail = (
+        f"held-out accuracy after {SCORED_EPOCHS} epochs less that of exact messages: {learnt}; "
+        f"{CONTROL}: {dropped}"
+    )
+    record("adaptive epoch", "adaptive", "exact, no overlap", is_kept, detail, target)
+    for width in (4, 2):
+        name = f"adaptive epoch beside that of {width} bits for all"
+        record(name, "adaptive", f"{width} bits for all", is_kept, detail)
+    overlap_aim = 1.15 if rate == "1gbit" else None
+    for name, ours, baseline, aim in (
+        ("overlap alone, by edges", "exact, by edges", "exact, no overlap", overlap_aim),
+        ("edge split", "exact, by edges", "exact, by nodes", 1.0),
+    ):
+        off, control = (
+            abs(timings[n].loss[1] / timings[baseline].loss[1] - 1) for n in (ours, CONTROL)
+        )
+        correct = off < 1e-4 and control > 1e-3
+        detail = (
+            f"loss of the second epoch differs by {off:.0e}, that of {CONTROL} by {control:.0e}"
+        )
+        record(name, ours, baseline, correct, detail, aim)
     worst = max(errors, key=lambda name: abs(errors[name]))
-    chosen = min(zip(plans, timings, strict=True), key=lambda pair: pair[0].epoch_s)[1]
+    chosen = timings[min(planned_s, key=planned_s.__getitem__)]
+    fastest_s = min(timings[name].median_s for name in POLICIES)
     record_claim(
         Claim(
             name=f"{where}: largest error of an epoch planned before any run",
@@ -105,47 +184,15 @@ def bench_epoch(benchmark, record_claim, parts, hosts, rate, blocks, epochs, tar
             baseline_name="what we aim at",
             higher_is_better=False,
             kind="simulated",
-            correct=chosen.median_s <= 1.1 * min(t.median_s for t in timings),
+            correct=chosen.median_s <= 1.1 * fastest_s,
             detail="the policy planned to be fastest is, within 10 %; "
             + ", ".join(f"{name} {error:+.0%}" for name, error in errors.items()),
         ),
         aim=1.0,
     )
-    benchmark.extra_info["all_to_all_single"] = f"{by_hand:.3f} s"
-    record_claim(
-        Claim(
-            name=f"{where}: adaptive epoch",
-            unit="s",
-            ours=by_name["adaptive"].median_s,
-            baseline=by_name["vanilla"].median_s,
-            baseline_name="exact, ring rounds, no overlap",
-            higher_is_better=False,
-            correct=by_name["adaptive"].loss[-1] < by_name["adaptive"].loss[0],
-            detail="the loss falls",
-        ),
-        aim=target,
-    )
-    pairs = [
-        ("overlap alone, by edges", "edges", "vanilla", 1.15 if rate == "1gbit" else None),
-        ("edge split", "edges", "nodes", 1.0),
-    ]
-    for what, ours, baseline, aim in pairs:
-        exact, other = by_name[ours], by_name[baseline]
-        record_claim(
-            Claim(
-                name=f"{where}: {what}",
-                unit="s",
-                ours=exact.median_s,
-                baseline=other.median_s,
-                baseline_name=f"exact, {baseline}",
-                higher_is_better=False,
-                correct=abs(exact.loss[1] / other.loss[1] - 1) < 1e-4,
-                detail="equal losses in the second epoch",
-            ),
-            aim=aim,
-        )
-    adaptive = by_name["adaptive"]
+    adaptive = timings["adaptive"]
     share = adaptive.assign_s / (50 * adaptive.median_s)
+    has_width = all(abs(sum(bits.values()) - 1) < 1e-6 for bits in adaptive.bits.values())
     record_claim(
         Claim(
             name=f"{where}: one assignment beside the 50 epochs it serves",
@@ -154,8 +201,8 @@ def bench_epoch(benchmark, record_claim, parts, hosts, rate, blocks, epochs, tar
             baseline=50 * adaptive.median_s,
             baseline_name="50 adaptive epochs",
             higher_is_better=False,
-            correct=sum(adaptive.bits["forward0"].values()) > 0.999,
-            detail=f"{share:.2%} of training; every row has a width",
+            correct=has_width and len(set().union(*adaptive.bits.values())) > 1,
+            detail=f"{share:.2%} of training; every row has a width, not all the same",
         ),
         aim=100.0,
     )

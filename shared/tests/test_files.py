@@ -74,7 +74,7 @@ def test_a_folder_is_synced_with_all_that_is_in_it(tmp_path, calls):
         (folder / "inner" / "a").write_text("1")
         (folder / "b").symlink_to("nowhere")
     synced = [name for what, name in calls[: calls.index(("rename", "run"))] if what == "sync"]
-    assert sorted(synced) == ["a", "inner/", "run.partial/"]
+    assert sorted(synced) == ["a", "inner/", f"{folder.name}/"]
     assert calls[-2:] == [("rename", "run"), ("sync", tmp_path.name + "/")]
 
 
@@ -161,9 +161,10 @@ def test_a_folder_that_cannot_be_renamed_gives_its_place_back(tmp_path, monkeypa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from shared.files import atomic_file
-with atomic_file(Path(sys.argv[1])) as file:
-    file.write_text("begun")
+from shared.files import atomic_file, atomic_folder
+write = atomic_folder if sys.argv[2:] else atomic_file
+with write(Path(sys.argv[1])) as place:
+    (place / "a" if sys.argv[2:] else place).write_text("begun")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -182,6 +183,28 @@ def test_what_a_killed_process_began_is_removed_by_the_next_write(tmp_path):
         assert mine.read_text() == "mine"
     assert path.read_text() == "mine"
     assert os.listdir(tmp_path) == ["a[1]"]
+
+
+def test_a_folder_that_a_killed_process_began_is_removed_by_the_next_write(tmp_path):
+    path = tmp_path / "run[1]"
+    done = subprocess.run([sys.executable, "-c", KILLED, path, "folder"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert len(os.listdir(tmp_path)) == 1
+    assert not path.exists()
+    with atomic_folder(path) as folder:
+        (folder / "new").write_text("new")
+    assert sorted(one.name for one in tmp_path.rglob("*")) == ["new", "run[1]"]
+
+
+def test_two_writers_of_a_folder_do_not_meet(tmp_path):
+    with atomic_folder(tmp_path / "run") as one:
+        (one / "one").write_text("one")
+        with atomic_folder(tmp_path / "run") as other:
+            assert list(other.iterdir()) == []
+            (other / "other").write_text("other")
+            assert [path.name for path in one.iterdir()] == ["one"]
+        assert [path.name for path in (tmp_path / "run").iterdir()] == ["other"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["one", "run"]
 
 
 def test_a_write_leaves_that_of_a_longer_name_alone(tmp_path):

@@ -7,14 +7,18 @@ them chose (safetensors: 0600).
 
 After an error nothing is left over. After a kill there may be left, beside `path`:
 
-- of a file, `.NAME.PROCESS.partial`, which the next write of that file removes; one that a process
-  of another machine or container left, after a day in which nothing was written to it;
-- of a folder, `NAME.partial`, which the next write of that folder removes, and `NAME.replaced`, the
-  folder that was about to be replaced. `find_folders` finds it if `NAME` itself is missing.
+- of a file, `.NAME.PROCESS.partial`, which the next write of that file removes;
+- of a folder, `NAME.PROCESS.partial`, which the next write of that folder removes, and
+  `NAME.replaced`, the folder that was about to be replaced. `find_folders` finds it if `NAME` itself
+  is missing.
 
-A folder must have one writer at a time; a file may have several, of which the last one wins. A
-symbolic link is kept and its target replaced. A path that is not a regular file (a pipe, a device)
-is written to directly.
+What a process of another machine or container left is removed once a day has passed in which nothing
+was written to it.
+
+Several processes may write the same file or folder, each under its own temporary name; the last one
+wins. Of two that publish a folder at the same moment one may be refused with an OSError; the folder
+that remains is complete. A symbolic link is kept and its target replaced. A path that is not a
+regular file (a pipe, a device) is written to directly.
 """
 
 import glob
@@ -76,12 +80,9 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
-        maker = leftover.name.removeprefix(f".{path.name}.").removesuffix(_PARTIAL)
-        # One with a dot belongs to another file whose name starts with this one's.
-        if "." not in maker and (not is_alive(maker) or _age_s(leftover) > _ABANDONED_S):
-            leftover.unlink(missing_ok=True)
-    partial = path.with_name(f".{path.name}.{mark()}-{next(_numbers)}{_PARTIAL}")
+    for leftover in _leftovers(path, f".{path.name}"):
+        leftover.unlink(missing_ok=True)
+    partial = path.with_name(f".{path.name}{_own_ending()}")
     try:
         yield partial
         publish(partial, path)
@@ -100,8 +101,10 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
         OSError: the folder cannot be created, synced or renamed; `path` is unchanged.
     """
     path = Path(os.path.realpath(path))
-    partial = _beside(path, _PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
+    # Releases up to 0.1.0 gave all writers of a folder one name.
+    for leftover in (_beside(path, _PARTIAL), *_leftovers(path, path.name)):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = _beside(path, _own_ending())
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -209,11 +212,12 @@ def recover_folders(parent: Path, pattern: str) -> None:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since the file was last written to; 0 for one that is gone."""
+    """Seconds since a file, or anything in a folder, was last written to; 0 for one that is gone."""
     try:
-        return time.time() - path.stat().st_mtime
+        newest = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
     except FileNotFoundError:
         return 0.0
+    return time.time() - newest
 
 
 def _read_umask() -> int:
@@ -232,6 +236,22 @@ def _set_mode(file: Path, mode: int) -> None:
     # Some file systems have no modes to change.
     with suppress(PermissionError):
         file.chmod(mode)
+
+
+def _own_ending() -> str:
+    """The ending of what is being written, another one for each writer."""
+    return f".{mark()}-{next(_numbers)}{_PARTIAL}"
+
+
+def _leftovers(path: Path, name: str) -> list[Path]:
+    """What ended processes have begun to write beside `path`, under `name` and an ending."""
+    found = []
+    for partial in path.parent.glob(f"{glob.escape(name)}.*{_PARTIAL}"):
+        maker = partial.name.removeprefix(f"{name}.").removesuffix(_PARTIAL)
+        # One with a dot belongs to something else whose name starts with this one's.
+        if "." not in maker and (not is_alive(maker) or _age_s(partial) > _ABANDONED_S):
+            found.append(partial)
+    return found
 
 
 def _beside(path: Path, ending: str) -> Path:

@@ -183,14 +183,16 @@ class ProbeLinks:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train on real and generated graphs with two ranks and report the gains of quantisation.
+    """Train a generated graph on four ranks and report what quantising messages gains.
+
+    Example: adaqp demo --out report/adaqp
 
     Args:
         out: folder for demo.json and the figures.
         full: run the long form, with larger graphs and more epochs.
     """
 
-    out: Path = Path("adaqp-demo")
+    out: Path = Path("report/adaqp")
     full: bool = False
 
     def execute(self) -> int:

@@ -5,8 +5,9 @@ AdaQP's method (arXiv 2306.01381), `Stale` is PipeGCN's (arXiv 2203.10428), for 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from adaqp.planner.solvers import SCOPES, SOLVERS
 from adaqp.planner.widths import AS_IS, DROPPED, WIDTHS
 from shared.errors import ConfigError
 
@@ -101,8 +102,8 @@ class Adaptive(Policy):
     bits: tuple[int, ...] = (2, 4, 8)
     lam: float = 0.5
     every: int = 50
-    solver: Literal["greedy", "milp"] = "greedy"
-    scope: Literal["layer", "global"] = "layer"
+    solver: str = "greedy"
+    scope: str = "layer"
     group_size: int = 100
     first_bits: int = 4
     first_at: int = 5
@@ -128,10 +129,8 @@ class Adaptive(Policy):
                 raise ConfigError(
                     f"Adaptive.{name}: expected 1 or more, got {getattr(self, name)!r}"
                 )
-        if self.solver not in ("greedy", "milp"):
-            raise ConfigError(f"Adaptive.solver: expected greedy or milp, got {self.solver!r}")
-        if self.scope not in ("layer", "global"):
-            raise ConfigError(f"Adaptive.scope: expected layer or global, got {self.scope!r}")
+        SOLVERS.check(self.solver)
+        SCOPES.check(self.scope)
 
     @property
     def start_bits(self) -> int:

@@ -1,9 +1,12 @@
 """Policies on two ranks: what each sends, what noise does, and what late messages are."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import adaqp
+from adaqp.messages import runtime
 from adaqp.policy import Adaptive, Drop, Exact, Fixed, Stale
 from shared.errors import ConfigError
 from shared.kernels.segment import spmm
@@ -276,6 +279,18 @@ def test_drop_sees_local_rows_only_and_leaves_no_trace(sbm, cut, pool2):
         assert max(found) < 1e-5
         assert not differs
         assert missing > 1
+
+
+def test_hidden_seconds_are_those_between_sending_and_waiting_averaged(sbm, cut, monkeypatch):
+    # Start and end of a forward and of a backward exchange's local work, in two steps.
+    ticks = iter([0.0, 2.0, 5.0, 6.0, 10.0, 14.0, 20.0, 23.0])
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    dg = adaqp.load(cut(sbm, 1))
+    with dg.messages(Exact()) as messages:
+        for _ in range(2):
+            dg.aggregate(dg.feat[:, :8].clone().requires_grad_()).sum().backward()
+    assert messages.sides["forward0"].hidden_s == 0.5 * (2 + 4)
+    assert messages.sides["backward0"].hidden_s == 0.5 * (1 + 3)
 
 
 def assign_without_channels(folder):

@@ -1,6 +1,7 @@
 """The files of a partition, put together again: the very same graph, and lists that fit in pairs."""
 
 import json
+import os
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 
 from adaqp.graphs.generated import sbm
 from adaqp.graphs.graph import Graph
+from adaqp.messages.distgraph import load
 from adaqp.partitioning.partitioner import METHODS, partition
 from shared.errors import ConfigError, DataError
 
@@ -264,6 +266,31 @@ def test_an_empty_folder_and_missing_parents_are_fine(tmp_path):
     for out in (tmp_path / "empty", tmp_path / "a" / "b"):
         partition(make_graph(2, []), 2, "random", out=out)
         check(make_graph(2, []), out)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_all_files_have_the_umasks_mode(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        partition(sbm(100, blocks=2, degree=6), 2, "random", out=tmp_path / "parts")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "parts").iterdir()}
+    assert len(modes) == 3
+    assert set(modes.values()) == {0o666 & ~umask}, modes
+
+
+@pytest.mark.parametrize("damage", ["cut short", "a folder"])
+def test_a_part_that_cannot_be_read_is_told_as_that(tmp_path, damage):
+    partition(sbm(100, blocks=2, degree=6), 1, "random", out=tmp_path / "parts")
+    path = tmp_path / "parts/part0.safetensors"
+    if damage == "cut short":
+        path.write_bytes(path.read_bytes()[:1000])
+    else:
+        path.unlink()
+        path.mkdir()
+    with pytest.raises(DataError, match=r"rank 0: .*part0.safetensors cannot be read: "):
+        load(tmp_path / "parts")
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):

@@ -358,7 +358,7 @@ def test_impossible_problems_are_refused(changes, message):
 
 
 def test_unknown_solver_and_time_limit_are_refused():
-    with pytest.raises(ConfigError, match="expected 'greedy' or 'milp', got 'cbc'"):
+    with pytest.raises(ConfigError, match="solver: expected one of greedy, milp, got 'cbc'"):
         assign(small(), solver="cbc")
     with pytest.raises(ConfigError, match="time_limit_s: expected seconds > 0, got 0"):
         assign(small(), solver="milp", time_limit_s=0)

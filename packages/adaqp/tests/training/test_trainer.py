@@ -1,6 +1,8 @@
 """Training: equal on any number of ranks, resumable to the bit, single-label and multilabel."""
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,33 @@ def test_a_crash_between_two_renames_loses_nothing(replaced, sbm, cut, tmp_path)
         again.save(tmp_path / "here")
     assert [p.name for p in tmp_path.iterdir()] == ["here"]
     assert find(tmp_path / "here") == tmp_path / "here"
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(sbm, cut, tmp_path, monkeypatch):
+    seen, real_fsync, real_rename = [], os.fsync, os.rename
+
+    def synced(descriptor):
+        real_fsync(descriptor)
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        seen.append(Path(os.readlink(f"/proc/self/fd/{number}")).name)
+
+    def renamed(source, target, **kwargs):
+        real_rename(source, target, **kwargs)
+        seen.append(f"now {Path(target).name}")
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    umask = os.umask(0o027)
+    try:
+        make(adaqp.load(cut(sbm, 1)), Exact()).save(tmp_path / "here")
+    finally:
+        os.umask(umask)
+    files = list((tmp_path / "here").iterdir())
+    before = seen[: seen.index("now here")]
+    assert {".metadata", "about.json", "__0_0.distcp"} == {path.name for path in files}
+    assert {path.name for path in files} <= set(before)
+    assert tmp_path.name in seen[seen.index("now here") :]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
 
 
 def resumed_otherwise(folder, checkpoint):

@@ -13,6 +13,7 @@ from adaqp.messages.channel import ChannelSide
 from adaqp.messages.network import LinkTable
 from adaqp.messages.wire import row_bytes
 from adaqp.planner.planner import Assignment, Solution, assign, group_messages
+from adaqp.planner.solvers import SCOPES
 from adaqp.policy import Adaptive
 from shared.comms.collectives import all_gather, all_to_all_v, gather_v, scatter_v
 from shared.comms.group import Group
@@ -145,11 +146,10 @@ def _solve(
     """Widths for each sender's groups, in the order in which the sender listed them."""
     bits = [np.zeros(len(t), dtype=np.int64) for t in tables]
     solutions = []
-    scopes = [range(len(shapes))] if policy.scope == "global" else [[n] for n in range(len(shapes))]
-    for scope in scopes:
-        keep = [np.isin(t[:, _CHANNEL], list(scope)) for t in tables]
+    for scope in SCOPES.get(policy.scope)(len(shapes)):
+        keep = [np.isin(t[:, _CHANNEL], scope) for t in tables]
         part = [t[k] for t, k in zip(tables, keep, strict=True)]
-        hidden = float(hidden_s[list(scope)].sum())
+        hidden = float(hidden_s[scope].sum())
         problem = problem_of(part, shapes, policy, links, wire_dtype, hidden)
         solution = assign(problem, solver=policy.solver)
         solutions.append(solution)

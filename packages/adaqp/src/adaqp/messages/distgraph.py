@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from adaqp.messages.autograd import HaloInFlight, aggregate, aggregate_linear, send_rows
@@ -218,7 +218,8 @@ def load(
         device: device that holds the rows; None: the group's device.
 
     Raises:
-        DataError: no partition there, a file of another partition, or an unknown format.
+        DataError: no partition there, a file that cannot be read or is of another partition, or an
+            unknown format.
         TopologyError: the number of ranks is not the number of parts.
     """
     folder = Path(folder)
@@ -235,9 +236,17 @@ def load(
     path = folder / f"part{rank}.safetensors"
     if not path.exists():
         raise DataError(f"rank {rank}: {path} is missing; copy the whole folder to every host")
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata() or {}
-        data = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    try:
+        # safetensors calls a file missing that it may not read; Python says why it cannot.
+        path.open("rb").close()
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            data = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"rank {rank}: {path} cannot be read: {error}; let this user read it, or copy the "
+            "folder again"
+        ) from error
     if header.get("fingerprint") != meta["fingerprint"] or header.get("rank") != str(rank):
         raise DataError(
             f"rank {rank}: {path} belongs to graph {header.get('fingerprint')!r} rank "

@@ -116,9 +116,15 @@ def operator(part: GraphPart, weight: str, *, transposed: bool = False) -> Opera
 
     is_central = rows < part.num_central
     halo = cut(is_halo, part.num_central, num_local, num_marginal, part.num_halo)
-    squared = torch.ones(halo.nnz) if weights is None else weights[is_halo].square()
+    # Parallel edges carry one row, whose weights add up before they are squared.
+    width = max(part.num_halo, 1)
+    pairs, pair_of = torch.unique(
+        rows[is_halo] * width + cols[is_halo] - num_local, return_inverse=True
+    )
+    each = torch.ones(halo.nnz, device=rows.device) if weights is None else weights[is_halo]
+    alpha = torch.zeros(len(pairs), device=rows.device).index_add_(0, pair_of, each)
     alpha_sq = torch.zeros(part.num_halo, device=rows.device)
-    alpha_sq.index_add_(0, cols[is_halo] - num_local, squared.to(rows.device))
+    alpha_sq.index_add_(0, pairs % width, alpha.square())
     return Operator(
         central=cut(is_central, 0, 0, part.num_central, num_local),
         marginal=cut(~is_central & ~is_halo, part.num_central, 0, num_marginal, num_local),

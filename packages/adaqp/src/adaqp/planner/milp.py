@@ -31,15 +31,18 @@ class MilpResult:
     is_optimal: bool
 
 
-def solve(problem: Assignment, time_limit_s: float) -> MilpResult:
-    """Minimises the objective to a relative gap of 1e-6, or until the time limit.
+def solve(
+    problem: Assignment, time_limit_s: float, relative_gap: float = _RELATIVE_GAP
+) -> MilpResult:
+    """Minimises the objective to a proven gap, or until the time limit.
 
     Args:
         problem: groups, channels and the weights of variance and time.
         time_limit_s: seconds that HiGHS may take.
+        relative_gap: between objective and bound, at which HiGHS may stop.
 
     Returns:
-        The best choice found, if any, and the proven bound.
+        The best choice found, if any, the proven bound, and whether the gap was reached.
     """
     groups, options = problem.bytes.shape
     rounds = problem.round_index()
@@ -80,7 +83,7 @@ def solve(problem: Assignment, time_limit_s: float) -> MilpResult:
         integrality=is_binary.astype(int),
         bounds=Bounds(0.0, np.where(is_binary, 1.0, np.inf)),
         constraints=LinearConstraint(rows, lower, upper),
-        options={"time_limit": time_limit_s, "mip_rel_gap": _RELATIVE_GAP},
+        options={"time_limit": time_limit_s, "mip_rel_gap": relative_gap},
     )
     bound = result.get("mip_dual_bound")
     has_bound = bound is not None and np.isfinite(bound)

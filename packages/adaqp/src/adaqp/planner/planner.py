@@ -17,6 +17,7 @@ from jaxtyping import Float64, Int64
 from adaqp.planner import greedy, milp
 from adaqp.planner.explanation import explain
 from adaqp.planner.problem import Assignment, Numbers, fields_from_json
+from adaqp.planner.solvers import SOLVERS, Answer
 from shared.errors import ConfigError, DataError
 
 __all__ = ["Assignment", "MessageGroups", "Solution", "assign", "group_messages"]
@@ -106,9 +107,10 @@ def assign(problem: Assignment, solver: str = "greedy", time_limit_s: float = 10
 
     Args:
         problem: groups, channels, options and weights.
-        solver: "greedy", in O(groups log groups) with a proven gap; or "milp", HiGHS.
-        time_limit_s: seconds that "milp" may take. At the limit the better of its solution and
-            the greedy one is returned, and `.solver` says which.
+        solver: one of `adaqp.planner.solvers.SOLVERS`: "greedy", in O(groups log groups) with a
+            proven gap; or "milp", HiGHS.
+        time_limit_s: seconds for HiGHS. When they run out the better of its solution and the
+            greedy one is returned, and `.solver` says which.
 
     Returns:
         The bits with their variance, time, objective and proven gap.
@@ -116,26 +118,30 @@ def assign(problem: Assignment, solver: str = "greedy", time_limit_s: float = 10
     Raises:
         ConfigError: the solver's name is unknown or the time limit is not positive.
     """
-    if solver not in ("greedy", "milp"):
-        raise ConfigError(f"solver: expected 'greedy' or 'milp', got {solver!r}; choose one")
+    SOLVERS.check(solver)
     if not time_limit_s > 0:
         raise ConfigError(f"time_limit_s: expected seconds > 0, got {time_limit_s}; give a few")
-    started_s = time.perf_counter()
+    return _solution(problem, SOLVERS.get(solver)(problem, time_limit_s))
+
+
+def by_greedy(problem: Assignment, time_limit_s: float) -> Answer:
+    """The greedy solver's answer; it needs no time limit."""
     found = greedy.solve(problem)
-    choice, bound, name = found.choice, found.bound, "greedy"
-    if solver == "milp":
-        left_s = max(time_limit_s - (time.perf_counter() - started_s), 1e-3)
-        exact = milp.solve(problem, left_s)
-        bound = max(bound, exact.bound)
-        is_better = False
-        if exact.choice is not None:
-            is_better = problem.objective(exact.choice) < problem.objective(choice)
-            choice = exact.choice if is_better else choice
-        if exact.is_optimal:
-            name = "milp"
-        else:
-            name = "milp, stopped at its time limit" if is_better else "greedy, milp out of time"
-    return _solution(problem, choice, bound, name)
+    return Answer(found.choice, found.bound, "greedy")
+
+
+def by_milp(problem: Assignment, time_limit_s: float) -> Answer:
+    """HiGHS's answer, or the greedy one where HiGHS ran out of time before it found a better one."""
+    started_s = time.perf_counter()
+    quick = by_greedy(problem, time_limit_s)
+    left_s = max(time_limit_s - (time.perf_counter() - started_s), 1e-3)
+    exact = milp.solve(problem, left_s)
+    bound = max(quick.bound, exact.bound)
+    if exact.choice is None or problem.objective(exact.choice) >= problem.objective(quick.choice):
+        name = "milp" if exact.is_optimal else "greedy, milp out of time"
+        return Answer(quick.choice, bound, name)
+    name = "milp" if exact.is_optimal else "milp, stopped at its time limit"
+    return Answer(exact.choice, bound, name)
 
 
 def group_messages(beta_per_message: Numbers, group_size: int) -> MessageGroups:
@@ -170,15 +176,16 @@ def group_messages(beta_per_message: Numbers, group_size: int) -> MessageGroups:
     return MessageGroups(order, np.append(starts, beta.size), total)
 
 
-def _solution(problem: Assignment, choice: np.ndarray, bound: float, solver: str) -> Solution:
+def _solution(problem: Assignment, answer: Answer) -> Solution:
+    choice = answer.choice
     objective = problem.objective(choice)
-    bound = min(bound, objective)
+    bound = min(answer.bound, objective)
     return Solution(
         bits=problem.bits[choice],
         variance=problem.variance(choice),
         time_s=float(problem.round_s(choice).sum()),
         objective=objective,
         gap=(objective - bound) / objective if objective > 0 else 0.0,
-        solver=solver,
+        solver=answer.solver,
         bound=bound,
     )

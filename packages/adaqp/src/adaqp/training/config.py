@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from adaqp.planner.solvers import SCOPES, SOLVERS
 from adaqp.planner.widths import WIDTHS
 from adaqp.policy import Adaptive, Drop, Exact, Fixed, Policy, Stale
 from shared.cli import choice
@@ -112,8 +113,8 @@ class PolicyConfig:
     lam: float = 0.5
     every: int = 50
     first_at: int = 5
-    solver: Literal["greedy", "milp"] = "greedy"
-    scope: Literal["layer", "global"] = "layer"
+    solver: Annotated[str, choice(SOLVERS)] = "greedy"
+    scope: Annotated[str, choice(SCOPES)] = "layer"
     group_size: int = 100
     overlap: Literal["edges", "nodes"] = "edges"
     backward: Literal["auto", "push", "pull"] = "auto"
