@@ -156,7 +156,7 @@ def resident(rounds):
     torch.distributed.barrier()
     gc.collect()
     before = resident_bytes("VmRSS")
-    move, training, generation, _, _ = setup(world)
+    move, *_ = setup(world)
     of_training = move.training.live_bytes
     torch.distributed.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
