@@ -10,6 +10,7 @@ What weights and messages take at once is read from the kernel, on each rank: th
 resident during moves there and back, less what was resident before the weights were made.
 """
 
+import ctypes
 import gc
 import time
 from datetime import timedelta
@@ -152,13 +153,12 @@ def resident_bytes(field):
 
 def resident(rounds):
     """On each rank: bytes of both shards, the most resident during moves, and the most counted."""
-    world = Group.world()
+    move, *_ = setup(Group.world())
     torch.distributed.barrier()
     gc.collect()
-    before = resident_bytes("VmRSS")
-    move, *_ = setup(world)
+    ctypes.CDLL(None).malloc_trim(0)  # what drawing the weights has left behind
     of_training = move.training.live_bytes
-    torch.distributed.barrier()
+    before = resident_bytes("VmRSS") - of_training
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
     for _ in range(rounds):
         move.to_generation()
@@ -181,9 +181,9 @@ def bench_resident_memory(benchmark, record_claim):
             baseline=(training + generation) / 1e6,
             baseline_name="both shards side by side",
             higher_is_better=False,
-            correct=all(rank[1] == 2 * rank[0] and rank[2] >= 0.9 * rank[1] for rank in found),
-            detail=f"VmHWM over {ROUNDS} moves there and back, less VmRSS before the weights were "
-            f"made, of the rank with the most; the generation shard alone takes "
+            correct=all(1.9 < rank[1] / rank[0] <= 2 and rank[2] >= rank[1] for rank in found),
+            detail=f"VmHWM over {ROUNDS} moves there and back, less what was resident before them "
+            f"beside training's shard, of the rank with the most; the generation shard alone takes "
             f"{generation / 1e6:.0f} MB, and what is live at once was counted as "
             f"{counted / 1e6:.0f} MB; the rest are pages that the allocator keeps for the next move",
             source=COMMAND,
