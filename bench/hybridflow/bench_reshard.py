@@ -7,7 +7,7 @@ pair, of which no byte may cross; and disjoint pools, one on each host, whose by
 held against the link's rate.
 
 What weights and messages take at once is read from the kernel, on each rank: the most that was
-resident during moves there and back, less what was resident before the weights were made.
+resident during moves there and back, less what was there before beside training's shard.
 """
 
 import ctypes
@@ -185,7 +185,7 @@ def bench_resident_memory(benchmark, record_claim):
             detail=f"VmHWM over {ROUNDS} moves there and back, less what was resident before them "
             f"beside training's shard, of the rank with the most; the generation shard alone takes "
             f"{generation / 1e6:.0f} MB, and what is live at once was counted as "
-            f"{counted / 1e6:.0f} MB; the rest are pages that the allocator keeps for the next move",
+            f"{counted / 1e6:.0f} MB; the rest are pages that the allocator keeps, and the transport",
             source=COMMAND,
         ),
         spread=tuple(sorted((rank[0] + rank[1]) / rank[2] for rank in found))[:: len(found) - 1],
