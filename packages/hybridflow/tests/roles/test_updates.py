@@ -158,12 +158,13 @@ def test_a_critic_descends_its_objective(mode, clip, tmp_path):
         before = weights(critic, tmp_path / "before")
         told = dict(critic.update(batch, clip=clip, mode=mode))
         after = weights(critic, tmp_path / "after")
-    model = torch.nn.Module()
-    model.model = LlamaModel(peer_config()).double().eval()
-    model.score = torch.nn.Linear(64, 1, bias=False).double()
+    model = torch.nn.ModuleDict({
+        "model": LlamaModel(peer_config()).double().eval(),
+        "score": torch.nn.Linear(64, 1, bias=False).double(),
+    })  # fmt: skip
     model.load_state_dict(before)
-    hidden = model.model(batch["tokens"]).last_hidden_state
-    values = before_tokens(model.score(hidden)[..., 0])
+    hidden = model["model"](batch["tokens"]).last_hidden_state
+    values = before_tokens(model["score"](hidden)[..., 0])
     error, old = (values - batch["returns"]) ** 2, batch["values"]
     if clip is not None:
         clipped = values.clamp(old - clip, old + clip)
