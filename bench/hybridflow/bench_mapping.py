@@ -45,6 +45,23 @@ ROLES = ("actor", "reference", "critic", "reward")
 CASES = 4 * [(1, 4), (2, 2), (1, 8), (2, 4), (4, 2), (2, 8)]  # hosts, GPUs of each
 ROUNDS = 5
 COMMAND = "hatch run bench hybridflow -k mapping"
+PEERS = [
+    {
+        "peer": "brute force",
+        "setting": "every placement and layout, in plain loops",
+        "why": "the definition of the least; it is there for its answers, not for its seconds",
+    },
+    {
+        "peer": "all models on all GPUs in one layout",
+        "setting": "the best of all layouts that every model allows, generation in the same one",
+        "why": "the most that one layout for all can give under the same cost model",
+    },
+    {
+        "peer": "a set of GPUs for each model",
+        "setting": "the best sizes and layouts, from the same search",
+        "why": "the most that standalone placement can give under the same cost model",
+    },
+]
 
 
 def ppo(size, critic_size):

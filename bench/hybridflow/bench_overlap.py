@@ -24,6 +24,23 @@ MODEL = "config:small-llama"
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 2, 32, 128
 TURNS, STEPS = 5, 6
 COMMAND = "hatch run bench hybridflow -k overlap"
+PEERS = [
+    {
+        "peer": "ideal overlap",
+        "setting": "the longer of generation and training, each as the synchronous loop has it alone",
+        "why": "no loop can be faster on these ranks",
+    },
+    {
+        "peer": "synchronous loop, one rank generating, one training",
+        "setting": "our own, with the same ranks, weights and batches",
+        "why": "what overlap itself gains, all else alike",
+    },
+    {
+        "peer": "synchronous loop, both ranks generating, then both training",
+        "setting": "our own, two replicas in one pool",
+        "why": "no rank ever waits: the best use of two ranks without overlap",
+    },
+]
 
 
 def prompts(step):

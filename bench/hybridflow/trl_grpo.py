@@ -11,6 +11,7 @@ import random
 import sys
 import tempfile
 import time
+from statistics import mean
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -57,18 +58,25 @@ def train(folder, steps, lr):
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, report_to=[], save_strategy="no",
         per_device_train_batch_size=128, steps_per_generation=2, num_generations=8,
         max_completion_length=K, beta=0.0, epsilon=0.2, epsilon_high=0.28, learning_rate=lr,
-        max_steps=2 * steps, logging_steps=2, disable_tqdm=True, num_iterations=1,
+        max_steps=2 * steps, disable_tqdm=True, num_iterations=1,
         loss_type="dapo", scale_rewards="group", max_grad_norm=1.0,
+        gradient_checkpointing=False, logging_strategy="no", logging_nan_inf_filter=False,
+        dataloader_pin_memory=False, shuffle_dataset=False, log_completions=False,
     )  # fmt: skip
-    clock = Clock()
+    clock, rewards = Clock(), []
+
+    def kept_score(**asked):
+        found = score(**asked)
+        rewards.append(mean(found))
+        return found
+
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder), reward_funcs=score, args=settings,
+        model=AutoModelForCausalLM.from_pretrained(folder), reward_funcs=kept_score, args=settings,
         train_dataset=Dataset.from_list(rows), processing_class=tokenizer(), callbacks=[clock],
     )  # fmt: skip
     trainer.train()
     # Two optimizer steps, the first of which generates for both, are one of ours.
     ends = clock.ends[1::2]
-    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     return [b - a for a, b in itertools.pairwise(ends)], rewards
 
 

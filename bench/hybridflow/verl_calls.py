@@ -11,6 +11,7 @@ import time
 
 os.environ["HOME"] = tempfile.mkdtemp()  # Ray leaves a token there
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ["RAY_task_events_report_interval_ms"] = "0"  # noqa: SIM112 - as Ray spells it
 
 import ray
 import torch

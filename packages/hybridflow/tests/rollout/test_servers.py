@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from hybridflow.models import pieces
 from hybridflow.rollout.native import generator as native
 from hybridflow.rollout.sampling import Sampling
+from hybridflow.rollout.servers.connection import Connection
 from hybridflow.rollout.servers.server import ServerRollout
 from shared.errors import CommError, ConfigError, DataError
 
@@ -151,6 +152,13 @@ def test_stand_in_that_is_another_service_is_said_so(kind, folders):
     with pytest.raises(CommError, match="and a recent one"):
         rollout.generate(prompts_of()[:1], GREEDY)
     server.close()
+
+
+def test_an_answer_without_end_is_refused(stand_in):
+    connection = Connection(url=stand_in.url, max_answer_bytes=1000)
+    stand_in.faults["/health"] = [lambda body: (200, "x" * 1001)]
+    with pytest.raises(CommError, match="at most 1,000 bytes"):
+        connection.post("/health")
 
 
 def test_settings_out_of_range_are_refused():

@@ -26,7 +26,7 @@ CHARS = CharTokenizer("0123456789")
 
 # Worker processes import it by name; what it does with a row depends on the row's text.
 THEIRS = """
-import os, time
+import os, subprocess, time
 from hybridflow.tasks.rewards import reward
 
 @reward(in_process=False, time_limit_s=0.3, on_error="drop", workers=2)
@@ -38,6 +38,25 @@ def careful(sample, text):
     if text == "33":
         os._exit(7)
     return float(text) + sample["bonus"] + (os.getpid() if text == "99" else 0)
+
+@reward(in_process=False, time_limit_s=2, on_error="drop")
+def busy(sample, text):
+    child = subprocess.Popen(["sleep", "60"])
+    with open(sample["path"], "w") as file:
+        file.write(str(child.pid))
+    if text == "7":
+        os._exit(7)
+    child.wait()
+
+@reward(in_process=False, on_error="drop", cpu_limit_s=0.1)
+def tireless(sample, text):
+    while text == "1":
+        pass
+    return 1.0
+
+@reward(in_process=False, on_error="drop", memory_limit_bytes=8 << 30)
+def greedy(sample, text):
+    return float(len(bytearray(16 << 30 if text == "1" else 1)))
 
 @reward(in_process=False)
 def strict(sample, text):
@@ -241,6 +260,48 @@ def test_worker_processes_are_kept_and_replaced(theirs):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["6", "7"])
+def test_what_a_call_has_started_ends_with_its_worker(theirs, tmp_path, text):
+    """When the call runs out of time, and when its worker dies under it."""
+    path = tmp_path / "child"
+    found = theirs.busy(make_roll(text, path=np.array([str(path)], dtype=object)), CHARS)
+    assert found["is_dropped"].tolist() == [True]
+    child, until = int(path.read_text()), time.monotonic() + 10
+    while is_running(child) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not is_running(child)
+    theirs.busy.close()
+
+
+def is_running(pid):
+    """Whether a process is there, and not only its exit status."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_worker_process_stands_by_where_calls_have_a_time_limit(theirs, tmp_path):
+    roll = make_roll("6", path=np.array([str(tmp_path / "child")], dtype=object))
+    theirs.busy(roll, CHARS)
+    standing_by = theirs.busy._workers._spares[0].process.pid
+    theirs.busy(roll, CHARS)
+    assert theirs.busy._workers._workers[0].process.pid == standing_by
+    theirs.busy.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "told"), [("tireless", "processor time"), ("greedy", "Memory")])
+def test_limits_of_processor_time_and_memory(theirs, caplog, name, told):
+    function = getattr(theirs, name)
+    assert function(make_roll("2", "1", "2"), CHARS)["is_dropped"].tolist() == [False, True, False]
+    assert told in caplog.text
+    function.close()
+
+
 def test_a_failure_in_a_worker_process_brings_its_traceback(theirs):
     with pytest.raises(DataError, match=r"strict, sample 102 \(row 2\): it raised Zero") as caught:
         theirs.strict(make_roll("1", "2", "3", "4"), CHARS)

@@ -3,6 +3,7 @@
 import pickle
 import socket
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 from hybridflow import Batch
+from hybridflow.workers.engines import tcp
 from hybridflow.workers.engines.rank import take_rows
 from hybridflow.workers.engines.tcp import Listener, PeerLink, connect
+from hybridflow.workers.engines.torchrun_rank import Member
 from hybridflow.workers.engines.torchrun_store import PlacedStore, StoreAddress
 from shared.errors import CommError, DataError
 
+_HERE = "127.0.0.1"
 _KEY, _OTHER_KEY = b"k" * 32, b"o" * 32
 
 
@@ -29,7 +33,7 @@ def test_messages_and_bytes_arrive_as_they_were_sent():
         link.send([link.receive(), bytes(link.receive_bytes(1 << 20))])
         answered.set()
 
-    listener = Listener(_KEY, answer)
+    listener = Listener(_HERE, _KEY, answer)
     link = connect(("127.0.0.1", listener.port), _KEY, 10)
     data = bytes(range(256)) * 4096
     link.send({"a": 1})
@@ -54,7 +58,7 @@ class _Bomb:
 
 def test_a_caller_without_the_key_is_neither_answered_nor_read(tmp_path):
     answered = []
-    listener = Listener(_KEY, answered.append)
+    listener = Listener(_HERE, _KEY, answered.append)
     address = ("127.0.0.1", listener.port)
     with pytest.raises(CommError, match="does not know its key"):
         connect(address, _OTHER_KEY, 10)
@@ -74,11 +78,52 @@ def test_a_caller_without_the_key_is_neither_answered_nor_read(tmp_path):
 
 def test_a_caller_that_repeats_what_it_hears_is_refused():
     answered = []
-    listener = Listener(_KEY, answered.append)
+    listener = Listener(_HERE, _KEY, answered.append)
     with socket.create_connection(("127.0.0.1", listener.port)) as caller:
         while heard := caller.recv(1024):
             caller.sendall(heard)
     assert answered == []
+    listener.close()
+
+
+def test_a_listener_is_reached_at_its_own_address_only():
+    listener = Listener(_HERE, _KEY, lambda link: link.close())
+    with pytest.raises(ConnectionRefusedError):
+        connect(("127.0.0.2", listener.port), _KEY, 10)
+    connect((_HERE, listener.port), _KEY, 10).close()
+    listener.close()
+
+
+def member_of(host, num_ranks):
+    return Member(rank=0, num_ranks=num_ranks, local_rank=0, num_local_ranks=2, first_host=host)
+
+
+def test_an_address_that_others_can_not_use_is_not_the_only_one():
+    assert member_of(_HERE, num_ranks=2).listening_address() == _HERE
+    assert member_of(_HERE, num_ranks=4).listening_address() == ""
+    assert (
+        member_of("192.0.2.1", num_ranks=4).listening_address() == ""
+    )  # no address of this machine
+
+
+def test_callers_that_say_nothing_keep_others_out_for_a_moment_only(monkeypatch):
+    monkeypatch.setattr(tcp, "_PROOF_S", 0.3)
+    monkeypatch.setattr(tcp, "_MAX_UNPROVEN", 2)
+    before = threading.active_count()
+    listener = Listener(_HERE, _KEY, lambda link: link.close())
+    silent = [socket.create_connection((_HERE, listener.port)) for _ in range(6)]
+    dripping = socket.create_connection((_HERE, listener.port))
+    dripping.sendall(b"x")
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        with suppress(TimeoutError):
+            connect((_HERE, listener.port), _KEY, 10).close()
+            break
+    else:
+        pytest.fail("nobody is let in any more")
+    assert threading.active_count() <= before + 3  # who listens, and two that prove themselves
+    for caller in (*silent, dripping):
+        caller.close()
     listener.close()
 
 
@@ -89,7 +134,7 @@ def test_a_caller_that_repeats_what_it_hears_is_refused():
 def stores():
     """Of ranks 0 and 1, of which each believes the other to be on another machine."""
     stores = [PlacedStore(rank, _KEY) for rank in range(2)]
-    listeners = [Listener(_KEY, partial(_serve, store)) for store in stores]
+    listeners = [Listener(_HERE, _KEY, partial(_serve, store)) for store in stores]
     for store in stores:
         store.places = {
             rank: StoreAddress(rank, "127.0.0.1", listener.port, stores[rank].folder)
@@ -146,7 +191,7 @@ def test_what_can_not_be_read_is_told_as_on_the_machine_itself(stores):
 
 def test_an_owner_that_is_gone_is_named():
     store, gone = (PlacedStore(rank, _KEY) for rank in (1, 3))
-    listener = Listener(_KEY, lambda link: link.close())
+    listener = Listener(_HERE, _KEY, lambda link: link.close())
     store.places = {
         1: StoreAddress(1, "127.0.0.1", 0, store.folder),
         3: StoreAddress(3, "127.0.0.1", listener.port, gone.folder),

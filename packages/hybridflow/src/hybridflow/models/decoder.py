@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -180,9 +181,14 @@ class Decoder(nn.Module):
         if shard.is_last and not is_tied_here:
             size = rows if head == "vocabulary" else 1
             self.head = nn.Parameter(torch.empty(size, config.hidden_size, **kind))
+        # Nothing is computed for a model that only says what it would hold.
+        exact: dict[str, Any] = {
+            "dtype": torch.float64,
+            "device": "meta" if torch.device(device).type == "meta" else "cpu",
+        }
         angles = torch.outer(
-            torch.arange(config.max_positions, dtype=torch.float64),
-            torch.tensor(inverse_frequencies(config), dtype=torch.float64),
+            torch.arange(config.max_positions, **exact),
+            torch.tensor(inverse_frequencies(config), **exact),
         )
         self.register_buffer("cos", angles.cos().to(**kind)[:, None], persistent=False)
         self.register_buffer("sin", angles.sin().to(**kind)[:, None], persistent=False)

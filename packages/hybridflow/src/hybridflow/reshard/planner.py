@@ -101,7 +101,9 @@ def plan(
         is_disjoint: the destination's ranks come after the source's, and are not the same.
 
     Returns:
-        The plan. O(weights x ranks x boxes a weight).
+        The plan. Of groups whose ranks hold and want the same, as replicas' do, one is planned and
+        the others do as it does: O(weights x different groups x (ranks and boxes of a group)), and
+        writing the transfers down.
 
     Raises:
         ConfigError: if a layout does not fit the model or the ranks.
@@ -109,15 +111,13 @@ def plan(
     config = read_config(model)
     src = Layout.parse(src_layout)
     dst = None if src.contains(dst_layout) else src.other(dst_layout)
-    sources = [
-        find_held_boxes(config, src, rank, is_sharded=is_sharded) for rank in range(src.num_ranks)
-    ]
+    sources = _all_held_boxes(config, src, is_sharded=is_sharded)
     groups: GenerationGroups | None = None
     if dst is not None:
-        wanted = [find_held_boxes(config, dst, rank) for rank in range(dst.num_ranks)]
+        wanted = _all_held_boxes(config, dst)
     else:
         groups = generation_groups(src, str(dst_layout))
-        wanted = [find_wanted_boxes(config, groups, rank) for rank in range(src.num_ranks)]
+        wanted = _all_wanted_boxes(config, groups, src.num_ranks)
     if is_disjoint:
         sources, wanted = [*sources, *({} for _ in wanted)], [*({} for _ in sources), *wanted]
     elif len(sources) != len(wanted):
@@ -147,29 +147,81 @@ def plan_boxes(
         DataError: if something that is wanted is held by no rank of the domain.
     """
     num_ranks = len(sources)
-    names = list(dict.fromkeys(name for boxes in (*sources, *wanted) for name in boxes))
-    transfers: dict[str, list[reshard.Transfer]] = {}
-    load = [0] * num_ranks
-    for name in names:
-        found: list[reshard.Transfer] = []
-        for ranks in domains or [range(num_ranks)]:
-            part = reshard.plan(
-                [list(sources[rank].get(name, ())) for rank in ranks],
-                [list(wanted[rank].get(name, ())) for rank in ranks],
-                itemsize,
-                already_sent=[load[rank] for rank in ranks],
+    different = {id(boxes): boxes for boxes in (*sources, *wanted)}
+    names = list(dict.fromkeys(name for boxes in different.values() for name in boxes))
+    groups = domains or [range(num_ranks)]
+    planned: dict[tuple[tuple[int, int], ...], dict[str, list[reshard.Transfer]]] = {}
+    found = []
+    for ranks in groups:
+        alike = tuple((id(sources[rank]), id(wanted[rank])) for rank in ranks)
+        if alike not in planned:
+            planned[alike] = _plan_group(
+                names, [sources[rank] for rank in ranks], [wanted[rank] for rank in ranks], itemsize
             )
-            found += [reshard.Transfer(ranks[src], ranks[dst], box) for src, dst, box in part]
-        for rank, count in enumerate(reshard.sent_bytes(found, itemsize, num_ranks)):
-            load[rank] += count
-        transfers[name] = found
+        found.append(planned[alike])
+    num_bytes = {key: _num_bytes(boxes, itemsize) for key, boxes in different.items()}
     return Plan(
         num_ranks=num_ranks,
         itemsize=itemsize,
-        transfers=transfers,
-        held=[_num_bytes(boxes, itemsize) for boxes in sources],
-        wanted=[_num_bytes(boxes, itemsize) for boxes in wanted],
+        transfers={
+            name: [
+                reshard.Transfer(ranks[src], ranks[dst], box)
+                for ranks, transfers in zip(groups, found, strict=True)
+                for src, dst, box in transfers[name]
+            ]
+            for name in names
+        },
+        held=[num_bytes[id(boxes)] for boxes in sources],
+        wanted=[num_bytes[id(boxes)] for boxes in wanted],
     )
+
+
+def _plan_group(
+    names: Sequence[str], sources: Sequence[Boxes], wanted: Sequence[Boxes], itemsize: int
+) -> dict[str, list[reshard.Transfer]]:
+    """Transfers by weight inside one group; ranks are places in it."""
+    load = [0] * len(sources)
+    transfers = {}
+    for name in names:
+        found = reshard.plan(
+            [list(boxes.get(name, ())) for boxes in sources],
+            [list(boxes.get(name, ())) for boxes in wanted],
+            itemsize,
+            already_sent=load,
+        )
+        sent = reshard.sent_bytes(found, itemsize, len(load))
+        load = [before + now for before, now in zip(load, sent, strict=True)]
+        transfers[name] = found
+    return transfers
+
+
+def _all_held_boxes(
+    config: DecoderConfig, layout: Layout, *, is_sharded: bool = False
+) -> list[Boxes]:
+    """By rank; ranks that hold the same have one object."""
+    found: dict[tuple[int, int, int], Boxes] = {}
+    ranks = []
+    for rank in range(layout.num_ranks):
+        pp, tp, dp = layout.coordinates(rank)
+        key = (pp, tp, dp if is_sharded else 0)
+        if key not in found:
+            found[key] = find_held_boxes(config, layout, rank, is_sharded=is_sharded)
+        ranks.append(found[key])
+    return ranks
+
+
+def _all_wanted_boxes(
+    config: DecoderConfig, groups: GenerationGroups, num_ranks: int
+) -> list[Boxes]:
+    """By rank; ranks that want the same have one object."""
+    found: dict[tuple[int, int], Boxes] = {}
+    ranks = []
+    for rank in range(num_ranks):
+        at = groups.coordinates(rank)
+        if (at.pp, at.tp) not in found:
+            found[at.pp, at.tp] = find_wanted_boxes(config, groups, rank)
+        ranks.append(found[at.pp, at.tp])
+    return ranks
 
 
 def find_held_boxes(

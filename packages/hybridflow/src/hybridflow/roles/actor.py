@@ -68,6 +68,7 @@ class Actor(Generator, ModelGroup):
         seed: int = 0,
         max_tokens: int = 16384,
         is_sharded: bool = False,
+        cache_bytes: int | None = None,
         name: str = "actor",
     ) -> None:
         """Places a model on a pool.
@@ -83,6 +84,8 @@ class Actor(Generator, ModelGroup):
             seed: of weights that are drawn.
             max_tokens: in a micro-batch of a rank.
             is_sharded: replicas share parameters, gradients and optimizer state out (FSDP2).
+            cache_bytes: that keys and values of a generation may take on a rank; prompts go in waves
+                that fit. None: all prompts at once.
             name: of the group.
 
         Raises:
@@ -91,7 +94,7 @@ class Actor(Generator, ModelGroup):
         super().__init__(
             ActorWorker, pool, model, optimizer=optimizer, dtype=dtype, seed=seed,
             max_tokens=max_tokens, is_sharded=is_sharded, layout=train, generate=generate,
-            name=name,
+            cache_bytes=cache_bytes, name=name,
         )  # fmt: skip
 
     def log_probs(self, batch: Batch | Future | Joined, temperature: float = 1.0) -> Future:

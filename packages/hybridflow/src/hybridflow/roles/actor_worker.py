@@ -65,9 +65,17 @@ class PolicyUpdate:
 class ActorWorker(ModelWorker):
     """One rank of an actor."""
 
-    def __init__(self, model: Any, *, generate: str | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        generate: str | None = None,
+        cache_bytes: int | None = None,
+        **settings: Any,
+    ) -> None:
         """Builds the training shard, and plans the move if generation has another layout."""
         super().__init__(model, **settings)
+        self.cache_bytes = cache_bytes
         self.generator = self.model
         self.transition: Transition | None = None
         self._exchanges: dict[WeightRoute, Exchange] = {}
@@ -110,6 +118,7 @@ class ActorWorker(ModelWorker):
             sample_ids=ids,
             step=step,
             stages=self.stages,
+            cache_bytes=self.cache_bytes,
         )
         return build_roll(batch, found, sampling, self.version)
 

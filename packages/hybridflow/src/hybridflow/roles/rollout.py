@@ -68,6 +68,7 @@ class Rollout(Generator, ModelGroup):
         generate: str = "1-1",
         dtype: str = "float32",
         seed: int = 0,
+        cache_bytes: int | None = None,
         name: str = "rollout",
     ) -> None:
         """Places a model on a pool.
@@ -78,6 +79,7 @@ class Rollout(Generator, ModelGroup):
             generate: "p-t"; there are as many replicas as the pool has room for.
             dtype: as the actor's.
             seed: of weights that are drawn; those of the actor come by `sync_weights`.
+            cache_bytes: as the actor's.
             name: of the group.
 
         Raises:
@@ -85,8 +87,9 @@ class Rollout(Generator, ModelGroup):
         """
         layout = Layout(dp=pool.num_ranks).other(generate)
         super().__init__(
-            RolloutWorker, pool, model, dtype=dtype, seed=seed, layout=layout, name=name
-        )
+            RolloutWorker, pool, model, dtype=dtype, seed=seed, layout=layout,
+            cache_bytes=cache_bytes, name=name,
+        )  # fmt: skip
         self.version = 0
 
     def take_weights(self, actor: Actor) -> int:

@@ -1,7 +1,9 @@
 """Calls of a function that may hang or crash: under an alarm here, or in worker processes.
 
 An alarm reaches only the main thread on Unix, and no code that never returns to the interpreter; a
-worker process is killed and replaced, and so are those whose answers nobody waits for any more.
+worker process is killed and replaced, and so are those whose answers nobody waits for any more. Each
+worker leads a process group, so that what its function has started is killed with it; where calls have
+a time limit another worker stands by, as starting one takes longer than most calls.
 """
 
 from __future__ import annotations
@@ -9,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import os
 import pickle
+import resource
 import signal
 import threading
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +27,15 @@ from typing import Any
 
 from shared.errors import ConfigError, DataError
 
-__all__ = ["CallWorkers", "OutOfTime", "RewardCall", "RewardFailure", "out_of_time", "time_limit"]
+__all__ = [
+    "CallLimits",
+    "CallWorkers",
+    "OutOfTime",
+    "RewardCall",
+    "RewardFailure",
+    "out_of_time",
+    "time_limit",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +88,42 @@ def time_limit(limit_s: float | None) -> Iterator[None]:
                 signal.setitimer(signal.ITIMER_REAL, left_s, interval_s)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """What a call in a worker process may take; None: no limit.
+
+    Attributes:
+        time_s: until its answer, in seconds.
+        cpu_s: of processor time of the worker, and of each process that it starts; in seconds.
+        memory_bytes: that the worker, and each process that it starts, may allocate.
+    """
+
+    time_s: float | None = None
+    cpu_s: float | None = None
+    memory_bytes: int | None = None
+
+
 class CallWorkers:
     """Processes that are kept between calls, each with one call of the function at a time."""
 
-    def __init__(self, pickled: bytes, num_workers: int, limit_s: float | None) -> None:
+    def __init__(self, pickled: bytes, num_workers: int, limits: CallLimits) -> None:
         """Starts them.
 
         Args:
             pickled: from a `RewardCall` to what each of its rows gets, a `RewardFailure` or anything else.
             num_workers: how many.
-            limit_s: of one call; None: no limit.
+            limits: of each call.
         """
-        self._pickled, self._limit_s = pickled, limit_s
+        self._pickled, self._limits = pickled, limits
         # Two threads that shared a worker would get each other's answers.
         self._lock = threading.Lock()
-        self._workers = [_Worker(pickled) for _ in range(num_workers)]
+        self._workers = [self._started() for _ in range(num_workers)]
+        self._spares = [self._started()] if limits.time_s is not None else []
+        # Also when the interpreter ends: multiprocessing would kill workers, not what they started.
+        self.close = weakref.finalize(self, _stop_all, self._workers, self._spares)
+
+    def _started(self) -> _Worker:
+        return _Worker(self._pickled, self._limits)
 
     def run(self, calls: list[RewardCall]) -> Iterator[tuple[RewardCall, list[Any]]]:
         """Calls and what became of each row, in the order in which they end."""
@@ -110,18 +144,13 @@ class CallWorkers:
                         self._replace(k)
                 raise
 
-    def close(self) -> None:
-        """Ends the processes."""
-        for worker in self._workers:
-            worker.stop()
-
     def _give(self, k: int, waiting: deque[RewardCall]) -> None:
         if self._workers[k].is_ready and waiting:
             if not self._workers[k].process.is_alive():  # it died since the last call
                 self._replace(k)
                 return
             try:
-                self._workers[k].give(waiting[0], self._limit_s)
+                self._workers[k].give(waiting[0], self._limits.time_s)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise DataError(
                     f"reward: row {waiting[0].rows[0]}: its object columns can not be sent to a "
@@ -145,10 +174,10 @@ class CallWorkers:
                 message = worker.link.recv()
                 worker.become_ready()
             else:
-                message = out_of_time(self._limit_s)
+                message = out_of_time(self._limits.time_s)
         except (EOFError, OSError):
             worker.process.join(5)
-            message = RewardFailure(f"its worker process died, exit code {worker.process.exitcode}")
+            message = RewardFailure(self._death(worker.process.exitcode))
         if call is None:  # it was starting
             if message is not None:
                 told = message.reason if isinstance(message, RewardFailure) else message
@@ -163,18 +192,29 @@ class CallWorkers:
             message = [message] * len(call.rows)
         return call, message
 
+    def _death(self, code: int | None) -> str:
+        if code == -signal.SIGXCPU:
+            return f"it took more processor time than cpu_limit_s={self._limits.cpu_s}"
+        return f"its worker process died, exit code {code}"
+
     def _replace(self, k: int) -> None:
         self._workers[k].stop()
-        self._workers[k] = _Worker(self._pickled)
+        self._spares.append(self._started())
+        self._workers[k] = self._spares.pop(0)
+
+
+def _stop_all(*groups: list[_Worker]) -> None:
+    for worker in (worker for group in groups for worker in group):
+        worker.stop()
 
 
 class _Worker:
     """One process: starting, ready, or with a call."""
 
-    def __init__(self, pickled: bytes) -> None:
+    def __init__(self, pickled: bytes, limits: CallLimits) -> None:
         context = multiprocessing.get_context("spawn")
         self.link, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, pickled), daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, pickled, limits), daemon=True)
         self.process.start()
         theirs.close()
         self.is_ready, self.deadline = False, math.inf
@@ -189,23 +229,39 @@ class _Worker:
         self.is_ready, self.call, self.deadline = True, None, math.inf
 
     def stop(self) -> None:
+        """Kills the process and all that it has started, also after it has died itself."""
+        assert self.process.pid is not None, "it was started"
+        with contextlib.suppress(ProcessLookupError):  # it has no group yet, or no longer
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.link.close()
 
 
-def _serve(link: connection.Connection, pickled: bytes) -> None:
+def _serve(link: connection.Connection, pickled: bytes, limits: CallLimits) -> None:
     """A worker process: says None once it has the function, then answers calls."""
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     try:
         answers = pickle.loads(pickled)
     except Exception:  # noqa: BLE001 - told to the parent, which raises it
         link.send(traceback.format_exc())
         return
+    if limits.memory_bytes is not None:
+        # Of the heap, not of addresses: libraries reserve many more than they touch.
+        _lower(resource.RLIMIT_DATA, limits.memory_bytes)
     link.send(None)
     with contextlib.suppress(EOFError):  # the parent is gone
         while True:
-            link.send([_portable(outcome) for outcome in answers(link.recv())])
+            call = link.recv()
+            if limits.cpu_s is not None:
+                _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + limits.cpu_s))
+            link.send([_portable(outcome) for outcome in answers(call)])
+
+
+def _lower(kind: int, soft: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 
 
 def _portable(outcome: Any) -> Any:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from hybridflow.tasks.reward_calls import (
+    CallLimits,
     CallWorkers,
     OutOfTime,
     RewardCall,
@@ -57,6 +58,10 @@ class RewardOptions:
         workers: how many processes, each with one row at a time.
         batched: whether the function takes lists of samples and of texts, and returns a number each.
         per_token: whether it returns a number for each token of the response.
+        cpu_limit_s: processor time of one call, and of each process that it starts, in seconds; the
+            worker process is killed. None: no limit.
+        memory_limit_bytes: that a worker process, and each process that it starts, may allocate, what
+            the function's imports take included; None: no limit.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
@@ -68,6 +73,8 @@ class RewardOptions:
     workers: int = 1
     batched: bool = False
     per_token: bool = False
+    cpu_limit_s: float | None = None
+    memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.on_error not in _POLICIES:
@@ -79,6 +86,13 @@ class RewardOptions:
                 f"reward.time_limit_s: expected seconds above 0, got {self.time_limit_s}; "
                 "leave it out for no limit"
             )
+        for name in ("cpu_limit_s", "memory_limit_bytes"):
+            limit = getattr(self, name)
+            if limit is not None and (self.in_process or not 0 < limit < math.inf):
+                raise ConfigError(
+                    f"reward.{name}: expected a number above 0 and in_process=False, got {limit} "
+                    f"and in_process={self.in_process}; leave it out for no limit"
+                )
         if self.workers < 1 or (self.workers > 1 and (self.in_process or self.batched)):
             raise ConfigError(
                 f"reward.workers: {self.workers} is not offered with in_process={self.in_process}, "
@@ -203,7 +217,12 @@ class Reward:
                     "in_process=True"
                 ) from error
             options = self.options
-            self._workers = CallWorkers(pickled, options.workers, options.time_limit_s)
+            limits = CallLimits(
+                time_s=options.time_limit_s,
+                cpu_s=options.cpu_limit_s,
+                memory_bytes=options.memory_limit_bytes,
+            )
+            self._workers = CallWorkers(pickled, options.workers, limits)
         try:
             yield from self._workers.run(calls)
         except ConfigError:  # none that can not start is kept

@@ -18,6 +18,7 @@ from itertools import count, pairwise
 import torch
 from jaxtyping import Int64
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from hybridflow.models.decoder import Decoder
@@ -26,6 +27,7 @@ from hybridflow.rollout.native import cuda_graphs as native_graphs
 from hybridflow.rollout.native.kv_cache import Cache
 from hybridflow.rollout.native.slots import SampleTable, SlotTable
 from hybridflow.rollout.native.stage_ring import Ring
+from hybridflow.rollout.native.waves import plan_waves
 from hybridflow.rollout.sampling import Sampling, draw, uniforms
 from shared.comms.collectives import all_gather, broadcast
 from shared.comms.group import Group
@@ -70,6 +72,7 @@ def generate(
     stages: Group | None = None,
     on_token: Callable[[int], None] | None = None,
     has_graphs: bool = True,
+    cache_bytes: int | None = None,
 ) -> Responses:
     """Generates responses to prompts.
 
@@ -83,14 +86,16 @@ def generate(
         stages: the ranks of the model's stages, in order; None where there is one stage.
         on_token: called after each step with the number of samples that are done.
         has_graphs: whether CUDA graphs may be used, where they can be.
+        cache_bytes: that keys and values may take on a rank; prompts then go in waves. None: all
+            prompts at once.
 
     Returns:
-        The responses, the same whatever `num_places`, up to rounding of the products.
+        The responses, the same whatever `num_places` and `cache_bytes`, up to rounding of the products.
 
     Raises:
         DataError: if there is no prompt, one is empty, or there is not one id a sample.
-        ConfigError: if prompt and response do not fit into the model's positions, or `stages` is
-            not the group of the model's stages.
+        ConfigError: if prompt and response do not fit into the model's positions, one of each does
+            not fit into `cache_bytes`, or `stages` is not the group of the model's stages.
     """
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     if not len(prompts) or int(lengths.min()) < 1:
@@ -117,11 +122,39 @@ def generate(
             f"prompts of up to {int(lengths.max())} tokens and {sampling.max_new_tokens} new ones "
             f"take {longest} positions, and the model has {model.config.max_positions}"
         )
-    run = _Run(model, prompts, lengths, sampling, sample_ids, step, num_places, stages)
-    for _ in run.steps(has_graphs=has_graphs):
-        if on_token is not None:
-            on_token(run.samples.num_done)
-    return run.responses()
+    ids = torch.arange(num_samples) if sample_ids is None else sample_ids
+    width, n = int(lengths.max()), sampling.num_samples
+    found: list[Responses] = []
+    for wave in plan_waves(model, len(prompts), width, sampling, num_places, cache_bytes):
+        rows, (start, stop, _) = wave.prompts, wave.prompts.indices(len(prompts))
+        run = _Run(
+            model, prompts[rows], lengths[rows], sampling, ids[start * n : stop * n], step,
+            wave.num_places, stages,
+        )  # fmt: skip
+        for _ in run.steps(has_graphs=has_graphs):
+            if on_token is not None:
+                on_token(start * n + run.samples.num_done)
+        found.append(run.responses())
+    return _joined(found)
+
+
+def _joined(found: Sequence[Responses]) -> Responses:
+    if len(found) == 1:
+        return found[0]
+    width = max(one.tokens.shape[1] for one in found)
+
+    def rows(name: str) -> Tensor:
+        return torch.cat([
+            pad(values, (0, width - values.shape[1])) for values in (getattr(one, name) for one in found)
+        ])  # fmt: skip
+
+    return Responses(
+        tokens=rows("tokens"),
+        prompt_lengths=torch.cat([one.prompt_lengths for one in found]),
+        lengths=torch.cat([one.lengths for one in found]),
+        log_probs=rows("log_probs"),
+        num_steps=sum(one.num_steps for one in found),
+    )
 
 
 class _Run:
@@ -133,7 +166,7 @@ class _Run:
         prompts: Sequence[Tensor],
         lengths: Tensor,
         sampling: Sampling,
-        sample_ids: Tensor | None,
+        ids: Tensor,
         step: int,
         num_places: int,
         stages: Group | None,
@@ -144,7 +177,6 @@ class _Run:
         self.samples = SampleTable(padded, lengths, sampling)
         total, longest = self.samples.tokens.shape
         self.log_probs = torch.zeros(total, longest, dtype=_float(model), device=device)
-        ids = torch.arange(total) if sample_ids is None else sample_ids
         self.numbers = (
             None
             if sampling.is_greedy

@@ -33,6 +33,7 @@ class Connection:
         num_tries: of a request that changes nothing.
         backoff_s: before the second try; twice as long before each further one.
         api_key: sent as a bearer's, if the server wants one.
+        max_answer_bytes: of one answer; a longer one is refused.
     """
 
     url: str
@@ -40,6 +41,7 @@ class Connection:
     num_tries: int = 5
     backoff_s: float = 0.5
     api_key: str | None = None
+    max_answer_bytes: int = 256 << 20
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -75,7 +77,7 @@ class Connection:
 
         Raises:
             CommError: if there is no answer after all tries, the server refuses, or what it says
-                is no JSON.
+                is no JSON or too long.
         """
         return self._ask(
             "POST", path, body or {}, timeout_s or self.timeout_s, num_tries or self.num_tries
@@ -139,6 +141,13 @@ class Connection:
                 headers,
             )
             answer = connection.getresponse()
-            return answer.status, answer.read().decode("utf-8", "replace")
+            text = answer.read(self.max_answer_bytes + 1)
+            if len(text) > self.max_answer_bytes:
+                raise CommError(
+                    f"{method} {self.url}{path}: expected an answer of at most "
+                    f"{self.max_answer_bytes:,} bytes (max_answer_bytes), got a longer one; is "
+                    f"there another service at this address?"
+                )
+            return answer.status, text.decode("utf-8", "replace")
         finally:
             connection.close()

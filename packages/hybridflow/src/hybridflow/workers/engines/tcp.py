@@ -3,7 +3,8 @@
 Messages are pickles, and reading one runs what it says. So each side first proves that it knows the
 job's key, which itself never travels here, and of one that does not nothing is read. The key lies in
 torchrun's store: whoever reaches MASTER_PORT is let in. Large buffers go beside the messages as they
-are. Nothing is encrypted, as between process groups.
+are. Nothing is encrypted, and what follows the proofs is not signed, as between process groups: who
+can change packets on their way can run code here, so the network between the machines must be trusted.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _SIZE = struct.Struct("<Q")
 _PROOF_BYTES = 32
 _PROOF_S = 10.0
 """How long the other side may take to prove itself."""
+_MAX_UNPROVEN = 64
+"""Connections that may be proving themselves at once; the others wait to be taken."""
 
 # A machine that is switched off closes nothing; asked 10 s after its last word and every 5 s then,
 # it is given up after three silences.
@@ -87,30 +90,38 @@ class PeerLink:
 class Listener:
     """Takes connections on a free port, each in a thread of its own."""
 
-    def __init__(self, key: bytes, answer: Callable[[PeerLink], None]) -> None:
-        """Begins to listen, on all of the machine's addresses.
+    def __init__(self, host: str, key: bytes, answer: Callable[[PeerLink], None]) -> None:
+        """Begins to listen.
 
         Args:
+            host: an address of this machine, on which to listen; "" for all of them.
             key: of the job.
             answer: serves one connection, or leaves it to another thread; when it raises that the
                 other side is gone, the connection is closed.
+
+        Raises:
+            OSError: if the host is no address of this machine.
         """
         self._key, self._answer = key, answer
-        if socket.has_dualstack_ipv6():
+        self._unproven = threading.Semaphore(_MAX_UNPROVEN)
+        if not host and socket.has_dualstack_ipv6():
             self._socket = socket.create_server(
                 ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
             )
         else:
-            self._socket = socket.create_server(("", 0), backlog=1024)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, 0), family=family, backlog=1024)
         self.port: int = self._socket.getsockname()[1]
         self._is_open = True
         threading.Thread(target=self._listen, name="hybridflow-listener", daemon=True).start()
 
     def _listen(self) -> None:
         while True:
+            self._unproven.acquire()
             try:
                 connection, _ = self._socket.accept()
             except OSError:
+                self._unproven.release()
                 if not self._is_open:
                     return
                 time.sleep(0.1)  # there is no descriptor free, or the caller is gone again
@@ -119,7 +130,10 @@ class Listener:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            _introduce(connection, self._key, b"called", b"caller")
+            try:
+                _introduce(connection, self._key, b"called", b"caller")
+            finally:
+                self._unproven.release()
             self._answer(PeerLink(connection))
         except (CommError, EOFError, OSError):
             # A caller that can not prove itself, or goes, is nothing this process could act on.
@@ -157,6 +171,7 @@ def connect(address: tuple[str, int], key: bytes, limit_s: float) -> PeerLink:
 
 def _introduce(connection: socket.socket, key: bytes, me: bytes, peer: bytes) -> None:
     """Proves to each other, by a number that the other has drawn, that both know the key."""
+    deadline = time.monotonic() + _PROOF_S
     connection.settimeout(_PROOF_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -165,9 +180,9 @@ def _introduce(connection: socket.socket, key: bytes, me: bytes, peer: bytes) ->
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     mine = secrets.token_bytes(_PROOF_BYTES)
     connection.sendall(mine)
-    theirs = bytes(_received(connection, _PROOF_BYTES))
+    theirs = bytes(_received(connection, _PROOF_BYTES, deadline))
     connection.sendall(hmac.digest(key, me + mine + theirs, "sha256"))
-    proof = bytes(_received(connection, _PROOF_BYTES))
+    proof = bytes(_received(connection, _PROOF_BYTES, deadline))
     if not hmac.compare_digest(proof, hmac.digest(key, peer + theirs + mine, "sha256")):
         raise CommError(
             "expected a process of this job, got a connection to one that does not know its key; "
@@ -176,10 +191,14 @@ def _introduce(connection: socket.socket, key: bytes, me: bytes, peer: bytes) ->
     connection.settimeout(None)
 
 
-def _received(connection: socket.socket, num_bytes: int) -> memoryview:
+def _received(
+    connection: socket.socket, num_bytes: int, deadline: float | None = None
+) -> memoryview:
     view = np.empty(num_bytes, np.uint8).data  # not zeroed before
     num_received = 0
     while num_received < num_bytes:
+        if deadline is not None:  # of all, however slowly bytes drip in
+            connection.settimeout(max(1e-3, deadline - time.monotonic()))
         count = connection.recv_into(view[num_received:])
         if not count:
             raise EOFError("the other side closed the connection")

@@ -64,7 +64,7 @@ class TorchrunEngine:
         self._key = secrets.token_bytes(32)
         self.store = PlacedStore(CONTROLLER, self._key)
         self._meeting_place.set("key", self._key.hex())
-        self._listener = Listener(self._key, self._answer)
+        self._listener = Listener(member.listening_address(), self._key, self._answer)
         self._calls: list[PeerLink] = []
         self._lives: list[PeerLink] = []
         self._is_open = True

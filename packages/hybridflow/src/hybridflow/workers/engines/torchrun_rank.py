@@ -7,6 +7,7 @@ thread waits for; and on it come the values that nobody wants any more.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import queue
@@ -84,6 +85,23 @@ class Member:
         """Where this process is found."""
         return StoreAddress(self.machine, self._host(), port, folder)
 
+    def listening_address(self) -> str:
+        """The address of this machine that the others reach it by; "" if it does not know that one.
+
+        It may not on rank 0's machine, whose name can mean another address there than elsewhere.
+        """
+        found = socket.getaddrinfo(self._host(), 0, type=socket.SOCK_STREAM)[0]
+        address = str(found[4][0])
+        is_alone = self.num_ranks == self.num_local_ranks
+        if ipaddress.ip_address(address.partition("%")[0]).is_loopback and not is_alone:
+            return ""
+        with socket.socket(found[0], socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                return ""
+        return address
+
     def _host(self) -> str:
         # Rank 0's machine is known to all by this name; what the name means on itself may differ.
         if self.machine == 0:
@@ -131,7 +149,7 @@ class _Rank:
         self._values = PlacedStore(member.rank, key)
         self._calls: queue.SimpleQueue[PeerLink] = queue.SimpleQueue()
         self._is_stopping = False
-        self._listener = Listener(key, self._answer)
+        self._listener = Listener(member.listening_address(), key, self._answer)
 
     def serve(self, store: Any, timeout: timedelta) -> None:
         member, values = self._member, self._values
