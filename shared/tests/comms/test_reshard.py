@@ -183,21 +183,24 @@ def rounds_under_way() -> int:
         held=[(box, torch.ones(box.sizes)) for box in held[rank]],
         wanted=[(box, torch.zeros(box.sizes)) for box in wanted[rank]],
     )
-    post, land = reshard.post_rounds, reshard._land
+    post = reshard.post_rounds
     open_rounds, most = 0, 0
 
-    def posted(*args, **options):
-        nonlocal open_rounds, most
-        open_rounds += 1
-        most = max(most, open_rounds)
-        return post(*args, **options)
+    class Counted:
+        """A round under way, until it is waited for."""
 
-    def landed(*args):
-        nonlocal open_rounds
-        land(*args)
-        open_rounds -= 1
+        def __init__(self, pending):
+            nonlocal open_rounds, most
+            self.pending = pending
+            open_rounds += 1
+            most = max(most, open_rounds)
 
-    with mock.patch.multiple(reshard, post_rounds=posted, _land=landed):
+        def wait_all(self):
+            nonlocal open_rounds
+            self.pending.wait_all()
+            open_rounds -= 1
+
+    with mock.patch.object(reshard, "post_rounds", lambda *a, **k: Counted(post(*a, **k))):
         reshard.run(group, [move])
     assert open_rounds == 0
     assert all(bool((values == 1).all()) for _, values in move.wanted)
