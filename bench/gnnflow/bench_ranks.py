@@ -28,6 +28,23 @@ METHODS = ["hash", "round-robin", "least-edges", "ldg", "fennel", "metis"]
 ROUNDS, NUM_BATCHES = 5, 16
 EVENTS_A_RANK, FANOUT = 600, 10
 RATE = "1gbit"
+PEERS = [
+    {
+        "peer": "a random partition (hash)",
+        "setting": "the same ranks, links, batches and evening out; nodes by a hash of their id",
+        "why": "equal shares of nodes at no cost, and what a graph has that nobody partitioned",
+    },
+    {
+        "peer": "the first rank of a host",
+        "setting": "asked for all of its host's nodes",
+        "why": "the plain way of several ranks a host; pairing ranks by place is all that differs",
+    },
+    {
+        "peer": "no cache in front of the rows",
+        "setting": "each row once a hop and rank, from its owner",
+        "why": "repeats within a hop are taken out on both sides",
+    },
+]
 
 
 class _Cost(NamedTuple):
@@ -70,7 +87,7 @@ def bench_two_ranks(benchmark, record_claim):
                     correct=ours.is_right and random.is_right,
                     detail=f"{ours.told}; random: {random.told}; samples and rows equal one "
                     "process's to the bit, the kernel's count of bytes agrees with the ledger",
-                    source="hatch run bench gnnflow -k two_ranks",
+                    source="hatch run bench gnnflow/ranks",
                 )
             )
 
@@ -119,7 +136,7 @@ def bench_four_ranks(benchmark, record_claim):
                 higher_is_better=False,
                 correct=is_right[method, hops] and is_right["hash", hops],
                 detail="samples and rows equal one process's to the bit",
-                source="hatch run bench gnnflow -k four_ranks",
+                source="hatch run bench gnnflow/ranks",
             )
         )
     served, served_by_first = ([rank["num_served"] for rank in one] for one in (paired, first))
@@ -136,7 +153,7 @@ def bench_four_ranks(benchmark, record_claim):
             and sum(served) == sum(served_by_first),
             detail=f"roots by rank {served}, else {served_by_first}; samples equal one process's to "
             "the bit, two hops",
-            source="hatch run bench gnnflow -k four_ranks",
+            source="hatch run bench gnnflow/ranks",
         )
     )
 
@@ -166,7 +183,7 @@ def bench_cache_in_front(benchmark, record_claim):
             correct=_all_right(cached, num_batches) and _all_right(plain, num_batches),
             detail="by the ledger, the cache empty at first; samples and rows equal one process's to "
             "the bit",
-            source="hatch run bench gnnflow -k cache_in_front",
+            source="hatch run bench gnnflow/ranks",
         )
     )
 

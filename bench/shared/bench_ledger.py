@@ -17,6 +17,13 @@ pytestmark = [
     pytest.mark.skipif(netlab.available() is not None, reason=str(netlab.available())),
 ]
 
+PEERS = [
+    {
+        "peer": "/proc/net/dev",
+        "setting": "bytes and frames sent by each host's device, less 66 bytes a frame",
+        "why": "the kernel's own count, read before and after the exchanges",
+    },
+]
 HEADER_BYTES = 66
 ROUNDS, MEAN_BYTES = 8, 4_000_000
 

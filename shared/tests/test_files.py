@@ -5,6 +5,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from shared.files import (
     sync_folder,
     write_atomically,
 )
+from shared.process_mark import mark
 
 
 @pytest.fixture
@@ -290,3 +292,47 @@ def test_files_with_the_endings_of_folders_are_no_leftovers(tmp_path):
     (tmp_path / "step-1.partial").mkdir()
     recover_folders(tmp_path, "step-*")
     assert [path.name for path in tmp_path.iterdir()] == ["step-x.partial"]
+
+
+@pytest.mark.parametrize(("age_hours", "stays"), [(0, True), (23, True), (25, False)])
+def test_a_leftover_of_another_container_goes_after_a_day(tmp_path, age_hours, stays):
+    pid, ticks, _ = mark().split("-")
+    theirs = tmp_path / f".a.{pid}-{ticks}-00000000-0.partial"
+    theirs.write_text("perhaps still being written")
+    then = time.time() - 3600 * age_hours
+    os.utime(theirs, (then, then))
+    write_atomically(tmp_path / "a", "new")
+    assert theirs.exists() == stays
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_have_the_mode_of_the_umask_whoever_wrote_them(tmp_path, umask):
+    def write_private(path):
+        path.write_bytes(b"rows")
+        path.chmod(0o600)
+
+    before = os.umask(umask)
+    try:
+        with atomic_file(tmp_path / "one") as partial:
+            write_private(partial)
+        write_atomically(tmp_path / "two", "text")
+        with atomic_folder(tmp_path / "folder") as partial:
+            write_private(partial / "three")
+            (partial / "four").write_text("text")
+    finally:
+        os.umask(before)
+    written = [tmp_path / "one", tmp_path / "two", *(tmp_path / "folder").iterdir()]
+    assert len(written) == 4
+    assert {stat.S_IMODE(path.stat().st_mode) for path in written} == {0o666 & ~umask}
+
+
+def test_the_umask_is_found_where_the_kernel_does_not_tell_it(tmp_path, monkeypatch):
+    read = Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path: "" if path.name == "status" else read(path))
+    before = os.umask(0o026)
+    try:
+        write_atomically(tmp_path / "file", "text")
+        assert os.umask(0o026) == 0o026, "left as it was"
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640

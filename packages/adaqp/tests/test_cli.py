@@ -123,7 +123,7 @@ def test_jobs_refuse_what_cannot_be_done(parts, tmp_path, monkeypatch):
         commands.train(parts, config, None, 50, None, tmp_path / "nowhere.json")
     with pytest.raises(ConfigError, match=r"bench needs an epoch and a policy, got 0 and 1"):
         commands.bench(parts, ModelConfig(), [PolicyConfig()], 0, None)
-    with pytest.raises(ConfigError, match="no links between 1 ranks; name 2 or more"):
+    with pytest.raises(ConfigError, match="ranks: expected 2 or more, got 1"):
         commands.probe_links(1, None, 1.0, None)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -133,5 +133,5 @@ def test_jobs_refuse_what_cannot_be_done(parts, tmp_path, monkeypatch):
 
 def test_one_part_has_no_plan(tmp_path, sbm):
     partition(sbm, 1, method="random", out=tmp_path / "one")
-    with pytest.raises(DataError, match="has one part, which sends nothing"):
+    with pytest.raises(DataError, match="expected 2 or more parts, got 1"):
         commands.plan(tmp_path / "one", ModelConfig(), None, None, 0.2)

@@ -1,5 +1,7 @@
 """The demo's claims are computed from what ran."""
 
+import math
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,8 +39,34 @@ def test_a_cache_that_gives_other_rows_is_not_correct(monkeypatch):
     assert not demo.measure_cache(events).correct
 
 
-def test_the_model_beside_the_learning_one_stays_as_it_was():
-    going, stopped = demo.learn_and_stop(demo.flights(4000))
+@pytest.fixture(scope="module")
+def learning():
+    events = demo.flights(4000)
+    return events, *demo.learn_and_stop(events)
+
+
+def test_a_model_that_does_not_beat_the_frozen_one_is_not_correct(learning):
+    events, going, stopped = learning
+    claims = [demo.compare_learning(one, stopped, events) for one in (going, stopped)]
+    assert claims[0].ours != claims[0].baseline
+    assert not claims[1].correct
+    better = [replace(one, ap=0.99) for one in going]
+    assert demo.compare_learning(better, stopped, events).correct
+    assert not demo.compare_learning(stopped, better, events).correct
+
+
+def test_the_frozen_model_spends_nothing_on_training(learning):
+    _, going, stopped = learning
+    for one, other in zip(going[1:], stopped[1:], strict=True):
+        assert (other.train_s, other.sample_s, other.fetch_s, other.num_replayed) == (0, 0, 0, 0)
+        assert math.isnan(other.loss)
+        assert one.train_s > 0
+        assert other.evaluate_s > 0
+        assert other.evaluate_s != one.evaluate_s, "measured each"
+
+
+def test_the_model_beside_the_learning_one_stays_as_it_was(learning):
+    _, going, stopped = learning
     assert [one.num_events for one in going] == [one.num_events for one in stopped]
     found = [(one.ap == other.ap) for one, other in zip(going, stopped, strict=True)]
     # The second day is evaluated before it is learnt.

@@ -1,10 +1,9 @@
-"""What a package claims about itself, and the file in which its `demo` writes it down.
+"""Claims that a package makes about its performance, and the file to which its `demo` writes them.
 
-A `Claim` puts a figure of ours beside a baseline's that was run in the same process tree on the
-same input, with the ratio between them and whether the results were correct. `write_demo` stores
-the claims of one package as `demo.json`, which the tour (`hatch run demo`) reads with `read_demo`;
-`finish` does so at the end of a demo and prints them; `faults` lists what keeps such a file from
-being accepted.
+A `Claim` compares a figure of ours with a baseline's, run in the same process tree on the same
+input, and has their ratio and whether the results were correct. `write_demo` stores the claims of
+one package as `demo.json`, which the tour (`hatch run demo`) reads with `read_demo`; `finish` does
+so at the end of a demo and prints them; `faults` lists the reasons to reject such a file.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""What every package's command line does alike: parsing, exit statuses, errors and JSON.
+"""Common parts of all packages' command lines: parsing, exit statuses, errors and JSON output.
 
 A command is a frozen dataclass whose fields are its options, with a method `execute` that prints
 results to stdout and progress to stderr. Parsing is tyro's. Nothing heavy is imported here.
 
-Exit statuses: 0 done; 1 failed; 2 wrong usage; 130 interrupted; 141 nobody reads the output.
+Exit statuses: 0 done; 1 failed; 2 wrong usage; 130 interrupted; 141 broken pipe at stdout.
 """
 
 import json
@@ -27,10 +27,10 @@ _INTERRUPTED, _NOBODY_READS = 130, 141
 
 
 class Command(Protocol):
-    """What a subcommand has to be."""
+    """The interface of a subcommand."""
 
     def execute(self) -> int | None:
-        """Does it.
+        """Executes the command.
 
         Returns:
             The exit status; None for 0.
@@ -47,8 +47,8 @@ def run_command(
 ) -> int:
     """Parses arguments into a command and executes it.
 
-    What a user can mend is told in one sentence on stderr, without a traceback: errors of ours, of
-    the operating system (a missing file) and a lack of memory. Any other error is a fault of the
+    Errors that a user can fix are printed to stderr without a traceback: Meshyard's own, those of
+    the operating system (a missing file) and a lack of memory. Any other error is a bug in the
     program and keeps its traceback.
 
     Args:
@@ -91,9 +91,9 @@ class JsonOption:
         """Prints the result of the command to stdout; progress belongs on stderr.
 
         Args:
-            record: what `--json` prints: texts, numbers, lists and dictionaries. Numbers that are
-                not finite become null, which JSON has for them.
-            text: what is printed without it.
+            record: printed with `--json`: texts, numbers, lists and dictionaries. Numbers that are
+                not finite become null, as JSON cannot represent them.
+            text: printed without `--json`.
         """
         print(json.dumps(_finite(record)) if self.json else text)
 
@@ -120,7 +120,7 @@ class Choice(PrimitiveConstructorSpec[Any]):
 
     @property
     def choices(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The names there are now."""
+        """The names registered so far."""
         return tuple(map(str, self._registry))  # type: ignore[attr-defined]
 
     @property
@@ -148,7 +148,7 @@ def _finite(value: Any) -> Any:
 
 
 def _has_lost_its_reader() -> bool:
-    """Whether it is stdout that broke; if so, what is left to print goes nowhere, quietly."""
+    """Whether stdout is a broken pipe; if so, redirects it to os.devnull."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):

@@ -1,14 +1,14 @@
-"""Exceptions that users of the yard meet.
+"""Exceptions that Meshyard raises for users.
 
-Each message says what was expected, what came (value, rank, file or key) and what to do next.
-Invariants of our own code are asserted instead.
+Each message says what was expected, what was got (value, rank, file or key) and what to do next.
+Invariants of the code itself are asserted instead.
 """
 
 __all__ = ["CommError", "ConfigError", "DataError", "MeshyardError", "RankFailure", "TopologyError"]
 
 
 class MeshyardError(Exception):
-    """Base of every exception the yard raises on purpose."""
+    """Base class of all of Meshyard's exceptions."""
 
 
 class ConfigError(MeshyardError, ValueError):
@@ -16,7 +16,7 @@ class ConfigError(MeshyardError, ValueError):
 
 
 class TopologyError(MeshyardError, ValueError):
-    """A cluster, mesh or partition does not describe what it is used for."""
+    """A cluster, mesh or partition is malformed or does not match its use."""
 
 
 class DataError(MeshyardError, ValueError):
@@ -24,7 +24,7 @@ class DataError(MeshyardError, ValueError):
 
 
 class CommError(MeshyardError, RuntimeError):
-    """A message did not arrive, or what arrived does not fit what was announced."""
+    """A message between ranks was not delivered, or does not match what was announced."""
 
 
 class RankFailure(MeshyardError, RuntimeError):

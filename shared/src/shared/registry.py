@@ -1,9 +1,8 @@
-"""One list of names for what a user chooses from: policies, algorithms, widths, models.
+"""Registry of named choices of one kind: policies, algorithms, widths, models.
 
-The command line (`shared.cli.choice`), checks, reports and pages read the list, so that adding an
-entry touches its own file and the line that registers it. Entries may be named by their place,
-"module:attribute", and are then imported when first asked for: a command line that only prints its
-help stays fast.
+The command line (`shared.cli.choice`), checks, reports and pages read the registry, so that a new
+entry needs only its own file and the line that registers it. An entry given as "module:attribute"
+is imported when it is first used, so that a command line that only prints its help stays fast.
 """
 
 from collections.abc import Iterator
@@ -35,12 +34,12 @@ class Registry(Generic[Name, Entry]):
         """Adds an entry.
 
         Args:
-            name: what users give; not taken yet.
-            entry: the object, or its place as "module:attribute".
-            about: one line that says what it is.
+            name: name that users give, not registered yet.
+            entry: the object, or a reference "module:attribute" to it.
+            about: one line that describes it.
 
         Raises:
-            ConfigError: the name is taken, `about` is not one line, or a text names no place.
+            ConfigError: the name is taken, `about` is not one line, or the reference is malformed.
         """
         if str(name) in map(str, self._entries):
             raise ConfigError(f"{self.noun} {name!r} is registered already; choose another name")
@@ -54,7 +53,7 @@ class Registry(Generic[Name, Entry]):
         self._about[name] = about
 
     def remove(self, name: Name) -> None:
-        """Takes an entry out again.
+        """Removes an entry.
 
         Raises:
             ConfigError: there is none of that name.
@@ -63,7 +62,7 @@ class Registry(Generic[Name, Entry]):
         del self._entries[name], self._about[name]
 
     def get(self, name: Name) -> Entry:
-        """The entry of a name, imported if it was named by its place.
+        """The entry of a name, imported if it was given as a reference.
 
         Raises:
             ConfigError: there is none of that name; the message lists those there are.

@@ -1,3 +1,6 @@
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from shared.comms import (
     gather_v,
     scatter_v,
 )
+from shared.comms.courier import Round, connect, post_rounds
 from shared.errors import CommError, ConfigError
 from shared.topology import Mesh
 
@@ -87,12 +91,109 @@ def exchange() -> dict:
     return group.ledger.snapshot().diff(before).by_peer()
 
 
-def broadcasts() -> dict:
+def reduced_bytes() -> dict:
     group = Group.world()
     before = group.ledger.snapshot()
-    for src in range(4):
-        assert broadcast(group, torch.full((8,), float(group.rank)), src).tolist() == [src] * 8
+    all_reduce(group, torch.ones(20, dtype=torch.float64))
     return group.ledger.snapshot().diff(before).by_peer()
+
+
+def broadcasts() -> list[dict]:
+    """Traffic by peer of a broadcast from each rank."""
+    group = Group.world()
+    found = []
+    for src in range(4):
+        before = group.ledger.snapshot()
+        assert broadcast(group, torch.full((8,), float(group.rank)), src).tolist() == [src] * 8
+        found.append(group.ledger.snapshot().diff(before).by_peer())
+    return found
+
+
+class Awaited:
+    """A message of gloo's that may be waited for again, as one on a stream may."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
+
+
+@contextmanager
+def enqueued_as_on_gpus():
+    """Has the world's messages take NCCL's way, gloo carrying them; yields the size of batches."""
+    batches, real = [], dist.batch_isend_irecv
+
+    def counted(ops):
+        batches.append(len(ops))
+        return [Awaited(work) for work in real(ops)]
+
+    with (
+        mock.patch.object(Group.world(), "backend", "nccl"),
+        mock.patch.object(dist, "batch_isend_irecv", counted),
+    ):
+        yield batches
+
+
+def exchanges_on_a_stream() -> tuple[dict, list[int]]:
+    with enqueued_as_on_gpus() as batches:
+        by_peer = exchange()
+    return by_peer, batches
+
+
+def gathers_on_a_stream() -> None:
+    with enqueued_as_on_gpus():
+        gathers()
+        assert gathers_into_place()
+
+
+def posted_rounds_on_a_stream() -> tuple[list[int], list[int]]:
+    """Two rounds, in the second of which ranks 2 and 3 have nothing to do."""
+    group = Group.world()
+    rank, others = group.rank, [1, 0, 3, 2]
+    made = []
+
+    def packed():
+        made.append(len(batches))  # how many rounds have been enqueued before
+        return torch.tensor([float(rank)])
+
+    landed = [torch.zeros(1), torch.zeros(1)]
+    rounds = [
+        Round(send_to=others[rank], send=packed, recv_from=others[rank], recv=landed[0]),
+        Round(
+            send_to=others[rank],
+            send=packed if rank < 2 else None,
+            recv_from=others[rank],
+            recv=landed[1] if rank < 2 else None,
+        ),
+    ]
+    with enqueued_as_on_gpus() as batches:
+        pending = post_rounds(group, rounds, "stream")
+        pending.wait(0)
+        assert landed[0].item() == others[rank]
+        pending.wait_all()
+        assert landed[1].item() == (others[rank] if rank < 2 else 0)
+    return made, batches
+
+
+def joins() -> list[int]:
+    """How many collectives `connect` and the first rounds of a group run."""
+    group = Group.of([0, 1])
+    seen = []
+    if group.rank < 0:
+        return seen
+    real = dist.all_reduce
+    message = [Round(send_to=1 - group.rank, send=None, recv_from=1 - group.rank, recv=None)]
+    with (
+        mock.patch.object(group, "backend", "nccl"),
+        mock.patch.object(dist, "all_reduce", lambda *a, **k: (seen.append(1), real(*a, **k))),
+    ):
+        for step in (connect, connect, lambda group: post_rounds(group, message).wait_all()):
+            step(group)
+            seen.append(0)
+    return seen
 
 
 def subgroups() -> tuple:
@@ -154,6 +255,7 @@ def check_conserved(by_peer: list[dict]) -> None:
     for rank, peers in enumerate(by_peer):
         for peer, traffic in peers.items():
             assert traffic.sent_bytes == by_peer[peer][rank].received_bytes
+            assert traffic.received_bytes == by_peer[peer][rank].sent_bytes
 
 
 def test_all_to_all_of_unequal_sizes(pool_of_four):
@@ -173,10 +275,43 @@ def test_gathering_into_place_takes_the_ring(pool_of_four):
 
 
 def test_broadcast_sends_each_rank_one_copy(pool_of_four):
-    by_peer = pool_of_four.run(broadcasts).results
+    results = pool_of_four.run(broadcasts).results
+    for src in range(4):
+        by_peer = [found[src] for found in results]
+        check_conserved(by_peer)
+        received = [sum(t.received_bytes for t in peers.values()) for peers in by_peer]
+        assert received == [0 if rank == src else 32 for rank in range(4)]
+        # A tree of two levels: its root sends to two ranks, one of which sends to the fourth.
+        sent = [sum(t.sent_bytes for t in peers.values()) for peers in by_peer]
+        assert sent[src] == 64
+        assert sorted(sent) == [0, 0, 32, 64]
+
+
+def test_all_reduce_takes_the_ring_twice(pool_of_four):
+    """Of 160 bytes each rank sends three of four parts to reduce them and three to spread them."""
+    by_peer = pool_of_four.run(reduced_bytes).results
     check_conserved(by_peer)
-    for peers in by_peer:
-        assert sum(traffic.received_bytes for traffic in peers.values()) == 3 * 32
+    for rank, peers in enumerate(by_peer):
+        assert sum(traffic.sent_bytes for traffic in peers.values()) == 2 * 3 * 40
+        assert peers[(rank - 1) % 4].sent_bytes == peers[(rank + 1) % 4].received_bytes == 240
+
+
+def test_messages_on_a_stream_are_those_of_rounds(pool_of_four):
+    """NCCL's way, with gloo below: all-to-all is one batch, and what is counted stays the same."""
+    results = pool_of_four.run(exchanges_on_a_stream).results
+    assert [by_peer for by_peer, _ in results] == pool_of_four.run(exchange).results
+    assert [batches for _, batches in results] == [[5], [6], [5], [6]]
+    pool_of_four.run(gathers_on_a_stream)
+
+
+def test_rounds_on_a_stream_are_packed_one_after_another(pool_of_four):
+    results = pool_of_four.run(posted_rounds_on_a_stream).results
+    assert results == [([0, 1], [2, 2])] * 2 + [([0], [2])] * 2
+
+
+def test_a_group_is_joined_once_before_its_first_rounds(pool_of_four):
+    """Else the ranks that a first round leaves out would keep the others waiting."""
+    assert pool_of_four.run(joins).results == [[1, 0, 0, 0]] * 2 + [[]] * 2
 
 
 def test_subgroups(pool_of_four):

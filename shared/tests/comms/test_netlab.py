@@ -163,7 +163,7 @@ def test_hosts_have_a_shm_of_their_own_that_their_ranks_share(tmp_path):
 
 
 def fetch_from(address: str) -> bytes:
-    with socket.create_connection((address, 4000), timeout=5) as connection:
+    with socket.create_connection((address, 4000), timeout=30) as connection:
         return connection.recv(2)
 
 
@@ -176,10 +176,13 @@ def test_ranks_in_some_hosts_reach_a_server_in_another():
     with NetLab(hosts=2, rate="1gbit", ranks_per_host=2) as lab:
         command = [*lab.command(0), sys.executable, "-c", serve]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
-            server.stdout.readline()
-            with lab.pool(hosts=[1]) as pool:
-                assert pool.num_ranks == 2
-                assert pool.run(fetch_from, lab.address(0)).results == [b"ok"] * 2
+            try:
+                server.stdout.readline()
+                with lab.pool(hosts=[1]) as pool:
+                    assert pool.num_ranks == 2
+                    assert pool.run(fetch_from, lab.address(0)).results == [b"ok"] * 2
+            finally:
+                server.kill()  # it would wait for those who failed to come
             # Two connections' frames came over the link.
             assert lab.counters()[0].rx_frames >= 6
         with pytest.raises(ConfigError, match="hosts 0 to 1, got 2"):

@@ -1,4 +1,5 @@
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -170,6 +171,41 @@ def test_moved_values_and_bytes_are_those_planned(pool_of_four):
         assert planned == sent
         assert expected == received
     assert sum(r[0] for r in pool_of_four.run(moving, KINDS).results) > 0
+
+
+def rounds_under_way() -> int:
+    """The most rounds whose buffers exist at one time while every rank sends to every other."""
+    group = Group.world()
+    size, rank = group.world_size, group.rank
+    held, wanted = layouts((8, 8), size)["dim0"], layouts((8, 8), size)["dim1"]
+    move = Move(
+        transfers=reshard.plan(held, wanted, 4),
+        held=[(box, torch.ones(box.sizes)) for box in held[rank]],
+        wanted=[(box, torch.zeros(box.sizes)) for box in wanted[rank]],
+    )
+    post, land = reshard.post_rounds, reshard._land
+    open_rounds, most = 0, 0
+
+    def posted(*args, **options):
+        nonlocal open_rounds, most
+        open_rounds += 1
+        most = max(most, open_rounds)
+        return post(*args, **options)
+
+    def landed(*args):
+        nonlocal open_rounds
+        land(*args)
+        open_rounds -= 1
+
+    with mock.patch.multiple(reshard, post_rounds=posted, _land=landed):
+        reshard.run(group, [move])
+    assert open_rounds == 0
+    assert all(bool((values == 1).all()) for _, values in move.wanted)
+    return most
+
+
+def test_buffers_are_of_two_rounds_at_a_time(pool_of_four):
+    assert pool_of_four.run(rounds_under_way).results == [2] * 4
 
 
 def moving_what_is_not_there() -> None:

@@ -1,5 +1,6 @@
 """Events come out of each file format as they went in; what is unusable is named."""
 
+import errno
 import logging
 
 import numpy as np
@@ -195,3 +196,15 @@ def test_a_column_of_ids_is_a_feature_where_no_ids_are_asked_for(tmp_path):
     assert events.eid.tolist() == [1, 2, 0]
     assert events.features.tolist() == [[1.5, 8], [2.5, 9], [0.5, 7]]
     assert tables.read_table(tmp_path / "events.csv").eid.tolist() == [8, 9, 7]
+
+
+def test_a_file_that_may_not_be_read_is_told_as_that(tmp_path, monkeypatch):
+    path = tmp_path / "events.csv"
+    table().to_csv(path, index=False)
+
+    def refused(given):
+        raise PermissionError(errno.EACCES, "Permission denied", str(given))
+
+    monkeypatch.setattr(pandas, "read_csv", refused)  # root may read everything
+    with pytest.raises(DataError, match="expected a file that this user may read, got 'Permission"):
+        tables.read_table(path)

@@ -1,9 +1,9 @@
-"""Full-graph GNN training across hosts with adaptively quantised messages behind compute.
+"""Full-graph GNN training across hosts: adaptively quantised messages, overlapped with compute.
 
-The practical form of "Adaptive Message Quantization and Parallelization for Distributed Full-graph
-GNN Training" (MLSys 2023, arXiv 2306.01381): `partition` cuts a graph, `load` gives a rank its
-share, `dg.aggregate` and `dg.halo` build models, a policy says how messages travel, and `Trainer`
-trains. Names are loaded on first use, so that `adaqp --help` never waits for torch.
+An implementation of "Adaptive Message Quantization and Parallelization for Distributed Full-graph
+GNN Training" (MLSys 2023, arXiv 2306.01381): `partition` cuts a graph, `load` loads a rank's share,
+models are built from `dg.aggregate` and `dg.halo`, a policy sets the widths of messages, and
+`Trainer` trains. Names are imported on first use, so that `adaqp --help` does not import torch.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import shared
 
-# Other distributions install a module of this name too, and theirs may have replaced ours.
+# Other distributions also install a module of this name, which may have overwritten ours.
 if getattr(shared, "__project__", None) != "meshyard":
     raise ImportError(
         "adaqp needs Meshyard's own module 'shared', but Python found another one at "

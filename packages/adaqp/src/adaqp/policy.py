@@ -1,7 +1,7 @@
-"""How messages travel: exactly, at one width, at widths chosen from the data, late, or not at all.
+"""Message policies: exact, one width, widths chosen from the data, one step late, or none.
 
-A policy is a plain record of settings, which `adaqp.messages.runtime` carries out. `Adaptive` is AdaQP's idea
-(arXiv 2306.01381), `Stale` is PipeGCN's (arXiv 2203.10428), kept here as a peer.
+A policy is a plain record of settings, which `adaqp.messages.runtime` executes. `Adaptive` is
+AdaQP's method (arXiv 2306.01381), `Stale` is PipeGCN's (arXiv 2203.10428), for comparison.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ __all__ = ["Adaptive", "Drop", "Exact", "Fixed", "Policy", "Stale"]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How rows travel; one that chooses widths in training derives from `Adaptive`.
+    """Base class of policies; those that choose widths in training derive from `Adaptive`.
 
     Attributes:
-        is_late: a step uses the rows and gradients of the step before.
+        is_late: whether a step uses the rows and gradients of the step before.
     """
 
     is_late: ClassVar[bool] = False
@@ -47,9 +47,9 @@ class Drop(Policy):
 
 @dataclass(frozen=True, slots=True)
 class Stale(Policy):
-    """Rows and gradients of the step before, exact; sending hides behind the whole step.
+    """Exact rows and gradients of the step before, so that sending overlaps with a whole step.
 
-    The first step waits for its own messages. Gradients are biased, by PipeGCN's design.
+    The first step waits for its own messages. Gradients are biased, as in PipeGCN.
     """
 
     is_late: ClassVar[bool] = True
@@ -74,26 +74,26 @@ class Fixed(Policy):
 
     @property
     def start_bits(self) -> int:
-        """The one width."""
+        """Width of all rows."""
         return self.bits
 
 
 @dataclass(frozen=True, slots=True)
 class Adaptive(Policy):
-    """Widths chosen for groups of rows, weighing their time against their variance.
+    """Widths chosen for groups of rows by weighing transfer time against variance.
 
     Args:
         bits: widths to choose from, ascending.
         lam: weight of the variance against the time, 0 (only time) to 1 (only variance).
-        every: steps between assignments; before the first one every row takes `first_bits`.
+        every: steps between assignments.
         solver: "greedy" (proven gap, milliseconds) or "milp" (HiGHS).
-        scope: one problem a layer and direction ("layer"), or one over all of them ("global").
+        scope: "layer" solves one problem per layer and direction, "global" one over all of them.
         group_size: rows that share a width.
-        first_bits: width before the first assignment.
-        first_at: step of the first assignment, before those at multiples of `every`; rows' ranges
-            settle within a few steps.
-        overlap_aware: bits that hide behind the local aggregation count as free.
-        decay: weight of the moving average so far against a step's squared ranges, in [0, 1).
+        first_bits: width of all rows before the first assignment.
+        first_at: step of the first assignment, in addition to the multiples of `every`; the
+            ranges of rows settle within a few steps.
+        overlap_aware: count transfer time that overlaps with local aggregation as free.
+        decay: weight of the moving average against the squared ranges of a new step, in [0, 1).
 
     Raises:
         ConfigError: a value outside its range.

@@ -178,7 +178,7 @@ def test_dgl_refuses_what_is_not_a_graph(tmp_path):
         (
             "src,to\n",
             "label,split,a\n",
-            r"edges: expected a column 'dst', there is \['src', 'to'\]",
+            r"edges: expected a column 'dst', got \['src', 'to'\]",
         ),
         ("src,dst\n0,0\n", "label,a\n0,1\n", "nodes: expected a column 'split'"),
         (

@@ -322,7 +322,7 @@ def test_settings_are_checked(sbm, directed, cut, tmp_path):
     ):
         pass
     with pytest.raises(
-        ConfigError, match="links: expected costs between 1 ranks, one a part, got 2"
+        ConfigError, match="links: expected costs between 1 ranks, one per part, got 2"
     ):
         dg.messages(Adaptive(), links=adaqp.LinkTable.uniform(2, 1e6)).__enter__()
     with pytest.raises(ConfigError, match=r"assign\(\) needs Adaptive\(\) and several ranks"):

@@ -1,9 +1,9 @@
 """Checkpoints that block training for a copy, survive any crash and load into any layout.
 
-The practical form of "ByteCheckpoint: A Unified Checkpointing System for Large Foundation Model
-Development" (NSDI 2025, arXiv 2407.20143): a `Checkpointer` saves a state as training has it, in a
-form free of the parallel layout, and loads it into any other. Names are loaded on first use, so that
-`bytecheckpoint --help` never waits for torch.
+An implementation of "ByteCheckpoint: A Unified Checkpointing System for Large Foundation Model
+Development" (NSDI 2025, arXiv 2407.20143): a `Checkpointer` saves the training state in a form that
+does not depend on the parallel layout, and loads it into any layout. Names are imported on first
+use, so that `bytecheckpoint --help` does not import torch.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import shared
 
-# Other distributions install a module of this name too, and theirs may have replaced ours.
+# Other distributions also install a module of this name, which may have overwritten ours.
 if getattr(shared, "__project__", None) != "meshyard":
     raise ImportError(
         "bytecheckpoint needs Meshyard's own module 'shared', but Python found another one at "

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, step by step; and one checkpoint at a path."""
+"""Saving and loading: the checkpoints of a training run by step, or one checkpoint at a path."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpointer:
-    """Saves a training state every so often while training goes on, and finds it again.
+    """Saves a training state at regular steps in the background, and loads it again.
 
-    A save blocks for a copy; writing and committing happen behind training. What is committed is
-    whole, whatever is killed whenever. At exit a save that is under way is finished.
+    A save blocks training while it copies the state; background threads write and commit it. A
+    committed checkpoint is complete even if processes are killed at any time. At exit a save in
+    progress is finished.
 
     Example::
 
@@ -54,19 +55,19 @@ class Checkpointer:
         stage: StageKind = "arena",
         timeout: timedelta = _TIMEOUT,
     ) -> None:
-        """Every rank makes its own, at the same place in its program.
+        """Opens the run; every rank makes its own, at the same place in its program.
 
         Args:
-            url: folder of the run: a path, or what fsspec opens ("s3://bucket/run").
-            keep: how many of the newest checkpoints stay; all by default.
+            url: folder of the run: a path, or a URL that fsspec opens ("s3://bucket/run").
+            keep: number of newest checkpoints to keep; None: all.
             every_n: save only steps that are multiples of it.
-            when_busy: what a save does while another is under way on some rank: "wait" for it,
+            when_busy: what a save does while another is in progress on some rank: "wait" for it,
                 "drop" the new one, or "fail".
-            overwrite: replace a step that exists; and after going back to an older step, have the
-                next save remove the steps that came after that one. Without it a save of a step
-                that exists fails, since another job may be writing there.
+            overwrite: replace a step that exists; and after loading an older step, let the next
+                save remove the later steps. Without it a save of a step that exists fails, because
+                another job may be writing there.
             stage: how values are kept until they are written: "arena" copies them, "fork" (CPU
-                only) has a child process write them while the kernel keeps old pages.
+                only) lets a child process write them while the kernel copies pages that change.
             timeout: how long to wait for the slowest rank's file before a save fails.
 
         Raises:
@@ -87,7 +88,7 @@ class Checkpointer:
         self._when_busy = when_busy
         self._overwrite = overwrite
         self._last: Handle | None = None
-        # Threads may not ask a storage for its listing while the interpreter ends.
+        # Threads may not list a storage while the interpreter ends.
         self._steps = self._list_steps_together()
         self._went_back_to: int | None = None
 
@@ -106,20 +107,20 @@ class Checkpointer:
             self._saver.finish()
 
     def save(self, step: int, state: dict[str, Any]) -> Handle:
-        """Saves a state if it is this step's turn; called by all ranks.
+        """Saves a state if the step is a multiple of `every_n`; called by all ranks.
 
         Args:
-            step: names the checkpoint.
+            step: training step, which names the checkpoint.
             state: a dictionary of modules, optimizers, objects with state_dict, tensors of any
                 kind, and JSON-like values.
 
         Returns:
-            A handle: `staged` and `committed`. A failure after the copy is in `committed` and in
-            the log, and training goes on.
+            A handle with `staged` and `committed`. A failure after the copy is reported in
+            `committed` and in the log, and does not stop training.
 
         Raises:
-            DataError: the state cannot be saved; all ranks raise, nothing was touched.
-            ConfigError: the step is negative, or a save is under way and `when_busy` is "fail".
+            DataError: the state cannot be saved; all ranks raise, nothing was written.
+            ConfigError: the step is negative, or a save is in progress and `when_busy` is "fail".
         """
         if step < 0:
             raise ConfigError(f"expected a step of at least 0, got {step}")
@@ -147,13 +148,13 @@ class Checkpointer:
         """Loads a step into a state in any layout; called by all ranks.
 
         Args:
-            step: which.
+            step: step of the checkpoint to load.
             state: as for saving; written to in place.
             **options: of `load`: strict, atomic, verify, cast, dedupe, rates, num_threads.
 
         Raises:
             FileNotFoundError: there is no such step.
-            DataError: it is damaged or does not fit.
+            DataError: the checkpoint is damaged or does not fit the state.
         """
         self._saver.wait()
         path = commit.format_step(step)
@@ -177,14 +178,14 @@ class Checkpointer:
             **options: of `load`.
 
         Returns:
-            Its step, None where nothing was ever committed.
+            Its step; None if the run has no checkpoint.
 
         Raises:
             DataError: the newest is damaged or does not fit; `load` an older of `steps()`.
         """
         self._saver.wait()
         team = self._saver.team
-        # All load what the coordinator found, whatever else appears meanwhile.
+        # All ranks load the step that the coordinator found, even if a newer one appears meanwhile.
         newest = team.maximum([max(self._list_steps_together(), default=-1)])[0]
         if newest < 0:
             return None
@@ -192,22 +193,22 @@ class Checkpointer:
         return newest
 
     def steps(self) -> list[int]:
-        """Steps that can be loaded, ascending; looks at the storage."""
+        """Steps that can be loaded, ascending; lists the storage at each call."""
         return commit.list_steps(self._storage)
 
     def close(self) -> None:
-        """Waits for the save under way, and raises what went wrong with the last one.
+        """Waits for the save in progress, and raises the error of the last save.
 
         Raises:
             Exception: the last save failed.
         """
         self._saver.finish()
-        # In a forked child the parent's save is never done.
+        # A forked child cannot wait for its parent's save.
         if self._last is not None and self._last.committed.done():
             self._last.committed.result()
 
     def _list_steps_together(self) -> list[int]:
-        """The steps that the coordinator finds; none on other ranks."""
+        """The steps that the coordinator finds; an empty list on other ranks."""
         found, error = [], None
         try:
             if self._saver.team.is_coordinator:
@@ -218,7 +219,7 @@ class Checkpointer:
         return found
 
     def _retain(self, step: int) -> None:
-        """Removes what is older than the newest `keep`, and what training went back from.
+        """Removes checkpoints older than the newest `keep`, and those after a step returned to.
 
         Called by the coordinator's thread.
         """
@@ -229,7 +230,7 @@ class Checkpointer:
                 self._steps.remove(later)
         self._went_back_to = None
         while self._keep is not None and len(self._steps) > self._keep:
-            # The one just written stays, also when training went back to before the others.
+            # The new checkpoint stays, even if older checkpoints have later steps.
             oldest = next(one for one in self._steps if one != step)
             commit.remove_checkpoint(self._storage, commit.format_step(oldest))
             self._steps.remove(oldest)
@@ -245,9 +246,9 @@ def save(
     """Saves one checkpoint and returns when it exists; called by all ranks.
 
     Args:
-        path: of its folder, or a URL that fsspec opens.
+        path: path of its folder, or a URL that fsspec opens.
         state: see `Checkpointer.save`.
-        overwrite: replace a checkpoint that is there, at once when the new one is whole.
+        overwrite: replace an existing checkpoint, atomically once the new one is complete.
         timeout: how long to wait for the slowest rank.
 
     Raises:
@@ -286,20 +287,21 @@ def load(
     """Loads one checkpoint into a state in any layout; called by all ranks.
 
     Args:
-        path: of its folder: ours, torch DCP's, or one of safetensors files ("hf://" may stand
+        path: path of its folder: ours, torch DCP's, or one of safetensors files ("hf://" may stand
             before it).
-        state: as for saving; tensors are written to in place. A part of what was saved may be
-            loaded by giving only those keys.
+        state: as for saving; tensors are written to in place. A state with only some of the saved
+            keys loads only those.
         strict: whether state and checkpoint must have the same names below these keys.
         atomic: leave every destination as it was if the load fails; takes memory for a second copy.
         verify: compare every block with its checksum before it is used.
         cast: convert elements whose type differs from the checkpoint's.
-        dedupe: whether ranks read for one another what several want.
-        rates: of storage and network, for "auto"; measured by default.
-        num_threads: reads at a time; by default what suits the storage.
+        dedupe: "always": data that several ranks need is read once and sent to the others;
+            "never": each rank reads all it needs; "auto": whichever `rates` predict to be faster.
+        rates: rates of storage and network, for "auto"; measured by default.
+        num_threads: number of parallel reads per rank; None: chosen by kind of storage.
 
     Returns:
-        What was read, and how.
+        A report of what was read, and how.
 
     Raises:
         FileNotFoundError: there is no checkpoint.

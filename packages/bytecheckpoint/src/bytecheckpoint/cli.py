@@ -1,4 +1,4 @@
-"""The command line. Nothing heavy is imported before a subcommand runs."""
+"""The command line. torch is imported only when a subcommand runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-_ABOUT = """Look after checkpoints: list, check, compare, convert and clean up.
+_ABOUT = """Manage checkpoints: list, check, compare, convert and clean up.
 
-RUN is a folder of steps and CHECKPOINT one checkpoint, as a path or URL (s3://bucket/run7); where a
-RUN is given for a CHECKPOINT, its newest step is taken. Hugging Face folders (*.safetensors) and
-folders of torch.distributed.checkpoint (.metadata) are read as well.
+RUN is a folder of steps and CHECKPOINT one checkpoint, as a path or URL (s3://bucket/run7); a RUN
+given as CHECKPOINT means its newest step. Hugging Face folders (*.safetensors) and folders of
+torch.distributed.checkpoint (.metadata) are read as well.
 
 Exit status: 0 done; 1 failed, damaged or different; 2 wrong usage.
 """
@@ -79,9 +79,9 @@ class Inspect(JsonOption):
     checkpoint: _Checkpoint
     """Checkpoint, or a run for its newest."""
     filter: str = "*"
-    """Only names that match, with * and ?; a text without either may stand anywhere in a name."""
+    """Only names that match this pattern with * and ?; without either, names that contain it."""
     values: bool = False
-    """Also show what is no tensor, as JSON."""
+    """Also show non-tensor values, as JSON."""
 
     def execute(self) -> int:
         """Prints the table; 1 if nothing matches."""
@@ -129,18 +129,18 @@ class Inspect(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verify(JsonOption):
-    """Check that checkpoints are whole; list every damage.
+    """Check that checkpoints are complete and undamaged; list all damage.
 
     Example: bytecheckpoint verify /nfs/run7 --deep
     """
 
     run: _Run
-    """A run, of which all checkpoints are checked, or one checkpoint."""
+    """Run, to check all its checkpoints, or one checkpoint."""
     deep: bool = False
-    """Read every byte and compare it with its checksum, instead of sizes, headers and tables."""
+    """Also read every byte and compare checksums, beyond sizes, headers and checksum tables."""
 
     def execute(self) -> int:
-        """Prints damages; 1 if there are any or nothing to check."""
+        """Prints the damage found; 1 if there is any, or no checkpoint."""
         from bytecheckpoint.tools.inventory import list_checkpoints
         from bytecheckpoint.tools.verify import verify
         from shared.units import format_bytes
@@ -228,10 +228,10 @@ class Convert:
     src: _Checkpoint
     """Checkpoint of any format, a file of torch.save too, or a run for its newest."""
     dst: _New
-    """What to make: a folder, for torch a file. Must not exist."""
+    """Path to write: a folder, or for torch a file. Must not exist."""
     to: Annotated[str, choice(WRITERS), tyro.conf.arg(help=_FORMATS)]
     prefix: str | None = None
-    """For safetensors: which tensors are the model's, and what is cut from their names."""
+    """For safetensors: write only tensors whose names begin with this prefix, and strip it."""
 
     def execute(self) -> int:
         """Converts, with a progress bar."""
@@ -250,10 +250,10 @@ class Convert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reshard(JsonOption):
-    """Rewrite a checkpoint as files of equal size, one a rank, without starting any rank.
+    """Rewrite a checkpoint as files of equal size, one per rank, without starting ranks.
 
-    Loading on another number of ranks needs no such thing. It pays where one checkpoint is read
-    often, and gives checkpoints of other formats checksums. Tensors of a Hugging Face folder are
+    Loading on another number of ranks does not need this. It speeds up a checkpoint that is read
+    often, and adds checksums to checkpoints of other formats. Tensors of a Hugging Face folder are
     named model.NAME in the new one, so that it loads into {"model": model}.
 
     Example: bytecheckpoint reshard /nfs/run7/step_00000100 /nfs/for64 --world 64
@@ -288,7 +288,7 @@ class Reshard(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline(JsonOption):
-    """Show what a save spent its seconds on, rank by rank.
+    """Show how long each stage of a save took, rank by rank.
 
     Example: bytecheckpoint timeline /nfs/run7 --out timeline
     """
@@ -296,8 +296,8 @@ class Timeline(JsonOption):
     checkpoint: _Checkpoint
     """Checkpoint, or a run for its newest."""
     out: Path | None = None
-    """Folder for trace.json, which chrome://tracing and ui.perfetto.dev open, and heat.svg, a table
-    of ranks and stages."""
+    """Folder to write trace.json (for chrome://tracing or ui.perfetto.dev) and heat.svg (seconds by
+    rank and stage) to."""
 
     def execute(self) -> int:
         """Prints seconds by stage and writes the files; 1 if the checkpoint has no trace."""
@@ -348,9 +348,9 @@ class Timeline(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gc(JsonOption):
-    """Remove what saves that never ended left behind; only shows it without --yes.
+    """Remove the files of saves that were not committed; without --yes only list them.
 
-    A save that is under way looks the same: run it when none is.
+    A save in progress looks the same: run this only when there is none.
 
     Example: bytecheckpoint gc /nfs/run7 --yes
     """
@@ -358,7 +358,7 @@ class Gc(JsonOption):
     run: _Run
     """Folder of steps, or one checkpoint."""
     yes: bool = False
-    """Remove it."""
+    """Remove the files, instead of listing them."""
 
     def execute(self) -> int:
         """Removes it, or prints what would be removed."""
@@ -367,7 +367,7 @@ class Gc(JsonOption):
 
         storage = open_storage(self.run)
         found = find_garbage(storage)
-        # Each is named as it goes, so that an error halfway leaves no doubt about what is gone.
+        # Prints each path when it is removed, so that after an error it is clear what is gone.
         for path in found if self.yes else []:
             remove_garbage(storage, [path])
             if not self.json:
@@ -376,21 +376,21 @@ class Gc(JsonOption):
             lines = [f"would remove {path}" for path in found] or ["nothing to remove"]
             self.print_result({"paths": found, "is_removed": self.yes}, "\n".join(lines))
         if found and not self.yes:
-            print("nothing was removed; add --yes, when no save is under way", file=sys.stderr)
+            print("nothing was removed; add --yes when no save is in progress", file=sys.stderr)
         return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """Kill a training run and go on with it elsewhere; measure saves beside torch's.
+    """Kill a training run and resume it on other numbers of ranks; compare saves with torch's.
 
     Example: bytecheckpoint demo --out report/bytecheckpoint
     """
 
     out: Path = Path("report/bytecheckpoint")
-    """Folder for demo.json and the pictures."""
+    """Folder for demo.json and the figure."""
     full: bool = False
-    """The long form: a larger model, more steps."""
+    """Run the long form, with a larger model and more steps."""
 
     def execute(self) -> int:
         """Runs the demo; 1 if a result is not correct."""
@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status.
 
     Args:
-        argv: the arguments; the process's own when left out.
+        argv: command-line arguments; None: those of the process.
     """
     return run_command(_COMMANDS, prog="bytecheckpoint", about=_ABOUT, argv=argv)
 
@@ -433,7 +433,7 @@ def _shorten(names: tuple[str, ...]) -> str:
 
 
 def _make_table(*columns: str) -> Table:
-    """A table without lines; columns that end in > are of numbers."""
+    """A table without lines; columns whose names end in > hold numbers."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -448,7 +448,7 @@ def _make_table(*columns: str) -> Table:
 def _draw(table: Table) -> str:
     from rich.console import Console
 
-    # What goes into a file or pipe is not broken to the width of no terminal.
+    # Output to a file or pipe is not wrapped.
     console = Console()
     if not console.is_terminal:
         console = Console(width=10**6)

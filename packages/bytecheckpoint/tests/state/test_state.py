@@ -217,7 +217,7 @@ Pair = namedtuple("Pair", ["first", "second"])
         ({1, 2}, "set"),
         (torch.float32, "dtype"),
         (object(), "object"),
-        (print, "builtin"),
+        (len, "builtin"),
         (np.array(["text"]), "str"),
         (np.array([object()]), "object"),
         (np.arange(4, dtype=">i4"), "byte order"),

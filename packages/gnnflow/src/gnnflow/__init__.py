@@ -1,8 +1,8 @@
 """Temporal graph networks, trained while their graph grows.
 
-The practical form of GNNFlow: a graph of timestamped edges that takes new ones in any order and size,
-answers every query about the past exactly, and feeds models that learn on as events arrive. Names
-are loaded on first use, so that `gnnflow --help` never waits for torch.
+After GNNFlow (arXiv 2311.17410): a graph of timestamped edges that takes batches of any order and
+size, samples exactly as of any time, and feeds models that train on as events arrive. Names are
+loaded on first use, so that `gnnflow --help` never waits for torch.
 """
 
 from importlib import import_module
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gnnflow.sampling.mfg import MFG, Sequences
     from gnnflow.sampling.sampler import TemporalSampler
     from gnnflow.training.continual import ContinualTrainer, Round
+    from gnnflow.training.settings import Settings
     from shared.data import metrics as evaluate
     from shared.data.events import Events
 
@@ -50,6 +51,7 @@ __all__ = [
     "Round",
     "Rows",
     "Sequences",
+    "Settings",
     "Stats",
     "TemporalGraph",
     "TemporalSampler",
@@ -78,6 +80,7 @@ _HOMES = {
     "gnnflow.sampling.mfg": ("MFG", "Sequences"),
     "gnnflow.sampling.sampler": ("TemporalSampler",),
     "gnnflow.training.continual": ("ContinualTrainer", "Round"),
+    "gnnflow.training.settings": ("Settings",),
     "shared.data.events": ("Events",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

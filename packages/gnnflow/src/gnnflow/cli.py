@@ -33,6 +33,7 @@ DATA is a Parquet or CSV file with columns src, dst, t (and feature columns), a 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
 
+_TimeUnit = Literal["s", "ms", "us", "ns"]
 _Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
 
 
@@ -45,11 +46,13 @@ class _Training(JsonOption):
     dim: int = 100
     """Columns of embeddings."""
     fanouts: tuple[int, ...] = ()
-    """Neighbours a hop; the published ones when none are given."""
+    """Neighbours per hop; by default as published for the model."""
     policy: Annotated[str, choice(SAMPLING_POLICIES)] | None = None
-    """Neighbours that are sampled; the model's published policy when none is given."""
+    """Policy of sampling neighbours; by default as published for the model."""
     batch_size: int = 600
-    """Events a batch."""
+    """Events per batch."""
+    grain: Literal["event", "batch"] = "event"
+    """Each event at its own time; or each node once a batch, as of its first event, which is cheaper."""
     cache: float = 0.0
     """Share of the edge features that a cache holds, from 0 (no cache) to 1."""
     cache_policy: Annotated[str, choice(CACHE_POLICIES)] = "keep"
@@ -58,12 +61,14 @@ class _Training(JsonOption):
     """Destinations that events are ranked against in evaluations."""
     limit: int | None = None
     """Read only the first so many events."""
+    time_unit: _TimeUnit | None = None
+    """Unit of the times; must be given where they are too large for seconds."""
     seed: int = 0
     """Seed of weights, draws and everything else that is random."""
     placement: Literal["cpu", "cuda", "hybrid"] = "cpu"
-    """Where the graph lies and is sampled; hybrid: edges in host memory that the GPU reads."""
+    """Where the graph is stored and sampled; hybrid: edges in host memory that the GPU reads."""
     checkpoint: Path | None = None
-    """Folder to resume from, and to write to."""
+    """Folder to write checkpoints to, and to resume from."""
 
     def make_trainer(self, events: Events, **options: Any) -> ContinualTrainer:
         """A trainer of a new graph, with these and other settings of `ContinualTrainer`."""
@@ -76,11 +81,13 @@ class _Training(JsonOption):
             policy=self.policy,
             cache=self.cache,
             cache_policy=self.cache_policy,
+            neighbor_times="root" if self.grain == "batch" else "edge",
             seed=self.seed,
         )
         return ContinualTrainer(
             **recipe.build(events.sorted(), placement=self.placement)._asdict(),
             batch_size=self.batch_size,
+            grain=self.grain,
             negatives=self.negatives,
             seed=self.seed,
             checkpoint=self.checkpoint,
@@ -108,7 +115,7 @@ class Train(_Training):
             raise ConfigError(f"share: expected 0 or more and below 1, got {self.share}")
         if self.epochs < 1:
             raise ConfigError(f"epochs: expected 1 pass or more, got {self.epochs}")
-        events = _read(self.data, self.limit)
+        events = _read_seconds(self.data, self.limit, self.time_unit)
         rest = len(events) - int(len(events) * self.share)
         trainer = self.make_trainer(
             events, warmup=self.share, every=max(1, -(-rest // 2)), replay=0.0,
@@ -144,17 +151,18 @@ class Continual(_Training):
     every: str = "1D"
     """Length of an increment: a time such as 12h or 7D, or a number of events."""
     replay: float = 0.05
-    """Past events trained on with an increment, as a share of all there are."""
+    """Past events trained on with an increment, as a share of all past events."""
     replay_policy: Annotated[str, choice(REPLAY_POLICIES)] = "uniform"
-    """Which past events those are."""
+    """Policy of choosing the past events to replay."""
     window: str | None = None
     """Edges older than this expire: a time such as 30D, or a number in the stream's own unit."""
 
     def execute(self) -> None:
         """Prints the last round and where the page is."""
+        from gnnflow.data.time_units import describe_dates
         from gnnflow.training import report
 
-        events = _read(self.data, self.limit)
+        events = _read_seconds(self.data, self.limit, self.time_unit)
         trainer = self.make_trainer(
             events,
             warmup=self.warmup,
@@ -170,7 +178,7 @@ class Continual(_Training):
             {self.model: rounds},
             self.out,
             title=f"{self.model} on {events.label or self.data}",
-            is_unix_time=self.data == "flights",
+            is_unix_time=describe_dates(events) is not None,
         )
         num_events = sum(one.num_events for one in rounds)
         num_learnt = num_events + sum(one.num_replayed for one in rounds)
@@ -185,7 +193,7 @@ class Continual(_Training):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition(JsonOption):
-    """Assign the nodes of a stream to parts, and say what a partition costs.
+    """Assign the nodes of a stream to parts, and report edge cut and balance.
 
     Example: gnnflow partition flights --parts 4 --method fennel --out parts.npy
     """
@@ -223,7 +231,7 @@ class Partition(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench(JsonOption):
-    """Measure, on this machine and your stream, what insertion and sampling take.
+    """Measure the throughput of insertion and sampling on this machine and your stream.
 
     Example: gnnflow bench zipf:100000:1000000
     """
@@ -231,9 +239,9 @@ class Bench(JsonOption):
     data: _Data
     """The events."""
     increment: int = 1000
-    """Events an insertion."""
+    """Events per insertion."""
     fanout: int = 10
-    """Neighbours a root."""
+    """Neighbours per root."""
     limit: int | None = None
     """Read only the first so many events."""
 
@@ -247,13 +255,15 @@ class Bench(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Info(JsonOption):
-    """Say what is in a stream or in a saved graph (*.safetensors).
+    """Summarise a stream or a saved graph (*.safetensors).
 
     Example: gnnflow info events.parquet
     """
 
     data: _Data
     """The events, or the graph."""
+    time_unit: _TimeUnit | None = None
+    """Unit of the times; must be given where they are too large for seconds."""
 
     def execute(self) -> None:
         """Prints a few lines."""
@@ -263,7 +273,9 @@ class Info(JsonOption):
             stats = TemporalGraph.load(self.data).stats()
             self.print_result(asdict(stats), stats)
             return
-        events = _read(self.data, None)
+        from gnnflow.data.time_units import describe_dates, to_seconds
+
+        events = to_seconds(_read(self.data, None), self.time_unit)
         record: dict[str, Any] = {
             "label": events.label or self.data,
             "num_events": len(events),
@@ -274,12 +286,15 @@ class Info(JsonOption):
         if len(events):
             record |= {"first_t": events.t[0].item(), "last_t": events.t[-1].item()}
             lines.append("times {first_t} to {last_t}, {edge_dim} edge features")
+            if dates := describe_dates(events):
+                record["dates"] = dates
+                lines.append("{dates}")
         self.print_result(record, "\n".join(lines).format(**record))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """Grow a graph of real flights and learn from it day by day, beside the plain ways.
+    """Grow a graph of real flights and train on it day by day, compared with baselines.
 
     Example: gnnflow demo --out report/gnnflow
     """
@@ -314,6 +329,16 @@ def main(argv: list[str] | None = None) -> int:
         "demo": Demo,
     }
     return run_command(commands, prog="gnnflow", about=_ABOUT, argv=argv)
+
+
+def _read_seconds(data: str, limit: int | None, unit: str | None) -> Events:
+    """Events with times in seconds; their dates, if they are some, are printed to stderr."""
+    from gnnflow.data.time_units import describe_dates, to_seconds
+
+    events = to_seconds(_read(data, limit), unit)
+    if dates := describe_dates(events):
+        print(f"{events.label or data}: {dates}", file=sys.stderr)
+    return events
 
 
 def _read(data: str, limit: int | None) -> Events:

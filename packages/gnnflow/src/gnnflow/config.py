@@ -1,4 +1,4 @@
-"""A graph, a sampler, features and a model that fit one another and a stream of events."""
+"""Recipes: a graph, a sampler, features and a model that fit together and a stream of events."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from gnnflow.graph.block_store import Placement
     from gnnflow.graph.temporal_graph import TemporalGraph
     from gnnflow.models.spec import ModelEntry
-    from gnnflow.sampling.sampler import TemporalSampler
+    from gnnflow.sampling.sampler import NeighborTimes, TemporalSampler
     from shared.data.events import Events
 
 __all__ = ["MODELS", "Parts", "Recipe"]
 
-# Named by their place: the command line's help needs the names alone, and no torch.
+# Registered by import path, so that the command line's help does not import torch.
 MODELS: Registry[str, ModelEntry] = Registry("model")
 MODELS.add("tgat", "gnnflow.models.tgat:SPEC", "attention over timed neighbours, hop by hop")
 MODELS.add("tf-tgn", "gnnflow.models.tf_tgn:SPEC", "a Transformer decoder over neighbours")
@@ -31,7 +31,7 @@ MODELS.add("gat", "gnnflow.models.gat:SPEC", "attention over sampled neighbours,
 
 
 class Parts(NamedTuple):
-    """What a `ContinualTrainer` takes, by its arguments' names."""
+    """Arguments of a `ContinualTrainer`, by name."""
 
     model: torch.nn.Module
     graph: TemporalGraph
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What is trained; what is not given is as published for the model.
+    """Model and sampling settings; fanouts and policy default to the model's published ones.
 
     Attributes:
         model: a name of `MODELS`.
@@ -52,6 +52,7 @@ class Recipe:
         num_layers: blocks of TF-TGN; the other models have a layer a hop.
         cache: share of the edge features that a cache on the device holds, in [0, 1]; 0 for none.
         cache_policy: a name of `gnnflow.features.policies`: which rows leave the cache.
+        neighbor_times: "edge" or "root", see `TemporalSampler`.
         seed: of weights, draws and everything else.
     """
 
@@ -62,6 +63,7 @@ class Recipe:
     num_layers: int = 2
     cache: float = 0.0
     cache_policy: str = "keep"
+    neighbor_times: NeighborTimes = "edge"
     seed: int = 0
 
     def build(self, events: Events, *, placement: Placement = "cpu") -> Parts:
@@ -105,6 +107,7 @@ class Recipe:
             policy=self.policy or spec.policy,
             snapshots=spec.num_snapshots,
             window=_choose_window(events) if spec.num_snapshots > 1 else None,
+            neighbor_times=self.neighbor_times,
             seed=self.seed,
         )
         torch.manual_seed(self.seed)

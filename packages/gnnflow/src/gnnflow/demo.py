@@ -8,10 +8,12 @@ and a cache of edge features against the best that any cache of its size could d
 from __future__ import annotations
 
 import copy
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -30,7 +32,14 @@ from shared.claims import Claim, finish
 from shared.data.events import Events
 from shared.kernels.temporal import Adjacency, sample
 
-__all__ = ["learn_and_stop", "measure_cache", "measure_insertion", "rebuild_adjacency", "run"]
+__all__ = [
+    "compare_learning",
+    "learn_and_stop",
+    "measure_cache",
+    "measure_insertion",
+    "rebuild_adjacency",
+    "run",
+]
 
 _SOURCE = "gnnflow demo"
 _INCREMENT = 1000
@@ -58,7 +67,7 @@ def run(out: Path, *, is_full: bool) -> bool:
         cached = measure_cache(events)
     with console.status("gnnflow: learning day by day, and not any more"):
         going, stopped = learn_and_stop(events)
-    claims = [inserted, cached, _compare_learning(going, stopped, events)]
+    claims = [inserted, cached, compare_learning(going, stopped, events)]
     curves = {"learning on": going, "stopped after the first day": stopped}
     report.draw(curves, out / "continual.svg", title="TF-TGN on departures", is_unix_time=True)
     figures = {name: [one.to_json() for one in rounds] for name, rounds in curves.items()}
@@ -158,24 +167,34 @@ def learn_and_stop(events: Events) -> tuple[list[Round], list[Round]]:
         # The graph holds this increment and nothing later, as it did when the other was evaluated.
         end = len(events) - int((events.t >= found.time).sum()) + found.num_events
         trainer.task = first
-        scores = trainer.evaluate(events[end - found.num_events : end])
+        trainer.clock.take()
+        with trainer.clock.stage("evaluate"):
+            scores = trainer.evaluate(events[end - found.num_events : end])
         trainer.task = task
-        stopped.append(replace(found, **scores._asdict()))
+        spent = trainer.clock.take()
+        # Of the graph, which both share: what came in was inserted once.
+        spent["insert_s"] = found.insert_s
+        idle: dict[str, Any] = {"num_replayed": 0, "loss": math.nan}
+        stopped.append(replace(found, **idle, **spent, **scores._asdict()))
     return going, stopped
 
 
-def _compare_learning(going: list[Round], stopped: list[Round], events: Events) -> Claim:
+def compare_learning(going: list[Round], stopped: list[Round], events: Events) -> Claim:
+    """Average precision of both, after the first round; correct where learning on is better."""
+
     def mean(rounds: list[Round]) -> float:
         return sum(one.ap * one.num_events for one in rounds) / sum(o.num_events for o in rounds)
 
+    # The first round is one model's, evaluated once.
+    learnt, frozen = mean(going[1:]), mean(stopped[1:])
     return Claim(
-        name="average precision over the days after the tenth, evaluated before they are learnt",
+        name="average precision over the days from the eleventh, evaluated before they are learnt",
         unit="of 1",
-        ours=mean(going),
-        baseline=mean(stopped),
+        ours=learnt,
+        baseline=frozen,
         baseline_name="the same model, not trained after the first round",
         higher_is_better=True,
-        correct=mean(going) > 0.55 and len(going) == len(stopped),
+        correct=learnt > max(frozen, 0.55) and len(going) == len(stopped),
         detail=f"TF-TGN, {len(events):,} departures, {len(going)} rounds of a day; one random "
         f"negative an event",
         source=_SOURCE,

@@ -48,5 +48,5 @@ def test_belady_is_the_best_of_all_choices(batches, capacity):
 
 
 def test_belady_refuses_a_negative_capacity():
-    with pytest.raises(ConfigError, match="came -1"):
+    with pytest.raises(ConfigError, match="got -1"):
         count_belady_hits([torch.tensor([1])], -1)

@@ -43,6 +43,48 @@ def test_restoring_what_is_asked_for_goes_on_and_moves_nothing_twice(policy):
     assert moved == [(500, 500)] * 12
 
 
+@pytest.mark.parametrize("policy", ["lru", "keep", "lfu"])
+@pytest.mark.parametrize(
+    ("num_asked", "num_loaded"),
+    [(12, 16), (13, 16), (14, 17), (399, 498), (400, 600)],
+)
+def test_four_fifths_saved_lift_the_limit_and_less_gives_a_quarter_more(
+    policy, num_asked, num_loaded
+):
+    """Of 500 rows that were restored, some are asked for; then 600 others are to be restored."""
+    cache = FeatureCache(store_of(20_000), edge=0.1, policy=policy)
+    cache.restore(torch.arange(500))
+    cache.fetch("edge", torch.arange(num_asked))
+    cache.reset_stats()
+    cache.restore(torch.arange(1_000, 1_600))
+    assert cache.stats()["edge"].bytes_from_store // 4 == num_loaded
+
+
+@pytest.mark.parametrize(("num_asked", "num_loaded"), [(13, 16), (14, 34), (15, 34)])
+def test_a_limit_is_doubled_where_four_fifths_were_saved(num_asked, num_loaded):
+    cache = FeatureCache(store_of(20_000), edge=0.1, policy="lru")
+    cache.restore(torch.arange(500))
+    cache.fetch("edge", torch.arange(14))
+    for begin, expected in ((1_000, 17), (2_000, num_loaded)):
+        cache.reset_stats()
+        cache.restore(torch.arange(begin, begin + 600))
+        assert cache.stats()["edge"].bytes_from_store // 4 == expected
+        cache.fetch("edge", torch.arange(begin, begin + num_asked))
+
+
+def test_hits_of_the_rows_next_to_leave_count_against_restoring():
+    """2,000 slots are full; the oldest are used again while 100 restored rows wait, and hit."""
+    cache = FeatureCache(store_of(20_000), edge=0.1, policy="lru")
+    cache.fetch("edge", torch.arange(2_000))
+    cache.restore(torch.arange(5_000, 5_100))
+    cache.fetch("edge", torch.cat([torch.arange(5_000, 5_100), torch.arange(100, 600)]))
+    cache.reset_stats()
+    cache.restore(torch.arange(6_000, 6_100))
+    # The queue has had 2,600 entries since, so that its oldest quarter is taken for 651 slots, of
+    # which 500 were hit: of the 100 rows that have left 76 would have been. 24 were saved.
+    assert cache.stats()["edge"].bytes_from_store // 4 == 24 * 5 // 4
+
+
 def test_restoring_stops_where_rows_that_wait_push_out_others_that_are_used():
     """2,000 slots: 1,950 rows are asked for each round, and then those restored."""
     hot, ids = torch.arange(1_950), torch.arange(500)

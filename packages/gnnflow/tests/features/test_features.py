@@ -246,7 +246,7 @@ def test_rows_are_gathered_while_others_are_appended():
 @pytest.mark.parametrize("bad", [-1, 10, 2**40])
 def test_an_id_without_a_row_is_named(kind, bad):
     store = FeatureStore(node=torch.zeros(10, 2), edge=torch.zeros(10, 2))
-    with pytest.raises(DataError, match=rf"{kind} ids in \[0, 10\), came {bad}.*10 rows"):
+    with pytest.raises(DataError, match=rf"{kind} ids in \[0, 10\), got {bad}.*10 rows"):
         store.gather(kind, torch.tensor([3, bad, 4]))
 
 
@@ -267,9 +267,9 @@ def test_bad_requests():
         (torch.zeros(4), "at least 1 column"),
         (torch.zeros(4, 0), "at least 1 column"),
         (torch.zeros(4, 2, dtype=torch.complex64), "real numbers"),
-        (np.array([["a"]]), "numbers that torch has"),
-        (np.zeros((2, 2), ">f4"), "numbers that torch has"),
-        (np.zeros((2, 2))[::-1], "numbers that torch has"),
+        (np.array([["a"]]), "type that torch supports"),
+        (np.zeros((2, 2), ">f4"), "type that torch supports"),
+        (np.zeros((2, 2))[::-1], "type that torch supports"),
     ],
 )
 def test_what_is_no_matrix_is_refused(source, message):
@@ -282,12 +282,12 @@ def test_what_is_no_matrix_is_refused(source, message):
     [
         ("absent.npy", DataError, "expected a file"),
         ("absent.safetensors::x", DataError, "expected a file"),
-        ("good.safetensors::y", DataError, "name of a tensor, came 'y'; there are a, x"),
+        ("good.safetensors::y", DataError, "name of a tensor, got 'y'; there are a, x"),
         ("good.safetensors", DataError, "name of a tensor"),
         ("good.safetensors::a", DataError, "matrix"),
         ("cut.safetensors::x", DataError, "the file is cut"),
         ("cut.npy", DataError, "the file is cut"),
-        ("objects.npy", DataError, "numbers that torch has"),
+        ("objects.npy", DataError, "type that torch supports"),
         ("columns.npy", DataError, "ascontiguousarray"),
         ("flat.npy", DataError, "matrix"),
         ("x.csv", ConfigError, r"\.npy file or"),

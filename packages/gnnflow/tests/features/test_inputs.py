@@ -130,7 +130,7 @@ def test_only_edges_may_be_missing():
     hop = block(torch.tensor([3, -1]), torch.Generator())
     _, _, sources = stores()
     for source in sources:
-        with pytest.raises(DataError, match=r"node ids in .*came -1"):
+        with pytest.raises(DataError, match=r"node ids in .*got -1"):
             attach(MFG(layers=[hop]), source)
 
 

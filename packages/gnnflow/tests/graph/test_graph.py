@@ -185,9 +185,9 @@ def test_late_edges_by_policy(unchecked):
 
 BAD = [
     (([0, 1], [1], [1, 2]), "one length"),
-    (([0, -1], [1, 1], [1, 2]), "row 1: expected as source an id of at least 0, got -1"),
-    (([0, 1], [1, -7], [1, 2]), "row 1: expected as destination"),
-    (([0, 1], [1, 1], [1, -2]), "row 1: expected as time a finite time of at least 0, got -2"),
+    (([0, -1], [1, 1], [1, 2]), "row 1: expected a source id of at least 0, got -1"),
+    (([0, 1], [1, -7], [1, 2]), "row 1: expected a destination id"),
+    (([0, 1], [1, 1], [1, -2]), "row 1: expected a time that is finite and at least 0, got -2"),
     (([0, 1], [1, 1], [1.0, float("nan")]), "time"),
     (([0, 1], [1, 1], [1.0, float("inf")]), "time"),
     (([0.5, 1], [1, 1], [1, 2]), "whole numbers"),
@@ -267,7 +267,7 @@ def test_no_memory_leaves_everything_as_it_was(monkeypatch):
 def test_promised_nodes_are_a_limit():
     graph = gf.TemporalGraph(num_nodes=3)
     assert graph.num_nodes == 3
-    with pytest.raises(DataError, match=r"row 0: expected as destination an id in \[0, 3\), got 3"):
+    with pytest.raises(DataError, match=r"row 0: expected a destination id in \[0, 3\), got 3"):
         graph.add_edges([0], [3], [1])
 
 

@@ -176,9 +176,9 @@ def test_encoded_time_is_the_cosine_it_says():
 
 
 def test_sizes_that_make_no_sense_are_refused():
-    with pytest.raises(ConfigError, match="num_heads to divide dim, came 3 and 10"):
+    with pytest.raises(ConfigError, match="num_heads to divide dim, got 3 and 10"):
         TemporalAttention(1, 1, 1, 10, num_heads=3)
     with pytest.raises(ConfigError, match="nothing to read"):
         TemporalAttention(0, 0, 0, 10)
-    with pytest.raises(ConfigError, match="num_heads to divide dim, came 3 and 10"):
+    with pytest.raises(ConfigError, match="num_heads to divide dim, got 3 and 10"):
         GATLayer(1, 1, 10, num_heads=3)

@@ -17,7 +17,7 @@ DIM = 8
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: TGAT(0), "dim of at least 1, came 0"),
+        (lambda: TGAT(0), "dim of at least 1, got 0"),
         (lambda: TGAT(8, -1), "node_dim of at least 0"),
         (lambda: TGAT(8, num_layers=0), "num_layers of at least 1"),
         (lambda: TGAT(8, num_heads=3), "num_heads to divide dim"),

@@ -265,22 +265,22 @@ def test_wrong_samples_and_features_are_refused(graph, store, unchecked):
     mfg = sampler_of(model, graph).sample(ROOTS, TIMES)
     inputs = attach(mfg, store)
     sequences = TemporalSampler(graph, [4]).sample(ROOTS, TIMES, layout="padded")
-    with pytest.raises(ConfigError, match=r"TGAT reads hops, came Sequences.*layout='mfg'"):
+    with pytest.raises(ConfigError, match=r"TGAT reads hops, got Sequences.*layout='mfg'"):
         model(sequences, attach(sequences, store))
-    with pytest.raises(ConfigError, match="2 layers over 1 snapshots, came 1 hops of 1"):
+    with pytest.raises(ConfigError, match="2 layers over 1 snapshots, got 1 hops of 1"):
         model(gf.MFG(mfg.layers[:1]), inputs)
-    with pytest.raises(ConfigError, match="came 2 hops of 2"):
+    with pytest.raises(ConfigError, match="got 2 hops of 2"):
         model(gf.MFG([[layer, layer] for layer in mfg.layers]), inputs)
-    with pytest.raises(DataError, match="node_dim=6, came node features of 0 columns"):
+    with pytest.raises(DataError, match="node_dim=6, got node features of 0 columns"):
         model(mfg, Inputs(None, inputs.edges))
-    with pytest.raises(DataError, match="edge_dim=3, came edge features of 0 columns"):
+    with pytest.raises(DataError, match="edge_dim=3, got edge features of 0 columns"):
         model(mfg, Inputs(inputs.nodes, None))
     wide = Rows(torch.zeros(1, 7), torch.zeros_like(inputs.nodes.index))
-    with pytest.raises(DataError, match="node_dim=6, came node features of 7 columns"):
+    with pytest.raises(DataError, match="node_dim=6, got node features of 7 columns"):
         model(mfg, Inputs(wide, inputs.edges))
     short = Rows(inputs.nodes.values, inputs.nodes.index[1:])
     with pytest.raises(
-        DataError, match=r"occurrences, came .*: attach features to this very sample"
+        DataError, match=r"occurrences, got .*: attach features to this very sample"
     ):
         model(mfg, Inputs(short, inputs.edges))
     for bad in (-1, 99):

@@ -212,16 +212,16 @@ def test_wrong_samples_and_features_are_refused(unchecked):
     model, sample = made(), sampled()
     inputs = attach(sample, store())
     mfg = TemporalSampler(graph(), [5]).sample(ROOTS, TIMES)
-    with pytest.raises(ConfigError, match=r"TFTGN reads sequences, came MFG.*layout='padded'"):
+    with pytest.raises(ConfigError, match=r"TFTGN reads sequences, got MFG.*layout='padded'"):
         model(mfg, attach(mfg, store()))
-    with pytest.raises(DataError, match="node_dim=6, came node features of 0 columns"):
+    with pytest.raises(DataError, match="node_dim=6, got node features of 0 columns"):
         model(sample, Inputs(None, inputs.edges))
-    with pytest.raises(DataError, match="edge_dim=3, came edge features of 0 columns"):
+    with pytest.raises(DataError, match="edge_dim=3, got edge features of 0 columns"):
         model(sample, Inputs(inputs.nodes, None))
     short = Rows(inputs.nodes.values, inputs.nodes.index[1:])
-    with pytest.raises(DataError, match="node features of 48 occurrences, came 47"):
+    with pytest.raises(DataError, match="node features of 48 occurrences, got 47"):
         model(sample, Inputs(short, inputs.edges))
-    with pytest.raises(ConfigError, match="num_heads to divide dim, came 3 and 8"):
+    with pytest.raises(ConfigError, match="num_heads to divide dim, got 3 and 8"):
         TFTGN(8, num_heads=3)
     with pytest.raises(ConfigError, match="num_blocks of at least 1"):
         TFTGN(8, num_blocks=0)

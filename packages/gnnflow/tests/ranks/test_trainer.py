@@ -82,6 +82,7 @@ CASES = [
     {"model": "graphsage", "cache": 0.2, "negatives": "historical", "is_whole": True},
     {"model": "tf-tgn", "partitioner": "hash", "epochs": 2},
     {"model": "counting", "partitioner": "fennel"},
+    {"model": "tgat", "grain": "batch"},
 ]
 
 
@@ -153,8 +154,12 @@ def test_ranks_learn_what_one_process_learns(pool, cases):
         # Ranks agree to the bit; with one process but for the order in which floats are added.
         assert torch.equal(one[0], other[0])
         assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
-        # Rounding may part what scores alike, which AUC counts by halves.
-        torch.testing.assert_close(one[0], curve, rtol=1e-5, atol=2e-4)
+        # Rounding may part two pairs that score alike; one such moves AP or AUC of the last, short
+        # round by up to 1/200.
+        (loss, *ranked, mrr, num_events, num_replayed), expected = one[0].T, curve.T
+        torch.testing.assert_close(torch.stack(ranked), expected[1:3], rtol=1e-5, atol=5e-3)
+        others = torch.stack([loss, mrr, num_events, num_replayed])
+        torch.testing.assert_close(others, expected[[0, 3, 4, 5]], rtol=1e-5, atol=1e-6)
         for found, expected in zip(one[1], weights, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         # Every edge is with an owner, and some with one only.
@@ -181,7 +186,7 @@ def disagreeing(what):
     ("what", "good", "bad"),
     [
         ("stream", "DataError: rank 1 was given other events", "rank 0 was given other events"),
-        ("limit", "DataError: rank 1 refused events", "expected as destination an id in [0, 30)"),
+        ("limit", "DataError: rank 1 refused events", "expected a destination id in [0, 30)"),
     ],
 )
 def test_ranks_that_disagree_are_told_at_once(pool, what, good, bad):

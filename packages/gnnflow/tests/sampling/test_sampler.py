@@ -65,6 +65,21 @@ def test_several_hops(placement):
     assert torch.equal(mfg.nodes(), torch.cat([deepest.roots, deepest.nodes]))
 
 
+def test_neighbours_are_asked_for_at_the_time_of_their_root(placement):
+    columns = events()
+    sampler = gf.TemporalSampler(
+        graph_of(columns, placement=placement), [3, 2, 4], neighbor_times="root"
+    )
+    mfg = sampler.sample(ROOTS, TIMES)
+    for block, fanout in zip(mfg.layers, [3, 2, 4], strict=True):
+        check_hop(columns, block, fanout)
+    for outer, inner in zip(mfg.layers[:-1], mfg.layers[1:], strict=True):
+        assert torch.equal(inner.roots, torch.cat([outer.roots, outer.nodes]))
+        times = outer.root_times[outer.row]
+        assert torch.equal(inner.root_times, torch.cat([outer.root_times, times]))
+        assert not torch.equal(times, outer.times)
+
+
 def test_snapshots_lie_one_before_the_other(placement):
     columns = events()
     sampler = gf.TemporalSampler(
@@ -244,6 +259,7 @@ def test_settings_that_make_no_sense(unchecked):
         {"fanouts": []}, {"fanouts": [-1]}, {"fanouts": [3], "policy": "old"},
         {"fanouts": [3], "snapshots": 2}, {"fanouts": [3], "snapshots": 2, "window": 0},
         {"fanouts": [3], "window": -1}, {"fanouts": [3], "snapshots": 0},
+        {"fanouts": [3], "neighbor_times": "now"},
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             gf.TemporalSampler(graph, **settings_)

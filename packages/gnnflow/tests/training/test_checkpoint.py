@@ -1,8 +1,12 @@
 """A run that was cut anywhere goes on as if it had not been."""
 
+import errno
+import io
 import itertools
 import json
 import os
+import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,6 +96,7 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path
         ({"batch_size": 20}, "with batch_size 50, this run has 20"),
         ({"replay": 0.5}, "with replay .*0.05.*, this run has .*0.5"),
         ({"seed": 4}, "with "),
+        ({"grain": "batch"}, "with grain 'event', this run has 'batch'"),
         ({"fanouts": (6,)}, "with sampler "),
     ):
         with pytest.raises(DataError, match=told):
@@ -106,6 +111,13 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path
     with pytest.raises(DataError, match="is of another model"):
         next(make(model=wide).run(events))
 
+    about = json.loads(good[0])
+    del about["run"]["grain"], about["run"]["neighbor_times"]
+    state.write_text(json.dumps(about))
+    next(make().run(events))  # written before there was a choice
+    with pytest.raises(DataError, match="with grain 'event', this run has 'batch'"):
+        next(make(grain="batch").run(events))
+
     tensors.write_bytes(good[1][: len(good[1]) // 2])
     with pytest.raises(DataError, match=r"damaged .*remove the folder to begin again"):
         next(make().run(events))
@@ -116,6 +128,33 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path
         state.write_text(text)
         with pytest.raises(DataError, match=r"damaged|expected the format"):
             next(make().run(events))
+
+
+@pytest.mark.parametrize("name", ["state.json", "after-160.safetensors"])
+def test_a_checkpoint_that_may_not_be_read_is_told_as_that(toy, tmp_path, monkeypatch, name):
+    events = toy.clubs(300)
+    run = toy.trainer_of(events, checkpoint=tmp_path, warmup=0.2).run(events)
+    next(run)
+    run.close()
+    assert (tmp_path / name).exists()
+    opened = io.open
+
+    def refused(path, *args, **kwargs):
+        if Path(path).name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", refused)  # root may read everything
+    with pytest.raises(DataError, match=rf"{name}: expected a file that this user may read"):
+        next(toy.trainer_of(events, checkpoint=tmp_path, warmup=0.2).run(events))
+
+
+def test_files_of_a_checkpoint_have_one_mode(toy, tmp_path):
+    events = toy.clubs(300)
+    next(toy.trainer_of(events, checkpoint=tmp_path).run(events))
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    (tmp_path / "plain").touch()
+    assert modes == {stat.S_IMODE((tmp_path / "plain").stat().st_mode)}
 
 
 def test_a_crash_while_writing_leaves_the_checkpoint_before(toy, tmp_path, monkeypatch):
@@ -222,3 +261,5 @@ def test_a_run_is_described_with_how_it_samples(toy, change):
     told = describe_run(events, sampler, *others)["sampler"]
     before = describe_run(events, trainer.sampler, *others)["sampler"]
     assert {name: told[name] for name in told if told[name] != before[name]} == change
+    as_of_roots = TemporalSampler(trainer.sampler.graph, [5], neighbor_times="root")
+    assert describe_run(events, as_of_roots, *others)["neighbor_times"] == "root"

@@ -1,6 +1,7 @@
 """The continual loop learns, replays, forgets, feeds stores and caches, and refuses nonsense."""
 
 import math
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.models import TGAT, LinkHead
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training.continual import ContinualTrainer
+from gnnflow.training.settings import Settings
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
@@ -160,6 +162,25 @@ def test_training_negatives_are_random_whatever_evaluation_has(toy):
 def test_settings_are_refused(toy, changes, message):
     with pytest.raises(ConfigError, match=message):
         toy.trainer_of(toy.clubs(10), **changes)
+
+
+def test_a_grain_that_is_none_is_refused(unchecked):
+    with pytest.raises(
+        ConfigError, match=r"grain: expected one of \['event', 'batch'\], got 'hour'"
+    ):
+        Settings(grain="hour")
+
+
+def test_settings_come_in_one_object_or_by_name(toy):
+    events = toy.clubs(300)
+    by_name = toy.trainer_of(events, window=500.0)
+    in_one = toy.trainer_of(events, settings=replace(by_name.settings, window=9.0), window=500.0)
+    assert in_one.settings == by_name.settings
+    assert toy.curve(in_one.run(events)) == toy.curve(by_name.run(events))
+    with pytest.raises(FrozenInstanceError):
+        by_name.settings.window = 1.0
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
+        toy.trainer_of(events, windows=500.0)
 
 
 def test_the_head_is_as_wide_as_the_model(toy):

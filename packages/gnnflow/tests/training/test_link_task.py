@@ -42,7 +42,8 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("uses_time", [True, False])
 @pytest.mark.parametrize("every", [1, 40, "7D"])
-def test_an_event_never_sees_itself_or_its_own_time(uses_time, every):
+@pytest.mark.parametrize("grain", ["event", "batch"])
+def test_an_event_never_sees_itself_or_its_own_time(uses_time, every, grain):
     # Every pair meets once, several at one time, so that having met is no reason to meet: whoever
     # looks at an event's own edge scores it above its negatives.
     pairs = np.random.default_rng(0).permutation(list(itertools.product(range(20), range(40, 60))))
@@ -55,6 +56,7 @@ def test_an_event_never_sees_itself_or_its_own_time(uses_time, every):
         head=Head(),
         warmup=0.5 if every != 1 else 0.9,
         every=every,
+        grain=grain,
         batch_size=64,
         negatives="historical",
         num_negatives=2,
@@ -128,6 +130,44 @@ def test_a_model_that_ignores_time_is_asked_once_a_node_and_batch(
     list(trainer.run(events))
     # Evaluated with two negatives an event, at the batch's own times or at that of its first event.
     assert (80, list(range(20, 20 + num_times))) in asked
+
+
+def test_at_the_grain_of_a_batch_each_node_is_asked_for_once(monkeypatch):
+    events = Events(torch.arange(40) % 3, torch.arange(40) % 4 + 10, torch.arange(40))
+    graph = TemporalGraph(undirected=True)
+    sampler, asked = TemporalSampler(graph, [5]), []
+    sample = sampler.sample
+
+    def recorded(nodes, times, **options):
+        asked.append((nodes.tolist(), times.tolist()))
+        return sample(nodes, times, **options)
+
+    monkeypatch.setattr(sampler, "sample", recorded)
+    settings = {"warmup": 0.5, "every": 20, "batch_size": 10, "num_negatives": 2, "progress": False}
+    trainer = ContinualTrainer(
+        Acquainted(True), graph, sampler, head=Head(), grain="batch", replay=0.0, **settings
+    )
+    list(trainer.run(events))
+    nodes = [0, 1, 2, 10, 11, 12, 13]
+    # The warm-up is learnt, and the increment evaluated and learnt, in two batches each.
+    assert [times for _, times in asked] == [[t] * 7 for t in (0, 10, 20, 30, 20, 30)]
+    assert all(found == nodes for found, _ in asked)
+
+
+def test_at_the_grain_of_a_batch_scores_are_those_of_every_root_as_of_then(toy):
+    events = toy.clubs(200)
+    trainers = [toy.trainer_of(events, grain=grain) for grain in ("event", "batch")]
+    found = []
+    for trainer in trainers:
+        trainer.history.insert(events)
+        batch = events[100:150]
+        if not found:  # each root is asked for by itself, as of the first event
+            batch = Events(batch.src, batch.dst, batch.t[:1].expand(50), batch.eid)
+        negatives = trainer.history.training_negatives.draw(events[100:150])
+        trainer.model.eval()
+        found.append(trainer.task.score(batch, negatives, trainer.history.features))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_passes_draw_apart_and_evaluations_alike(toy, monkeypatch):

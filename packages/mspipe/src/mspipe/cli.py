@@ -48,17 +48,17 @@ class _Run(JsonOption):
     dim: int = 100
     """Width of a node's state and of an embedding."""
     fanout: int = 10
-    """Newest neighbours that are sampled of each node."""
+    """Number of newest neighbours sampled for each node."""
     batch_size: int = 600
     """Events in a batch."""
     mode: _Mode = "forward"
-    """forward is exact and hides the memory's traffic; sync, prefetch and stale are there to compare."""
+    """forward is exact and hides the memory's traffic; the other modes are for comparison."""
     max_staleness: int | None = None
-    """In mode stale: how many iterations old the memory may be; 1 is exact. Left out: what the stages need."""
+    """In mode stale: maximum age of memory in iterations; 1 is exact. Default: as stages need."""
     place: str = "cpu"
-    """Where the memory lies: cpu, pinned, cuda, shm:NAME, tcp://host:port."""
+    """Where the memory is stored: cpu, pinned, cuda, shm:NAME, tcp://host:port."""
     device: str = "cpu"
-    """Where the model is trained: cpu, cuda, cuda:1."""
+    """Device that trains the model: cpu, cuda, cuda:1."""
     rate: float = 1e-3
     """Learning rate of Adam."""
     limit: int | None = None
@@ -83,9 +83,9 @@ class Train(_Run):
     cut: Annotated[str, choice(CUTS)] = "uniform"
     """How the stream is cut into batches; adaptive ones grow as long as memory stays as fresh."""
     checkpoint: Path | None = None
-    """Folder of the checkpoint: an interrupted run goes on from it."""
+    """Folder of the checkpoint, from which an interrupted run resumes."""
     num_negatives: int = 100
-    """Negatives drawn for each event in the test, for its rank."""
+    """Negatives per event in the test, for MRR."""
 
     def execute(self) -> None:
         """Prints a line an epoch, the report of the last, and the test."""
@@ -131,7 +131,7 @@ class Train(_Run):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile(_Run):
-    """Measure the stages on your stream, one after another, and say what overlap can bring.
+    """Measure the stages on your stream, one after another, and plan their overlap.
 
     Example: mspipe profile flights --place tcp://10.0.0.2:7000
     """
@@ -152,7 +152,7 @@ class Profile(_Run):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace(_Run):
-    """Write what ran when as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
+    """Write a run's timeline as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
 
     Example: mspipe trace flights --mode stale --out trace.json
     """
@@ -160,7 +160,7 @@ class Trace(_Run):
     data: _Data
     """The events."""
     out: Path = Path("trace.json")
-    """The file."""
+    """File to write."""
     num_batches: int = 30
     """Batches to run."""
 
@@ -174,7 +174,7 @@ class Trace(_Run):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStages(JsonOption):
-    """Say what five stage times allow: the ideal period, and the staleness that it takes.
+    """Compute the ideal period for five stage times, and the staleness that it needs.
 
     Example: mspipe plan --stages 2,3,2,8,2
     """
@@ -202,15 +202,15 @@ class Simulate(JsonOption):
     mode: _Mode = "stale"
     """How stages overlap."""
     max_staleness: int | None = None
-    """In mode stale: how many iterations old memory may be. Left out: the plan's k_min."""
+    """In mode stale: maximum age of the memory in iterations. Default: the plan's k_min."""
     depth: int = 4
     """In mode forward: iterations whose written rows are kept."""
     eager: bool = False
-    """In mode stale: fetch as soon as allowed, and not as late as training permits."""
+    """In mode stale: fetch as soon as allowed instead of as late as training permits."""
     iterations: int = 1000
     """Iterations to replay."""
     jitter: float = 0.0
-    """Share in [0, 1): each stage time is drawn evenly from this share below to this share above."""
+    """Share in [0, 1): each stage time varies uniformly by up to this share up or down."""
     seed: int = 0
     """Seed of the jitter."""
     trace: Path | None = None
@@ -246,13 +246,13 @@ class Simulate(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeMemory:
-    """Hold a memory that others read and write over TCP, until interrupted.
+    """Serve a memory that other processes read and write over TCP, until interrupted.
 
     Example: mspipe serve-memory --bind 0.0.0.0:7000
     """
 
     bind: str = "127.0.0.1:7000"
-    """Address and port; whoever reaches it can read and write, so give one of a private network."""
+    """Address and port; anyone who can connect can read and write: use a private network."""
 
     def execute(self) -> None:
         """Prints the address, and serves."""
@@ -332,7 +332,7 @@ def _read(data: str, limit: int | None) -> Events:
 
 
 def _join_group(device: str) -> Group | None:
-    """All workers, where torchrun started this one."""
+    """The group of all workers if torchrun started this process, else None."""
     import os
 
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -354,7 +354,7 @@ def _make_pipeline(
     from mspipe.pipeline.pipeline import Pipeline
 
     if not len(events):
-        raise ConfigError("expected a stream with events, got one without")
+        raise ConfigError("expected a stream with events, got an empty one")
     if ":" in settings.device:
         torch.cuda.set_device(settings.device)  # kernels are launched there
     torch.manual_seed(settings.seed)

@@ -1,7 +1,7 @@
 """`mspipe demo`: TGN on real flights, its memory behind a slow link, with and without overlap.
 
-The link is modelled: reads and writes of rows sleep for as long as their bytes take at its rate, which is
-what claims about time say of themselves. Everything else is what it is in any run.
+The link is modelled: reads and writes of rows sleep for the time that their bytes take at its rate.
+Claims about time are therefore labelled "simulated". Everything else is real.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LATENCY_S = 2e-4
 
 
 class LinkedRows(LocalRows):
-    """Rows behind a link of a rate, modelled by sleeping; one way does not slow the other."""
+    """Rows behind a full-duplex link of a given rate, modelled by sleeping."""
 
     def __init__(self, num_rows: int, fresh: Tensor, bytes_per_s: float) -> None:
         super().__init__(num_rows, fresh, torch.device("cpu"))
@@ -44,13 +44,13 @@ class LinkedRows(LocalRows):
         time.sleep(_LATENCY_S + num_bytes / self._bytes_per_s)
 
     def read(self, ids: Tensor) -> Tensor:
-        """Copies of rows, once their bytes have come."""
+        """Copies of rows, after the time that their transfer takes."""
         rows = super().read(ids)
         self._sleep(rows.nbytes)
         return rows
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        """Replaces rows, once their bytes have gone."""
+        """Replaces rows, after the time that their transfer takes."""
         self._sleep(rows.nbytes)
         super().write(ids, rows)
 
@@ -73,7 +73,7 @@ def run(out: Path, *, is_full: bool) -> bool:
                 mode: run_pass(events, train if is_full else train[:9_600], mode, 200e6 / 8)
                 for mode in ("forward", "sync", "prefetch")
             }
-        with console.status("mspipe: telling flights from others"):
+        with console.status("mspipe: training TGN for link prediction on flights"):
             learnt = _compare_with_edgebank(events, train, rest, 4 if is_full else 3)
     finally:
         torch.set_num_threads(before)
@@ -112,10 +112,10 @@ def run_pass(
     """Trains one pass behind a modelled link.
 
     Args:
-        events: the whole stream, whose neighbours are sampled.
+        events: the whole stream, from which neighbours are sampled.
         train: the events of the pass.
-        mode: of the pipeline.
-        bytes_per_s: rate of the link, each way.
+        mode: mode of the pipeline.
+        bytes_per_s: rate of the link in each direction.
 
     Returns:
         The pipeline's report, the losses, and the rows of the memory that the pass leaves.
@@ -131,7 +131,7 @@ def run_pass(
 def compare_modes(
     found: dict[str, tuple[Report, list[float], Tensor]],
 ) -> list[Claim]:
-    """Makes the claims of overlap: correct where losses and rows are the same in all modes.
+    """Makes the claims about overlap, which are correct if all modes give the same losses and rows.
 
     Args:
         found: what `run_pass` returned, by mode; "forward", "sync" and "prefetch".
@@ -172,7 +172,7 @@ def compare_modes(
 
 
 def _compare_with_edgebank(events: Events, train: Events, rest: Events, epochs: int) -> Claim:
-    """Average precision on what follows, beside that of remembering pairs."""
+    """The claim of TGN's average precision on the last events against EdgeBank's."""
     pipe = _pipeline(events, "forward")
     optimizer = torch.optim.Adam(pipe.model.parameters(), 1e-3, fused=True)
     for epoch in range(epochs):

@@ -1,7 +1,7 @@
-"""How well a model tells events from others, and what remembering pairs alone achieves.
+"""Link prediction metrics of a model, and EdgeBank as a baseline.
 
-Scores of all events are pooled: the mean of batches' average precisions, which MSPipe's and TGL's
-programs print, depends on how the stream is cut. Ranks are TGB's (arXiv 2307.01026).
+Scores of all events are pooled: the mean of the batches' average precisions, which MSPipe's and
+TGL's programs print, depends on how the stream is cut. Ranks are as in TGB (arXiv 2307.01026).
 """
 
 from __future__ import annotations
@@ -47,31 +47,34 @@ def evaluate(
     metrics: Sequence[str] = _USUAL,
     commits: bool = False,
 ) -> dict[str, float]:
-    """Scores events in order of time, each batch before memory has it.
+    """Scores events in order of time, each batch before the memory is updated with it.
 
-    AP and AUC tell events from the first negative of each; MRR and hits rank an event among all its
-    own. Memory must be as of the first event.
+    AP and AUC compare events with the first negative of each; MRR and hits rank an event among its
+    own negatives. The memory must hold all events before the first one.
 
     Args:
-        pipe: with the model and its memory.
-        events: what follows on that which memory has.
-        history: what came before; negatives are drawn from it and the events.
-        negatives: a kind, of which `inductive` are pairs that met first at the first event or later;
-            or where to draw them from.
-        num_negatives: an event.
-        batch_size: events that are scored as of one state of memory.
-        seed: of the draws.
-        metrics: of ap, auc, mrr, hits@1, hits@3 and hits@10.
-        commits: let memory move on, so that what follows `events` can be evaluated next; else every
-            row is afterwards as it was.
+        pipe: pipeline with the model and its memory.
+        events: events by time that directly follow those in the memory.
+        history: earlier events; negatives are drawn from these and from `events`.
+        negatives: kind of negatives ("inductive": pairs that first met at the first of `events` or
+            later), or the source to draw them from.
+        num_negatives: negatives per event.
+        batch_size: number of events scored with the same state of the memory.
+        seed: seed of the draws.
+        metrics: names among ap, auc, mrr, hits@1, hits@3 and hits@10.
+        commits: keep the memory's updates, so that the events after `events` can be evaluated next;
+            otherwise all rows are restored afterwards.
+
+    Returns:
+        The metrics by name, from 0 to 1.
 
     Raises:
-        ConfigError: a setting is out of range, or a run is open that has the memory.
-        DataError: there are no events, no others to tell them from, or a score is NaN.
+        ConfigError: a setting is out of range, or a run that uses the memory is open.
+        DataError: there are no events, no negatives for them, or a score is NaN.
         CommError: the memory's server does not answer.
     """
     negatives = _checked(events, history, negatives, num_negatives, metrics)
-    # Asked for before writes are recorded: those of an open run would be undone with ours.
+    # Refuse an open run before `preserved` starts: its writes would be undone with ours.
     with pipe.memory.lease("an evaluation"):
         pass
     with nullcontext() if commits else pipe.memory.preserved():
@@ -80,12 +83,13 @@ def evaluate(
 
 
 class EdgeBank:
-    """Scores 1 for a pair that it has seen and 0 for others, after Poursafaei et al. (2207.10128).
+    """Scores 1 for a pair seen before and 0 for others, after Poursafaei et al. (arXiv 2207.10128).
 
-    What a model has to surpass where pairs meet again and again.
+    A baseline for streams in which pairs meet repeatedly.
 
     Args:
-        window: how long a pair is remembered after it met last, in units of time; None for ever.
+        window: how long a pair is remembered after it last met, in the events' unit of time; None
+            remembers it forever.
 
     Raises:
         ConfigError: the window is negative.
@@ -95,11 +99,11 @@ class EdgeBank:
         if window is not None and not window >= 0:
             raise ConfigError(f"EdgeBank: expected a window of 0 or more, or None, got {window}")
         self.window = window
-        # Every pair once, rising, and when it met last.
+        # Unique pairs in ascending order, and the time at which each last met.
         self._pairs, self._last = np.empty(0, np.int64), np.empty(0, np.int64)
 
     def remember(self, events: Events) -> None:
-        """Adds pairs, which are directed; events come in order of time.
+        """Adds the directed pairs of events, which are in order of time.
 
         Raises:
             DataError: a node is 2^31 or more.
@@ -140,28 +144,33 @@ class EdgeBank:
         seed: int = 0,
         metrics: Sequence[str] = _USUAL,
     ) -> dict[str, float]:
-        """Scores events as `evaluate` does with a model, by a memory of its own of history alone.
+        """Scores events as the function `evaluate` does with a model.
 
-        Each batch is scored, then remembered. The same settings give the same negatives as there.
+        It starts from `history` alone, not from pairs remembered here. Each batch is scored, then
+        remembered. The same settings give the same negatives as the function `evaluate`.
 
         Args:
-            history: what came before the events; None for nothing.
-            events: by time.
-            negatives: see `evaluate`, as for all others.
-            num_negatives: an event.
-            batch_size: events.
-            seed: of the draws.
-            metrics: names.
+            history: events before `events`; None for none.
+            events: events by time.
+            negatives: kind of negatives, or the source to draw them from.
+            num_negatives: negatives per event.
+            batch_size: number of events scored before they are remembered.
+            seed: seed of the draws.
+            metrics: names among ap, auc, mrr, hits@1, hits@3 and hits@10.
+
+        Returns:
+            The metrics by name, from 0 to 1.
 
         Raises:
             ConfigError: a setting is out of range.
-            DataError: there are no events, no others to tell them from, or history reaches into them.
+            DataError: there are no events, no negatives for them, or history ends after the first
+                event.
         """
         negatives = _checked(events, history, negatives, num_negatives, metrics)
         if history and history.t[-1] > events.t[0]:
             raise DataError(
-                f"EdgeBank: expected history that ends by the first event at {events.t[0].item()}, got "
-                f"one until {history.t[-1].item()}; give what came before, such as stream[:n]"
+                f"EdgeBank: expected history that ends by the first event at {events.t[0].item()}, "
+                f"got one until {history.t[-1].item()}; give earlier events, such as stream[:n]"
             )
         cut = batches(events, batch_size, negatives, num_negatives=num_negatives, seed=seed)
         bank = EdgeBank(self.window)
@@ -185,7 +194,7 @@ def _checked(
     num_negatives: int,
     metrics: Sequence[str],
 ) -> Negatives:
-    """Where to draw negatives from, once all else is found to be usable."""
+    """The source of negatives, after checks of the other arguments."""
     if isinstance(metrics, str) or not set(metrics) <= set(_METRICS):
         raise ConfigError(f"metrics: expected some of {', '.join(_METRICS)}, got {metrics!r}")
     if num_negatives < 1:

@@ -1,9 +1,9 @@
-"""How long a pipelined iteration takes, and how stale its memory must be for that: closed forms.
+"""Closed forms of a pipelined iteration's period, and of the staleness of memory that it needs.
 
 The stages of an iteration are sample, fetch features, fetch memory, train and write back (MSPipe,
-arXiv 2402.15113). Both fetches share the link to the device. Reading the memory as iteration i - k left
-it puts k iterations between the ends of a loop of fetch, train and write, so that by the usual argument
-of modulo scheduling an iteration takes
+arXiv 2402.15113). Both fetches share the link to the device. If iteration i reads the memory as
+iteration i - k left it, the dependency cycle of fetch, train and write spans k iterations. By
+modulo scheduling's bound an iteration then takes
 
     P(k) = max(P*, (fetch memory + train + write) / k),
     P*   = max(sample, fetch features + fetch memory, train, write),
@@ -27,23 +27,23 @@ STAGES = ("sample", "features", "memory", "train", "write")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the durations of the five stages allow.
+    """Periods and staleness for given durations of the five stages.
 
     Attributes:
-        stage_s: seconds, in the order of `STAGES`; any other unit gives results in that unit.
+        stage_s: durations in seconds, in the order of `STAGES`; results are in the same unit.
     """
 
     stage_s: tuple[float, ...]
 
     @property
     def ideal_period(self) -> float:
-        """P*: the busiest resource never waits."""
+        """P*: the period at which the busiest resource never waits."""
         sample, features, memory, train, write = self.stage_s
         return max(sample, features + memory, train, write)
 
     @property
     def loop_s(self) -> float:
-        """From the beginning of an iteration's fetch of memory to the end of its write."""
+        """Duration from the start of an iteration's fetch of memory to the end of its write."""
         return sum(self.stage_s[2:])
 
     @property
@@ -51,11 +51,11 @@ class Plan:
         """The least staleness at which the period is the ideal one; 1 reads the memory as it is."""
         if not self.ideal_period:
             return 1
-        # A loop of just k periods must not need k + 1 for its rounding.
+        # The factor keeps rounding from turning a loop of exactly k periods into k + 1.
         return max(1, math.ceil(self.loop_s / self.ideal_period * (1 - 1e-12)))
 
     def period(self, k: int) -> float:
-        """P(k): what an iteration takes where memory is read as iteration i - k left it.
+        """P(k): the period if iteration i reads the memory as iteration i - k left it.
 
         Raises:
             ConfigError: k is below 1.
@@ -68,11 +68,11 @@ class Plan:
         """The staleness k_i of each iteration, its memory fetched as late as training permits.
 
         Args:
-            num_iterations: how many, from the first one on, while the pipeline still fills.
+            num_iterations: number of iterations, from the first one, in which the pipeline fills.
 
         Returns:
-            For each iteration how many iterations ago the write was that its memory came from: 1 for
-            the one before it, at most `k_min`, so that training never waits for it.
+            For each iteration the distance to the one whose write it reads: 1 is the iteration
+            before it; at most `k_min`, so that training never waits for the write.
 
         Raises:
             ConfigError: `num_iterations` is below 1.
@@ -83,12 +83,12 @@ class Plan:
 
     @property
     def sequential_period(self) -> float:
-        """Without any overlap."""
+        """Period without any overlap."""
         return sum(self.stage_s)
 
     @property
     def most_gain(self) -> float:
-        """Of exact prefetching, P(1), over the ideal period: what hiding the loop can bring at most."""
+        """P(1), exact prefetching, over the ideal period: the largest gain of hiding the loop."""
         return self.period(1) / self.ideal_period if self.ideal_period else 1.0
 
     def __str__(self) -> str:
@@ -108,10 +108,10 @@ class Plan:
 
 
 def plan(stage_s: Sequence[float]) -> Plan:
-    """Plans by the seconds of sample, features, memory, train and write.
+    """The plan for the durations of sample, features, memory, train and write.
 
     Raises:
-        ConfigError: there are not five, or one is negative or not finite.
+        ConfigError: there are not five durations, or one is negative or not finite.
     """
     found = tuple(float(s) for s in stage_s)
     if len(found) != len(STAGES):
@@ -125,19 +125,19 @@ def plan(stage_s: Sequence[float]) -> Plan:
 def schedule_fetches(
     stage_s: Sequence[Sequence[float]], max_staleness: int
 ) -> tuple[list[float], list[float]]:
-    """Schedules fetches of memory as late as they may begin without holding up training.
+    """Schedules fetches of memory as late as possible without delaying training.
 
-    A fetch ends when the training before it ends, and the features of the next iteration have their
-    turn on the link before it if they fit. O(iterations).
+    A fetch ends when the previous training ends, or earlier if the link would otherwise not be free
+    in time for the next iteration's fetches. O(iterations).
 
     Args:
         stage_s: seconds of `STAGES`, a row for each iteration.
         max_staleness: iteration i waits for the write of iteration i - max_staleness.
 
     Returns:
-        When each fetch of memory begins, and when each write ends, in seconds from the start.
+        Start of each fetch of memory, and end of each write, in seconds from the start.
     """
-    sampled = fetched = trained = written = 0.0  # when these stages of the iteration before end
+    sampled = fetched = trained = written = 0.0  # ends of these stages of the previous iteration
     begins: list[float] = []
     ends: list[float] = []
     for i, (sample, features, memory, train, write) in enumerate(stage_s):
@@ -146,7 +146,7 @@ def schedule_fetches(
         earliest = max(features_end, ends[i - max_staleness] if i >= max_staleness else 0.0)
         begin = max(earliest, trained - memory)
         if i + 1 < len(stage_s):
-            # What comes next on the link must not make the next training late.
+            # The link must be free in time for the next iteration's fetches.
             rest = stage_s[i + 1][1] + stage_s[i + 1][2]
             begin = max(earliest, min(begin, trained + train - rest - memory))
         fetched = begin + memory
@@ -161,10 +161,10 @@ def count_staleness(fetch_s: Sequence[float], written_s: Sequence[float]) -> lis
     """Counts for each fetch how many iterations ago the newest write was that it sees.
 
     Args:
-        fetch_s: when each iteration's fetch of memory begins.
-        written_s: when each iteration's write ends, never falling.
+        fetch_s: start of each iteration's fetch of memory.
+        written_s: end of each iteration's write, never decreasing.
 
     Returns:
-        1 where a fetch sees the write of the iteration before it.
+        Staleness by iteration; 1 if a fetch sees the write of the previous iteration.
     """
     return [i - bisect_right(written_s, begin + 1e-12, 0, i) + 1 for i, begin in enumerate(fetch_s)]

@@ -1,7 +1,7 @@
-"""What a user chooses by name: models, modes of overlap, and ways to cut a stream into batches.
+"""Registries of models, modes of overlap, and ways to cut a stream into batches.
 
-The command line, the checks and the pipeline read these lists. Nothing heavy is imported here: an
-entry that is named by its place, "module:attribute", is imported when it is first asked for.
+The command line, the checks and the pipeline read them. Nothing heavy is imported here: an entry
+given as "module:attribute" is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.registry import Registry
 __all__ = ["CUTS", "MODELS", "MODES", "Mode"]
 
 MODELS: Registry[str, Any] = Registry("model")
-"""Classes of `MemoryModel`, made with `dim`, `edge_dim` and, where they have it, `fanout`."""
+"""Subclasses of `MemoryModel`, created with `dim`, `edge_dim` and, if they take it, `fanout`."""
 MODELS.add("tgn", "mspipe.models.tgn:TGN", "a GRU over messages, attention over neighbours")
 MODELS.add("jodie", "mspipe.models.jodie:JODIE", "a recurrent cell, states that drift with time")
 MODELS.add("apan", "mspipe.models.apan:APAN", "attention over a mailbox that neighbours fill")
@@ -27,8 +27,8 @@ class Mode:
 
     Attributes:
         is_overlapped: stages of different iterations run at the same time.
-        is_forwarding: rows whose write is still on its way are handed on by the iteration that wrote
-            them, so that no fetch waits for the last `depth` writes; exact.
+        is_forwarding: rows whose write is under way are taken from the iteration that writes them,
+            so that no fetch waits for the last `depth` writes; exact.
         is_stale: a fetch may miss the last `max_staleness` - 1 writes.
 
     Raises:
@@ -54,7 +54,7 @@ MODES.add("forward", Mode(is_forwarding=True), "exact, and no fetch waits for a 
 MODES.add("stale", Mode(is_stale=True), "a fetch may miss the last writes, as MSPipe has it")
 
 CUTS: Registry[str, Any] = Registry("cut")
-"""Functions of `Events`, batch size and seed, that return where batches begin, and the end."""
+"""Functions of `Events`, batch size and seed that return the bounds of batches."""
 CUTS.add("uniform", "mspipe.data.batching:uniform_bounds", "all batches of one size")
 CUTS.add("random-start", "mspipe.data.batching:random_start_bounds", "a first batch of random size")
 CUTS.add("adaptive", "mspipe.data.batching:adaptive_bounds", "as far as memory stays as fresh")

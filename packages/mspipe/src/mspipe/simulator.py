@@ -1,4 +1,4 @@
-"""The five stages of many iterations replayed on their resources, for durations that vary too."""
+"""Replay of the five stages of many iterations on their resources, also with varying durations."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _QUEUE_OF = ("sampler", "link in", "link in", "device", "link out")
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """What a replay gave.
+    """Result of a replay.
 
     Attributes:
-        timeline: operations are (stage, iteration).
-        staleness: of each iteration, how many iterations ago the write was that its memory came
-            from: 1 for the one before it, which is exact.
-        stall_share: of the time from the first training to the last, what training waited.
+        timeline: start and end of the operations, which are named (stage, iteration).
+        staleness: for each iteration, how many iterations ago the newest write was that it read: 1
+            for the previous iteration, which is exact.
+        stall_share: share of the time from the first to the last training that the device waited.
     """
 
     timeline: Timeline
@@ -38,7 +38,7 @@ class Simulation:
 
     @property
     def num_iterations(self) -> int:
-        """That were replayed."""
+        """Number of iterations replayed."""
         return len(self.staleness)
 
     @property
@@ -52,7 +52,7 @@ class Simulation:
 
     @property
     def histogram(self) -> dict[int, int]:
-        """Iterations by staleness."""
+        """Number of iterations by staleness."""
         return dict(sorted(Counter(self.staleness).items()))
 
 
@@ -67,20 +67,22 @@ def simulate(
 ) -> Simulation:
     """Replays iterations on a sampler, a link in, a device and a link out.
 
-    `sync` runs stage after stage; `prefetch` fetches memory after the write before it; `forward` needs no
-    write of the last `depth` iterations; `stale` needs the write `max_staleness` iterations
-    before, and, delayed, fetches as late as training permits, so that it reads newer memory.
+    `sync` runs one stage after another; `prefetch` fetches memory after the previous iteration's
+    write; `forward` does not wait for the writes of the last `depth` iterations; `stale` waits for
+    the write `max_staleness` iterations before and, if delayed, fetches as late as training
+    permits, so that it reads newer memory.
 
     Args:
         stage_s: seconds of `STAGES`, the same for all iterations or a row for each.
-        num_iterations: ignored where there is a row for each.
+        num_iterations: number of iterations; ignored if there is a row for each.
         mode: name of a registered mode, see above.
-        max_staleness: of a stale mode, 1 or more; the plan's k_min when None.
-        depth: of a forwarding mode: iterations whose written rows are kept, 1 or more.
-        is_delayed: of a stale mode: fetch as late as training permits, and not as soon as allowed.
+        max_staleness: for a stale mode: see above, 1 or more; the plan's k_min when None.
+        depth: for a forwarding mode: iterations whose written rows are kept, 1 or more.
+        is_delayed: for a stale mode: fetch as late as training permits; False fetches as soon as
+            allowed.
 
     Raises:
-        ConfigError: a number is out of range, or the mode is none of these.
+        ConfigError: a number is out of range, or the mode is not registered.
     """
     how = MODES.get(mode)
     times = np.asarray(stage_s, np.float64)

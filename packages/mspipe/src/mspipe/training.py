@@ -1,4 +1,4 @@
-"""Passes over a stream, each from an empty memory, that go on after an interruption as if there were none."""
+"""Training epochs over a stream, each from an empty memory, with bitwise exact resumption."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Epoch:
-    """One pass.
+    """Result of one pass over the events.
 
     Attributes:
-        index: from 1.
-        losses: of its batches.
-        seconds: spent in the pipeline, of this process only.
-        scores: on what follows the training events, if anything was given.
+        index: number of the pass, from 1.
+        losses: losses of its batches.
+        seconds: time spent in the pipeline by the process that finished the pass.
+        scores: metrics on the validation events; empty without any.
     """
 
     index: int
@@ -72,7 +72,7 @@ class Epoch:
 
     @property
     def loss(self) -> float:
-        """Mean over batches."""
+        """Mean loss over batches."""
         return sum(self.losses) / len(self.losses)
 
 
@@ -86,22 +86,22 @@ def fit(
     checkpoint: str | Path | None = None,
     progress: bool = True,
 ) -> Iterator[Epoch]:
-    """Yields each pass over the events, which begins with an empty memory.
+    """Trains passes over the events and yields each one's result; a pass starts with empty memory.
 
-    With a checkpoint of the same stream and settings it goes on where that ends: the passes before are
-    yielded as they were, and losses, weights and memory become what they would have been, to the bit.
+    With a checkpoint of the same stream and settings training resumes: finished passes are yielded
+    as recorded, and losses, weights and memory are bitwise those of an uninterrupted run.
 
     Args:
-        pipe: with model and memory.
-        optimizer: of the model's parameters.
-        train: by time.
-        validate: what follows; scored after each pass, from memory as the pass leaves it.
-        settings: see there.
-        checkpoint: folder to go on from and to write to; of several workers one that all see.
-        progress: show a bar where standard error is a terminal.
+        pipe: pipeline with model and memory.
+        optimizer: optimizer of the model's parameters.
+        train: training events by time.
+        validate: events after `train`; scored after each pass with the memory that it leaves.
+        settings: epochs, batches, seed and checkpoint interval; `Settings()` by default.
+        checkpoint: folder to resume from and to write to, shared by all workers; None for none.
+        progress: show a progress bar if standard error is a terminal.
 
     Raises:
-        DataError: there are no events, a loss is not finite, or the checkpoint is damaged or of another
+        DataError: there are no events, a loss is NaN, or the checkpoint is damaged or of another
             run.
     """
     settings = settings or Settings()
@@ -153,7 +153,7 @@ def fit(
 
 
 def _seeded(run: Generator[Output, None, None], key: int, first: int) -> Iterator[Output]:
-    """Each batch with dropout of its own seed, so that a resumed pass draws the same, on any device."""
+    """Seeds dropout for each batch, so that a resumed pass draws the same, on any device."""
     try:
         for number in count(first):
             torch.manual_seed(stream_key(key, number) >> 1)
@@ -185,7 +185,7 @@ def _bar(name: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int, li
 
 
 class _Checkpoint:
-    """One file of tensors and what belongs to them, replaced as a whole."""
+    """The checkpoint file, which is replaced atomically."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _Checkpoint:
     ) -> None:
         self._path = folder / "training.pt"
         self._pipe, self._optimizer = pipe, optimizer
-        # Passes may be added, and saving be rarer; the rest decides what comes.
+        # The number of passes and the interval may change on resuming; all else must be the same.
         asked = {k: v for k, v in asdict(settings).items() if k not in ("epochs", "save_every")}
         self._run = asked | {
             "events": len(train),
@@ -208,7 +208,7 @@ class _Checkpoint:
 
     def write(self, done: int, losses: list[float], epochs: list[Epoch]) -> None:
         if self._pipe.workers.rank:
-            return  # the first worker's is everybody's
+            return  # the first worker writes for all
         state = {
             "format": _FORMAT,
             "run": self._run,
@@ -224,7 +224,7 @@ class _Checkpoint:
             torch.save(state, partial)
 
     def resume(self) -> tuple[int, list[float], list[Epoch]]:
-        """Batches that are done in the pass under way, their losses, and the passes before it."""
+        """Number of finished batches in the current pass, their losses, and the finished passes."""
         if not self._path.exists():
             return 0, [], []
         state = self._read()
@@ -237,7 +237,9 @@ class _Checkpoint:
         try:
             self._pipe.model.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise DataError(f"{self._path} is of another model: {error}") from error
+            raise DataError(
+                f"{self._path}: expected weights of this model, got {error}; give another folder"
+            ) from error
         self._optimizer.load_state_dict(state["optimizer"])
         self._pipe.memory.restore(state["memory"])
         epochs = [Epoch(**row) for row in json.loads(state["epochs"])]

@@ -1,7 +1,7 @@
 """Ranks and the messages between them: launching, groups, collectives, rounds, byte counts.
 
-Names are loaded when first used, so that a rank's entry point can arm itself against orphanhood
-before torch is imported.
+Names are imported lazily, so that a rank's entry point can tie its life to its parent's before it
+imports torch.
 """
 
 from importlib import import_module

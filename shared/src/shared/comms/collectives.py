@@ -1,9 +1,9 @@
 """Collectives over a `Group`: checked, timed out, counted in the ledger.
 
-torch.distributed does the work; what is added is the bytes each rank moves (by the algorithm gloo
-uses: ring for all-reduce and all-gather, binomial tree for broadcast), exchanges of unequal sizes
-as rounds of point-to-point messages, and errors that name rank, operation and phase. gloo's own
-all-to-all sends to all peers at once and reached half of the link's rate where rounds reach it.
+These wrap torch.distributed's collectives and add: the bytes that each rank moves (by gloo's
+algorithm: ring for all-reduce and all-gather, binomial tree for broadcast), exchanges of unequal
+sizes as rounds of point-to-point messages, and errors that name rank, operation and phase. gloo's
+own all-to-all sends to all peers at once and reached half of the link's rate, rounds all of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REDUCTIONS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 
-# Sent ahead of a tensor whose size and type the receiver cannot know.
+# A type's index here is sent ahead of a tensor whose size and type the receiver does not know.
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -63,7 +63,7 @@ def all_reduce(
     """Reduce a tensor over all ranks, in place.
 
     Args:
-        group: who reduces.
+        group: group whose ranks take part.
         tensor: same shape and type on every rank; holds the result afterwards.
         op: the reduction.
 
@@ -88,7 +88,7 @@ def all_gather(group: Group, tensor: Tensor) -> list[Tensor]:
     """Collect every rank's tensor on every rank.
 
     Args:
-        group: who takes part.
+        group: group whose ranks take part.
         tensor: same shape and type on every rank.
 
     Returns:
@@ -106,16 +106,16 @@ def all_gather(group: Group, tensor: Tensor) -> list[Tensor]:
 
 
 def all_gather_into(group: Group, gathers: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Collect every rank's tensors, each straight into its place, without a copy beside it.
+    """Collect every rank's tensors in place, without intermediate buffers.
 
     Args:
-        group: who takes part.
-        gathers: pairs of a contiguous tensor to fill and this rank's contiguous part of it, of the
-            same shape and type on every rank: rank k's comes to the k-th of as many equal parts as
-            there are ranks.
+        group: group whose ranks take part.
+        gathers: pairs (out, tensor) of contiguous tensors, of the same shapes and types on every
+            rank: `out`, to fill, is cut into one equal part per rank, and rank k's `tensor` is
+            received into part k.
 
     Raises:
-        ConfigError: if the sizes do not fit.
+        ConfigError: if the size or type of a pair does not match.
         CommError: if a peer died or the timeout passed.
     """
     process_group = group.checked()
@@ -129,11 +129,11 @@ def all_gather_into(group: Group, gathers: Sequence[tuple[Tensor, Tensor]]) -> N
     if group.backend == "nccl":
         for out, tensor in gathers:
             with _failures_named(group, "all_gather"):
-                dist.all_gather_into_tensor(out, tensor, process_group)
+                dist.all_gather_into_tensor(out.view(-1), tensor.view(-1), process_group)
             _record_ring(group, "all_gather", (size - 1) * _num_bytes(tensor))
         return
-    # gloo's own gathers into memory that it allocates for all parts, and copies from there; the
-    # same ring in rounds needs neither.
+    # gloo's all-gather allocates a buffer for all parts and copies from it; the same ring as rounds
+    # needs neither.
     rounds = []
     for out, tensor in gathers:
         parts = out.view(size, *tensor.shape)
@@ -151,10 +151,10 @@ def all_gather_into(group: Group, gathers: Sequence[tuple[Tensor, Tensor]]) -> N
 
 
 def all_gather_v(group: Group, tensor: Tensor) -> list[Tensor]:
-    """Collect every rank's tensor on every rank where the first dimensions differ.
+    """Collect every rank's tensor on every rank, where the first dimensions may differ.
 
     Args:
-        group: who takes part.
+        group: group whose ranks take part.
         tensor: at least one dimension; type and further dimensions equal on every rank.
 
     Returns:
@@ -179,9 +179,9 @@ def broadcast(group: Group, tensor: Tensor, src: int) -> Tensor:
     """Copy one rank's tensor to all, in place.
 
     Args:
-        group: who takes part.
+        group: group whose ranks take part.
         tensor: same shape and type on every rank.
-        src: rank in the group whose values all get.
+        src: rank in the group whose values are copied.
 
     Returns:
         The tensor given.
@@ -206,12 +206,12 @@ def broadcast(group: Group, tensor: Tensor, src: int) -> Tensor:
 
 
 def gather_v(group: Group, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-    """Collect tensors of different length on one rank.
+    """Collect tensors of different lengths on one rank.
 
     Args:
-        group: who takes part.
+        group: group whose ranks take part.
         tensor: one-dimensional; length and type may differ by rank.
-        root: rank in the group that gets them.
+        root: rank in the group that receives them.
 
     Returns:
         On the root one tensor a rank, by rank in the group; None elsewhere.
@@ -233,18 +233,18 @@ def gather_v(group: Group, tensor: Tensor, root: int = 0) -> list[Tensor] | None
 
 
 def scatter_v(group: Group, tensors: Sequence[Tensor] | None, root: int = 0) -> Tensor:
-    """Hand each rank its own tensor from one rank; lengths and types may differ.
+    """Send each rank its own tensor from one rank; lengths and types may differ.
 
     Args:
-        group: who takes part.
-        tensors: on the root one one-dimensional tensor a rank; None elsewhere.
-        root: rank in the group that has them.
+        group: group whose ranks take part.
+        tensors: on the root one one-dimensional tensor per rank; None elsewhere.
+        root: rank in the group that sends them.
 
     Returns:
         This rank's tensor.
 
     Raises:
-        ConfigError: if the root gives another number of tensors or is not in the group.
+        ConfigError: if the root does not give one tensor per rank or is not in the group.
         CommError: if a peer died or the timeout passed.
     """
     _check_root(group, root, "root")
@@ -261,8 +261,9 @@ def scatter_v(group: Group, tensors: Sequence[Tensor] | None, root: int = 0) -> 
             f"{group.world_size} ranks, got {came}"
         )
     peers = [rank for rank in _ranks(group) if rank != root]
-    rounds = [_send_only(rank, _header(tensors[rank])) for rank in peers]
-    rounds += [_send_only(rank, tensors[rank].contiguous()) for rank in peers]
+    headers = [_send_only(rank, _header(tensors[rank])) for rank in peers]
+    run_rounds(group, headers, None, "scatter_v")
+    rounds = [_send_only(rank, tensors[rank].contiguous()) for rank in peers]
     run_rounds(group, rounds, None, "scatter_v")
     return tensors[root]
 
@@ -270,19 +271,20 @@ def scatter_v(group: Group, tensors: Sequence[Tensor] | None, root: int = 0) -> 
 def all_to_all_v(
     group: Group, sends: Sequence[Tensor], recvs: Sequence[Tensor], phase: str | None = None
 ) -> None:
-    """Exchange one tensor between every pair of ranks, in ring rounds.
+    """Exchange one tensor between every pair of ranks.
 
-    In round r = 1..N-1 each rank sends to rank + r and receives from rank - r. What a rank keeps
-    for itself is copied. Empty tensors are not sent.
+    Over gloo in ring rounds: in round r = 1..N-1 each rank sends to rank + r and receives from
+    rank - r. Over NCCL all messages go out as one batch. A rank's tensor for itself is copied.
+    Empty tensors are not sent.
 
     Args:
-        group: who exchanges.
-        sends: one contiguous tensor a rank, by rank in the group.
-        recvs: one contiguous tensor a rank, of the sizes that the peers send; written to.
+        group: group whose ranks take part.
+        sends: one contiguous tensor per rank, by rank in the group.
+        recvs: one contiguous tensor per rank, of the sizes that the peers send; written to.
         phase: name of the program's phase; the ledger's open phase when None.
 
     Raises:
-        ConfigError: if the number of tensors is not that of the ranks, or a tensor cannot be sent.
+        ConfigError: if there is not one tensor per rank, or a tensor cannot be sent.
         CommError: if a peer died or the timeout passed; names rank, peer and round.
     """
     for name, tensors in (("sends", sends), ("recvs", recvs)):
@@ -296,7 +298,7 @@ def all_to_all_v(
 
 
 def barrier(group: Group) -> None:
-    """Wait until every rank has come here.
+    """Wait until every rank has called this.
 
     Raises:
         CommError: if a peer died or the timeout passed.
@@ -330,7 +332,7 @@ def _ranks(group: Group) -> range:
 def _record_ring(group: Group, op: str, num_bytes: int) -> None:
     if group.world_size == 1:
         return
-    # gloo's rings pass segments down: to the rank before, from the rank after.
+    # gloo's rings send segments to rank - 1 and receive them from rank + 1.
     before = group.ranks[(group.rank - 1) % group.world_size]
     after = group.ranks[(group.rank + 1) % group.world_size]
     group.ledger.record(op, before, num_bytes)

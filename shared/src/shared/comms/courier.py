@@ -1,15 +1,16 @@
-"""Rounds of messages that run behind the caller's own work.
+"""Asynchronous rounds of point-to-point messages, overlapped with the caller's computation.
 
-A schedule of rounds (each rank sends to one peer and receives from one) keeps every link busy in
-both directions without incast; ring rounds r = 1..N-1 pair rank i with i+r and i-r. `post_rounds`
-hands such a schedule to a courier and returns at once. On CPU the courier is one thread a group:
-it starts a round when the one before has ended and otherwise waits inside gloo, which holds no
-GIL. It has connections of its own, so that collectives of the main thread neither mix with its
-messages nor queue behind them. On GPUs the rounds are enqueued on NCCL's stream, no thread needed.
+A schedule of rounds (in each, a rank sends to one peer and receives from one) keeps every link busy
+in both directions without incast; ring rounds r = 1..N-1 pair rank i with i+r and i-r.
+`post_rounds` hands such a schedule to a courier and returns at once. On CPU the courier is one
+thread per group and lane: it runs one round after another and blocks inside gloo, which releases
+the GIL. It has its own connections, so that collectives of the main thread neither mix with its
+messages nor queue behind them. On GPUs the rounds are enqueued on NCCL's stream without a thread,
+those of a collective as one batch, so that all links of a switched fabric are busy at once.
 
-A receive is posted when its round begins and no earlier: gloo sends nothing that is not awaited,
-so receivers keep the ranks in step. Posted in advance, the rounds of four hosts ran into one
-another and lost a sixth of the links' rate, since a send ends when the kernel has taken it.
+A receive is posted when its round begins, not earlier: gloo sends a message only once its receive
+is posted, so receivers keep the ranks in step. With receives posted in advance, the rounds of four
+hosts overlapped and lost a sixth of the links' rate, since a send ends once the kernel buffers it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -33,7 +35,7 @@ from shared.errors import CommError, ConfigError
 
 __all__ = ["PendingRounds", "Round", "connect", "peer_died", "post_rounds", "run_rounds"]
 
-# Rounds that are posted and those that a collective runs do not wait for one another.
+# Posted rounds and the rounds of a collective run on separate connections, in parallel.
 _LANES = ("rounds", "collectives")
 
 Payload = Tensor | Callable[[], Tensor | None] | None
@@ -41,13 +43,13 @@ Payload = Tensor | Callable[[], Tensor | None] | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """What one rank does in one round.
+    """One rank's send and receive in one round.
 
     Attributes:
         send_to: rank in the group to send to.
-        send: contiguous tensor to send, or a function without arguments that makes it; the
-            courier calls it just before the round, so that packing follows the rounds. None or an
-            empty tensor sends nothing.
+        send: contiguous tensor to send, or a function without arguments that returns it; the
+            courier calls it just before the send, so that only that round's message is packed.
+            None or an empty tensor sends nothing.
         recv_from: rank in the group to receive from.
         recv: contiguous tensor to receive into, of exactly the size the peer sends; None or an
             empty tensor receives nothing.
@@ -60,12 +62,12 @@ class Round:
 
 
 class PendingRounds(ABC):
-    """Rounds under way.
+    """Handle of posted rounds.
 
     Attributes:
         seconds_waited: time the caller spent blocked in `wait` and `wait_all`, in seconds.
-        round_s: time from the start of a round to its end, by round; on GPUs, where only the
-            stream knows, NaN.
+        round_s: duration of each round in seconds; NaN for a round that has not ended and on GPUs,
+            where rounds run on a stream and are not timed.
     """
 
     def __init__(self, num_rounds: int) -> None:
@@ -76,7 +78,7 @@ class PendingRounds(ABC):
         return len(self.round_s)
 
     def wait(self, index: int) -> None:
-        """Block until what round `index` receives has landed.
+        """Block until the tensor that round `index` receives is complete.
 
         The tensors it sends may only be written to again after `wait_all`.
 
@@ -86,7 +88,7 @@ class PendingRounds(ABC):
         self._timed(lambda: self._wait(index))
 
     def wait_all(self) -> None:
-        """Block until every round has ended and all buffers may be used again.
+        """Block until every round has ended and all buffers may be reused.
 
         Raises:
             CommError: if a round failed.
@@ -110,13 +112,13 @@ class PendingRounds(ABC):
 def post_rounds(
     group: Group, rounds: Sequence[Round], phase: str | None = None, *, op: str = "rounds"
 ) -> PendingRounds:
-    """Start rounds of messages and return while they run, one after another.
+    """Start rounds of messages and return at once; the rounds run one after another.
 
-    Every member of the group posts its own side of the same schedule; schedules posted in a row
-    run in a row.
+    Every member of the group posts its own side of the same schedule; a schedule starts when the
+    one posted before it has ended.
 
     Args:
-        group: who exchanges.
+        group: group whose ranks exchange the messages.
         rounds: this rank's side, in order. A rank that takes no part in a round lists it with
             nothing to send or receive.
         phase: name of the program's phase, for the ledger and for errors; the ledger's open phase
@@ -124,17 +126,17 @@ def post_rounds(
         op: name of the operation in the ledger.
 
     Returns:
-        A handle to wait with. It must be waited for, or a failure stays unseen.
+        A handle; call its `wait` or `wait_all`, which raise if a round failed.
 
     Raises:
-        ConfigError: if a peer is not in the group or a tensor does not lie where the group's
-            backend can send it from.
+        ConfigError: if a peer is not in the group, or a tensor is not contiguous or not on the
+            device type that the group's backend sends from.
     """
     return _post(group, rounds, phase, op, "rounds")
 
 
 def run_rounds(group: Group, rounds: Sequence[Round], phase: str | None, op: str) -> None:
-    """Run rounds to their end, beside those that were posted and over connections of their own.
+    """Run rounds to their end over connections separate from those of posted rounds.
 
     Raises:
         CommError: if a round fails.
@@ -144,22 +146,46 @@ def run_rounds(group: Group, rounds: Sequence[Round], phase: str | None, op: str
 
 
 def connect(group: Group) -> None:
-    """Open a group's connections for rounds now rather than when the first are posted.
+    """Open a group's connections for rounds now instead of when the first are posted.
 
-    Every member calls it. A peer that dies later is then found by its closed connection.
+    Every member calls it. The closed connection of a peer that dies later is then detected.
 
     Raises:
         CommError: if a peer does not connect within the timeout.
     """
-    if group.backend != "nccl" and group.world_size > 1:
-        for lane in _LANES:
-            _courier(group, lane)
+    process_group = group.checked()
+    if group.world_size == 1:
+        return
+    if group.backend == "nccl":
+        _join(group, process_group)
+        return
+    for lane in _LANES:
+        _courier(group, lane)
+
+
+def _join(group: Group, process_group: dist.ProcessGroup) -> None:
+    """Run one collective of all members, the first time.
+
+    NCCL makes a communicator in a group's first operation, in which all must take part; a round
+    may leave some out, and the others would wait for them.
+    """
+    if group in _joined:
+        return
+    try:
+        dist.all_reduce(torch.zeros(1, device=group.device), group=process_group)
+    except RuntimeError as error:
+        raise CommError(
+            f"rank {group.ranks[group.rank]}: connecting the ranks {list(group.ranks)} failed: "
+            f"{_reason(error)}. One of them died, or does not take part in what all must call "
+            f"together"
+        ) from error
+    _joined.add(group)
 
 
 def peer_died(world_rank: int) -> None:
-    """Fail what waits for a rank that is known to be dead.
+    """Fail the rounds under way whose peer is a rank known to be dead.
 
-    gloo reports a lost connection to those who receive; who sends would wait for the timeout.
+    gloo reports a lost connection to a blocked receive; a blocked send would wait for the timeout.
     """
     for couriers in list(_couriers.values()):
         for courier in couriers.values():
@@ -174,10 +200,11 @@ def _post(
     for index, item in enumerate(rounds):
         _check(group, item, index)
     schedule = _Schedule(group, tuple(rounds), phase, op)
-    if group.backend == "nccl":
-        return _StreamRounds(schedule, process_group)
     if group.world_size == 1:
         return _NoRounds(len(rounds))
+    if group.backend == "nccl":
+        _join(group, process_group)
+        return _StreamRounds(schedule, process_group, at_once=lane == "collectives")
     return _courier(group, lane).post(schedule)
 
 
@@ -195,7 +222,7 @@ def _check(group: Group, item: Round, index: int) -> None:
         if not 0 <= peer < group.world_size or peer == group.rank:
             raise ConfigError(
                 f"round {index}: rank {group.rank} of {group.world_size} needs another rank of "
-                f"the group as its peer, got {peer}; copy what a rank keeps for itself"
+                f"the group as its peer, got {peer}; copy locally what a rank keeps"
             )
         if isinstance(payload, Tensor):
             _check_tensor(group, payload, index)
@@ -222,7 +249,7 @@ class _Schedule:
     op: str
 
     def made(self, index: int) -> Tensor | None:
-        """The tensor to send in a round, made now if it is made on demand."""
+        """The tensor to send in a round, made by calling `send` if that is a function."""
         send = self.rounds[index].send
         if callable(send) and not isinstance(send, Tensor):
             send = send()
@@ -246,7 +273,7 @@ class _Schedule:
 
 
 def _reason(error: RuntimeError) -> str:
-    # gloo appends two sentences of general advice to the one that says what happened.
+    # gloo appends two sentences of general advice to the one that describes the failure.
     return str(error).splitlines()[0].split(". This is typically")[0].rstrip(". ")
 
 
@@ -259,7 +286,7 @@ def _blamed(schedule: _Schedule, index: int, verb: str, peer: int) -> Iterator[N
 
 
 def _run(channel: dist.ProcessGroup, pending: _CourierRounds, buffers: list[object]) -> None:
-    """Run a schedule over gloo; tell `pending` how it goes, `buffers` what gloo has been given."""
+    """Run a schedule over gloo; update `pending`, and keep in `buffers` what gloo may still use."""
     schedule = pending.schedule
     buffers.append(schedule)
     for index, item in enumerate(schedule.rounds):
@@ -287,7 +314,7 @@ def _run(channel: dist.ProcessGroup, pending: _CourierRounds, buffers: list[obje
         pending.round_s[index] = time.perf_counter() - start
 
 
-# gloo still knows the addresses of buffers after a failure: they must stay for good.
+# gloo may still access buffers after a failure, so they are kept for the life of the process.
 _abandoned: list[list[object]] = []
 
 
@@ -308,7 +335,7 @@ class _CourierRounds(PendingRounds):
 
     def _wait(self, index: int) -> None:
         self.landed[index].wait()
-        # A later round's failure leaves this one's data good, but they are of no use then.
+        # Raised for a later round's failure too: the step cannot be completed then.
         if self._error is not None:
             raise self._error
 
@@ -319,11 +346,11 @@ class _CourierRounds(PendingRounds):
 
 
 class _Courier:
-    """The thread of one group and lane, its queue and its own connections."""
+    """The thread of one group and lane, with its queue and connections."""
 
     def __init__(self, group: Group, lane: str) -> None:
         process_group = group.checked()
-        # Members make their couriers in the same order, so the count is a name they agree on.
+        # All members create their couriers in the same order, so this count gives a common name.
         name = f"meshyard/{lane}{_num_couriers[process_group.group_name, lane]}"
         _num_couriers[process_group.group_name, lane] += 1
         store = dist.PrefixStore(name, process_group.get_group_store())
@@ -332,15 +359,15 @@ class _Courier:
         except RuntimeError as error:
             raise CommError(
                 f"rank {group.ranks[group.rank]}: connecting the ranks {list(group.ranks)} for "
-                f"{lane} failed: {_reason(error)}. One of them died, or does not take part in "
-                f"what all must call together"
+                f"{lane} failed: {_reason(error)}. One of them died, or did not make the call that "
+                f"all ranks must make"
             ) from error
-        # A backend sends and receives as a process group does; torch's stubs do not say so.
+        # A backend has a process group's send and recv; torch's type stubs omit them.
         self._channel = cast("dist.ProcessGroup", gloo)
         self._posted: queue.SimpleQueue[_CourierRounds | None] = queue.SimpleQueue()
         self._unfinished: deque[_CourierRounds] = deque()
         self._broken: BaseException | None = None
-        # The thread may not keep the group alive, nor the group's end leave the thread behind.
+        # An idle thread holds no reference to the group, and ends when the group is collected.
         weakref.finalize(group, self._posted.put, None)
         threading.Thread(target=self._carry, name="courier", daemon=True).start()
 
@@ -349,7 +376,7 @@ class _Courier:
         self._unfinished.append(pending)
         self._posted.put(pending)
         if self._broken is not None:
-            # The thread may be stuck in the message that a dead peer will never take.
+            # The thread may be blocked in a message to a dead peer.
             pending.finish(self._broken)
         return pending
 
@@ -364,7 +391,7 @@ class _Courier:
                 self._fail(schedule.failure(index, "exchanging with", peer, gone))
 
     def _fail(self, error: BaseException) -> None:
-        # After a failure the peers' messages are out of step: nothing later can be trusted.
+        # After a failure the peers' messages are out of step, so later rounds fail too.
         self._broken = self._broken or error
         for pending in list(self._unfinished):
             pending.finish(self._broken)
@@ -378,7 +405,7 @@ class _Courier:
                 except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                     _abandoned.append(buffers)
                     self._fail(error)
-                # These variables would keep the group alive while the queue is empty.
+                # These variables would keep the group alive while the thread waits on the queue.
                 del buffers
             self._unfinished.popleft()
             pending.finish(self._broken)
@@ -387,10 +414,11 @@ class _Courier:
 
 _num_couriers: Counter[tuple[str, str]] = Counter()
 _couriers: weakref.WeakKeyDictionary[Group, dict[str, _Courier]] = weakref.WeakKeyDictionary()
+_joined: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class _NoRounds(PendingRounds):
-    """Rounds of a rank alone, which has nobody to exchange with."""
+    """Rounds of a group of one rank: nothing to exchange."""
 
     def _wait(self, index: int) -> None:
         pass
@@ -400,28 +428,52 @@ class _NoRounds(PendingRounds):
 
 
 class _StreamRounds(PendingRounds):
-    """Rounds enqueued on NCCL's stream, where waiting orders streams and blocks no thread."""
+    """Rounds enqueued on NCCL's stream, where waiting orders streams and blocks no thread.
 
-    def __init__(self, schedule: _Schedule, process_group: dist.ProcessGroup) -> None:
+    Args:
+        schedule: the rounds.
+        process_group: the group's own.
+        at_once: enqueue all rounds as one batch, whose messages go out together.
+    """
+
+    def __init__(
+        self, schedule: _Schedule, process_group: dist.ProcessGroup, *, at_once: bool
+    ) -> None:
         super().__init__(len(schedule.rounds))
         self._schedule = schedule
-        self._works: list[list[dist.Work]] = []
-        # The stream may get to a message after the caller has dropped it.
+        # The stream may reach a message after the caller has dropped its tensor.
         self._buffers: list[Tensor | None] = []
-        ranks = schedule.group.ranks
-        for index, item in enumerate(schedule.rounds):
-            tensor = schedule.made(index)
-            self._buffers.append(tensor)
-            ops = []
-            if tensor is not None:
-                ops.append(dist.P2POp(dist.isend, tensor, ranks[item.send_to], process_group))
-                schedule.record(item.send_to, tensor, "sent")
-            if item.recv is not None and item.recv.numel():
-                origin = ranks[item.recv_from]
-                ops.append(dist.P2POp(dist.irecv, item.recv, origin, process_group))
-                schedule.record(item.recv_from, item.recv, "received")
-            with _blamed(schedule, index, "exchanging with", item.send_to):
-                self._works.append(dist.batch_isend_irecv(ops) if ops else [])
+        self._works: list[list[dist.Work]] = []
+        batch: list[dist.P2POp] = []
+        for index in range(len(self)):
+            ops = self._ops(index, process_group)
+            if at_once:
+                batch += ops
+            else:
+                self._works.append(self._enqueued(index, ops))
+        if at_once:
+            self._works = [self._enqueued(0, batch)] * len(self)
+
+    def _ops(self, index: int, process_group: dist.ProcessGroup) -> list[dist.P2POp]:
+        schedule = self._schedule
+        item, ranks, ops = schedule.rounds[index], schedule.group.ranks, []
+        tensor = schedule.made(index)
+        self._buffers.append(tensor)
+        if tensor is not None:
+            ops.append(dist.P2POp(dist.isend, tensor, ranks[item.send_to], process_group))
+            schedule.record(item.send_to, tensor, "sent")
+        if item.recv is not None and item.recv.numel():
+            ops.append(dist.P2POp(dist.irecv, item.recv, ranks[item.recv_from], process_group))
+            schedule.record(item.recv_from, item.recv, "received")
+        return ops
+
+    def _enqueued(self, index: int, ops: list[dist.P2POp]) -> list[dist.Work]:
+        if not ops:
+            return []
+        with _blamed(
+            self._schedule, index, "exchanging with", self._schedule.rounds[index].send_to
+        ):
+            return dist.batch_isend_irecv(ops)
 
     def _wait(self, index: int) -> None:
         item = self._schedule.rounds[index]

@@ -1,8 +1,8 @@
 """Groups of ranks that exchange messages, over torch.distributed's process groups.
 
-A `Group` carries what every exchange needs beside the process group: the ranks in the world, one
-timeout as a timedelta, and the ledger in which bytes are counted. Groups are cached, so that
-asking twice costs nothing and opens no further connection.
+A `Group` holds a process group and what every exchange needs with it: the ranks in the world, one
+timeout as a timedelta, and the ledger that counts bytes. Groups are cached: a second call returns
+the same object and opens no further connection.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["Group"]
 
 
 class Group:
-    """Some ranks of the world, in an order, that exchange messages with one another.
+    """An ordered subset of the world's ranks that exchange messages.
 
     Attributes:
-        process_group: torch.distributed's process group.
+        process_group: torch.distributed's process group; None on a rank outside the group.
         ranks: ranks of the world, by rank in this group.
-        rank: this process's rank in this group, -1 when it is no member.
+        rank: this process's rank in this group, -1 if it is not a member.
         timeout: how long one message may take.
-        ledger: where bytes are counted; the world's groups of one process share it.
+        ledger: counts the bytes sent and received; all groups of one world share it.
         backend: "gloo" or "nccl".
-        device: where tensors to be exchanged lie.
+        device: device on which tensors to be exchanged must lie.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Group:
         return len(self.ranks)
 
     def checked(self) -> dist.ProcessGroup:
-        """The process group, for an operation that only members may call.
+        """The process group, after checking that this process is a member.
 
         Raises:
             ConfigError: if this process is not in the group.
@@ -76,7 +76,7 @@ class Group:
 
     @staticmethod
     def world() -> Group:
-        """The group of all ranks; one object until torch.distributed is initialised anew.
+        """The group of all ranks; the same object until torch.distributed is initialised again.
 
         Raises:
             CommError: if torch.distributed is not initialised.
@@ -95,7 +95,7 @@ class Group:
         return _world
 
     def device_mesh(self) -> DeviceMesh:
-        """The group as torch's mesh of one axis, as FSDP2 and DTensor take it.
+        """The group as torch's one-dimensional DeviceMesh, for FSDP2 and DTensor.
 
         Raises:
             ConfigError: if this process is not in the group.
@@ -104,16 +104,16 @@ class Group:
 
     @staticmethod
     def exists() -> bool:
-        """Whether this process is a rank: torch.distributed is there and initialised."""
+        """Whether this process is a rank: torch.distributed is available and initialised."""
         return dist.is_available() and dist.is_initialized()
 
     def board(self, name: str) -> Any:
-        """A store that the group's ranks share, for what background threads leave to one another.
+        """A key-value store shared by the group's ranks, for messages between background threads.
 
-        It has a connection of its own: a thread that waits there holds up no other.
+        It has its own connection: a thread that waits on it does not block others.
 
         Args:
-            name: what is left under another name is not seen.
+            name: prefix of the keys; stores of different names do not see each other's keys.
 
         Returns:
             A torch.distributed store.
@@ -123,11 +123,11 @@ class Group:
 
     @staticmethod
     def control() -> Group:
-        """A gloo group of all ranks, apart from the one on which the caller's collectives run.
+        """A gloo group of all ranks, separate from the default group.
 
-        For small messages and CPU tensors beside training: nothing sent here mixes with, or waits
-        for, what the default group does, whatever its backend. Every rank of the world calls this
-        the first time; later calls return the same group and communicate nothing.
+        For small messages and CPU tensors during training: its messages neither mix with nor wait
+        for those of the default group, whatever that one's backend. The first call is collective:
+        every rank of the world makes it. Later calls return the same group without communication.
         """
         world = Group.world()
         if world._control is None:
@@ -140,12 +140,12 @@ class Group:
     def of(ranks: Sequence[int], *, members_only: bool = False) -> Group:
         """The group of some ranks of the world, in ascending order.
 
-        As torch.distributed.new_group asks, every rank of the world calls this, in the same order
-        and whether it is a member or not; a rank outside gets a group whose `rank` is -1.
+        As for torch.distributed.new_group, every rank of the world calls this, members or not, in
+        the same order; a rank outside the group gets one whose `rank` is -1.
 
         Args:
-            ranks: of the world.
-            members_only: only the group's ranks call this, as where one controller asks some ranks
+            ranks: ranks of the world, in any order.
+            members_only: only the group's ranks call this, as when one controller calls some ranks
                 of many.
 
         Raises:
@@ -165,17 +165,17 @@ class Group:
             process_group = dist.new_group(
                 list(key), timeout=world.timeout, use_local_synchronization=members_only
             )
-            # Outside the group torch gives a number in its place.
+            # On ranks outside the group torch returns an integer, NON_GROUP_MEMBER.
             mine = process_group if isinstance(process_group, dist.ProcessGroup) else None
             world._subgroups[key] = Group(mine, key, world.timeout, world.ledger)
         return world._subgroups[key]
 
 
 def _join_equally_many(world: Group, ranks: Sequence[int]) -> None:
-    """Has some ranks be in equally many process groups, by groups of their own if need be.
+    """Brings the ranks to the same number of process groups by making groups of one rank.
 
-    torch names a group that only its members make after its ranks and how many groups a process is
-    in: members that differ in this would wait for one another for ever, under two names.
+    torch names a group made by its members alone after its ranks and the number of groups that the
+    process is in: members that differ in this number would wait forever under different names.
     """
     me, board = dist.get_rank(), world.board(f"members/{list(ranks)}")
     count = len(dist.distributed_c10d._world.pg_names)

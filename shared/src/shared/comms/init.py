@@ -1,8 +1,8 @@
-"""Becoming a rank of the world and leaving it again, however ranks are started.
+"""Joining and leaving the world of ranks, under torchrun or another launcher.
 
-`init_from_env` joins what torchrun started; `join` joins through a store, for launchers of one's own.
-Both open the connections for rounds while all ranks are there: a rank that dies later is then found
-by its closed connections.
+`init_from_env` joins the ranks that torchrun started; `join` joins through a store, for custom
+launchers. Both open the connections for rounds while all ranks are alive: a rank that dies later is
+then detected by its closed connections.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_POR
 def init_from_env(timeout: timedelta = timedelta(minutes=5), backend: str | None = None) -> Group:
     """Join the ranks that torchrun started, from its environment variables.
 
-    Does nothing but return the world when torch.distributed is initialised already, so that a
-    script runs under torchrun and inside a RankPool alike.
+    If torch.distributed is already initialised, this only returns the world, so that a script runs
+    under torchrun as in a RankPool.
 
     Args:
         timeout: how long one message may take.
-        backend: "nccl" or "gloo"; by default NCCL where each local rank has a GPU of its own.
+        backend: "nccl" or "gloo"; by default NCCL if there is a GPU for each local rank.
 
     Returns:
         The group of all ranks.
@@ -44,8 +44,8 @@ def init_from_env(timeout: timedelta = timedelta(minutes=5), backend: str | None
     missing = [key for key in _TORCHRUN_KEYS if key not in os.environ]
     if missing:
         raise ConfigError(
-            f"torchrun's environment is not there: {', '.join(missing)} unset; start the script "
-            f"as `torchrun --nproc-per-node=2 script.py`, or use shared.comms.RankPool"
+            f"expected torchrun's environment variables, got {', '.join(missing)} unset; start the "
+            f"script as `torchrun --nproc-per-node=2 script.py`, or use shared.comms.RankPool"
         )
     if backend not in (None, "nccl", "gloo"):
         raise ConfigError(f"backend must be 'nccl', 'gloo' or None, got {backend!r}")
@@ -62,26 +62,27 @@ def init_from_env(timeout: timedelta = timedelta(minutes=5), backend: str | None
 
 
 def open_store(host: str, timeout: timedelta) -> Any:
-    """Opens a store in which ranks find one another, for a launcher that gives no address.
+    """Opens a rendezvous store, for a launcher that provides none.
 
     Args:
-        host: address of this process's host that the others reach.
-        timeout: how long ranks wait there.
+        host: address of this process's host, reachable from the other ranks.
+        timeout: how long an operation on the store may wait.
 
     Returns:
-        A torch.distributed store that listens on a free `port` as long as it is kept.
+        A torch.distributed store that listens on a free port, its `port`, while it is referenced.
     """
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
 
 
 def open_torchrun_store(name: str, timeout: timedelta) -> Any:
-    """Opens the store that torchrun's environment names, where a job's processes find one another.
+    """Opens the rendezvous store that torchrun's environment variables name.
 
-    Torchrun's agent keeps it, or if no agent does, the process whose RANK is 0.
+    Torchrun's agent hosts it, or without an agent the process whose RANK is 0.
 
     Args:
-        name: what is left under another name, or in another attempt of the job, is not seen.
-        timeout: how long ranks wait there.
+        name: prefix of the keys, together with the number of torchrun's restarts: stores of
+            different names or attempts do not see each other's keys.
+        timeout: how long an operation on the store may wait.
 
     Returns:
         A torch.distributed store.
@@ -92,12 +93,13 @@ def open_torchrun_store(name: str, timeout: timedelta) -> Any:
 
 
 def join(rank: int, world_size: int, store: Any, *, backend: str, timeout: timedelta) -> Group:
-    """Becomes a rank of the world that meets in a store.
+    """Joins the world as one rank, with a store as rendezvous.
 
     Args:
-        rank: of this process.
-        world_size: ranks in all.
-        store: what `open_store` or `open_torchrun_store` gave, or (host, port) of another process's.
+        rank: this process's rank.
+        world_size: number of ranks.
+        store: the store of `open_store` or `open_torchrun_store`, or (host, port) of the one that
+            another process opened.
         backend: "nccl" or "gloo".
         timeout: how long one message may take.
 
@@ -112,5 +114,5 @@ def join(rank: int, world_size: int, store: Any, *, backend: str, timeout: timed
 
 
 def leave() -> None:
-    """Is no rank any more; all ranks of the world call this, when nothing is under way."""
+    """Leaves the world; all ranks call this, when no messages are under way."""
     dist.destroy_process_group()

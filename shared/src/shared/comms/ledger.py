@@ -1,8 +1,8 @@
 """Which rank sent and received how many bytes, by operation, peer and phase of the program.
 
-Every collective and every round of `shared.comms` writes here the payload it hands to the
-transport, so that a figure in a report can be held against the network's own counters (frame
-headers and acknowledgements are the network's and not counted). Peers are ranks of the world.
+Every collective and every round of `shared.comms` records here the payload it hands to the
+transport, so that a report's figures can be compared with the network's own counters (frame headers
+and acknowledgements are not counted). Peers are ranks of the world.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Ledger", "LedgerSnapshot", "Traffic"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Payload bytes and messages of one cell of the ledger.
+    """Payload bytes and messages of one cell (operation, peer, phase) of the ledger.
 
     Attributes:
         sent_bytes: bytes this rank handed to the transport.
@@ -50,7 +50,7 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerSnapshot:
-    """A ledger's content at one moment; differences of snapshots bound a stretch of a program.
+    """A ledger's content at one moment; `diff` of two gives the traffic between them.
 
     Attributes:
         cells: traffic by (operation, peer, phase).
@@ -60,7 +60,7 @@ class LedgerSnapshot:
 
     @property
     def total(self) -> Traffic:
-        """Everything added up."""
+        """Sum over all cells."""
         return sum(self.cells.values(), Traffic())
 
     @property
@@ -82,16 +82,16 @@ class LedgerSnapshot:
         return self._grouped(1)
 
     def by_phase(self) -> dict[str, Traffic]:
-        """Traffic by phase; what was recorded outside any phase stands under ""."""
+        """Traffic by phase; traffic recorded outside any phase is under ""."""
         return self._grouped(2)
 
     def diff(self, earlier: LedgerSnapshot) -> LedgerSnapshot:
-        """What was added since `earlier`, a snapshot of the same ledger."""
+        """Traffic added since `earlier`, a snapshot of the same ledger."""
         cells = {key: cell - earlier.cells.get(key, Traffic()) for key, cell in self.cells.items()}
         return LedgerSnapshot(cells={key: cell for key, cell in cells.items() if cell.calls})
 
     def to_json(self) -> str:
-        """A JSON array with one object a cell: op, peer, phase, sent_bytes, received_bytes, calls."""
+        """JSON array of cells with op, peer, phase, sent_bytes, received_bytes and calls."""
         rows = [
             {
                 "op": op,
@@ -143,7 +143,7 @@ class Ledger:
             op: name of the operation.
             peer: the other end's rank in the world.
             num_bytes: payload of the message.
-            phase: where in the program; the thread's open phase when None.
+            phase: name of the program's phase; the thread's open phase when None.
             direction: whether this rank sent or received it.
 
         Raises:
@@ -167,7 +167,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Put what this thread records inside the block under `name`."""
+        """Record this thread's traffic inside the block under the phase `name`."""
         outer = self.current_phase
         self._local.phase = name
         try:

@@ -1,13 +1,13 @@
 """Hosts and a slow network on one machine: network namespaces joined by rate-limited links.
 
-Each host is a namespace with one Ethernet device, `veth0`, plugged into a bridge that lies in a
-namespace of its own. A token bucket limits the device's sending side and another the bridge's port
-towards it, so that two hosts sending to a third share its link, as on a switch. Ranks in the hosts
-talk real TCP, see a /dev/shm of their host only, and the kernel counts their bytes. Linux, root,
-`ip` and `tc` are needed; the machine's own network is not touched.
+Each host is a namespace with one Ethernet device, `veth0`, attached to a bridge in a namespace of
+its own. One token bucket limits the device's sending side and another the bridge's port towards it,
+so that two hosts sending to a third share its link, as on a switch. Ranks in the hosts use real
+TCP, have a /dev/shm per host, and the kernel counts their bytes. This needs Linux, root, `ip` and
+`tc`; the machine's own network is not touched.
 
-Whatever a lab makes bears the maker's process in its name, so that the next lab removes what a
-killed one left.
+The names of a lab's namespaces and folders carry a process mark, so that the next lab can remove
+leftovers of killed processes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _SHM = Path("/dev/shm")
 _DEVICE = "veth0"
 # Two bursts of 64 KiB are the largest jump over the rate; tc's kb are KiB.
 _BURST = "64kb"
-# What waits longer in a link's queue is dropped, as a switch with small buffers would.
+# A packet queued at a link for longer is dropped, as by a switch with small buffers.
 _QUEUE = "50ms"
-# TCP may hand the device several frames as one of up to this size. The buckets still charge each
-# frame's headers, but let it pass whole; larger ones they cut up, which takes a core at 1 Gbit/s.
+# TCP may give the device several frames as one segment of up to this size. The token buckets count
+# each frame's headers but pass the segment whole; segmenting larger ones takes a core at 1 Gbit/s.
 _SEGMENT = "16384"
 _labs = itertools.count()
 
@@ -58,12 +58,12 @@ class NetLabUnavailable(TopologyError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCounters:
-    """What a host's Ethernet device has carried, from /proc/net/dev.
+    """Bytes and frames that a host's Ethernet device carried, from /proc/net/dev.
 
     Attributes:
-        tx_bytes: bytes sent, each frame with 14 bytes of Ethernet header and its IP and TCP
-            headers (66 together for a TCP segment with timestamps).
-        rx_bytes: bytes received, counted likewise.
+        tx_bytes: bytes sent, including each frame's Ethernet (14 bytes), IP and TCP headers
+            (together 66 bytes for a TCP segment with timestamps).
+        rx_bytes: bytes received, counted the same way.
         tx_frames: frames sent.
         rx_frames: frames received.
     """
@@ -74,7 +74,7 @@ class HostCounters:
     rx_frames: int
 
     def diff(self, earlier: HostCounters) -> HostCounters:
-        """What was carried since `earlier`."""
+        """Bytes and frames carried since `earlier`."""
         return HostCounters(
             tx_bytes=self.tx_bytes - earlier.tx_bytes,
             rx_bytes=self.rx_bytes - earlier.rx_bytes,
@@ -104,14 +104,14 @@ class NetLab:
 
         Args:
             hosts: number of hosts.
-            rate: of each host's link, in each direction, as tc writes it ("100mbit", "1gbit").
-            ranks_per_host: ranks that `pool` starts in each host.
-            delay: of each host's outgoing frames, as tc writes it ("5ms"); needs the kernel's
+            rate: rate of each host's link in each direction, in tc's form ("100mbit", "1gbit").
+            ranks_per_host: number of ranks that `pool` starts in each host.
+            delay: delay of each host's outgoing frames, in tc's form ("5ms"); needs the kernel's
                 netem, which is often missing.
 
         Raises:
             ConfigError: if a number is below one, there are over 250 hosts, or the rate cannot be
-                read.
+                parsed.
         """
         if not 1 <= hosts <= 250 or ranks_per_host < 1:
             raise ConfigError(
@@ -147,14 +147,14 @@ class NetLab:
         self._remove()
 
     def pool(self, *, hosts: Sequence[int] | None = None, **options: Any) -> RankPool:
-        """Ranks in the hosts, `ranks_per_host` consecutive ones in each.
+        """A pool of ranks in the hosts, `ranks_per_host` consecutive ones in each.
 
         Args:
-            hosts: those that get ranks; all by default.
-            **options: of RankPool, but for the number of ranks and where they run.
+            hosts: indices of the hosts that get ranks; all by default.
+            **options: RankPool's options other than num_ranks, prefix and ranks_per_host.
 
         Returns:
-            A pool to be entered.
+            A pool, to be entered by the caller.
 
         Raises:
             ConfigError: if the lab's `with` block is not entered, or it has no such host.
@@ -167,7 +167,7 @@ class NetLab:
         )
 
     def command(self, host: int) -> list[str]:
-        """Words before a command that have it run in a host, as a server beside the ranks.
+        """Command prefix that runs a command in a host, such as a server next to the ranks.
 
         Raises:
             ConfigError: if the lab's `with` block is not entered, or it has no such host.
@@ -179,11 +179,11 @@ class NetLab:
         return [*_inside(self._namespace(host)), "sh", "-c", _IN_HOST, shm]
 
     def address(self, host: int) -> str:
-        """The address under which other hosts reach a host."""
+        """The IP address of a host."""
         return f"10.77.0.{host + 1}"
 
     def counters(self) -> list[HostCounters]:
-        """What each host's device has carried since the lab was made, by host."""
+        """Bytes and frames that each host's device carried since the lab was made, by host."""
         self._check_entered()
         return [self._counters(host) for host in range(self.hosts)]
 
@@ -249,7 +249,7 @@ class NetLab:
 
 @functools.cache
 def available() -> str | None:
-    """Why labs cannot be built here, None when they can; found out by building a link once."""
+    """Why labs cannot be built here, None if they can; tried by building one link."""
     if sys.platform != "linux":
         return f"network namespaces exist on Linux only, this is {sys.platform}"
     if os.geteuid() != 0:
@@ -286,7 +286,7 @@ def sweep() -> list[str]:
 
 
 def lab_names() -> list[str]:
-    """Everything on this machine that is named as a lab's."""
+    """Names of all labs' namespaces and /dev/shm folders on this machine."""
     return [
         path.name
         for folder in (Path("/run/netns"), _SHM)
@@ -303,7 +303,7 @@ def _remove_all(prefix: str) -> None:
                 with suppress(ProcessLookupError):
                     os.kill(int(pid), signal.SIGKILL)
         try:
-            # Its devices go with it, and with one end of a veth the other.
+            # Deleting the namespace deletes its devices, and with one end of a veth the other.
             _run("ip", "netns", "delete", path.name)
         except TopologyError as error:
             _log.warning("could not remove namespace %s: %s", path.name, error)
@@ -313,7 +313,7 @@ def _remove_all(prefix: str) -> None:
 
 def _add_namespace(name: str) -> None:
     _run("ip", "netns", "add", name)
-    # Neighbour discovery would put frames on the wire that are nobody's payload.
+    # IPv6 neighbour discovery would add frames to the counters.
     path = "/proc/sys/net/ipv6/conf/default/disable_ipv6"
     _run(*_inside(name), "sh", "-c", f"[ ! -e {path} ] || echo 1 > {path}")
 

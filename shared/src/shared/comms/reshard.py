@@ -1,9 +1,10 @@
-"""Moving sharded tensors from one layout into another: who sends which boxes to whom.
+"""Resharding: moving sharded tensors from one layout to another.
 
-A layout is what boxes each rank holds; replicas are boxes that several hold. What a rank wants and
-has is copied in place; every other element is sent once, by the replica with the least to send so
-far. The plan is pure and the same on all ranks; running it packs all boxes of all tensors between
-two ranks into one message, so that many small tensors cost as few messages as one large one.
+A layout lists the boxes that each rank holds; a box held by several ranks is replicated. Elements
+that a rank wants and already holds are copied locally; every other element is sent once, by the
+replica with the least bytes to send so far. The plan is a pure function and the same on all ranks;
+running it packs all boxes of all tensors between two ranks into one message, so that many small
+tensors cost as few messages as one large one.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ __all__ = ["Move", "Transfer", "plan", "run", "sent_bytes"]
 
 
 class Transfer(NamedTuple):
-    """A box of a tensor on its way.
+    """A box of a tensor to be sent from one rank to another, or copied on one rank.
 
     Attributes:
-        src: rank that has it.
-        dst: rank that wants it; the same rank where it only changes places.
+        src: rank that holds it.
+        dst: rank that wants it; equal to `src` for a local copy.
         box: in the tensor's global index space; within one box of each of the two.
     """
 
@@ -46,8 +47,8 @@ class Move:
 
     Attributes:
         transfers: of all ranks, from `plan`.
-        held: this rank's source boxes and their values, each of its box's sizes.
-        wanted: this rank's destination boxes and where to put their values.
+        held: this rank's source boxes and their values, each tensor of its box's sizes.
+        wanted: this rank's destination boxes and the tensors to write their values to.
     """
 
     transfers: Sequence[Transfer]
@@ -62,23 +63,23 @@ def plan(
     *,
     already_sent: Sequence[int] | None = None,
 ) -> list[Transfer]:
-    """Finds the transfers of one tensor, with the fewest bytes sent there can be.
+    """Finds the transfers of one tensor, with the fewest bytes sent.
 
-    O(wanted boxes x different source boxes), the latter in numpy.
+    O(wanted boxes x distinct source boxes), the latter vectorised in numpy.
 
     Args:
         sources: by rank, the boxes it holds.
         destinations: by rank, the boxes it wants, disjoint on a rank.
         itemsize: bytes of an element.
-        already_sent: by rank, bytes it sends in other transfers that run together with these; see
-            `sent_bytes`.
+        already_sent: by rank, bytes it sends in other transfers of the same run (see `sent_bytes`),
+            so that the load of replicas is balanced over all of them; by default 0.
 
     Returns:
-        Transfers that make up each wanted box exactly once, local ones included.
+        Transfers that cover each wanted box exactly once, local copies included.
 
     Raises:
-        ConfigError: the layouts are of different numbers of ranks.
-        DataError: no rank holds something that is wanted.
+        ConfigError: the layouts have different numbers of ranks.
+        DataError: no rank holds some element that is wanted.
     """
     num_ranks = len(sources)
     load = [0] * num_ranks if already_sent is None else list(already_sent)
@@ -97,7 +98,7 @@ def plan(
     high = low + np.array([box.sizes for box in different], dtype=np.int64)
 
     def holding(box: Box) -> list[tuple[Box, list[int]]]:
-        """Parts of a box and who holds each; parts may overlap."""
+        """Parts of a box and the ranks that hold each; parts may overlap."""
         if not different:
             return []
         start = np.array(box.offsets, dtype=np.int64)
@@ -119,7 +120,7 @@ def plan(
                 transfers += [Transfer(dst, dst, part) for part in parts]
                 left = [rest for piece in left for rest in subtract(piece, box)]
             missing += [(-piece.numel, dst, piece) for piece in left]
-    # Largest first, so that the small ones even out what replicas send.
+    # Largest first, so that the small ones balance the load of the replicas.
     heapq.heapify(missing)
     while missing:
         _, dst, piece = heapq.heappop(missing)
@@ -128,8 +129,8 @@ def plan(
         ]
         if not options:
             raise DataError(
-                f"rank {dst} wants {piece}, of which no rank holds anything; the layout to move "
-                f"from must hold the whole of what is wanted"
+                f"rank {dst} wants {piece}, of which no rank holds anything; the source layout "
+                f"must cover every wanted box"
             )
         _, _, src, part = min(options)
         transfers.append(Transfer(src, dst, part))
@@ -151,26 +152,26 @@ def sent_bytes(transfers: Sequence[Transfer], itemsize: int, num_ranks: int) -> 
 def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
     """Executes the transfers of many tensors together, in ring rounds.
 
-    A round's messages are packed and unpacked while the next one is under way, so that buffers take
-    what two rounds carry.
+    A round's messages are packed and unpacked while another round is under way, so that buffers
+    take the memory of two rounds' messages.
 
     Args:
-        group: who takes part; ranks of transfers are ranks in it.
-        moves: one a tensor, in the same order on all ranks; `wanted` is written to.
+        group: group whose ranks take part; ranks of transfers are ranks in it.
+        moves: one per tensor, in the same order on all ranks; `wanted` is written to.
         phase: name of the program's phase; the ledger's open phase when None.
 
     Raises:
-        DataError: a rank does not have or want what the transfers say.
+        DataError: a rank's held or wanted boxes do not contain those of the transfers.
         CommError: a peer died or the timeout passed.
     """
     rank, size = group.rank, group.world_size
     outgoing, incoming = _by_peer(moves, rank)
     for move, box in outgoing.get(rank, ()):
         _place(move.wanted, box).copy_(_place(move.held, box))
-    # All ranks see this alike, so that nobody waits for one who left.
+    # The same on all ranks, so that either all return here or none does.
     if all(src == dst for move in moves for src, dst, _ in move.transfers):
         return
-    # What is to be sent and where it is to go is looked up before anyone waits for it.
+    # Sources and targets are looked up, and DataErrors raised, before the first message.
     sending = {
         peer: [_place(move.held, box) for move, box in boxes] for peer, boxes in outgoing.items()
     }
@@ -202,7 +203,7 @@ def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
 def _by_peer(
     moves: Sequence[Move], rank: int
 ) -> tuple[dict[int, list[tuple[Move, Box]]], dict[int, list[tuple[Move, Box]]]]:
-    """What a rank sends and receives by peer, in the order that both ends know."""
+    """A rank's outgoing and incoming boxes by peer, in the order that both ends use."""
     outgoing: dict[int, list[tuple[Move, Box]]] = {}
     incoming: dict[int, list[tuple[Move, Box]]] = {}
     for move in moves:
@@ -231,7 +232,7 @@ def _packed(values: Sequence[Tensor], device: torch.device) -> Tensor | None:
 def _bytes_of(value: Tensor) -> Tensor:
     flat = value.reshape(-1)
     if flat.stride(0) != 1:
-        # A column stays one when it is flattened, and only dense elements can be seen as bytes.
+        # Flattening a column keeps its stride, and only contiguous elements can be viewed as bytes.
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)
 
@@ -241,7 +242,7 @@ def _land(pending: PendingRounds, buffer: Tensor, targets: list[Tensor]) -> None
     start = 0
     for target in targets:
         end = start + target.numel() * target.element_size()
-        # A copy, because a message's bytes need not be aligned to the type.
+        # A copy, because the bytes of a message need not be aligned for the type.
         values = buffer[start:end].clone().view(target.dtype)
         target.copy_(values.view(target.shape))
         start = end

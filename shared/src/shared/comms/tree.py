@@ -1,9 +1,9 @@
-"""Bytes gathered to one rank and handed out from it along a tree, whatever their sizes.
+"""Gather, scatter and broadcast of bytes of any size along a tree of ranks.
 
-Ten thousand ranks that send to one would keep it busy with connections; in a tree each rank talks
-to a few, ranks of a host meet before anything leaves it, and what arrives can be merged on its way.
-A rank that fails sends its failure along the same way, so that the root, and after it everyone,
-learns which rank it was instead of waiting for it.
+Ten thousand ranks that send to one would cost it as many connections. In a tree each rank exchanges
+with a few, the messages of a host's ranks meet at its first rank before anything leaves the host,
+and messages can be merged on the way. A rank that fails sends its error along the same tree: the
+root, and from it all ranks, learn which rank failed instead of waiting for it.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from shared.errors import CommError, ConfigError, DataError, TopologyError
 __all__ = ["Tree", "broadcast", "gather", "scatter"]
 
 _ARITY = 8
-# Not the tag of other point-to-point messages on the same group.
+# Distinct from the tag of other point-to-point messages on the same group.
 _TAG = 0x7EE
 _IS_DATA, _IS_FAILURE = 0, 1
-# Failures arrive as what they were raised as; what is not the yard's own arrives as a CommError.
+# Errors of these types arrive as the same type; any other arrives as a CommError.
 _KINDS = {kind.__name__: kind for kind in (CommError, ConfigError, DataError, TopologyError)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tree:
-    """A tree of all ranks, rooted at rank 0: one of hosts' first ranks, and one within each host.
+    """A tree of all ranks, rooted at rank 0: a tree of hosts' first ranks, and one on each host.
 
     Attributes:
         world_size: number of ranks.
-        arity: most children a rank has on its host, and most among other hosts' first ranks.
-        ranks_per_host: how many consecutive ranks share a host; the last host may have fewer.
+        arity: maximum number of children of a rank on its host, and of a host's first rank among
+            other hosts' first ranks.
+        ranks_per_host: number of consecutive ranks that share a host; the last host may have fewer.
     """
 
     world_size: int
@@ -53,11 +54,11 @@ class Tree:
 
     @staticmethod
     def of(group: Group) -> Tree:
-        """The tree for a group, with hosts as torchrun's LOCAL_WORLD_SIZE tells them.
+        """The tree for a group, with hosts by torchrun's LOCAL_WORLD_SIZE.
 
-        Where hosts have different numbers of ranks, and in a group of some ranks of the world, it
-        is as if no two ranks were on one host. All ranks of the group call this the first time, to
-        agree; later calls return the same tree and communicate nothing.
+        If hosts have different numbers of ranks, or the group is not the whole world, the tree has
+        one rank per host. The first call is collective, so that all ranks of the group agree; later
+        calls return the same tree without communication.
 
         Raises:
             CommError: a rank died or the timeout passed.
@@ -66,14 +67,14 @@ class Tree:
         return _trees.get(group) or _agree(group)
 
     def parent(self, rank: int) -> int | None:
-        """Who a rank sends to; None for rank 0. A lower rank."""
+        """A rank's parent, which is a lower rank; None for rank 0."""
         host, local = divmod(rank, self.ranks_per_host)
         if local:
             return host * self.ranks_per_host + (local - 1) // self.arity
         return (host - 1) // self.arity * self.ranks_per_host if host else None
 
     def children(self, rank: int) -> list[int]:
-        """Whose parent a rank is, in ascending order."""
+        """A rank's children, in ascending order."""
         host, local = divmod(rank, self.ranks_per_host)
         base = host * self.ranks_per_host
         found = [base + child for child in self._below(local, self.ranks_per_host)]
@@ -83,7 +84,7 @@ class Tree:
         return [child for child in found if child < self.world_size]
 
     def subtree(self, rank: int) -> list[int]:
-        """A rank and all below it, it first, then each child's subtree in turn."""
+        """A rank and all its descendants, in preorder."""
         found = [rank]
         for child in self.children(rank):
             found += self.subtree(child)
@@ -94,12 +95,12 @@ class Tree:
         return range(min(first, count), min(first + self.arity, count))
 
 
-# Agreed on once a group, and forgotten with it.
+# Agreed on once per group.
 _trees: weakref.WeakKeyDictionary[Group, Tree] = weakref.WeakKeyDictionary()
 
 
 def _agree(group: Group) -> Tree:
-    """A tree of hosts if every rank is told the same number of ranks a host."""
+    """A tree of hosts if LOCAL_WORLD_SIZE is the same on every rank."""
     tree = Tree(world_size=group.world_size)
     if group.world_size == Group.world().world_size:
         mine = os.environ.get("LOCAL_WORLD_SIZE", "1").encode()
@@ -124,18 +125,18 @@ def gather(
     """Merges every rank's bytes on their way to rank 0.
 
     Args:
-        group: who takes part; a gloo group.
+        group: a gloo group whose ranks take part.
         data: this rank's bytes.
-        merge: makes one message of a rank's own bytes and those its children sent, in ascending
-            order of the children; called on each rank once.
-        tree: who sends to whom, the same on all ranks; by default `Tree.of(group)`.
+        merge: makes one message of a rank's own bytes and its children's messages, in ascending
+            order of the children; called once on each rank.
+        tree: the tree, the same on all ranks; by default `Tree.of(group)`.
 
     Returns:
-        On rank 0 what its `merge` returned; None elsewhere.
+        On rank 0 the result of its `merge`; None elsewhere.
 
     Raises:
-        Exception: on rank 0, if `merge` raised on any rank: the same exception, which names the
-            rank, if it is one of `shared.errors`, else a CommError.
+        Exception: on rank 0, if `merge` raised on any rank: an exception of the same type that
+            names the rank if the type is one of `shared.errors`, else a CommError.
         CommError: on rank 0, if a rank died or the timeout passed; on another, if its parent did.
         ConfigError: the group is not gloo.
     """
@@ -160,20 +161,20 @@ def gather(
 def scatter(
     group: Group, parts: Sequence[bytes] | Exception | None, tree: Tree | None = None
 ) -> bytes:
-    """Hands each rank its own bytes from rank 0.
+    """Sends each rank its own bytes from rank 0.
 
     Args:
-        group: who takes part; a gloo group.
+        group: a gloo group whose ranks take part.
         parts: on rank 0 each rank's bytes, or an exception, which all ranks then raise; None
             elsewhere.
-        tree: who sends to whom, the same on all ranks; by default `Tree.of(group)`.
+        tree: the tree, the same on all ranks; by default `Tree.of(group)`.
 
     Returns:
         This rank's bytes.
 
     Raises:
         Exception: rank 0 gave one.
-        ConfigError: on all ranks, if rank 0 gave another number of parts than there are ranks.
+        ConfigError: on all ranks, if rank 0 did not give one part per rank.
         CommError: a rank on the way from rank 0 died or the timeout passed.
     """
     tree = tree or Tree.of(group)
@@ -201,12 +202,12 @@ def scatter(
 
 
 def broadcast(group: Group, data: bytes | Exception | None, tree: Tree | None = None) -> bytes:
-    """Hands rank 0's bytes to all.
+    """Sends rank 0's bytes to all ranks.
 
     Args:
-        group: who takes part; a gloo group.
+        group: a gloo group whose ranks take part.
         data: on rank 0 the bytes, or an exception, which all ranks then raise; None elsewhere.
-        tree: who sends to whom, the same on all ranks; by default `Tree.of(group)`.
+        tree: the tree, the same on all ranks; by default `Tree.of(group)`.
 
     Raises:
         Exception: rank 0 gave one.
@@ -241,7 +242,7 @@ def _send(group: Group, peer: int, outcome: bytes | Exception, op: str) -> None:
 
 
 def _received(group: Group, peer: int, op: str) -> bytes | Exception:
-    """A message, or why there is none: the peer's failure or that of the way from it."""
+    """A message, or an error: the one that the peer sent, or a failure of receiving from it."""
 
     def receive(tensor: Tensor) -> Tensor:
         if tensor.numel():
@@ -263,7 +264,7 @@ def _received(group: Group, peer: int, op: str) -> bytes | Exception:
 
 def _gloo(group: Group) -> dist.ProcessGroup:
     if group.backend != "gloo":
-        raise ConfigError(f"bytes travel over gloo, got {group}; use Group.control()")
+        raise ConfigError(f"expected a gloo group to send bytes, got {group}; use Group.control()")
     return group.checked()
 
 
@@ -291,7 +292,7 @@ def _described(group: Group, error: Exception) -> str:
     name, text = type(error).__name__, str(error)
     if name not in _KINDS:
         name, text = CommError.__name__, f"{name}: {text}"
-    # A failure that came from another rank says so already, as do those of rounds.
+    # Errors received from another rank, and those of rounds, already start with a rank.
     where = "" if text.startswith("rank ") else f"rank {group.ranks[group.rank]}: "
     return f"{name} {where}{text}"
 

@@ -203,6 +203,11 @@ def _read_pandas(path: Path, **options: Any) -> DataFrame:
         raise DataError(
             f"{path}: needs pandas, and pyarrow for Parquet; run: pip install pandas pyarrow"
         ) from error
+    except PermissionError as error:
+        raise DataError(
+            f"{path}: expected a file that this user may read, got {error.strerror!r}; change its "
+            "owner or mode"
+        ) from error
     except (ValueError, OSError) as error:  # the parsers' errors are among these
         raise DataError(f"{path}: expected a table, got {error}") from error
 

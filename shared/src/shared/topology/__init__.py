@@ -1,6 +1,6 @@
-"""What a cluster is made of, and what moving bytes through it costs.
+"""Description of a cluster's devices and links, and the cost of moving bytes through it.
 
-Names are loaded when first used, so that a command line which only prints its help stays fast.
+Names are imported lazily, so that a command line which only prints its help stays fast.
 """
 
 from importlib import import_module

@@ -1,9 +1,9 @@
-"""Boxes of a sharded tensor: where a piece of it lies, and what two pieces share.
+"""Boxes of a sharded tensor: positions of shards, their intersections and differences.
 
-A box is an n-dimensional interval of a tensor's global index space. Layouts of every kind come down
-to boxes: a DTensor's shard is one, and a flat range of a row-major tensor, as ZeRO and FSDP1 cut
-parameters, is a few (ByteCheckpoint, arXiv 2407.20143, decomposes irregular shards so), each a view
-of the flat buffer. With that, moving between two layouts is intersecting boxes.
+A box is an n-dimensional interval of a tensor's global index space. Every layout can be expressed
+in boxes: a DTensor's shard is one box; a flat range of a row-major tensor, as ZeRO and FSDP1 cut
+parameters, is a few, each a view of the flat buffer (after ByteCheckpoint, arXiv 2407.20143, which
+decomposes irregular shards this way). Resharding then amounts to intersecting boxes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Box", "decompose", "intersect", "subtract"]
 
 
 class Box(NamedTuple):
-    """The elements at offsets[d] <= index[d] < offsets[d] + sizes[d]; of no dimension: one element.
+    """The elements at offsets[d] <= index[d] < offsets[d] + sizes[d]; one element if n is 0.
 
     Attributes:
         offsets: first index in each dimension.
@@ -42,7 +42,7 @@ class Box(NamedTuple):
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both boxes hold, None if nothing."""
+    """The intersection of two boxes, None if it is empty."""
     offsets = tuple(map(max, a.offsets, b.offsets))
     ends = (
         min(p + m, q + n) for p, m, q, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
@@ -52,7 +52,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def subtract(a: Box, b: Box) -> list[Box]:
-    """What `a` holds and `b` does not, as at most 2 n disjoint boxes."""
+    """The elements of `a` outside `b`, as at most 2 n disjoint boxes for n dimensions."""
     shared = intersect(a, b)
     if shared is None:
         return [a] if a.numel else []
@@ -78,11 +78,11 @@ def decompose(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     Each box is contiguous in the flat tensor; there are at most 2 n - 1 of them for n dimensions.
 
     Args:
-        shape: of the tensor.
+        shape: shape of the tensor.
         start, stop: first flat index, and the one after the last.
 
     Raises:
-        DataError: the range does not lie in the tensor.
+        DataError: the range is not within the tensor.
     """
     shape = tuple(shape)
     numel = math.prod(shape)

@@ -1,8 +1,8 @@
 """Hosts, their devices, and the links inside and between them.
 
-Ranks number the devices host by host. Links between hosts are one `network` link unless a pair of
-hosts has one of its own. A cluster is written by hand in YAML or found by `Cluster.detect`; the
-speed of a link is never guessed from a name: measure it and use `fit_link`.
+Ranks number the devices host by host. Two hosts are joined by the `network` link unless `links` has
+one for the pair. A cluster is written in YAML or found by `Cluster.detect`; link speeds are never
+guessed from a device's name: measure them and use `fit_link`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shared.units import GB, Gbps, parse_rate
 
 __all__ = ["Cluster", "Host"]
 
-# Until somebody measures: memory-bound copies inside a host, common Ethernet between hosts.
+# Unmeasured defaults: memory-bound copies inside a host, 10 Gbit/s Ethernet between hosts.
 _LOCAL = Link.from_rate(10.0 * GB, alpha_s=1e-5)
 _NETWORK = Link.from_rate(10.0 * Gbps, alpha_s=5e-5)
 
@@ -36,8 +36,8 @@ class Host:
 
     Attributes:
         name: unique in the cluster.
-        devices: one for each rank it can hold.
-        link: between two of its devices.
+        devices: one for each rank that it can run.
+        link: link between any two of its devices.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Cluster:
     """Hosts and the links between them.
 
     Attributes:
-        hosts: in the order in which ranks number their devices.
-        network: between two hosts that have no link of their own.
-        links: by pair of host names, in either order.
+        hosts: hosts in rank order.
+        network: link between two hosts for which `links` has no entry.
+        links: links by pair of host names, in either order.
     """
 
     hosts: tuple[Host, ...]
@@ -71,8 +71,8 @@ class Cluster:
         for pair in self.links:
             if not set(pair) <= set(names) or pair[0] == pair[1]:
                 raise TopologyError(
-                    f"links[{pair}]: expected two different hosts of {names}; the link inside a "
-                    f"host is the host's own"
+                    f"links[{pair}]: expected two different hosts of {names}; set the link inside "
+                    f"a host as that host's `link`"
                 )
         ends = tuple(accumulate(len(host.devices) for host in self.hosts))
         object.__setattr__(self, "_ends", ends)
@@ -122,7 +122,7 @@ class Cluster:
         return self.hosts[index].devices[rank - self._ends[index]]
 
     def link(self, rank_a: int, rank_b: int) -> Link:
-        """The link between two ranks; free from a rank to itself.
+        """The link between two ranks; of zero cost from a rank to itself.
 
         Raises:
             TopologyError: if there is no such rank.
@@ -136,7 +136,7 @@ class Cluster:
         return own or self.links.get((host_b.name, host_a.name), self.network)
 
     def to_yaml(self, path: Path | None = None) -> str:
-        """The cluster as YAML, written to a file too if one is given."""
+        """The cluster as YAML text, also written to `path` if given."""
         tree = {
             "hosts": [
                 {
@@ -156,11 +156,11 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, source: str | Path) -> Cluster:
-        """Read a cluster as `to_yaml` writes it, or as a person does.
+        """Read a cluster from YAML, as written by `to_yaml` or by hand.
 
-        Devices are names of presets or mappings of Device's fields, and may be followed by a count
-        ("H100 x 8"). Links are mappings of `alpha_s` and either `beta_s_per_byte` or `rate`
-        ("100gbit").
+        A device is the name of a preset, perhaps with a count ("H100 x 8"), or a mapping of
+        Device's fields. A link is a mapping of `alpha_s` (0 by default) and either
+        `beta_s_per_byte` or `rate` ("100gbit").
 
         Args:
             source: a `Path` to a file, or YAML text.
@@ -183,7 +183,7 @@ class Cluster:
         for index, entry in enumerate(_checked_list(tree.get("links", []), "links")):
             path = f"links[{index}]"
             if not isinstance(entry, dict) or len(entry.get("hosts", [])) != 2:
-                raise TopologyError(f"{path}.hosts: expected two names of hosts, got {entry!r}")
+                raise TopologyError(f"{path}.hosts: expected two host names, got {entry!r}")
             first, second = entry["hosts"]
             rest = {key: value for key, value in entry.items() if key != "hosts"}
             links[first, second] = _read_link(rest, path)
@@ -192,9 +192,9 @@ class Cluster:
 
     @classmethod
     def detect(cls) -> Cluster:
-        """This machine's devices; under torchrun, as many such hosts as the world has.
+        """This machine's devices; under torchrun, as many equal hosts as the world has.
 
-        The links are assumptions (10 GB/s inside a host, 10 Gbit/s between): measure them.
+        The links are assumptions (10 GB/s inside a host, 10 Gbit/s between hosts): measure them.
 
         Raises:
             TopologyError: if a GPU matches no preset, or torchrun's numbers contradict each other.
@@ -268,7 +268,7 @@ def _read_devices(entry: Any, path: str) -> list[Device]:
         return [PRESETS[name]] * int(count or 1)
     _check_keys(entry, path, required={item.name for item in fields(Device)}, optional=set())
     try:
-        # float(), because YAML reads 1e12 as text: it wants a point.
+        # float(), because YAML reads 1e12 as text: its floats need a decimal point.
         device = Device(
             name=str(entry["name"]),
             kind=entry["kind"],

@@ -1,7 +1,7 @@
-"""Closed-form times of collectives on links that all take alpha + beta * bytes.
+"""Closed-form times of collectives on links that take alpha + beta * bytes.
 
-Every formula assumes equal links, both directions at once, and no compute. `num_bytes` is always
-what one rank holds before the operation.
+Every formula assumes equal full-duplex links and no compute time. `num_bytes` is always the size of
+one rank's tensor before the operation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def point_to_point_s(link: Link, num_bytes: Number) -> float:
-    """Seconds of one message; nothing for an empty one, which is not sent.
+    """Seconds of one message; 0 for an empty one, which is not sent.
 
     Raises:
         TopologyError: if the bytes are negative.
@@ -72,10 +72,10 @@ def tree_broadcast_s(link: Link, num_bytes: Number, ranks: int) -> float:
 
 
 def all_to_all_s(rounds: Sequence[Sequence[tuple[Link, Number]]]) -> float:
-    """Seconds of rounds that run one after another, each as slow as its slowest message.
+    """Seconds of rounds that run one after another, each taking the time of its slowest message.
 
     Args:
-        rounds: for each round the messages that run at once, as link and bytes.
+        rounds: for each round its concurrent messages, as (link, bytes).
 
     Raises:
         TopologyError: if bytes are negative.

@@ -1,7 +1,7 @@
-"""What one device computes, holds and moves, with presets from public data sheets.
+"""Peak rates and memory of a device, with presets from public data sheets.
 
-Peaks are for dense matrices; rates and capacities are decimal, as data sheets give them. A peak is
-a bound and no measurement: a planner scales it by what a profiler found.
+Peaks are for dense matrices; rates and capacities are decimal, as in data sheets. A peak is an
+upper bound, not a measurement: planners scale it by a profiler's measurements.
 
 Sources of the presets, SXM forms where there are several:
 
@@ -36,7 +36,7 @@ class Device:
     """One GPU, or one CPU core as a rank uses it.
 
     Attributes:
-        name: what it is called; the preset's name for a preset.
+        name: the device's name; for a preset its key in `PRESETS`.
         kind: "cuda" or "cpu".
         flops_per_s: dense matrix peak in bfloat16 or float16.
         flops_fp32_per_s: peak in float32.
@@ -54,7 +54,7 @@ class Device:
     def __post_init__(self) -> None:
         if self.kind not in ("cuda", "cpu"):
             raise TopologyError(
-                f"device {self.name!r}: kind must be 'cuda' or 'cpu': {self.kind!r}"
+                f"device {self.name!r}: kind must be 'cuda' or 'cpu', got {self.kind!r}"
             )
         for key in ("flops_per_s", "flops_fp32_per_s", "memory_bytes", "memory_bytes_per_s"):
             value = getattr(self, key)

@@ -1,8 +1,8 @@
-"""A link as a straight line: a message of n bytes takes alpha + beta * n seconds.
+"""Linear cost model of a link: a message of n bytes takes alpha + beta * n seconds.
 
-After Hockney's two-parameter model ("The communication challenge for MPP", 1994): alpha is what a
-message costs before its first byte, beta what each byte adds. `fit_link` finds both from measured
-messages and never returns a negative one, which noise on short measurements would otherwise give.
+After Hockney's two-parameter model ("The communication challenge for MPP", 1994): alpha is a
+message's latency, beta the time per byte. `fit_link` estimates both from measured messages and
+never returns a negative value, which noise on short measurements would otherwise give.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.errors import DataError, TopologyError
 
 __all__ = ["Link", "LinkFit", "fit_link"]
 
-# What a test-time type checker takes for a real number: an int is no float to it.
+# A real number, for the test-time type checker: it does not accept an int for a float.
 Number = float | int | np.number
 
 _log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """Time of a message by its size.
+    """Time of a message as a function of its size.
 
     Attributes:
         alpha_s: seconds that any message takes.
@@ -45,7 +45,7 @@ class Link:
 
     @classmethod
     def from_rate(cls, bytes_per_s: Number, alpha_s: Number = 0.0) -> Link:
-        """The link that moves `bytes_per_s` once a message has begun.
+        """A link of rate `bytes_per_s` and latency `alpha_s` (seconds).
 
         Raises:
             TopologyError: if the rate is not positive.
@@ -66,12 +66,13 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkFit:
-    """A fitted link and how far it is to be trusted.
+    """A fitted link and the quality of the fit.
 
     Attributes:
         link: the fit.
         residual_s: root mean square of measured minus fitted time, in seconds.
-        clamped: whether alpha or beta came out at zero because the best line had it negative.
+        clamped: whether alpha or beta was set to zero because unconstrained least squares gave a
+            negative value.
     """
 
     link: Link
@@ -86,13 +87,13 @@ def fit_link(samples: Sequence[tuple[Number, Number]] | np.ndarray) -> LinkFit:
         samples: size in bytes and time in seconds of each message, [num_messages, 2].
 
     Returns:
-        The fit; `clamped` and a warning in the log tell when a parameter was held at zero.
+        The fit; if a parameter was clamped to zero, `clamped` is set and a warning logged.
 
     Raises:
-        DataError: if the samples are no pairs, there are fewer than two different sizes, or a value
-            is negative or not finite.
+        DataError: if the samples are not pairs, have fewer than two different sizes, or a value is
+            negative or not finite.
     """
-    # Planning alone needs no solver, and command lines wait for no import of one.
+    # Imported here to keep command lines fast: only fitting needs the solver.
     from scipy.optimize import nnls
 
     pairs = np.asarray(samples, dtype=float)
@@ -105,7 +106,7 @@ def fit_link(samples: Sequence[tuple[Number, Number]] | np.ndarray) -> LinkFit:
     sizes, times = pairs.T
     if not (np.isfinite([sizes, times]).all() and (sizes >= 0).all() and (times >= 0).all()):
         raise DataError("sizes and times of messages must be finite and not negative")
-    # Sizes in units of the largest: the two columns are then of one magnitude.
+    # Sizes are scaled by the largest, so that both columns have the same magnitude.
     scale = sizes.max()
     design = np.column_stack([np.ones_like(sizes), sizes / scale])
     (alpha, beta), norm = nnls(design, times)

@@ -1,7 +1,7 @@
 """Ranks arranged along named axes, as ("dp", "tp").
 
-The last axis runs fastest, as in torch.distributed's DeviceMesh: ranks of one `tp` group are then
-neighbours, which is what the fastest links of a host are for.
+The last axis varies fastest, as in torch.distributed's DeviceMesh: ranks of one `tp` group are then
+neighbours, which the fastest links of a host connect.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Mesh:
         return prod(self.axes.values())
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a rank stands along each axis.
+        """A rank's coordinate along each axis.
 
         Raises:
             TopologyError: if the rank is not in the mesh.
@@ -58,10 +58,10 @@ class Mesh:
         return {name: position[name] for name in self.axes}
 
     def rank_at(self, **position: int) -> int:
-        """The rank at a place along each axis.
+        """The rank at a coordinate along each axis.
 
         Raises:
-            TopologyError: if an axis is missing or unknown, or a place outside it.
+            TopologyError: if an axis is missing or unknown, or a coordinate out of range.
         """
         if position.keys() != self.axes.keys():
             raise TopologyError(
@@ -75,7 +75,7 @@ class Mesh:
         return rank
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Ranks that differ along one axis only, a list for each place along the others.
+        """Groups of ranks that differ along one axis only, one for each coordinate of the others.
 
         Raises:
             TopologyError: if there is no such axis.
@@ -92,13 +92,13 @@ class Mesh:
         ]
 
     def to_device_mesh(self, device_type: str) -> DeviceMesh:
-        """The same mesh as torch.distributed's, made by all ranks together.
+        """The same mesh as torch.distributed's DeviceMesh; all ranks call this.
 
         Args:
             device_type: "cuda" or "cpu".
 
         Raises:
-            TopologyError: if the world has another number of ranks.
+            TopologyError: if the world's number of ranks is not the mesh's size.
         """
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh

@@ -1,9 +1,9 @@
 """METIS graph partitioning behind one function, by pymetis or by DGL.
 
 METIS ("A Fast and High Quality Multilevel Scheme for Partitioning Irregular Graphs", Karypis and
-Kumar 1998) balances nodes and minimises cut edges. Both libraries are optional. What they leave
-open is settled here: the graph may be directed, with duplicates and self loops, and no part stays
-empty as long as there are nodes enough.
+Kumar 1998) balances nodes and minimises cut edges. Both libraries are optional. Beyond what they
+support, the graph may be directed, with duplicate edges and self loops, and no part is empty if
+there are at least as many nodes as parts.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def partition(
         indptr: integer array [num_nodes + 1], start of each node's neighbours in `indices`.
         indices: integer array [num_edges], the neighbours. Directions are ignored.
         parts: number of parts.
-        method: the library; "auto" takes pymetis where it is installed, else DGL.
-        seed: of METIS's random choices; DGL does not pass it on.
-        weights: positive integers [num_nodes] to balance instead of the number of nodes; pymetis
-            only.
+        method: library to use; "auto" takes pymetis if it is installed, else DGL.
+        seed: seed of METIS's random choices; has no effect with DGL, which does not pass it on.
+        weights: positive integers [num_nodes]; parts are balanced by their sums instead of by
+            numbers of nodes; pymetis only.
 
     Returns:
         int64 array [num_nodes] of parts 0..parts-1. Every part has a node if num_nodes >= parts.
@@ -80,7 +80,7 @@ def choose_library(method: str) -> str:
     """The library that a method names, or for "auto" the first that is installed.
 
     Raises:
-        ConfigError: the method is unknown, or what it names is not installed.
+        ConfigError: the method is unknown, or its library is not installed.
     """
     if method not in ("auto", *_INSTALL):
         raise ConfigError(f"method must be 'auto', 'dgl' or 'pymetis', got {method!r}")

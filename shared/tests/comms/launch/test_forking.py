@@ -147,7 +147,7 @@ def test_pools_outlive_templates_that_are_no_longer_wanted():
     with ExitStack() as stack:
         pools = [
             stack.enter_context(RankPool(1, timeout=LIMIT, threads_per_rank=threads))
-            for threads in (1, 2, 3)
+            for threads in (5, 6, 7)  # numbers that no other pool of this process has open
         ]
         templates = [pool.run(parent).results[0] for pool in pools]
         assert len(set(templates)) == 3

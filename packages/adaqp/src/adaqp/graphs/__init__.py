@@ -1,1 +1,1 @@
-"""Graphs to train on: what a user hands in, real and generated ones, and files."""
+"""Graphs to train on: the user's, real and generated ones, and file formats."""

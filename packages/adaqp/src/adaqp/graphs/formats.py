@@ -1,6 +1,7 @@
-"""Graphs from files in the formats people have: PyG, DGL, npz, tables, OGB folders.
+"""Reads graphs from files: PyG, DGL, npz, tables, OGB folders.
 
-Files are data: nothing here unpickles objects beyond what `torch.load` calls safe.
+Files are untrusted data: objects are unpickled only as far as `torch.load` allows with
+`weights_only=True`.
 """
 
 import os
@@ -24,7 +25,7 @@ TABLES = (".parquet", ".csv", ".csv.gz")
 
 
 def read(path: str | os.PathLike[str]) -> Graph:
-    """Reads a graph for node classification, in the format that its name says.
+    """Reads a graph for node classification, in the format given by the path's suffix.
 
     Args:
         path: one of
@@ -32,15 +33,15 @@ def read(path: str | os.PathLike[str]) -> Graph:
             `*.bin`: the first graph of `dgl.save_graphs`, with feat, label and masks in ndata;
             `*.npz`: arrays src, dst, feat, label, train_mask, val_mask, test_mask;
             a folder with tables `edges` (columns src, dst) and `nodes`, as .parquet, .csv or
-            .csv.gz: nodes has label, split (train, val, test or empty), perhaps id (otherwise the
-            row is the id), and any number of numeric feature columns;
+            .csv.gz: nodes has label, split (train, val, test or empty), optionally id (otherwise
+            the row number is the id), and any number of numeric feature columns;
             an OGB node-property folder (raw/ and split/ below it), its first split.
 
     Returns:
         The checked graph; edges as they are in the file, no reverse edges added.
 
     Raises:
-        DataError: nothing there, an unknown format, a library for it missing, or unusable content.
+        DataError: no such path, an unknown format, a missing library, or unusable content.
     """
     path = Path(path)
     if not path.exists():
@@ -63,7 +64,7 @@ def _read_pyg(path: Path) -> Graph:
     except ImportError as error:
         raise DataError(f"{path}: needs PyG; run: pip install torch-geometric") from error
     try:
-        # What a Data of plain tensors is pickled as; any other class in the file is refused.
+        # The classes in a pickled Data of plain tensors; any other class in the file is refused.
         with torch.serialization.safe_globals([Data, DataEdgeAttr, DataTensorAttr, GlobalStorage]):
             data = torch.load(path, weights_only=True)
     except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
@@ -114,7 +115,7 @@ def _read_tables(folder: Path) -> Graph:
         for column in needed:
             if column not in table:
                 raise DataError(
-                    f"{folder}/{name}: expected a column {column!r}, there is {list(table.columns)}"
+                    f"{folder}/{name}: expected a column {column!r}, got {list(table.columns)}"
                 )
     src, dst = edges["src"], edges["dst"]
     if "id" in nodes:

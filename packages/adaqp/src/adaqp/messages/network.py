@@ -1,9 +1,9 @@
-"""What a message costs between any two ranks, measured the way messages will be sent.
+"""The cost of a message between any two ranks, measured under the traffic of an exchange.
 
 AdaQP (arXiv 2306.01381) fits a straight line to each pair's times. Here all pairs of all ring rounds
-send at once, as an exchange of the halo does, since a pair timed alone does not share its host's
-link. Times are the receiver's, since a send returns when the system has buffered it. A fit that
-noise made negative is replaced, marked and reported.
+send in one run, as an exchange of the halo does, because a pair timed alone does not share its
+host's link. Times are the receiver's, because a send returns when the system has buffered it. A fit
+with a negative latency or rate (noise) is replaced, marked and reported.
 """
 
 import json
@@ -41,7 +41,7 @@ class LinkTable:
     Attributes:
         s_per_byte: [ranks, ranks] seconds a byte; 0 from a rank to itself.
         latency_s: [ranks, ranks] seconds a message.
-        clamped: [ranks, ranks] whether the measured line was impossible and was corrected.
+        clamped: [ranks, ranks] whether the fitted line had a negative term and was corrected.
 
     Raises:
         ConfigError: the shapes differ, or a cost is negative or not finite.
@@ -108,10 +108,10 @@ class LinkTable:
 
     @classmethod
     def from_json(cls, text: str) -> "LinkTable":
-        """Read what `to_json` wrote.
+        """Reads the text that `to_json` wrote.
 
         Raises:
-            ConfigError: the format is another, or keys are missing or unknown.
+            ConfigError: the format number differs, or keys are missing or unknown.
         """
         values = json.loads(text)
         if not isinstance(values, dict) or set(values) != _KEYS or values["format"] != _FORMAT:
@@ -134,7 +134,7 @@ def measure_rounds_s(group: Group, num_bytes: int) -> np.ndarray:
         num_bytes: size of each message.
 
     Returns:
-        [world_size - 1] median seconds that each ring round adds until its message has arrived.
+        [world_size - 1] for each ring round, the median seconds it adds until its message arrives.
     """
     num_ranks, rank = group.world_size, group.rank
     sent = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device)
@@ -152,7 +152,7 @@ def measure_rounds_s(group: Group, num_bytes: int) -> np.ndarray:
     for repeat in range(_REPEATS):
         barrier(group)
         landed_s[repeat, 0] = time.perf_counter()
-        # All at once, as an exchange does: a rank that is ahead meets another sender's message.
+        # All rounds in one run, as in an exchange: a rank ahead competes with other senders.
         pending = post_rounds(group, rounds, "probe")
         for index in range(len(rounds)):
             pending.wait(index)
@@ -174,19 +174,19 @@ def probe(
 ) -> LinkTable:
     """Measures the cost of messages between all ranks; every rank calls it and gets the table.
 
-    Round r pairs each rank i with i + r, all pairs at once, round upon round. Sizes grow fourfold
-    from 1 KiB, each is sent a few times, and the median time at the receiver is kept.
+    Round r pairs each rank i with i + r, all pairs at once, and the rounds follow each other. Sizes
+    grow fourfold from 1 KiB; each is sent a few times, and the receiver's median time is kept.
 
     Args:
         group: the ranks.
-        sizes_bytes: sizes to send instead, at least two different ones; all of them are sent.
-        budget_s: seconds after which no larger size is begun.
-        fallback_bytes_per_s: rate of a pair whose line falls or is flat. Without one it is the
-            rate of the largest message.
-        measure: times messages of one size.
+        sizes_bytes: sizes to send, at least two different ones, all of them; None: growing sizes.
+        budget_s: seconds; a larger size is skipped if it would probably end later than this.
+        fallback_bytes_per_s: rate for pairs whose times do not rise with the size; None: the rate
+            of the largest message.
+        measure: function that times messages of one size.
 
     Returns:
-        Seconds a byte and a message between all ranks, the same on every rank.
+        Seconds per byte and per message between all ranks, the same on every rank.
 
     Raises:
         ConfigError: fewer than two sizes, a size below 1, or a rate or budget that is not positive.
@@ -202,7 +202,7 @@ def probe(
         started_s = time.perf_counter()
         measured.append(measure(group, num_bytes))
         if sizes_bytes is None and index:
-            # The next size takes about _GROWTH times what this one took; all ranks must agree.
+            # The next size takes about _GROWTH times as long; all ranks must decide alike.
             now_s = time.perf_counter()
             expected_s = now_s - begun_s + _GROWTH * (now_s - started_s)
             expected = torch.tensor([expected_s], dtype=torch.float64, device=group.device)
@@ -214,7 +214,7 @@ def probe(
     for shift in range(1, num_ranks):
         src = (rank - shift) % num_ranks
         fits[:, src] = _fit(sizes[: len(measured)], times_s[:, shift - 1], fallback_bytes_per_s)
-    # Each rank knows what it receives: one column of the table.
+    # Each rank has measured what it receives: one column of the table.
     columns = all_gather(group, torch.from_numpy(fits).to(group.device))
     table = np.stack([column.cpu().numpy() for column in columns], axis=2)
     clamped = table[2] > 0
@@ -262,15 +262,15 @@ def _fit(
         s_per_byte = 1 / fallback_bytes_per_s if fallback_bytes_per_s else 0.0
         s_per_byte = s_per_byte or float(times_s[largest]) / sizes[largest]
     if is_flat or fit.clamped:
-        # Rate limiters let the first bytes through at once, which pulls the line's start below
-        # zero; no message took less than the smallest one.
+        # Rate limiters pass the first bytes at once, which pulls the line's intercept below zero:
+        # take the time of the smallest message as the latency.
         latency_s = float(times_s[int(np.argmin(sizes))])
     return s_per_byte, latency_s, float(fit.clamped or is_flat)
 
 
 @contextmanager
 def _one_warning_for_all() -> Iterator[None]:
-    """Leave it to `probe` to report all corrected links in one line."""
+    """Silences a warning per link: `probe` reports all corrected links in one line."""
     logger = logging.getLogger(fit_link.__module__)
     logger.addFilter(_is_no_warning)
     try:

@@ -1,10 +1,9 @@
-"""Carries a policy out: every aggregation of a training run passes through one `Messages`.
+"""Executes a policy: every aggregation of a training run passes through one `Messages`.
 
 A training step begins with the first aggregation after a backward pass, so any training loop works
-unchanged. The n-th exchange of a step is a `Channel` with the sides "forward<n>" and "backward<n>",
-preceded by "halo-" where the caller asked for the halo's rows instead of an aggregation, since their
-gradients take another route. Outside autograd (evaluation) messages are exact unless a width is
-asked for.
+unchanged. The n-th exchange of a step is a `Channel` with the sides "forward<n>" and "backward<n>".
+Exchanges that return the halo's rows have the prefix "halo-", because their gradients always take
+the push route. Outside autograd (evaluation) messages are exact unless a width is set.
 """
 
 import time
@@ -35,18 +34,19 @@ class Messages:
     """The state of message passing under one policy, on one rank.
 
     Args:
-        share: routes, group and sizes of the rank; a `DistGraph` is one.
-        policy: how rows travel.
-        overlap: what hides the sending: "edges" (all local edges), "nodes" (rows without remote
-            neighbours) or None.
+        share: routes, group and sizes of the rank, such as a `DistGraph`.
+        policy: the widths of rows, and whether they arrive a step late.
+        overlap: local aggregation done while rows are in transit: "edges" (over all local edges),
+            "nodes" (of rows without remote neighbours) or None (nothing).
         backward: "pull" sends output gradients along the forward lists (symmetric graphs only),
             "push" sends the halo's input gradients back; "auto" pulls where the graph allows it.
         wire_dtype: dtype of a row's scale and zero point.
-        seed: of the stochastic rounding.
-        links: what the links cost; probed at the first assignment if None.
+        seed: seed of the stochastic rounding.
+        links: costs of the links; None: probed at the first assignment.
 
     Raises:
-        ConfigError: an unknown setting, pull on a directed graph, or links of other ranks.
+        ConfigError: an unknown setting, "pull" on a graph that is not symmetric, or links of
+            another number of ranks.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Messages:
             raise ConfigError(f"backward: expected 'auto', 'push' or 'pull', got {backward!r}")
         if backward == "pull" and not share.is_symmetric:
             raise ConfigError(
-                "backward='pull' needs a symmetric graph, and this one has edges without their "
+                "backward='pull' needs a symmetric graph, but this one has edges without their "
                 "reverse; use backward='push'"
             )
         if wire_dtype not in (torch.bfloat16, torch.float32):
@@ -75,7 +75,7 @@ class Messages:
             )
         if links is not None and links.world_size != share.num_parts:
             raise ConfigError(
-                f"links: expected costs between {share.num_parts} ranks, one a part, got "
+                f"links: expected costs between {share.num_parts} ranks, one per part, got "
                 f"{links.world_size}; measure these ranks with `adaqp probe-links`"
             )
         self.share, self.policy, self.overlap = share, policy, overlap
@@ -87,7 +87,7 @@ class Messages:
         self.step = -1
         self.num_assignments = 0
         self.is_dry = False
-        # Lets the backward pass through exchanges of rows that need no gradient: it ends the step.
+        # Makes autograd run the backward pass of exchanges without gradient: it ends the step.
         self.anchor = torch.zeros((), requires_grad=True)
         self._num_exchanges = 0
         self._channels: dict[tuple[str, int], Channel] = {}
@@ -119,7 +119,7 @@ class Messages:
         return self._channels[kind, number]
 
     def _side(self, name: str, route: RowRoute) -> ChannelSide:
-        # A checkpoint may have brought the side already.
+        # The side exists if it was loaded from a checkpoint.
         if name in self.sides:
             return self.sides[name]
         return ChannelSide.uniform(name, route, self.policy.start_bits)
@@ -132,7 +132,7 @@ class Messages:
         return self._evaluations[bits]
 
     def end_step(self) -> None:
-        """Called by every backward pass: the next aggregation begins a new step."""
+        """Ends the step; every backward pass calls it, and the next aggregation begins a step."""
         self._is_stepping = False
 
     def _begin_step(self) -> None:
@@ -147,9 +147,9 @@ class Messages:
                     self.assign()
 
     def assign(self) -> None:
-        """Chooses the widths anew from the ranges seen so far; all ranks call it together.
+        """Reassigns the widths from the ranges seen so far; all ranks call it together.
 
-        Training does so by itself, as often as the policy says.
+        Training calls it at the steps that the policy sets.
 
         Raises:
             ConfigError: the policy is not adaptive, or there is one rank only.
@@ -163,9 +163,9 @@ class Messages:
 
     @contextmanager
     def evaluation(self, bits: int = AS_IS) -> Iterator[None]:
-        """Inside, exchanges outside autograd carry `bits` bits a value (32: exact, 0: nothing).
+        """Inside, exchanges outside autograd send `bits` bits a value (32: exact, 0: nothing).
 
-        Their seconds are no step's, and are forgotten.
+        The clock discards the seconds spent inside.
         """
         clock, self.clock = self.clock, Clock()
         try:
@@ -186,13 +186,13 @@ class Messages:
 
     @property
     def drops_input(self) -> bool:
-        """Whether remote rows of the features, too, are seen as zeros."""
+        """Whether remote feature rows count as zeros too."""
         if torch.is_grad_enabled():
             return self.policy.start_bits == DROPPED
         return self._eval_bits == DROPPED
 
     def aggregate_input(self, x: Tensor, op: Operator) -> Tensor:
-        """A x of the constant features, exact or, where messages are dropped, of local rows only."""
+        """A x of the constant features: exact, or of local rows only if messages are dropped."""
         bits = DROPPED if self.drops_input else AS_IS
         with torch.no_grad(), self._carrying(bits):
             return self.aggregate(x, op, self._evaluation_channel().forward)
@@ -206,7 +206,7 @@ class Messages:
         side: ChannelSide,
         meanwhile: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """A x for this rank's rows, [num_local, dim]; the halo's part is added when it lands.
+        """A x for this rank's rows, [num_local, dim]; the halo's part is added when it arrives.
 
         `meanwhile` is called before that, with a tensor whose first `num_central` rows are final.
         """
@@ -235,9 +235,9 @@ class Messages:
         side: ChannelSide,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """A^T grad for this rank's rows; the halo's share is computed first and sent to owners.
+        """A^T grad for this rank's rows; the halo's part is computed first and sent to its owners.
 
-        `meanwhile` is called while it travels.
+        `meanwhile` is called while that part is in transit.
         """
         num_central = self.share.num_central
         at_halo = spmm(op.halo, grad[num_central:], transpose=True)
@@ -254,7 +254,7 @@ class Messages:
         return out
 
     def _update_hidden(self, side: ChannelSide, sent_at: float) -> None:
-        """Averages the seconds of local work between sending and waiting."""
+        """Updates the moving average of the seconds of local work between sending and waiting."""
         if side.is_trained and self.overlap is not None:
             spent = time.perf_counter() - sent_at
             side.hidden_s = 0.5 * (side.hidden_s + spent) if side.hidden_s else spent
@@ -265,7 +265,7 @@ class Messages:
         Args:
             x: float tensor [num_rows, dim].
             side: route and widths.
-            op: what the receivers do with the rows; None: use each as it is.
+            op: the aggregation that the receivers apply to the rows; None: they use each row once.
         """
         adapts = isinstance(self.policy, Adaptive) and side.is_trained
         if side.is_trained and side.name not in self.sides:
@@ -283,7 +283,7 @@ class Messages:
             clock=self.clock,
             row_names=self.share.row_names(side.route),
             all_spreads=adapts,
-            # What is sent outside a step is kept (the first layer's rows), so it must be real.
+            # Rows sent outside a step (the first layer's) are kept, so they must be real.
             dry=self.is_dry and side.is_trained,
         )
         if not side.is_trained:
@@ -312,7 +312,7 @@ class Messages:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes over what `state_dict` gave; the next step continues where that run was."""
+        """Loads what `state_dict` returned; the next step continues that run."""
         self.step, self.num_assignments = state["step"].tolist()
         self._is_stepping = False
         if "links" in state:
@@ -329,7 +329,7 @@ class Messages:
                 self._late[name] = Flight.landed(mine["late"], route, self.clock)
 
     def settle(self) -> None:
-        """Lets messages still under way land, so that nothing is left on the wires."""
+        """Waits for late messages, so that none is in transit afterwards."""
         for flight in self._late.values():
             flight.collect()
 

@@ -1,14 +1,14 @@
 """The bytes of one message buffer: the width of each row, its place, and how it is checked.
 
 A buffer holds the rows that one rank sends to one peer in one exchange. Rows of equal width form a
-block. A header holds the version of the table of widths, which sender and receiver must agree on,
-so that a lost update is refused before a byte is unpacked. Scale and zero point stand in front of
-the blocks, where they are aligned. After AdaQP (arXiv 2306.01381); one buffer instead of two, no
-pickled index lists.
+block. A header holds the version of the table of widths, on which sender and receiver must agree,
+so that a receiver with an outdated table refuses the buffer. Scales and zero points precede the
+blocks, where they are aligned. After AdaQP (arXiv 2306.01381), with one buffer instead of two and
+without pickled index lists.
 
     header (version, bytes) | zero point and scale of each quantised row | 32 | 16 | 8 | 4 | 2 | 1 bits
 
-A buffer whose rows all travel as they are has no header: it is received in place.
+A buffer whose rows are all sent in their own dtype has no header: it is received in place.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ HEADER_BYTES = 16
 
 
 def row_bytes(bits: int, dim: int, itemsize: int, wire_dtype: torch.dtype) -> int:
-    """Bytes one row of `dim` values of `itemsize` bytes takes on the wire, parameters included."""
+    """Bytes sent for one row of `dim` values of `itemsize` bytes, parameters included."""
     if bits == DROPPED:
         return 0
     width = WIDTHS.get(bits)
@@ -39,7 +39,7 @@ def row_bytes(bits: int, dim: int, itemsize: int, wire_dtype: torch.dtype) -> in
 
 
 def _cast_dtype(bits: int, own: torch.dtype) -> torch.dtype:
-    """What rows of dtype `own` travel as at a width that is not quantised."""
+    """The dtype in which rows of dtype `own` are sent at a width that is not quantised."""
     name = WIDTHS.get(bits).dtype
     return own if name is None else getattr(torch, name)
 
@@ -53,7 +53,7 @@ class _Block:
     is_whole: bool  # covers every row of the list, in order
     start: int
     stop: int
-    params: slice | None  # bytes of the parameters, None for rows that travel as they are
+    params: slice | None  # bytes of the parameters, None where rows are not quantised
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class BufferLayout:
 
     @cached_property
     def is_raw(self) -> bool:
-        """Every row travels in its own dtype, so the buffer is the rows and nothing else."""
+        """Whether every row is sent in its own dtype, so that the buffer holds only the rows."""
         return bool((self.bits == AS_IS).all())
 
     @cached_property
@@ -86,7 +86,7 @@ class BufferLayout:
         quantised = {b for b in rows if WIDTHS.get(b).is_quantised}
         params_at = 0 if self.is_raw else HEADER_BYTES
         num_quantised = sum(len(rows[b]) for b in quantised)
-        # Padded so that the rows that travel in their own dtype (up to 8 bytes) stay aligned.
+        # Padded so that rows sent in their own dtype (up to 8 bytes per value) stay aligned.
         start = params_at + -(-num_quantised * 2 * self.wire_dtype.itemsize // 8) * 8
         blocks = []
         for bits, positions in rows.items():
@@ -108,7 +108,7 @@ class BufferLayout:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Length of the buffer; 0 where nothing is to be sent."""
+        """Length of the buffer in bytes; 0 where nothing is sent."""
         return self.blocks[-1].stop if self.blocks else 0
 
 
@@ -129,7 +129,7 @@ def pack(
         rows: int64 [num_rows], the rows to send, in list order.
         key: stream of the random numbers (`shared.kernels.philox.stream_key`).
         rounding: "stochastic" (unbiased) or "nearest".
-        all_spreads: measure the ranges of rows that are not quantised too.
+        all_spreads: also measure the ranges of rows that are not quantised.
 
     Returns:
         The buffer, uint8 [layout.num_bytes], and max - min of each row, float32 [num_rows] (0 for

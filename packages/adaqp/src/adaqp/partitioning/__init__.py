@@ -1,1 +1,1 @@
-"""Cutting a graph into one part a rank."""
+"""Cutting a graph into one part per rank."""

@@ -1,10 +1,10 @@
-"""One rank's share of a graph: its rows, whom it tells what, and the aggregation cut for overlap.
+"""One rank's share of a graph: its rows, its send lists, and the aggregation split for overlap.
 
-Local rows stand central first (no remote in-neighbour), then marginal, so that both are slices. The
-edges into a rank's rows are cut into three matrices: central rows over local sources, marginal rows
-over local sources, marginal rows over halo sources. Sum and mean are linear in the sources, hence
-everything but the last can be computed while the halo rows still travel (the edge split; AdaQP's
-node split hides the central rows only, which METIS leaves few of).
+Local rows are ordered central first (no remote in-neighbour), then marginal, so that both are
+slices. The edges into a rank's rows form three matrices: central rows over local sources, marginal
+rows over local sources, marginal rows over halo sources. Sum and mean are linear in the sources, so
+the first two can be computed while the halo rows are in transit (the edge split; AdaQP's node split
+overlaps the central rows only, and METIS leaves few of those).
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,20 @@ __all__ = ["GraphPart", "Operator", "RowRoute", "operator", "routes"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPart:
-    """What `adaqp.partition` wrote for one rank, on the rank's device.
+    """The part that `adaqp.partition` wrote for one rank, on the rank's device.
 
     Attributes:
-        global_ids: int64 [num_local], central rows first, each half by cluster and id.
-        num_central: rows without a remote in-neighbour.
-        indptr, indices: in-edges of each local row; an index at or above num_local is a halo row.
-        halo_ids: int64 [num_halo], by owner, each in its owner's order; halo_offsets: int64 [parts + 1].
-        send_rows: int64 [num_send], local rows by peer, in the peer's halo order;
-            send_offsets: int64 [parts + 1].
-        in_degree, out_degree, loops: int64 [num_local + num_halo], global degrees with self loops
-            and duplicates counted, and the number of self loops.
+        global_ids: int64 [num_local], node ids of the local rows: central rows first, and both
+            halves ordered by cluster and id.
+        num_central: number of rows without a remote in-neighbour.
+        indptr, indices: in-edges of each local row as CSR; an index of num_local or more is a halo
+            row.
+        halo_ids: int64 [num_halo], node ids of the halo rows by owner, in the owner's row order.
+        halo_offsets: int64 [parts + 1], each owner's slice of halo_ids.
+        send_rows: int64 [num_send], local rows to send by peer, in the peer's halo order.
+        send_offsets: int64 [parts + 1], each peer's slice of send_rows.
+        in_degree, out_degree, loops: int64 [num_local + num_halo], degrees in the whole graph with
+            self loops and duplicates counted, and the number of self loops.
     """
 
     rank: int
@@ -59,13 +62,14 @@ class GraphPart:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One weighting of the aggregation, in the three matrices that overlap needs.
+    """The aggregation with one weighting, as the three matrices that overlap needs.
 
     Attributes:
-        central: [num_central, num_local], marginal: [num_marginal, num_local],
-        halo: [num_marginal, num_halo].
-        alpha_sq: float32 [num_halo], the sum of squared weights of each halo row over its
-            receivers here: how far the row's quantisation noise carries into the output.
+        central: [num_central, num_local], central rows over local sources.
+        marginal: [num_marginal, num_local], marginal rows over local sources.
+        halo: [num_marginal, num_halo], marginal rows over halo sources.
+        alpha_sq: float32 [num_halo], the sum of squared weights of each halo row over this rank's
+            rows: the factor from the row's quantisation variance to the output's.
     """
 
     central: CSR
@@ -79,8 +83,8 @@ def operator(part: GraphPart, weight: str, *, transposed: bool = False) -> Opera
 
     Args:
         part: the rank's share.
-        weight: "gcn" is out_degree(u)^-1/2 in_degree(v)^-1/2 after self loops were replaced by one
-            a node; "mean" is 1 / in_degree(v); "sum" is 1.
+        weight: "gcn" is out_degree(u)^-1/2 in_degree(v)^-1/2 with exactly one self loop per node;
+            "mean" is 1 / in_degree(v); "sum" is 1.
         transposed: give edge (u, v) the weight of (v, u). On a symmetric graph the result is the
             transposed aggregation, with the same halo.
     """
@@ -131,11 +135,11 @@ def operator(part: GraphPart, weight: str, *, transposed: bool = False) -> Opera
 
 @dataclass(frozen=True, slots=True)
 class RowRoute:
-    """Who sends which rows to whom, for one kind of exchange.
+    """Which rows each rank sends to each peer, for one kind of exchange.
 
     Attributes:
         send_rows: int64 [num_send], rows of the tensor to send, by peer.
-        send_offsets, recv_offsets: parts + 1 offsets of each peer's slice.
+        send_offsets, recv_offsets: parts + 1 offsets of the peers' slices.
     """
 
     send_rows: Tensor
@@ -144,7 +148,7 @@ class RowRoute:
 
     @property
     def num_recv(self) -> int:
-        """Rows that arrive."""
+        """Number of rows that arrive."""
         return self.recv_offsets[-1]
 
     def sent_to(self, peer: int) -> slice:

@@ -1,11 +1,11 @@
-"""Cuts a graph into one file a rank: describe and plan, no process group.
+"""Cuts a graph into one file per rank, without a process group.
 
 After AdaQP (arXiv 2306.01381): every part owns nodes, keeps all their in-edges, and lists its halo
 (remote in-neighbours) by owner; central nodes, which need no message, come before marginal ones.
 Departures: send lists are written with the parts, in the order in which the receiver holds the
-rows, so that no index ever travels at run time; and rows that are neighbours stand close together
-(METIS again, on clusters about as large as a core's cache), which makes aggregation over them two
-times faster where ranks share memory bandwidth. Files are safetensors, replaced all at once.
+rows, so that no index is sent at run time; and METIS also clusters each part's rows in groups the
+size of a core's cache, so that neighbours are close in memory, which makes aggregation two times
+faster where ranks share memory bandwidth. Files are safetensors, replaced all at once.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class PartInfo:
 
     Attributes:
         num_local: nodes owned, `num_central` of them without a remote in-neighbour.
-        num_halo: distinct remote in-neighbours, one message each per exchange.
+        num_halo: distinct remote in-neighbours; each is one received row per exchange.
         num_train: training nodes owned.
         num_edges: in-edges of owned nodes, `num_local_edges` of them from owned nodes.
         num_bytes: size of the part's file in bytes.
@@ -69,12 +69,12 @@ class PartitionReport:
 
     Attributes:
         out: the folder written.
-        method: how nodes were assigned.
-        cluster_rows: rows a cluster that stands together, 0 where rows are in order of their ids.
-        fingerprint: of graph and assignment together, the same in every file.
+        method: how nodes were assigned, as given to `partition`.
+        cluster_rows: rows per cluster of neighbouring rows, 0 where rows are in order of their ids.
+        fingerprint: hash of graph and assignment, the same in every file.
         num_edges: edges of the graph.
         edge_cut: edges between two parts.
-        parts: one entry a rank.
+        parts: one entry per rank.
     """
 
     out: Path
@@ -121,27 +121,27 @@ def partition(
     seed: int = 0,
     cluster_rows: int = 2048,
 ) -> PartitionReport:
-    """Assigns every node to a part and writes one file a part, ready for `adaqp.load`.
+    """Assigns every node to a part and writes one file per part, for `adaqp.load`.
 
-    O(edges log edges + parts * nodes) besides METIS itself.
+    O(edges log edges + parts * nodes), plus the time of METIS.
 
     Args:
         graph: the whole graph.
         parts: number of parts, one rank each.
-        method: "metis" (DGL's or pymetis, whichever is there; fewest edges cut), "pymetis",
+        method: "metis" (DGL's or pymetis, whichever is installed; fewest edges cut), "pymetis",
             "random" (balanced; many edges cut), or an int64 tensor [nodes] with each node's part.
-        out: folder to write; made if missing, replaced if it holds an earlier partition.
-        seed: of the random assignment and of METIS.
-        cluster_rows: rows that METIS is to place together within a part; they should fit a core's
-            cache. 0, or METIS missing: rows in order of their ids, which is slower to train on.
+        out: folder to write; created if missing, replaced if it holds an earlier partition.
+        seed: seed of the random assignment and of METIS.
+        cluster_rows: rows per cluster that METIS places together within a part; a cluster should
+            fit a core's cache. 0, or METIS missing: rows in order of their ids, slower to train on.
 
     Returns:
-        Sizes and cut of what was written.
+        The sizes of the parts and the edge cut.
 
     Raises:
         ConfigError: parts below 1 or above the number of nodes, an unknown method, METIS missing
             where `method` asks for it, `cluster_rows` below 0.
-        DataError: a given assignment is malformed, or `out` holds something else.
+        DataError: a given assignment is malformed, or `out` holds files that are not a partition.
     """
     if not 1 <= parts <= graph.num_nodes:
         raise ConfigError(
@@ -167,11 +167,7 @@ def partition(
         for rank, tensors in enumerate(layout.files()):
             path = fresh / f"part{rank}.safetensors"
             header = {"fingerprint": fingerprint, "rank": rank, "parts": parts, "format": FORMAT}
-            # safetensors makes files of mode 0600, whatever the umask.
-            path.touch()
-            mode = path.stat().st_mode
             save_file(tensors, path, {key: str(value) for key, value in header.items()})
-            path.chmod(mode)
             infos.append(layout.info(rank, tensors, path.stat().st_size))
         report = PartitionReport(
             out=folder,
@@ -238,14 +234,14 @@ def _assign(graph: Graph, parts: int, method: str | Tensor, seed: int) -> np.nda
     if parts == 1:
         return np.zeros(graph.num_nodes, dtype=np.int64)
     if method == "random":
-        # A stream of its own: one seed for graph and partition must not correlate the two.
+        # A separate random stream: the same seed for graph and partition must not correlate them.
         rng = np.random.default_rng([seed, *b"partition"])
         return rng.permutation(graph.num_nodes) % parts
     return _metis(graph, parts, "pymetis" if method == "pymetis" else "auto", seed)
 
 
 def _clusters(graph: Graph, rows: int, seed: int) -> np.ndarray:
-    """int64 [num_nodes], the cluster of each node; one for all where `rows` is 0."""
+    """int64 [num_nodes], the cluster of each node; a single cluster where `rows` is 0."""
     num_clusters = -(-graph.num_nodes // rows) if rows else 1
     if num_clusters == 1:
         return np.zeros(graph.num_nodes, dtype=np.int64)
@@ -253,9 +249,9 @@ def _clusters(graph: Graph, rows: int, seed: int) -> np.ndarray:
 
 
 def _metis(graph: Graph, parts: int, library: Literal["auto", "pymetis"], seed: int) -> np.ndarray:
-    from shared.topology import metis  # brings in scipy, which a random cut can do without
+    from shared.topology import metis  # imports scipy, which a random cut does not need
 
-    # In-edges by node; METIS's wrapper drops loops, duplicates and directions itself.
+    # In-edges by node; the METIS wrapper removes loops, duplicates and directions.
     keys = np.sort(graph.dst.numpy() * graph.num_nodes + graph.src.numpy())
     rows, indices = np.divmod(keys, graph.num_nodes)
     return metis.partition(
@@ -270,7 +266,7 @@ def _indptr(rows: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 class _PartLayout:
-    # Who holds what in which order; `files` then yields one part's tensors at a time.
+    # Nodes and halo of every part, in order; `files` yields one part's tensors at a time.
 
     def __init__(self, graph: Graph, parts: int, owner: np.ndarray, cluster: np.ndarray) -> None:
         self.graph, self.parts, self.owner = graph, parts, owner
@@ -305,7 +301,7 @@ class _PartLayout:
         edges = self._edges(rank)
         needed = np.zeros(self.graph.num_nodes, dtype=bool)
         needed[src[edges[remote[edges]]]] = True
-        # By owner, then as the owner holds them, so that senders gather in one direction.
+        # By owner, then in the owner's row order, so that senders gather rows in ascending order.
         return self.nodes[needed[self.nodes]]
 
     def _nodes(self, rank: int) -> np.ndarray:
@@ -317,7 +313,7 @@ class _PartLayout:
     def _csr(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         edges, halo = self._edges(rank), self.halos[rank]
         num_local = len(self._nodes(rank))
-        # A copy of the row map in which the halo's entries point behind the local rows.
+        # A copy of the row map in which halo nodes map to the rows after the local ones.
         column = self.row.copy()
         column[halo] = num_local + np.arange(len(halo))
         width = num_local + len(halo)

@@ -1,4 +1,4 @@
-"""What an assignment of bits does, in words: shares, slowest channels, seconds and variance."""
+"""Describes an assignment of bits in text: shares, slowest channels, seconds and variance."""
 
 from typing import NamedTuple
 
@@ -14,15 +14,15 @@ _ROUNDS_SHOWN = 8
 
 
 class UniformVariance(NamedTuple):
-    """Variance that uniform bits would have at a like cost.
+    """Variance of uniform bits at the cost of a given choice.
 
-    Between two bit-widths a random share of the messages goes at each, so that costs agree.
+    A cost between two bit-widths is matched by sending a random share of the messages at each.
 
     Attributes:
-        channel_bytes: with the same bytes on each channel.
-        total_bytes: with the same bytes over all channels. Bytes that only fill the slack of a
-            channel faster than its round count here although they cost no time.
-        time_s: with the same seconds over all rounds.
+        channel_bytes: variance at the same bytes on each channel.
+        total_bytes: variance at the same bytes summed over all channels. This also counts bytes
+            that cost no time because their channel ends before its round does.
+        time_s: variance at the same seconds summed over all rounds.
     """
 
     channel_bytes: float
@@ -65,8 +65,8 @@ def explain(
     Args:
         problem: groups, channels and options.
         choice: [groups] option of each group, as an index into `problem.bits`.
-        solver: what made the choice.
-        gap: its proven relative distance from the optimum.
+        solver: name of the solver that made the choice.
+        gap: upper bound of the choice's relative distance from the optimum.
 
     Returns:
         Share of messages at each bit-width, the channel that bounds each round, seconds saved
@@ -86,7 +86,7 @@ def _between(cost: float, costs: np.ndarray, values: np.ndarray) -> float:
 
 
 def _shares(problem: Assignment, choice: np.ndarray) -> str:
-    # Groups are of unequal length: their bytes at one bit-width stand for their messages.
+    # Groups differ in length: their bytes at one bit-width are proportional to their messages.
     size = problem.bytes[:, -1] if problem.bytes[:, -1].any() else np.ones(problem.num_groups)
     share = np.bincount(choice, weights=size, minlength=problem.bits.size) / size.sum()
     parts = [f"{s:.1%} at {b} bits" for s, b in zip(share, problem.bits.tolist(), strict=True)]

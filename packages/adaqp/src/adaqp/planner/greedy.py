@@ -1,11 +1,12 @@
-"""Bit assignment without a solver: the relaxation rounded, then its neighbourhood searched.
+"""Greedy solver of bit assignment: round the relaxation, then search its neighbourhood.
 
-The idea of greedy upgrades under a round's price is ours, the problem AdaQP's (arXiv 2306.01381).
-First every level of every round is tried with each channel's upgrades taken steepest first, which
-rounds the relaxation down to whole groups. Then the few groups that are cheapest to change take any
-option, and again every level is tried: this closes most of the rounding loss, and on small problems
-it searches everything. Where hidden time ties the rounds together, a beam over the rounds spends
-it. O(groups log groups) beside a neighbourhood of bounded size.
+The problem is AdaQP's (arXiv 2306.01381); greedy upgrades under a price per round are our addition.
+1. Each channel takes its upgrades steepest first, and every possible length of every round is
+   tried. This rounds the relaxation down to whole groups.
+2. The few groups that are cheapest to change may take any option, and every length is tried again.
+   This recovers most of the rounding loss; on small problems it searches all choices.
+Hidden time couples the rounds: a beam search over them distributes it. The first step takes
+O(groups log groups), and the size of the neighbourhood is bounded.
 """
 
 from dataclasses import dataclass
@@ -18,15 +19,16 @@ from adaqp.planner.relaxation import Upgrades, dual_bound, hull_upgrades, relax,
 
 __all__ = ["GreedyResult", "solve"]
 
-# Points examined in the second step, over all channels and for each group: about 20 ms of sorting
-# in small problems, and a share of the whole in large ones.
+# Points examined in the second step: at least so many in all (about 20 ms of sorting), and more
+# for large problems, by the number of groups.
 _CORE_POINTS = 200_000
 _CORE_POINTS_PER_GROUP = 6
 _CORE_GROUPS = 8
 _GOOD_GAP = 1e-7
 _HALVINGS = 50
 _TIE = 1e-9
-# Combinations of rounds kept where hidden time ties the rounds together.
+# Limits of the beam search where hidden time couples the rounds: fewest and most combinations kept,
+# combinations times rounds, and points tried in a round.
 _BEAM, _BEAM_POINTS, _POINTS = (16, 2000), 100_000, 32
 
 
@@ -40,14 +42,14 @@ class GreedyResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Menu:
-    """Levels of each channel, sorted by channel, then time; the first is the least time."""
+    """Times each channel can take, sorted by channel, then time."""
 
     channel: np.ndarray  # [points]
     time_s: np.ndarray
     drop: np.ndarray  # variance saved against the level before, 0 for the first
 
     def below(self, level_s: np.ndarray, num_channels: int) -> np.ndarray:
-        """Number of points of each channel not later than the channel's level."""
+        """Number of points of each channel whose time is at most `level_s` of the channel."""
         reached = self.time_s <= level_s[self.channel]
         return np.bincount(self.channel[reached], minlength=num_channels)
 
@@ -59,8 +61,8 @@ def solve(problem: Assignment) -> GreedyResult:
         problem: groups, channels and the weights of variance and time.
 
     Returns:
-        The choice and a lower bound of the optimum's objective; they are equal when the problem
-        was small enough to be searched exhaustively.
+        The choice and a lower bound of the optimum's objective. On a problem small enough to be
+        searched exhaustively, and without hidden time, the bound is at most `_GOOD_GAP` below.
     """
     if not problem.num_groups:
         nothing = problem.uniform(0)
@@ -101,7 +103,7 @@ def _prefix_menu(problem: Assignment, up: Upgrades) -> _Menu:
 def _choose_levels(
     problem: Assignment, menu: _Menu, rounds: np.ndarray
 ) -> tuple[np.ndarray, float]:
-    """Time of each round out of all levels of its channels.
+    """Chooses the time of each round among the levels of its channels.
 
     Returns:
         The times [rounds], and a lower bound of the objective over the menus' levels, less the
@@ -132,7 +134,7 @@ def _choose_levels(
 
     price, at = per_s, cheapest(per_s)
     if time_s[at].sum() < problem.hidden_s:
-        # Time is free up to hidden_s: the lowest price that keeps within it.
+        # Time is free up to hidden_s: find the lowest price at which the rounds fit into it.
         low, at = 0.0, cheapest(0.0)
         price = 0.0 if time_s[at].sum() <= problem.hidden_s else per_s
         for _ in range(_HALVINGS if price else 0):
@@ -162,11 +164,11 @@ def _combine(
     excess: np.ndarray,
     price: float,
 ) -> np.ndarray:
-    """The cheapest points, one a round, that fit into the hidden seconds together.
+    """The cheapest points, one a round, whose times fit into the hidden seconds together.
 
-    A combination costs its points' `excess` and `price` times the seconds it leaves unused more
-    than the lower bound: those that cannot beat `at` are dropped, as are dominated ones. Exact
-    unless the beam of combinations overflows.
+    A combination costs more than the lower bound by its points' `excess` plus `price` times the
+    seconds it leaves unused. Combinations that cannot beat `at` are dropped, and so are dominated
+    ones. Exact unless a round has more than `_POINTS` points or the beam overflows.
     """
     slack = price * (hidden_s - time_s[at].sum())
     beam = int(np.clip(_BEAM_POINTS // at.size, *_BEAM))
@@ -200,11 +202,11 @@ def _refine(
     taken: np.ndarray,
     choice: np.ndarray,
 ) -> tuple[np.ndarray, float]:
-    """Free the groups next to each channel's break.
+    """Lets the groups next to each channel's break take any option, and keeps the others fixed.
 
     Returns:
-        The choice, and a lower bound of any assignment's objective when all groups were free,
-        else 0.
+        The choice, and a lower bound of any assignment's objective; the bound is 0 unless every
+        group that has upgrades was free.
     """
     core = _core_groups(problem, up, taken)
     used = core >= 0
@@ -221,7 +223,7 @@ def _refine(
     total = np.bincount(problem.channel, fixed_variance, rows.size)[:, None]
     for slot in range(core.shape[1]):
         here = used[:, slot, None]
-        # An empty slot has one option; the others are dominated at once.
+        # An empty slot has one option: infinite variance excludes the others.
         spare = np.where(np.arange(options) == 0, 0.0, np.inf)
         add_bytes = np.where(here, problem.bytes[core[:, slot]], 0.0)
         add = np.where(here, variance[core[:, slot]], spare)
@@ -253,12 +255,12 @@ def _refine(
 
 
 def _core_groups(problem: Assignment, up: Upgrades, taken: np.ndarray) -> np.ndarray:
-    """Groups that are cheapest to change, [channels, slots], -1 where a slot is empty."""
+    """The groups that are cheapest to change, [channels, slots], -1 where a slot is empty."""
     count = np.bincount(up.channel, minlength=problem.num_channels)
     last = np.cumsum(count) - 1
     at = np.clip(last - count + 1 + taken, 0, last)[count > 0]
-    # Variance an upgrade loses or wins against the price at its channel's break: least next to
-    # the break, and for short groups.
+    # How much variance taking or dropping an upgrade costs at the price of its channel's break:
+    # least next to the break, and for short groups.
     breaks = np.zeros(problem.num_channels)
     breaks[count > 0] = np.where(np.isfinite(up.slope[at]), up.slope[at], 0.0)
     loss = np.abs(up.drop - breaks[up.channel] * (up.drop / up.slope))

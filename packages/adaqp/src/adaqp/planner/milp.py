@@ -1,8 +1,8 @@
 """Bit assignment as a mixed-integer linear program, solved by HiGHS through scipy.
 
-The formulation after AdaQP (arXiv 2306.01381): a binary variable for each group and option, a time
-for each round that no channel of it may exceed. It is there to check the greedy solver and for
-those who want a proven optimum; on thousands of groups it usually ends at its time limit.
+The formulation follows AdaQP (arXiv 2306.01381): a binary variable for each group and option, and
+for each round a time that none of its channels exceeds. It checks the greedy solver and proves
+optima; with thousands of groups it usually stops at its time limit.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,15 @@ from adaqp.planner.problem import Assignment
 
 __all__ = ["MilpResult", "solve"]
 
-# HiGHS stops at an absolute gap of 1e-6, which scipy does not expose: a larger objective lowers it.
+# HiGHS stops at an absolute gap of 1e-6, which scipy does not expose: scaling the objective up
+# lowers that gap.
 _SCALE = 1e3
 _RELATIVE_GAP = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MilpResult:
-    """A choice of options [groups] or None, HiGHS's lower bound, and whether it finished."""
+    """A choice of options [groups] or None, HiGHS's lower bound, and whether HiGHS finished."""
 
     choice: Int64[np.ndarray, " groups"] | None
     bound: float
@@ -33,7 +34,7 @@ class MilpResult:
 def solve(
     problem: Assignment, time_limit_s: float, relative_gap: float = _RELATIVE_GAP
 ) -> MilpResult:
-    """Minimise the objective to a proven gap, or until the time is up.
+    """Minimises the objective to a proven gap, or until the time is up.
 
     Args:
         problem: groups, channels and the weights of variance and time.
@@ -49,7 +50,7 @@ def solve(
     if groups == 0 or num_rounds == 0:
         return MilpResult(choice=problem.uniform(0), bound=0.0, is_optimal=True)
     per_variance, per_s = problem.prices()
-    # Times in units of the slowest possible schedule, so that all coefficients are near one.
+    # Times are in units of the slowest possible schedule, so that all coefficients are near one.
     unit_s = float(problem.round_s(problem.bytes.argmax(axis=1)).sum()) or 1.0
 
     # Variables: x[group, option], then the time of each round, then the exposed time.

@@ -1,9 +1,9 @@
-"""How many bits each group of messages gets, by its variance and its channel's time.
+"""Chooses the bits of each group of messages from its variance and its channel's time.
 
 After AdaQP ("Adaptive Message Quantization and Parallelization for Distributed Full-graph GNN
-Training", arXiv 2306.01381). The default solver is not a MILP but the greedy solution of its
-relaxation, rounded, with a proven gap (`adaqp.planner.greedy`); `solver="milp"` runs HiGHS to check it.
-Pure functions: no process group, no clock in what they decide, arrays in and arrays out.
+Training", arXiv 2306.01381). The default solver rounds the linear relaxation greedily and proves a
+gap (`adaqp.planner.greedy`); `solver="milp"` solves the paper's MILP with HiGHS. The functions take
+and return arrays, without a process group; only the time limit of HiGHS depends on a clock.
 """
 
 import json
@@ -34,8 +34,9 @@ class Solution:
         variance: total variance of the choice.
         time_s: seconds of all rounds, hidden ones included.
         objective: the weighted sum that was minimised.
-        gap: (objective - bound) / objective, 0 for an optimum: proven, not estimated.
-        solver: what produced the bits: "greedy", "milp", or how milp ended short.
+        gap: proven relative gap, (objective - bound) / objective; 0 at an optimum.
+        solver: what produced the bits: "greedy", "milp", "milp, stopped at its time limit" or
+            "greedy, milp out of time".
         bound: proven lower bound of the objective of any assignment.
     """
 
@@ -48,10 +49,10 @@ class Solution:
     bound: float
 
     def explain(self, problem: Assignment) -> str:
-        """Say in a few lines what the bits do on the problem they were chosen for.
+        """Describes in a few lines what the bits do on the problem they were chosen for.
 
         Args:
-            problem: what `assign` was given.
+            problem: the problem passed to `assign`.
 
         Returns:
             Share of the messages at each bit-width, the channel that bounds each round, seconds
@@ -77,10 +78,10 @@ class Solution:
 
     @classmethod
     def from_json(cls, text: str) -> "Solution":
-        """Read what `to_json` wrote.
+        """Reads the text that `to_json` wrote.
 
         Raises:
-            ConfigError: the format is another, or keys are missing or unknown.
+            ConfigError: the format number differs, or keys are missing or unknown.
         """
         values = fields_from_json(text, cls, _FORMAT)
         values["bits"] = np.asarray(values["bits"], dtype=np.int64)
@@ -88,7 +89,7 @@ class Solution:
 
 
 class MessageGroups(NamedTuple):
-    """Messages cut into groups of like variance.
+    """Messages cut into groups of similar variance.
 
     Attributes:
         order: [messages] message indices, largest beta first.
@@ -102,7 +103,7 @@ class MessageGroups(NamedTuple):
 
 
 def assign(problem: Assignment, solver: str = "greedy", time_limit_s: float = 10.0) -> Solution:
-    """Choose bits for every group so that the problem's objective is least.
+    """Chooses bits for every group to minimise the problem's objective.
 
     Args:
         problem: groups, channels, options and weights.
@@ -144,15 +145,16 @@ def by_milp(problem: Assignment, time_limit_s: float) -> Answer:
 
 
 def group_messages(beta_per_message: Numbers, group_size: int) -> MessageGroups:
-    """Sort messages by variance, largest first, and cut them into groups.
+    """Sorts messages by variance, largest first, and cuts them into groups.
 
     Args:
         beta_per_message: [messages] variance of each message at one bit.
-        group_size: messages a group; the last group is as short as it comes out.
+        group_size: messages in a group; the last group may be shorter.
 
     Returns:
-        Order, offsets and beta of the groups. The rows of group g are
-        `offsets[g + 1] - offsets[g]`: multiply them by the bytes of a row, parameters included.
+        Order, offsets and beta of the groups. Group g has `offsets[g + 1] - offsets[g]` messages;
+        times the bytes of a row, parameters included, that is the group's entry in
+        `Assignment.bytes`.
 
     Raises:
         ConfigError: `group_size` is below 1.

@@ -1,10 +1,11 @@
 """The bit-assignment problem of one layer and direction, as plain arrays.
 
 After AdaQP ("Adaptive Message Quantization and Parallelization for Distributed Full-graph GNN
-Training", arXiv 2306.01381): groups of messages, each going over one channel (a directed pair of
-ranks), choose a bit-width each. Fewer bits mean more variance, more bits a longer round. Departures:
-bytes are the caller's true ones (parameters and short last groups included), a round's nadir and
-utopia both take the slowest channel, and time that hides behind compute may be free (`hidden_s`).
+Training", arXiv 2306.01381): a bit-width is chosen for each group of messages, and each group goes
+over one channel (a directed pair of ranks). Fewer bits mean more variance, more bits a longer
+round. Departures: bytes are exact, with parameters and short last groups; the time term is scaled
+by the slowest channel of each round, at the lowest and at the highest bits alike (utopia and
+nadir); and time that hides behind compute may be free (`hidden_s`).
 """
 
 import json
@@ -25,7 +26,7 @@ _FORMAT = 1
 
 @runtime_checkable
 class HasArray(Protocol):
-    """What numpy can read: its own arrays and CPU tensors."""
+    """Anything numpy can convert, such as its own arrays and CPU tensors."""
 
     def __array__(self) -> np.ndarray: ...
 
@@ -44,21 +45,21 @@ class Assignment:
 
     The objective is `lam * V / dV + (1 - lam) * max(0, sum_r Z_r - hidden_s) / dT`, where V is the
     total variance, Z_r the time of round r, and dV and dT how much V and the sum of Z_r change
-    between all groups at the lowest and all at the highest bits. Where one of them does not change
-    its term is zero.
+    between all groups at the lowest and all at the highest bits. The term of a quantity that does
+    not change is zero.
 
     Args:
         beta: [groups] variance of each group at one bit, not negative.
         channel: [groups] channel of each group, 0 <= channel < channels.
-        bytes: [groups, options] bytes of each group at each bit-width, parameters included. Need
-            be neither convex nor monotone in the bits.
+        bytes: [groups, options] bytes of each group at each bit-width, parameters included; they
+            need not be convex or monotone in the bits.
         bits: [options] the bit-widths to choose from, ascending, out of
             `adaqp.planner.widths.WIDTHS`.
         round_of: [channels] any integer naming the round of each channel.
         s_per_byte: [channels] seconds a byte.
         latency_s: [channels] seconds a message, counted for every channel listed here.
         lam: weight of variance against time, 0 (only time counts) to 1 (only variance).
-        hidden_s: seconds of communication that cost nothing, as compute runs beside them.
+        hidden_s: seconds of communication that cost nothing because compute runs meanwhile.
 
     Raises:
         ConfigError: a shape, range or order is not as above.
@@ -75,7 +76,7 @@ class Assignment:
     hidden_s: float
     _prices: tuple[float, float] = field(init=False, repr=False)
 
-    # Written out, since lists and any numeric type are taken and arrays of fixed types kept.
+    # Not generated: it accepts lists and any numeric type, and stores arrays of fixed types.
     def __init__(
         self,
         beta: Numbers,
@@ -171,7 +172,7 @@ class Assignment:
     ) -> Float64[np.ndarray, " channels"]:
         """Bytes on each channel when group g takes option `choice[g]`."""
         chosen = np.take_along_axis(self.bytes, choice[:, None], axis=1)[:, 0]
-        # Without groups bincount falls back to integers.
+        # Without groups bincount returns integers.
         total = np.bincount(self.channel, weights=chosen, minlength=self.num_channels)
         return total.astype(np.float64, copy=False)
 
@@ -195,13 +196,13 @@ class Assignment:
         return np.full(self.num_groups, option % self.bits.size, dtype=np.int64)
 
     def prices(self) -> tuple[float, float]:
-        """What a unit of variance and what a second beyond `hidden_s` add to the objective."""
+        """Weight in the objective of a unit of variance, and of a second beyond `hidden_s`."""
         return self._prices
 
     def _weigh(self) -> tuple[float, float]:
         low, high = self.uniform(0), self.uniform(-1)
-        # At a single row's width 8 bits with parameters can outweigh 16 without: the distance
-        # between the two ends is meant, whichever of them is the slower.
+        # Of narrow rows, 8 bits with parameters can take more bytes than 16 without: the absolute
+        # difference is the scale, whichever end is slower.
         spread_s = abs(float(self.round_s(high).sum() - self.round_s(low).sum()))
         spread = self.variance(low) - self.variance(high)
         return (
@@ -223,19 +224,19 @@ class Assignment:
 
     @classmethod
     def from_json(cls, text: str) -> "Assignment":
-        """Read what `to_json` wrote.
+        """Reads the text that `to_json` wrote.
 
         Raises:
-            ConfigError: the format is another, or keys are missing or unknown.
+            ConfigError: the format number differs, or keys are missing or unknown.
         """
         return cls(**fields_from_json(text, cls, _FORMAT))
 
 
 def fields_from_json(text: str, record: type, number: int) -> dict:
-    """The fields of a dataclass from JSON text that holds them all and a format number.
+    """The fields of a dataclass, read from JSON text that also holds a format number.
 
     Raises:
-        ConfigError: the format is another, or keys are missing or unknown.
+        ConfigError: the format number differs, or keys are missing or unknown.
     """
     values = json.loads(text)
     expected = {f.name for f in fields(record) if f.init} | {"format"}
@@ -265,6 +266,6 @@ def _costs(name: str, values: object) -> np.ndarray:
         first = tuple(int(i) for i in np.argwhere(bad)[0])
         raise ConfigError(
             f"{name}{list(first)}: expected a finite number >= 0, got {array[first]}; "
-            "look for NaN or infinity in what was traced or probed"
+            "look for NaN or infinity in the traced variances or probed link costs"
         )
     return array

@@ -2,9 +2,9 @@
 
 Each group moves along the lower hull of its (bytes, variance) points; a channel takes these upgrades
 steepest first, which makes its variance V_c(Z) convex and piecewise linear in its time. A round of
-length Z saves as much as its channels together, so its best length is where their slopes sum to
-the price of a second. The bound is computed from the prices alone, by weak duality: it stands
-whether or not the steps before it were right.
+length Z saves the sum of what its channels save, so the best length is where their slopes sum to
+the price of a second. The bound follows from the prices alone, by weak duality: it is valid even
+where the prices are not optimal.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Upgrades:
     channel: np.ndarray
     position: np.ndarray  # rank within the channel
     drop: np.ndarray  # variance saved
-    slope: np.ndarray  # variance saved a second, infinite where bytes cost no time
+    slope: np.ndarray  # variance saved per second, infinite where bytes cost no time
     end_s: np.ndarray  # time of the channel once this upgrade and all before it are taken
 
 
@@ -48,7 +48,7 @@ def hull_upgrades(problem: Assignment) -> Upgrades:
         go = slope[rows, best] > 0
         if not go.any():
             break
-        # Roundoff must not let a later step of a group sort before an earlier one.
+        # Rounding errors must not make a later step of a group sort before an earlier one.
         ceiling = np.minimum(ceiling, slope[rows, best])
         g, b = rows[go], best[go]
         steps.append((g, b, np.full(g.size, step), ceiling[go], more[g, b], less[g, b]))
@@ -116,7 +116,7 @@ def relax(problem: Assignment, up: Upgrades, rounds: np.ndarray) -> tuple[np.nda
     free_s = problem.hidden_s - levels_s.sum()
     if free_s <= 0 or paid.all():
         return levels_s, (per_s if free_s <= 0 else 0.0)
-    # Hidden seconds are left over: spend them where they save most.
+    # Hidden seconds remain: spend them where they save most.
     rest = np.flatnonzero(~paid)
     rest = rest[np.argsort(-slope[rest], kind="stable")]
     used_s = np.cumsum(length_s[rest])
@@ -138,7 +138,7 @@ def dual_bound(
     channels = problem.num_channels
     least_s = problem.channel_s(up.base)
 
-    # Bytes that cost no time bound nothing, whatever they save.
+    # Upgrades whose bytes cost no time do not contribute to the bound.
     slope = per_variance * np.where(np.isfinite(up.slope), up.slope, 0.0)
     count = np.bincount(up.channel, minlength=channels)
 
@@ -160,7 +160,7 @@ def dual_bound(
 
     missing = np.maximum(price - per_round(weight), 0.0)
     floors, rooms = per_round(is_floor), per_round(room)
-    # A channel at its least bytes holds the round up whatever the price: it takes all the rest.
+    # A channel at its fewest bytes bounds the round at any price: it takes the rest of the price.
     share = np.divide(missing, rooms, out=np.zeros_like(rooms), where=rooms > 0).clip(max=1.0)
     weight += np.where(floors[rounds] > 0, 0.0, share[rounds] * room)
     weight += np.where(is_floor, missing[rounds] / np.maximum(floors[rounds], 1), 0.0)

@@ -1,6 +1,7 @@
-"""The widths that rows may travel at: one registry for policies, planner, buffers and reports.
+"""The widths at which rows can be sent: one registry for policies, planner, buffers and reports.
 
-A width is a number of bits a value. It imports nothing heavy, so that `adaqp --help` can list it.
+A width is a number of bits a value. The module imports neither torch nor numba, so that
+`adaqp --help` can list the widths at once.
 """
 
 from dataclasses import dataclass
@@ -9,21 +10,21 @@ from shared.registry import Registry
 
 __all__ = ["AS_IS", "DROPPED", "WIDTHS", "Width"]
 
-# The rows' own dtype, whatever it is, without error.
+# Rows are sent exactly, in their own dtype, whatever its number of bits.
 AS_IS = 32
-# Nothing is sent, and the receiver sees zeros: for controls, not to be chosen by a planner.
+# Nothing is sent, and the receiver sees zeros: a control, which the planner never chooses.
 DROPPED = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Width:
-    """How values of one width are coded.
+    """How values of one width are encoded.
 
     Attributes:
-        is_quantised: codes of `shared.kernels.quantize`, with a scale and a zero point a row; the
-            planner counts the variance that rounding adds.
-        dtype: name of the torch dtype that other values are cast to; None: their own.
-        colour: of the width in pictures.
+        is_quantised: whether values become codes of `shared.kernels.quantize`, with a scale and a
+            zero point a row; the planner counts the variance that this rounding adds.
+        dtype: name of the torch dtype that unquantised values are cast to; None: their own dtype.
+        colour: colour of the width in figures, as "#rrggbb".
     """
 
     is_quantised: bool = False

@@ -1,1 +1,1 @@
-"""Measures what a prediction needs, and predicts a step's seconds from it."""
+"""Profiles training steps, and predicts the seconds of a step from the profiles."""

@@ -1,7 +1,7 @@
-"""Measures what a prediction needs: a step without the network, and packing at every width.
+"""Profiles a step without the network, and packing at every width, for predictions.
 
-All ranks measure at the same time, so that cores they share are shared here too. The steps run on
-real rows (only remote ones are zeros), which also gives the row ranges an assignment starts from.
+All ranks measure at the same time, so that they share cores as in training. The steps run on real
+rows (only remote ones are zeros), which also gives the row ranges that an assignment needs.
 """
 
 import time
@@ -19,7 +19,7 @@ from adaqp.training.trainer import Trainer
 
 __all__ = ["ChannelProfile", "Profile", "measure"]
 
-# Memory is faulted in, kernels are compiled and moving averages settle in these.
+# Steps in which pages are faulted in, kernels are compiled and moving averages settle.
 _WARM_STEPS = 3
 _NEVER = 10**9
 
@@ -29,10 +29,10 @@ class ChannelProfile:
     """One layer in one direction on one rank.
 
     Attributes:
-        dim, itemsize: columns of a row and bytes of a value.
-        rows_to: rows sent to each rank.
-        hidden_s: seconds of local aggregation the sending can hide behind.
-        pack_s, unpack_s: seconds a row by width.
+        dim, itemsize: number of columns of a row, and bytes per value.
+        rows_to: number of rows sent to each rank.
+        hidden_s: seconds of local aggregation that overlap with the sending.
+        pack_s, unpack_s: seconds per row, by width.
         beta: float64 [num_send], variance of each row at width b times (2^b - 1)^2, by peer.
     """
 
@@ -52,8 +52,8 @@ class Profile:
     Attributes:
         compute_s: seconds of compute.
         reduce_s: seconds of the gradients' reduction.
-        skew_s: seconds spent waiting for other ranks to come to the same exchange.
-        channels: in the order of a step.
+        skew_s: seconds spent waiting for other ranks to reach the same exchange.
+        channels: profiles of the exchanges by name, in the order of a step.
     """
 
     compute_s: float
@@ -67,9 +67,9 @@ def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int 
 
     Args:
         dg: this rank's share.
-        model: it is trained for some steps without remote rows: pass a copy.
+        model: trained for some steps with zeros as remote rows: pass a copy.
         overlap: as in `dg.messages`.
-        steps: steps to measure after some that warm up.
+        steps: steps to measure, after the warm-up.
     """
     policy = Adaptive(first_at=_NEVER, every=_NEVER)
     with dg.messages(policy, overlap=overlap) as messages:
@@ -101,7 +101,7 @@ def measure(dg: DistGraph, model: nn.Module, *, overlap: str | None, steps: int 
 def _packing_s(
     dim: int, rows: Tensor, dg: DistGraph, wire_dtype: torch.dtype
 ) -> dict[str, dict[int, float]]:
-    """Seconds a row to pack and to unpack, for each width."""
+    """Seconds per row to pack and to unpack, for each width."""
     x = torch.randn(max(dg.num_local, dg.num_halo, 1), dim, device=dg.device)
     packing, unpacking = dict.fromkeys(WIDTHS, 0.0), dict.fromkeys(WIDTHS, 0.0)
     if not len(rows):
@@ -122,6 +122,6 @@ def _packing_s(
             packed.append(middle - start)
             unpacked.append(time.perf_counter() - middle)
         packing[bits] = min(packed) / len(rows)
-        # Rows that all travel as they are are received in place.
+        # If all rows are sent in their own dtype, they are received in place.
         unpacking[bits] = min(unpacked) / len(rows) if not layout.is_raw else 0.0
     return {"pack_s": packing, "unpack_s": unpacking}

@@ -1,8 +1,8 @@
-"""Predicts a step's seconds under any policy from profiles and link costs, before any run.
+"""Predicts the seconds of a step under any policy from profiles and link costs.
 
-The model: what a rank computes, and how long it waits at an exchange for others to come to it, is
-measured; an exchange lasts as long as the rank that sends or receives longest; local aggregation
-hides it as far as the overlap allows; packing and unpacking add.
+The model: compute, and waiting for other ranks to reach an exchange, are measured; an exchange
+lasts as long as the rank that sends or receives longest; local aggregation overlaps with it as far
+as the policy allows; packing and unpacking are added.
 """
 
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ __all__ = ["Prediction", "predict"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A step as predicted.
+    """The prediction of a step.
 
     Attributes:
         epoch_s: seconds of a step.
-        seconds: by phase: compute, quantise, wait, reduce.
-        num_bytes: bytes all ranks send in a step.
-        mean_bits: bits a value, parameters left out.
+        seconds: seconds by phase: compute, quantise, wait, reduce.
+        num_bytes: bytes that all ranks together send in a step.
+        mean_bits: mean bits per value, without parameters.
     """
 
     epoch_s: float
@@ -50,21 +50,21 @@ def predict(
     """Predicts one step.
 
     Args:
-        profiles: one a rank, measured with the same overlap.
-        links: seconds a byte and a message between two ranks.
-        policy: how rows travel.
-        overlap: what hides the sending.
-        wire_dtype: dtype of the rows' parameters.
+        profiles: one per rank, measured with the same overlap.
+        links: seconds per byte and per message between every two ranks.
+        policy: the policy to predict.
+        overlap: local aggregation that overlaps with the sending, as in `dg.messages`.
+        wire_dtype: dtype of a row's scale and zero point.
 
     Raises:
-        ConfigError: the links are not those between as many ranks as there are profiles.
+        ConfigError: `links` has another number of ranks than `profiles`.
     """
     if links.world_size != len(profiles):
         raise ConfigError(
             f"links: expected costs between {len(profiles)} ranks, got {links.world_size}; measure "
             "these ranks with `adaqp probe-links`"
         )
-    # Whoever computes longest waits least: the two together are everyone's.
+    # A rank that computes longer waits less: the sum of the two is about equal on all ranks.
     slowest = max(profiles, key=lambda p: p.compute_s + p.skew_s)
     compute_s = slowest.compute_s
     reduce_s = max(p.reduce_s for p in profiles)
@@ -171,10 +171,10 @@ def _bytes_and_packing(
 
 
 def _exchange_s(num_bytes: np.ndarray, links: LinkTable) -> float:
-    """Seconds of one exchange: as long as the rank that sends, or receives, longest.
+    """Seconds of one exchange: those of the rank that sends or receives longest.
 
-    Rounds are not in lock step, and what ranks wait for each other within them is in the links'
-    costs, which are measured over whole exchanges.
+    Ranks do not run rounds in lock step; the waiting within rounds is part of the link costs,
+    which are measured over whole exchanges.
     """
     pair_s = np.where(num_bytes > 0, links.latency_s + links.s_per_byte * num_bytes, 0.0)
     return float(max(pair_s.sum(axis=0).max(), pair_s.sum(axis=1).max()))

@@ -1,8 +1,8 @@
 """Checkpoints of a training run, by torch's distributed checkpoint (DCP).
 
 A checkpoint is a state dict and a description of the run. Entries of the state that all ranks share
-(weights, optimiser) are written once; those of one rank have its prefix in their names. A module of
-its own because DCP takes most of a second to import.
+(weights, optimiser) are written once; those of one rank have its prefix in their names. This is a
+separate module because importing DCP takes most of a second.
 """
 
 import glob
@@ -30,9 +30,9 @@ def save(folder: Path, state: dict[str, Any], about: dict[str, Any], group: Grou
     All ranks call it together.
 
     Args:
-        folder: one that all ranks see.
+        folder: folder on storage that all ranks share.
         state: nested dictionaries with tensors.
-        about: the run and its epoch, as JSON can hold it.
+        about: description of the run and its epoch, serialisable as JSON.
         group: the ranks, None for a single one.
 
     Raises:
@@ -54,9 +54,9 @@ def save(folder: Path, state: dict[str, Any], about: dict[str, Any], group: Grou
 
 
 def find(folder: Path) -> Path | None:
-    """Where the newest whole checkpoint of `folder` lies: there, or beside it after a kill."""
+    """The newest complete checkpoint: `folder`, or a folder beside it if a save was killed."""
     places = [folder, *find_folders(folder.parent, glob.escape(folder.name)).values()]
-    # Release 0.1.0 named the folder that it replaced so.
+    # A replaced checkpoint may also be called NAME.old.
     places.append(folder.with_name(folder.name + ".old"))
     return next((place for place in places if (place / _ABOUT).exists()), None)
 
@@ -67,15 +67,15 @@ def load(
     """Reads a checkpoint into `state`; all ranks call it together.
 
     Args:
-        folder: what `save` was given.
-        state: entries that all ranks share, whose tensors are overwritten. Entries whose names begin
-            with `own` are added, as many as the checkpoint holds.
-        about: what the checkpoint must say of its run.
+        folder: the folder passed to `save`.
+        state: entries that all ranks share, whose tensors are overwritten. The checkpoint's entries
+            whose names begin with `own` are added.
+        about: values that the checkpoint's description of its run must have.
         own: prefix of this rank's entries.
         group: the ranks, None for a single one.
 
     Returns:
-        What the checkpoint says of its run.
+        The checkpoint's description of its run.
 
     Raises:
         DataError: no checkpoint there, or one of another run.

@@ -1,4 +1,4 @@
-"""Policies timed against each other on the same ranks: blocks of epochs that alternate.
+"""Compares the epoch times of policies on the same ranks, in alternating blocks of epochs.
 
 Alternating spreads other load of the machine evenly over all policies. Each block ends when all its
 messages have arrived, so that none delays the next policy's block.
@@ -20,7 +20,7 @@ from shared.comms import all_reduce, barrier
 
 __all__ = ["Timing", "compare", "compare_in_rank"]
 
-# The adaptive policy assigns in the last of them, with ranges from those before.
+# The adaptive policy assigns widths in the last of them, from the ranges of the first ones.
 _WARM_EPOCHS = 3
 
 
@@ -29,14 +29,14 @@ class Timing:
     """One policy's epochs, as the slowest rank saw them.
 
     Attributes:
-        epoch_s: seconds an epoch, one value a block.
+        epoch_s: seconds per epoch, one value per block.
         seconds: median seconds of an epoch by phase, on rank 0.
-        num_bytes: bytes all ranks sent in an epoch.
+        num_bytes: bytes that all ranks together sent in an epoch.
         bits: share of rank 0's rows at each width, by channel.
-        assign_s: seconds of one assignment after the timed epochs, links known; 0 where the policy
-            assigns nothing.
-        loss: mean loss over all training nodes, epoch by epoch.
-        accuracy: share of right answers by split after the last epoch, exact messages.
+        assign_s: seconds of one assignment after the timed epochs, with known link costs; 0 for
+            policies without assignments.
+        loss: mean loss over all training nodes, one value per epoch.
+        accuracy: accuracy by split after the last epoch, with exact messages.
     """
 
     policy: PolicyConfig
@@ -75,9 +75,9 @@ def compare(
 
     Args:
         dg: this rank's share.
-        model: the layers; every policy starts from the same weights.
-        policies: what to compare; all train for equally many epochs.
-        blocks: timed blocks of each policy.
+        model: layers of the model; every policy starts from the same weights.
+        policies: policies to compare; all train for the same number of epochs.
+        blocks: number of timed blocks of each policy.
         epochs_per_block: epochs in a block.
         lr: Adam's learning rate.
     """
@@ -107,7 +107,7 @@ def compare_in_rank(
     blocks: int,
     epochs_per_block: int = 3,
 ) -> list[Timing]:
-    """`compare` on a partition on disk: what a `RankPool` runs."""
+    """`compare` on a partition on disk, as a function that a `RankPool` can run."""
     return compare(load(folder), model, policies, blocks=blocks, epochs_per_block=epochs_per_block)
 
 
@@ -118,14 +118,14 @@ def _run_block(dg: DistGraph, run: _Run, epochs: int) -> None:
             run.trainer.fit(epochs)
             run.messages.settle()
 
-        # From the ledger, not the history: a stale message may land after its epoch.
+        # From the ledger after `settle`: a stale message may be sent after its epoch has ended.
         before = run.trainer.sent_bytes()
         run.epoch_s.append(_seconds(dg, block) / epochs)
         run.epoch_bytes.append((run.trainer.sent_bytes() - before) / epochs)
 
 
 def _seconds(dg: DistGraph, act: Callable[[], None]) -> float:
-    """Seconds of the slowest rank; all start together."""
+    """Seconds that `act` takes on the slowest rank; all ranks start together."""
     if dg.group is not None:
         barrier(dg.group)
     start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Settings of a training run: the same dataclasses in Python and on the command line.
 
-This module imports neither torch nor numba, so that `adaqp --help` answers at once.
+This module imports neither torch nor numba, so that `adaqp --help` prints at once.
 """
 
 from collections.abc import Callable
@@ -66,14 +66,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyKind:
-    """A policy as the command line and tables know it.
+    """A named policy of the command line and of tables.
 
     Attributes:
         build: makes the policy from its settings.
-        overlaps: exchanges hide behind local work.
-        has_width: the settings' `width` is the policy's; tables print it beside the name, and
-            `adaqp plan` predicts the policy at several.
-        is_control: left out of comparisons unless asked for.
+        overlaps: whether exchanges overlap with local work.
+        has_width: whether the policy uses the setting `width`; tables print it beside the name,
+            and `adaqp plan` predicts the policy at several widths.
+        is_control: whether comparisons omit the policy unless it is named.
     """
 
     build: "Callable[[PolicyConfig], Policy]"
@@ -87,23 +87,24 @@ POLICIES: Registry[str, PolicyKind] = Registry("policy")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyConfig:
-    """How messages travel.
+    """Policy of messages.
 
     Args:
-        name: "exact" (hidden behind local work), "exact-no-overlap", "fixed" (all rows at `width`
-            bits), "adaptive" (each group of rows at one of `bits`), "stale" (the messages of the
-            step before), "drop" (no messages), or a policy registered elsewhere.
+        name: "exact" (overlapped with local work), "exact-no-overlap", "fixed" (all rows at
+            `width` bits), "adaptive" (each group of rows at one of `bits`), "stale" (the messages
+            of the step before), "drop" (no messages), or a policy registered elsewhere.
         width: bits a value under the fixed policy.
         bits: bits a value that the adaptive policy chooses from, ascending.
         lam: adaptive: weight of variance against time, 0 to 1.
         every: adaptive: steps between assignments.
         first_at: adaptive: step of the first assignment.
         solver: adaptive: greedy with a proven gap, or HiGHS.
-        scope: adaptive: one problem a layer, or one over all layers.
+        scope: adaptive: one problem per layer and direction, or one over all of them.
         group_size: adaptive: rows that share a width.
-        overlap: what hides the sending: all local edges, or the rows without remote neighbours.
-        backward: send output gradients along the forward lists (symmetric graphs), or input
-            gradients back.
+        overlap: local aggregation done while rows are in transit: over all local edges, or of the
+            rows without remote neighbours.
+        backward: pull sends output gradients along the forward lists (symmetric graphs only), push
+            sends the halo's input gradients back, auto pulls where the graph allows it.
     """
 
     name: Annotated[str, choice(POLICIES)] = "adaptive"
@@ -133,7 +134,7 @@ class PolicyConfig:
 
     @property
     def label(self) -> str:
-        """Short name for tables and pictures."""
+        """Short name for tables and figures."""
         name = self.name.replace("-", " ")
         if POLICIES.get(self.name).has_width:
             name = f"{name} {self.width} bits"
@@ -149,9 +150,9 @@ for _name, _kind, _about in (
     (
         "exact-no-overlap",
         PolicyKind(build=lambda _: Exact(), overlaps=False),
-        "exact messages, waited for before anything else is computed",
+        "exact messages, without overlap with local work",
     ),
-    ("exact", PolicyKind(build=lambda _: Exact()), "exact messages behind local work"),
+    ("exact", PolicyKind(build=lambda _: Exact()), "exact messages, overlapped with local work"),
     (
         "fixed",
         PolicyKind(build=lambda config: Fixed(config.width), has_width=True),
@@ -169,12 +170,12 @@ class RunConfig:
     """A training run on a partitioned graph.
 
     Args:
-        model: the layers.
-        policy: how messages travel.
-        epochs: full-batch steps.
+        model: layers of the model.
+        policy: widths and overlap of messages.
+        epochs: epochs to train, one full-batch step each.
         eval_every: epochs between exact evaluations; 0: only at the end.
         lr: Adam's learning rate.
-        seed: of weights, dropout and rounding.
+        seed: seed of weights, dropout and rounding.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)

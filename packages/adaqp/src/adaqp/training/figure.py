@@ -1,4 +1,4 @@
-"""Pictures: where an epoch's seconds go under each policy, and which widths were chosen."""
+"""Figures: the seconds of an epoch by phase under each policy, and the widths chosen."""
 
 from pathlib import Path
 
@@ -22,9 +22,9 @@ def draw(timings: list[Timing], title: str, path: Path) -> None:
     """Writes an SVG: epoch time by phase for each policy, and the adaptive policy's widths.
 
     Args:
-        timings: what `adaqp.training.comparison.compare` measured.
-        title: what was run, on which network.
-        path: the file.
+        timings: results of `adaqp.training.comparison.compare`.
+        title: title of the figure, such as model, graph and network.
+        path: SVG file to write.
     """
     adaptive = [t for t in timings if t.policy.name == "adaptive"]
     figure = Figure(figsize=(11, 4.2), layout="constrained")

@@ -1,8 +1,8 @@
 """Graph layers on a rank's share: GCN, GraphSAGE, GIN and GAT, and stacks of them.
 
-Every layer moves the narrower of its input and its output over the network, in every mode, and the
-first layer aggregates the constant input once. Both are known tricks, not AdaQP's; they are here so
-that gains over the exact mode are gains over a good one.
+Under every policy a GCN, GraphSAGE or GIN layer sends the narrower of its input and its output, and
+a first layer of these aggregates the constant input once. Both tricks are known and not part of
+AdaQP; they make the exact baseline a strong one.
 """
 
 from itertools import pairwise
@@ -25,7 +25,7 @@ class GCNConv(nn.Module):
 
     Args:
         dg: the rank's share of the graph.
-        in_dim, out_dim: columns before and after.
+        in_dim, out_dim: number of input and of output columns.
     """
 
     def __init__(self, dg: DistGraph, in_dim: int, out_dim: int) -> None:
@@ -49,7 +49,7 @@ class SAGEConv(nn.Module):
 
     Args:
         dg: the rank's share of the graph.
-        in_dim, out_dim: columns before and after.
+        in_dim, out_dim: number of input and of output columns.
     """
 
     def __init__(self, dg: DistGraph, in_dim: int, out_dim: int) -> None:
@@ -73,7 +73,7 @@ class GINConv(nn.Module):
 
     Args:
         dg: the rank's share of the graph.
-        in_dim, out_dim: columns before and after.
+        in_dim, out_dim: number of input and of output columns.
     """
 
     def __init__(self, dg: DistGraph, in_dim: int, out_dim: int) -> None:
@@ -97,14 +97,16 @@ class GATConv(nn.Module):
     """Attention over in-neighbours and the node itself, heads concatenated.
 
     Equals `torch_geometric.nn.GATConv` (one self loop a node, existing ones replaced). Softmax is
-    not linear in the neighbours, so only rows without remote neighbours hide the sending (node
-    split). Holds one value an edge and head, and a row an edge while it sums.
+    not linear in the neighbours, so only rows without remote neighbours are computed while messages
+    are in transit (node split). Memory: one value per edge and head, and while summing one row of
+    out_dim values per edge.
 
     Args:
         dg: the rank's share of the graph.
-        in_dim: columns before; out_dim: columns of all heads together.
-        heads: attention heads; divides out_dim.
-        slope: of the leaky ReLU on attention logits.
+        in_dim: number of input columns.
+        out_dim: number of output columns of all heads together.
+        heads: number of attention heads; must divide out_dim.
+        slope: negative slope of the leaky ReLU on attention logits.
     """
 
     def __init__(
@@ -139,7 +141,11 @@ class GATConv(nn.Module):
         return torch.cat([central, marginal]) + self.bias
 
     def _attend(self, source: Tensor, target: Tensor, src: Tensor, dst: Tensor) -> Tensor:
-        """Rows of `source` summed into `target`'s rows by attention, [len(target), out_dim]."""
+        """Attention-weighted sums of rows of `source` for each row of `target`.
+
+        Returns:
+            float tensor [len(target), out_dim].
+        """
         num_rows = len(target)
         source = source.view(len(source), self.heads, self.att_src.shape[1])
         target = target.view(num_rows, self.heads, self.att_src.shape[1])
@@ -159,9 +165,9 @@ class GATConv(nn.Module):
 class Dropout(nn.Module):
     """Zeroes a share `p` of the values in training and scales the others by 1 / (1 - p).
 
-    On a CPU torch draws one random number a value (17 ns each on one core, a fifth of a GCN's
-    step); this takes four decisions from each 64-bit draw of the same generator, so `p` is rounded
-    to a multiple of 2^-16.
+    torch's own dropout draws one random number per value on a CPU (17 ns each on one core, a fifth
+    of a GCN's step). This one splits each 64-bit draw of the same generator into four, so `p` is
+    rounded to a multiple of 2^-16.
 
     Args:
         p: share of values to drop, in [0, 1).
@@ -196,7 +202,7 @@ def _stack(
 
 
 def _between(dim: int, norm: str | None, dropout: float) -> list[nn.Module]:
-    """What stands between two layers."""
+    """The modules between two layers."""
     modules: list[nn.Module] = [nn.LayerNorm(dim)] if norm else []
     return [*modules, nn.ReLU(), *([Dropout(dropout)] if dropout else [])]
 
@@ -225,7 +231,7 @@ def gin(
 def gat(
     dg: DistGraph, dims: list[int], *, norm: str | None = "layer", dropout: float = 0.5
 ) -> nn.Sequential:
-    """GAT layers of the given widths: 4 heads, hence widths of 4 n; one head for the output."""
+    """GAT layers of the given widths: 4 heads, which must divide hidden widths; 1 in the last."""
     layers = _stack(dg, GATConv, dims[:-1], norm, dropout) if len(dims) > 2 else []
     between = _between(dims[-2], norm, dropout) if len(dims) > 2 else []
     return nn.Sequential(*layers, *between, GATConv(dg, dims[-2], dims[-1], heads=1))

@@ -1,8 +1,8 @@
 """Full-batch training: one step an epoch, gradients summed over ranks, exact evaluation.
 
-The loss is the mean over all training nodes of the graph, so any number of ranks computes the same
-one. A checkpoint holds everything the next step depends on (weights, optimiser, widths, traces,
-random state), and training that resumes repeats the losses of training that never stopped.
+The loss is the mean over all training nodes of the graph, so it does not depend on the number of
+ranks. A checkpoint holds everything the next step depends on (weights, optimiser, widths, moving
+averages, random state), so a resumed run has the same losses as an uninterrupted one.
 """
 
 from collections.abc import Callable
@@ -29,16 +29,16 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(slots=True)
 class History:
-    """What training did.
+    """Losses, bytes, seconds and accuracies of a training run.
 
     Attributes:
-        loss: mean over training nodes, before the update, one an epoch.
-        bytes: bytes this rank sent, one an epoch; gradients and assignments included, probing the
-            links not; a late message counts where it left.
-        seconds: by phase (compute, quantise, wait, reduce, assign), one an epoch each.
-        accuracy: by split (train, val, test), one an evaluation each: the share of right answers,
-            or micro F1 on multilabel graphs.
-        evaluated_at: epochs after which the evaluations took place.
+        loss: mean loss over training nodes before the update, one value per epoch.
+        bytes: bytes this rank sent, one value per epoch, with gradients and assignments but
+            without probing the links; a late message counts in the epoch in which it left.
+        seconds: seconds by phase (compute, quantise, wait, reduce, assign), one value per epoch.
+        accuracy: accuracy by split (train, val, test), or micro F1 on multilabel graphs; one value
+            per evaluation.
+        evaluated_at: number of epochs trained before each evaluation.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -61,15 +61,15 @@ class Trainer:
 
     Args:
         dg: this rank's share.
-        model: called with `dg.feat`; its weights are set to rank 0's.
-        optimizer: over the model's parameters.
-        loss: (logits, labels) -> sum over the given nodes; cross entropy for class labels and
-            binary cross entropy for multilabel ones if None.
-        seed: of dropout, with the rank.
-        on_epoch: called after each epoch with the history so far (on every rank).
+        model: module called with `dg.feat`; its weights are set to rank 0's.
+        optimizer: optimiser of the model's parameters.
+        loss: function of (logits, labels) that returns the sum over the given nodes; None: cross
+            entropy for class labels, binary cross entropy for multilabel ones.
+        seed: seed of dropout; each rank combines it with its number.
+        on_epoch: called on every rank after each epoch with the history so far.
 
     Raises:
-        ConfigError: the graph has no training node at all.
+        ConfigError: the graph has no training node.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Trainer:
             The history since the trainer was made or resumed.
 
         Raises:
-            CommError: a peer died or kept silent.
+            CommError: a peer died or sent nothing within the timeout.
             DataError: the loss or a message is not finite.
         """
         for _ in range(epochs):
@@ -127,7 +127,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=False)
             logits = self.model(dg.feat)
             mask = dg.train_mask
-            # Without a training node the sum is an empty one, but the exchanges still take place.
+            # Without local training nodes the loss is an empty sum; the exchanges still take place.
             local = self.loss(logits[mask], dg.label[mask]) / self._num_train
             (local + 0 * logits.sum()).backward()
             with messages.clock.phase("reduce"):
@@ -176,7 +176,7 @@ class Trainer:
         return on_wire.to(tensor.device)
 
     def predict(self, *, bits: int = AS_IS) -> Tensor:
-        """Logits of this rank's rows by the whole graph, [num_local, num_classes].
+        """Logits of this rank's rows, computed over the whole graph, [num_local, num_classes].
 
         Args:
             bits: width of the messages; 32 is exact, 0 sends nothing.
@@ -194,7 +194,7 @@ class Trainer:
         return {n: float(r / t) for n, r, t in zip(SPLITS, right, total.clamp(min=1), strict=True)}
 
     def record_evaluation(self) -> None:
-        """Adds `evaluate()` of now to the history."""
+        """Runs `evaluate()` and adds the result to the history."""
         for split, score in self.evaluate().items():
             self.history.accuracy[split].append(score)
         self.history.evaluated_at.append(self.epoch)
@@ -215,7 +215,7 @@ class Trainer:
         )
 
     def resume(self, folder: str | Path) -> None:
-        """Continues from `save`: with the same graph, partition, model and policy.
+        """Continues from a checkpoint of `save` with the same graph, partition, model and policy.
 
         Raises:
             DataError: no checkpoint there, or one of another graph, partition or policy.
@@ -251,7 +251,7 @@ class Trainer:
         return f"rank{self.dg.rank}."
 
     def _run_identity(self) -> dict[str, Any]:
-        """What a run that resumes must have in common with the one that saved."""
+        """Properties that a resumed run must share with the run that saved."""
         messages = self.dg.current_messages
         return {
             "fingerprint": self.dg.meta["fingerprint"],

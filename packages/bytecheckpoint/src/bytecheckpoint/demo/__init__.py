@@ -1,1 +1,1 @@
-"""The demo: a small training on real text that is killed and resumed elsewhere."""
+"""The demo: a small training run on real text, killed and resumed on other numbers of ranks."""

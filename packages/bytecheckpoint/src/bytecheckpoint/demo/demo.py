@@ -1,4 +1,4 @@
-"""`bytecheckpoint demo`: training that is killed and resumed elsewhere with the same losses.
+"""`bytecheckpoint demo`: training is killed, and resumed on other ranks with the same losses.
 
 A small Transformer learns English text on two ranks, saving every few steps in the background.
 All ranks are killed in the middle. Training resumes from the newest checkpoint, in one process and on
@@ -47,7 +47,7 @@ _FULL = _Size(num_layers=8, num_steps=120, every_n=20, kill_at=70, rounds=9)
 
 
 def run(out: Path, *, is_full: bool) -> bool:
-    """Runs the demo and writes demo.json and a picture to `out`.
+    """Runs the demo and writes demo.json and a figure to `out`.
 
     Returns:
         Whether every claim's result was correct.

@@ -100,7 +100,7 @@ class Run:
         return mean.item() / self.world_size
 
     def resume(self, checkpointer: bcp.Checkpointer) -> int:
-        """Goes on from the newest checkpoint; the step it stands at."""
+        """Resumes from the newest checkpoint; returns its step."""
         checkpointer.load_latest(self.state)
         self._samples = iter(self.order)
         return self.state["extra"]["step"]
@@ -128,12 +128,12 @@ def train_until_killed(num_layers: int, folder: Path, every_n: int, kill_at: int
         if step == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if step + every_n > kill_at and step % every_n == 0:
-            # The last one before the end is on disk; the one after it dies half written.
+            # The last save before the kill is on disk; the next one is killed half written.
             handle.committed.result()
 
 
 def measure_blocking(num_layers: int, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """How long a save keeps training from going on, ours and DCP's in turn.
+    """Measures how long a save blocks training, ours and DCP's in turn.
 
     Returns:
         Seconds of the slowest rank by round: "ours", "ours total", "dcp", "dcp total"; and under

@@ -1,7 +1,7 @@
-"""The zip archives of torch.save: where their records lie.
+"""Locates the records in the zip archives of torch.save.
 
-torch stores its records uncompressed, so that a tensor's elements are plain bytes of the file,
-which may be read by range. A `.distcp` file is such archives one after another.
+torch stores records uncompressed, so that a tensor's elements are plain bytes of the file and can
+be read by range. A `.distcp` file is a concatenation of such archives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_DIRECTORY_BYTES = 1 << 30
 
 
 class Record(NamedTuple):
-    """Where a record's bytes lie.
+    """The byte range of a record.
 
     Attributes:
         start: offset in the file that holds the archive.
@@ -59,14 +59,14 @@ class Archive:
         """Reads the archive's directory.
 
         Args:
-            read: gives the bytes at an offset of the file, of a length.
-            start: where the archive begins in the file.
-            num_bytes: its length.
-            where: the file's name and whose archive it is, for errors.
-            limit: the number in a 32-bit field that says that the value stands in the extra field.
+            read: function of an offset in the file and a length that returns the bytes.
+            start: offset of the archive in the file.
+            num_bytes: length of the archive.
+            where: name of the file and of the archive's tensor, shown in errors.
+            limit: value of a 32-bit field that means that the true value is in the extra field.
 
         Raises:
-            DataError: it is no archive, cut off, or not of stored records.
+            DataError: it is not an archive, is cut off, or has compressed records.
         """
         self._read, self._start, self._where = read, start, where
         self._field_limit = limit
@@ -176,7 +176,7 @@ class Archive:
 
 
 def _widen(extra: bytes, limit: int, *values: int) -> list[int]:
-    """Values of which those at the limit stand in the extra field, in this order."""
+    """The values, of which those at the limit are read from the extra field, in this order."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)

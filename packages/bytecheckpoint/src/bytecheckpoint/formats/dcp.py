@@ -1,9 +1,9 @@
 """Folders of torch.distributed.checkpoint, read in place by byte ranges.
 
-A folder holds `.metadata`, a pickle that says which box of which tensor lies in which part of which
-`.distcp` file; each part is an archive of torch.save. torch reads a part whole to get a slice of
-it. Here every archive's directory is read once, which gives an index of plain byte ranges, so that
-slices are read as slices. No pickle is run (see `pickles`).
+A folder holds `.metadata`, a pickle that maps boxes of tensors to parts of `.distcp` files; each
+part is an archive of torch.save. torch reads a whole part to get a slice of it. This reader reads
+every archive's directory once to build an index of byte ranges, so that slices are read as slices.
+No pickle is executed (see `pickles`).
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class ByteRange(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """What a DCP folder holds.
+    """The content of a DCP folder.
 
     Attributes:
-        index: of its tensors.
-        entries: where its other values lie, each a file of torch.save, by name.
-        paths: where names stand in the nested state, None if it does not say.
+        index: index of its tensors.
+        entries: byte ranges of the non-tensor values by name, each a file of torch.save.
+        paths: paths of the names in the nested state, None if the folder does not record them.
     """
 
     index: Index
@@ -83,10 +83,10 @@ def read_index(
     """Reads a DCP folder.
 
     Args:
-        storage: where it lies.
-        path: of the folder.
-        trust_pickle: unpickle values that torch.load(weights_only=True) refuses; runs what code
-            they name. Without it such values are left out, with a warning.
+        storage: storage that holds it.
+        path: path of the folder.
+        trust_pickle: also unpickle values that torch.load(weights_only=True) refuses, which runs
+            the code that they name. Without it such values are left out, with a warning.
 
     Returns:
         The index, and the tree of everything else (see `bytecheckpoint.state.values`).
@@ -163,7 +163,7 @@ def read_folder(storage: Storage, path: str, *, trust_pickle: bool = False) -> F
 def load_entry(
     storage: Storage, path: str, name: str, part: ByteRange, *, trust_pickle: bool = False
 ) -> Any:
-    """Reads a value that is no tensor.
+    """Reads a non-tensor value.
 
     Raises:
         DataError: it holds objects that torch.load(weights_only=True) refuses, or is damaged.
@@ -211,7 +211,7 @@ def _describe_contents(
 def _find_aliases(
     lying: Mapping[str, list[tuple[Box, ByteRange]]], described: Mapping[str, tuple]
 ) -> dict[str, str]:
-    """Names of tensors that lie where another does, and the other's."""
+    """Names of tensors that share the bytes of another tensor, with the other's name."""
     first: dict[tuple, str] = {}
     aliases = {}
     for name, found in lying.items():
@@ -272,12 +272,12 @@ def _scan(
     wanted: list[tuple[str, Box, ByteRange]],
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> tuple[int, list[Chunk]]:
-    """Size of a file, and where in it the elements of each chunk lie."""
+    """Size of a file, and the offset of each chunk's elements in it."""
     window = Window(storage, join_path(path, file))
     chunks = []
     for name, box, part in sorted(wanted, key=lambda one: one[2].start):
         where = f"{join_path(path, file)} at {part.start}, tensor {name!r}"
-        # The beginning first: it is in the window of the end of the archive before.
+        # Read the beginning first: the window with the end of the previous archive contains it.
         window.read(part.start, min(part.num_bytes, 1024))
         archive = Archive(window.read, part.start, part.num_bytes, where)
         stored = load_tree(archive.read("data.pkl"), where)
@@ -293,10 +293,10 @@ def _scan(
 
 
 def locate_elements(archive: Archive, stored: StoredTensor, where: str) -> int:
-    """Finds where a tensor's first element lies in the archive's file, in bytes.
+    """Finds the byte offset of a tensor's first element in the archive's file.
 
     Raises:
-        DataError: the elements do not lie there in row-major order, or not all of them.
+        DataError: the elements are not stored in row-major order, or not completely.
     """
     if "byteorder" in archive.names and archive.read("byteorder") != b"little":
         raise DataError(

@@ -34,7 +34,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()} | {
 
 
 class _Header(NamedTuple):
-    """What a file says of itself; starts are offsets in the file, pieces boxes of tensors."""
+    """A file's header; starts are offsets in the file, pieces boxes of tensors."""
 
     num_bytes: int
     pieces: dict[str, tuple[torch.dtype, Box, int]]
@@ -46,11 +46,11 @@ def read_index(storage: Storage, path: str) -> Index:
     """Reads the headers of a folder's safetensors files.
 
     Args:
-        storage: where it lies.
-        path: of the folder.
+        storage: storage that holds it.
+        path: path of the folder.
 
     Raises:
-        DataError: a file is missing, damaged or claims another's tensors.
+        DataError: a file is missing or damaged, or two files hold the same tensor.
     """
     where, weight_map = _read_weight_map(storage, path)
     files = sorted(set(weight_map.values())) if weight_map else _list_lone_files(storage, path)
@@ -99,12 +99,12 @@ def read_index(storage: Storage, path: str) -> Index:
 
 
 def read_folder(storage: Storage, path: str) -> tuple[Index, None]:
-    """Returns what `read_index` does, and None for values that are no tensors: there are none."""
+    """Returns the index of `read_index`, and None, because there are no non-tensor values."""
     return read_index(storage, path), None
 
 
 def _read_weight_map(storage: Storage, path: str) -> tuple[str, dict[str, str]]:
-    """The index file, or what stands for it in errors, and the file of each tensor."""
+    """The index file's path (without one the folder's, for errors), and the file of each tensor."""
     found = [name for name in storage.list(path) if name.endswith(f"{_SUFFIX}.index.json")]
     if not found:
         return join_path(path, f"*{_SUFFIX}"), {}
@@ -124,7 +124,7 @@ def _list_lone_files(storage: Storage, path: str) -> list[str]:
     files = [name for name in storage.list(path) if name.endswith(_SUFFIX)]
     if not files:
         raise DataError(f"{path}: expected files *{_SUFFIX}, found none")
-    # Beside the weights some repositories keep another layout of the same.
+    # Some repositories keep the same weights in a second layout.
     return ["model.safetensors"] if "model.safetensors" in files else files
 
 

@@ -1,9 +1,8 @@
-"""The pickles in torch's files, read without running what they name.
+"""Reads the pickles in torch's files without running code that they name.
 
-A pickle may name any function of any module and have it called, so the ones read here name ours
-only: each class that torch's files need is replaced by a record of plain values, and any other is
-refused by name. A tensor is the record of its storage, offset, size and strides; its elements stay
-in the file.
+A pickle may call any function of any module. This reader replaces each class that torch's files
+need by a record of plain values, and refuses any other name. A tensor becomes a record of its
+storage, offset, size and strides; its elements stay in the file.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _FAILURES = (
 
 # Tuples, because a pickle may set the attributes of objects it makes.
 class StorageRecord(NamedTuple):
-    """A record of elements in an archive; without a type its length is in bytes."""
+    """A record of elements in an archive; its length is in elements, or without a type in bytes."""
 
     dtype: torch.dtype | None
     key: str
@@ -58,10 +57,10 @@ class StoredTensor(NamedTuple):
     """A tensor whose elements lie in a record of the archive.
 
     Attributes:
-        dtype: of its elements.
+        dtype: type of its elements.
         key: the record is data/<key>.
         storage_bytes: length of the record.
-        offset: of its first element in the record, in elements.
+        offset: offset of its first element in the record, in elements.
         shape: its sizes.
         strides: in elements.
         is_plain: False if it is a lazy conjugate or negative of the elements.
@@ -160,7 +159,7 @@ class _Rebuild:
         return tensor
 
     def encode(self, text: str, encoding: str) -> bytes:
-        # How protocol 2 says bytes.
+        # Protocol 2 encodes bytes as text.
         if encoding != "latin1":
             raise ValueError(f"bytes as {encoding!r}")
         return text.encode("latin1")
@@ -239,10 +238,10 @@ def load_metadata(data: bytes, where: str, *, trust_pickle: bool = False) -> Met
     Args:
         data: its bytes.
         where: its path, for errors.
-        trust_pickle: import and call whatever else it names.
+        trust_pickle: import and call any other function that it names.
 
     Raises:
-        DataError: it names something else, or is no such pickle.
+        DataError: it names a function or class that is not allowed, or is no such pickle.
     """
     found = _load(data, _allow_metadata_globals(), where, trusted=trust_pickle)
     if not isinstance(found, Metadata):

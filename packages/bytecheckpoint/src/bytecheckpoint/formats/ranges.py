@@ -1,4 +1,4 @@
-"""What the readers of other formats share: small reads of large files, and the index they build."""
+"""Shared by the readers of other formats: small reads of large files, and building the index."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Chunk(NamedTuple):
     """A box of a tensor whose elements lie in a file in row-major order.
 
     Attributes:
-        name: of the tensor.
-        box: in its global index space.
+        name: name of the tensor.
+        box: box in its global index space.
         file: name of the file.
         start: offset of its first byte there.
     """
@@ -37,10 +37,10 @@ class Chunk(NamedTuple):
 
 
 class Window:
-    """Reads a file here and there through its last two windows of 64 KiB.
+    """Random access to a file through a cache of its last two windows of 64 KiB.
 
-    Archives one after another are read from their end and their beginning: the end of one and the
-    beginning of the next share a window, and so do many small archives.
+    Concatenated archives are read at their end and their beginning: the end of one and the
+    beginning of the next are in the same window, and so are many small archives.
     """
 
     def __init__(self, storage: Storage, path: str) -> None:
@@ -91,9 +91,9 @@ def build_index(
 
     Args:
         tensors: type and global shape by name.
-        chunks: of them, in any order; empty boxes are left out.
-        files: what there is of them.
-        where: the folder, for errors.
+        chunks: boxes of them, in any order; empty boxes are left out.
+        files: sizes of the files by name.
+        where: the folder, shown in errors.
         aliases: names of tied tensors, and the name each is stored under.
 
     Raises:

@@ -1,8 +1,8 @@
-"""The formats of checkpoints beside our own: how each is recognised and read.
+"""Registry of the formats of checkpoints beside our own: how each is recognised and read.
 
-`bytecheckpoint.open`, and with it loading, `inspect`, `diff` and conversion, read this list. What
-writes them is listed, under the same names, in `bytecheckpoint.tools.writers.registry`: reading does
-not depend on writing.
+`bytecheckpoint.open`, and with it loading, `inspect`, `diff` and conversion, use this list. Writers
+are listed under the same names in `bytecheckpoint.tools.writers.registry`, because reading does not
+depend on writing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Format(NamedTuple):
     """One format.
 
     Attributes:
-        kind: what `Checkpoint.kind` says of a checkpoint in this format.
-        pattern: of file names; a folder that holds such a file has this format.
+        kind: value of `Checkpoint.kind` for this format.
+        pattern: pattern of file names; a folder that holds such a file has this format.
         reader: called with a `Storage` and a path in it; returns the `Index` of the tensors, and
             the tree of everything else (see `bytecheckpoint.state.values`), None where the format
             holds tensors only. Raises DataError for what is damaged. A text "module:attribute" is
@@ -67,7 +67,7 @@ def find_folder_format(names: Iterable[str]) -> Format | None:
     """Finds the format of a folder.
 
     Args:
-        names: of the files in it.
+        names: names of the files in it.
 
     Returns:
         The first format in the registry that has a file there, None if there is none.

@@ -1,8 +1,8 @@
 """Single files of torch.save, read in place by byte ranges.
 
-The pickle in such a file describes the nested state, and says of each tensor in which record of the
-archive its elements lie. That is all an index needs; `torch.load` of a whole file needs its size in
-memory, or a memory map, which object stores do not have.
+The pickle in such a file describes the nested state, and names for each tensor the record of the
+archive that holds its elements, which is enough to build an index. `torch.load` instead needs
+memory for the whole file, or a memory map, which object stores lack.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def read_index(storage: Storage, path: str) -> tuple[Index, dict[str, Any]]:
     """Reads the directory and the pickle of a file; no code that the pickle names is run.
 
     Args:
-        storage: where it lies.
-        path: of the file. The index names it without its folder.
+        storage: storage that holds it.
+        path: path of the file. The index names it without its folder.
 
     Returns:
         The index, and the tree of everything else (see `bytecheckpoint.state.values`). Tensors are

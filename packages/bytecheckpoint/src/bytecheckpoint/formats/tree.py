@@ -1,4 +1,4 @@
-"""Between the tree of a checkpoint's values and the nested or flat values of other formats.
+"""Converts between a checkpoint's tree of values and nested or flat values of other formats.
 
 The tree (see `bytecheckpoint.state.values`) has modules and optimizers as leaves of their own, whose
 tensors it does not mention. Expanded, they become what torch calls their state: parameters by name,
@@ -33,15 +33,15 @@ class Flat(NamedTuple):
 
 
 def encode(value: Any, path: str, leaf: Callable[[Any, str], Any] = encode_leaf) -> Any:
-    """The tree of a nested value.
+    """Encodes a nested value as a tree.
 
     Args:
         value: dictionaries, lists and tuples of leaves.
-        path: its name, for what is in it and for errors.
-        leaf: encodes what is no container.
+        path: name of the value, the beginning of the names inside it, also shown in errors.
+        leaf: function that encodes a value that is not a container.
 
     Raises:
-        DataError: JSON cannot say it.
+        DataError: the value cannot be encoded as JSON.
     """
     try:
         return _encode(value, path, leaf)

@@ -1,4 +1,4 @@
-"""Has Accelerator.save_state and load_state keep what is large in our format."""
+"""Makes Accelerator.save_state and load_state store models and other objects in our format."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _FOLDER = "bytecheckpoint"
 def attach(accelerator: Accelerator, objects: dict[str, Any]) -> None:
     """Saves and loads objects with every `accelerator.save_state` and `load_state` from now on.
 
-    The models' weights are then no longer written by Accelerate; they, and everything else in
-    `objects`, are in the subfolder `bytecheckpoint` with checksums, each tensor once, and load into
-    any number of ranks. Optimizers and schedulers, Accelerate writes as well, and on loading takes
-    its own. Under its FSDP and DeepSpeed plugins it writes models by itself too; use `Checkpointer`
+    Accelerate then no longer writes the models' weights; they, and everything else in `objects`,
+    are stored in the subfolder `bytecheckpoint` with checksums, each tensor once, and load on any
+    number of ranks. Accelerate still writes optimizers and schedulers, and loads its own copies.
+    Under its FSDP and DeepSpeed plugins Accelerate also writes models itself: use `Checkpointer`
     there.
 
     Args:
-        accelerator: which has prepared the models.
-        objects: what to save by name, as `accelerator.prepare` returned it: at least all models.
+        accelerator: the Accelerator that has prepared the models.
+        objects: objects to save, by name, as `accelerator.prepare` returned them: at least all
+            models.
     """
 
     def state() -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""Storage of torch.distributed.checkpoint in our format, for programs that stay with its calls.
+"""Storage of torch.distributed.checkpoint in our format, for programs that keep its calls.
 
 `dcp.save(state, storage_writer=DCPWriter(path))` and `dcp.load(state, storage_reader=
 DCPReader(path))` keep torch's planners and collectives, and get checksums, an atomic commit and
-reads of only the bytes that are needed. What the planner gives a rank to write, the rank lays out
-by itself; the coordinator puts the index together from what all ranks report.
+reads of only the bytes that are needed. Each rank lays out the items that the planner assigns to
+it; the coordinator builds the index from the reports of all ranks.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _NUM_THREADS = 2
 
 
 class _Task(NamedTuple):
-    """What a rank must know to write: the folder of this save, and who it is."""
+    """What a rank needs for writing: the folder of this save, and its own number."""
 
     folder: str
     rank: int
 
 
 class _Written(NamedTuple):
-    """What the coordinator must know of a piece that was written."""
+    """A rank's report to the coordinator of a piece that was written."""
 
     box: Box
     start: int
@@ -155,7 +155,7 @@ class DCPWriter(StorageWriter):
         """
         results = []
         pieces = []
-        # Nobody is told when a rank failed, so that rank removes what others have written as well.
+        # No other rank learns of a failure, so the failed rank also removes the others' files.
         with commit.discard_on_error(open_storage(self._url), "", plan.storage_data.folder):
             for item in plan.items:
                 if item.type == WriteItemType.BYTE_IO:
@@ -268,7 +268,7 @@ class DCPWriter(StorageWriter):
 
 
 def _decode_tree(data: io.BytesIO, name: str) -> Any:
-    # What was pickled in this very process may be unpickled in it.
+    # Unpickling is safe here: this process made the pickle.
     data.seek(0)
     return encode(torch.load(data, map_location="cpu", weights_only=False), name)
 
@@ -276,9 +276,9 @@ def _decode_tree(data: io.BytesIO, name: str) -> Any:
 class DCPReader(StorageReader):
     """A storage reader for torch.distributed.checkpoint.load.
 
-    Reads our checkpoints, folders of DCP itself and of safetensors files; of each only the bytes
-    that are wanted. Values that are no tensors reach the planner, which unpickles them, as pickles
-    made here; no pickle of a file does, unless it is to be trusted.
+    Reads our checkpoints, DCP folders and folders of safetensors files, and of each only the bytes
+    that are wanted. The planner unpickles non-tensor values, so it gets pickles made here; pickles
+    from a file reach it only with `trust_pickle`.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class DCPReader(StorageReader):
         Args:
             path: its folder, or its URL.
             verify: compare blocks with their checksums, where there are any.
-            trust_pickle: let values of DCP folders run the code that their pickles name.
+            trust_pickle: allow pickled values in DCP folders to run the code that they name.
         """
         super().__init__()
         self._url = os.fspath(path)
@@ -315,7 +315,7 @@ class DCPReader(StorageReader):
         return self._source.num_bytes_read if self._source is not None else 0
 
     def read_metadata(self) -> dcp.Metadata:
-        """What the checkpoint holds, each tensor as one chunk; only small files are read.
+        """The checkpoint's metadata, each tensor as one chunk; only small files are read.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
@@ -357,7 +357,7 @@ class DCPReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what the planner wants, all of it in as few and large reads as possible.
+        """Reads all items of the plan, in few large reads.
 
         Raises:
             DataError: a file is damaged or missing, or a value's pickle was refused.

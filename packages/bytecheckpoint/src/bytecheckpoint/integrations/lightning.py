@@ -1,4 +1,4 @@
-"""Checkpoints for Lightning's Trainer, written behind training."""
+"""Checkpoints for Lightning's Trainer, written in the background."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["CheckpointCallback"]
 class CheckpointCallback(Callback):
     """Saves model, optimizers, schedulers, random numbers and the loop's progress, and resumes.
 
-    Takes the place of ModelCheckpoint and `ckpt_path`: `fit` goes on from the newest checkpoint if
-    there is one, on any number of ranks. To go on in the middle of an epoch give it a loader that
-    can, as `LoaderState.track` makes, in `extra` too; others begin the epoch again.
+    Replaces ModelCheckpoint and `ckpt_path`: `fit` resumes from the newest checkpoint if there is
+    one, on any number of ranks. To resume in the middle of an epoch, train with a loader made by
+    `LoaderState.track` and add it to `extra`; other loaders restart the epoch.
 
     Example::
 
@@ -57,13 +57,13 @@ class CheckpointCallback(Callback):
         self._rng = None if self._last_step is None else rng_state().state_dict()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
-        """Sets the random numbers again that beginning to read a begun epoch has drawn from."""
+        """Restores the random states again, because resuming an epoch has drawn random numbers."""
         if self._rng is not None and args[1] > 0:  # the batch's number
             rng_state().load_state_dict(self._rng)
         self._rng = None
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
-        """Saves, if a step ended and it is its turn."""
+        """Saves if a step ended that is a multiple of `every_n_steps`."""
         step = trainer.global_step
         if step and step % self._every_n_steps == 0 and step != self._last_step:
             assert self._checkpointer is not None, "fitting starts before its first batch ends"

@@ -1,7 +1,7 @@
 """Checkpoints for the Trainer of Hugging Face transformers, written in the background.
 
-The Trainer's own loop decides what it skips when it resumes, by a folder with its counters. It gets
-one that is empty of weights, and the callback then loads everything in place.
+When the Trainer resumes, it skips batches by the counters in a checkpoint folder. It gets a folder
+without weights, and the callback then loads everything in place.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CheckpointCallback(TrainerCallback):
 
         Args:
             url: folder of the run.
-            every_n_steps: between two checkpoints; whenever the Trainer saves by default.
+            every_n_steps: steps between two checkpoints; None: whenever the Trainer saves.
             extra: further objects to save and load.
             **options: of `Checkpointer`: keep, when_busy, stage, ...
         """
@@ -74,7 +74,7 @@ class CheckpointCallback(TrainerCallback):
         self._folder = tempfile.TemporaryDirectory(prefix="bytecheckpoint-")
         folder = Path(self._folder.name)
         (folder / "trainer_state.json").write_text(state)
-        # The Trainer wants to find all weights somewhere; what it finds there is none.
+        # The Trainer requires a weights file; this one is empty.
         save_file({}, folder / "none.safetensors")
         index = {"weight_map": dict.fromkeys(weights, "none.safetensors")}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -97,7 +97,7 @@ class CheckpointCallback(TrainerCallback):
             self._folder.cleanup()
 
     def on_step_begin(self, *args: Any, **objects: Any) -> None:
-        """Sets the random numbers again that skipping batches has drawn from."""
+        """Restores the random states again, because skipping batches has drawn random numbers."""
         if self._rng is not None:
             rng_state().load_state_dict(self._rng)
             self._rng = None
@@ -109,7 +109,7 @@ class CheckpointCallback(TrainerCallback):
         control: TrainerControl,
         **objects: Any,
     ) -> None:
-        """Saves, if it is this step's turn."""
+        """Saves if the step is a multiple of `every_n_steps`."""
         if self._every_n_steps is not None and state.global_step % self._every_n_steps == 0:
             self._save(state, objects)
 
@@ -137,7 +137,7 @@ class CheckpointCallback(TrainerCallback):
         optimizer = objects["optimizer"]
         return {
             "model": objects["model"],
-            # Accelerate hands out a wrapper.
+            # Accelerate returns a wrapper.
             "optimizer": getattr(optimizer, "optimizer", optimizer),
             "scheduler": objects["lr_scheduler"],
             "rng": rng_state(),

@@ -1,1 +1,1 @@
-"""Loading: which bytes are read, by which rank, into which tensors."""
+"""Loading: chooses which rank reads which bytes, and copies them into tensors."""

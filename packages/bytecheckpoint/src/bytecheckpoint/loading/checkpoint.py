@@ -1,4 +1,4 @@
-"""One checkpoint, opened for looking and for reading slices: `bcp.open(path)["name"][a:b]`."""
+"""An open checkpoint, to inspect it and to read slices: `bcp.open(path)["name"][a:b]`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = ["Checkpoint", "View", "open", "open_any", "open_in"]
 
 
 class View:
-    """A stored tensor; slicing it reads what the slice needs.
+    """A stored tensor; slicing it reads only the bytes that the slice needs.
 
     Attributes:
-        name: of the tensor.
-        shape: of the whole.
-        dtype: of its elements.
+        name: name of the tensor.
+        shape: shape of the whole tensor.
+        dtype: type of its elements.
     """
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
@@ -52,7 +52,7 @@ class View:
         return f"View({self.name!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
     def __getitem__(self, key: Any) -> Tensor:
-        """Reads a slice; as of a tensor, with integers, slices and `...`.
+        """Reads a slice, indexed as a tensor with integers, slices and `...`.
 
         Raises:
             IndexError: there is no such element.
@@ -92,11 +92,11 @@ class Checkpoint:
     """An open checkpoint; close it, or use it in a `with` block.
 
     Attributes:
-        source: what it is read from.
-        kind: "native", or of another format: "dcp", "hf" or "torch".
-        step: of training, None where it does not say.
+        source: reader of its files.
+        kind: its format: "native", "dcp", "hf" or "torch".
+        step: step of training, None where it does not say.
         world_size: ranks that wrote it.
-        trace: what took how long in reads.
+        trace: times of the reads.
     """
 
     def __init__(self, source: Source) -> None:
@@ -130,7 +130,7 @@ class Checkpoint:
         """A tensor by name; reads nothing yet.
 
         Raises:
-            KeyError: there is none; names similar ones.
+            KeyError: there is none; the message lists similar names.
         """
         if name not in self:
             tail = name.rpartition(".")[2]
@@ -141,17 +141,17 @@ class Checkpoint:
 
     @property
     def index(self) -> Index:
-        """What lies where."""
+        """Which bytes of which file hold each tensor."""
         return self.source.index
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors, tied ones included."""
+        """Names of all tensors, tied ones included."""
         return [*self.index.names, *self.index.aliases]
 
     @property
     def extra(self) -> Any:
-        """The tree of everything else, with views in place of tensors."""
+        """The nested non-tensor values of the state, with views in place of tensors."""
         return decode_tree(self.source.extra["tree"], self.__getitem__)
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
@@ -159,7 +159,7 @@ class Checkpoint:
 
         Raises:
             KeyError: there is no such tensor.
-            DataError: the box leaves it, or a block read for it is damaged.
+            DataError: the box exceeds the tensor, or a block read for it is damaged.
         """
         view = self[name]
         box = box or Box((0,) * len(view.shape), view.shape)
@@ -178,7 +178,7 @@ class Checkpoint:
         return values
 
     def close(self) -> None:
-        """Lets go of files and connections."""
+        """Closes files and connections."""
         self.source.storage.close()
 
 
@@ -186,23 +186,23 @@ def open(path: str | os.PathLike[str], *, verify: bool = True) -> Checkpoint:
     """Opens a checkpoint: ours, a folder of torch's DCP, or one of safetensors files.
 
     Args:
-        path: of its folder, or a URL that fsspec opens.
+        path: path of its folder, or a URL that fsspec opens.
         verify: compare blocks with their checksums where there are any.
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: its small files are damaged.
+        FileNotFoundError: there is no checkpoint.
+        DataError: its manifest, index or values file is damaged.
     """
     root, name = split_url(os.fspath(path))
     return open_in(open_storage(root), name, verify=verify)
 
 
 def open_any(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens what `open` opens, and local checkpoints that are one file, as torch.save writes.
+    """Opens what `open` opens, and also local single-file checkpoints, as torch.save writes.
 
     Raises:
-        FileNotFoundError: there is none.
-        DataError: it is damaged, or cannot be read by ranges.
+        FileNotFoundError: there is no checkpoint.
+        DataError: it is damaged, or cannot be read by byte ranges.
     """
     if not os.path.isfile(path):
         return open(path)

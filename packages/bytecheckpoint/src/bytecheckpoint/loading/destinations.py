@@ -1,8 +1,8 @@
-"""Where a checkpoint's elements go in a state, and how everything else gets back into it.
+"""Maps a checkpoint's elements to a state's tensors, and restores the non-tensor values.
 
-Checked as a whole before anything is written: names, shapes and types, all of them in one message.
+All names, shapes and types are checked before anything is written, and reported in one message.
 Tensors are written to in place; objects with `load_state_dict` get what they saved; numbers and
-texts are replaced in the dictionaries and lists they stand in.
+strings are replaced in the dictionaries and lists that hold them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 
 
 class Destination(NamedTuple):
-    """Where a box of a tensor goes.
+    """The memory that a box of a tensor is loaded into.
 
     Attributes:
-        name: of the tensor in the checkpoint.
-        box: in its global index space.
-        tensor: of the box's sizes; the user's memory.
-        dtype: of the elements in the checkpoint.
+        name: name of the tensor in the checkpoint.
+        box: box in its global index space.
+        tensor: the user's tensor, of the box's sizes.
+        dtype: type of the elements in the checkpoint.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Destinations:
     """A state, checked against a checkpoint.
 
     Attributes:
-        places: where elements go.
+        places: destinations of the tensors' elements.
         wrong: names, shapes and types that cannot be loaded, as sentences.
-        missing: what the state has and the checkpoint has not.
-        unexpected: what the checkpoint has and this rank's state has not.
-        restore_values: puts everything that is no tensor back, when the tensors are.
-        made: optimizer state that was made so that it can be loaded.
+        missing: names in the state but not in the checkpoint.
+        unexpected: names in the checkpoint but not in this rank's state.
+        restore_values: function that restores non-tensor values, called after the tensors.
+        made: optimizer state that was created so that it can be loaded.
     """
 
     places: list[Destination] = field(default_factory=list)
@@ -69,10 +69,10 @@ class Destinations:
     made: list[tuple[torch.optim.Optimizer, Tensor, str]] = field(default_factory=list)
 
     def check(self, *, strict: bool) -> None:
-        """Refuses what does not fit, all of it in one message.
+        """Raises one error for everything that does not fit.
 
         Raises:
-            DataError: lists every name, shape and type that does not.
+            DataError: lists every name, shape and type that does not fit.
         """
         problems = [*self.wrong]
         if strict:
@@ -88,7 +88,7 @@ class Destinations:
             )
 
     def take_back(self) -> None:
-        """Removes optimizer state that was made for a load that failed."""
+        """Removes optimizer state that was created for a load that failed."""
         for optimizer, parameter, key in self.made:
             optimizer.state[parameter].pop(key, None)
             if not optimizer.state[parameter]:
@@ -103,16 +103,16 @@ def find_destinations(
     *,
     cast: bool,
 ) -> Destinations:
-    """Finds where everything of a checkpoint goes in a state, and what does not fit.
+    """Finds where a checkpoint's tensors and values go in a state, and what does not fit.
 
     Args:
         state: as for saving, in any layout.
         source: the checkpoint.
-        rank, world_size: of those who load.
+        rank, world_size: this rank, and the number of ranks that load.
         cast: whether element types may differ.
 
     Raises:
-        DataError: the state or the checkpoint cannot be understood.
+        DataError: the state or the checkpoint has invalid content.
     """
     index = source.index
     local = describe(state, rank)
@@ -142,7 +142,7 @@ def find_destinations(
         raise
 
     def restore_values() -> None:
-        # What is missing was found before; the lists are the caller's.
+        # Missing names were found in the first pass; these lists are discarded.
         walk.apply, walk.missing, walk.unexpected = True, [], []
         if has_values:
             walk.visit("", state, saved.root)
@@ -163,11 +163,13 @@ def _fill(
 ) -> None:
     local = walk.local
     for alias, name in local.aliases.items():
-        # Tied here, and stored under the other name.
+        # Tied in this state, and stored under the other name.
         if name not in stored and alias in stored:
             stored[name], stored_as[name] = stored[alias], stored_as[alias]
         elif alias in stored and positions[stored_as[alias]] != positions[stored_as[name]]:
-            _log.warning("%s is tied to %s, and stored apart: the latter is loaded", alias, name)
+            _log.warning(
+                "%s is tied to %s, but stored separately: the latter is loaded", alias, name
+            )
     for name, (dtype, shape, pieces) in local.tensors.items():
         if name in walk.fresh:
             continue
@@ -213,15 +215,15 @@ def _fill(
 
 
 def _is_of_rank(name: str, local: LocalState) -> bool:
-    """Whether a tensor belongs to an object that differs by rank, which decides for itself."""
+    """Whether a tensor belongs to an object that differs by rank and restores itself."""
     return any(name.startswith(f"{path}.rank") for path in local.rank_trees)
 
 
 def _map_names(state: dict[str, Any], source: Source, local: LocalState) -> dict[str, str]:
-    """The checkpoint's names by the names that a state of this form gives the same tensors.
+    """Maps this state's tensor names to the checkpoint's.
 
-    A folder of safetensors names a model's tensors from the model on; torch's own optimizer states
-    name parameters so as well.
+    In a folder of safetensors, names begin below the model's key; in torch's own optimizer states
+    the names of parameters do too.
     """
     names = list(source.index.position)
     if not source.has_values:
@@ -270,7 +272,7 @@ class _Restore:
         self._world_size = world_size
 
     def visit(self, path: str, value: Any, nodes: list[Any]) -> Any:
-        """Compares or applies; returns what is to stand in the value's place."""
+        """Compares or applies; returns the value's replacement."""
         if isinstance(value, np.ndarray) and not value.flags.writeable:
             raise DataError(f"{path}: expected an array to load into, this one is read-only")
         if isinstance(value, Tensor | FlatShard | np.ndarray):
@@ -408,12 +410,12 @@ class _Restore:
         return decode_tree(tree, self._tensor)
 
     def _tensor(self, name: str) -> Any:
-        """A tensor inside saved values: the user's where there is one, else one of its own."""
+        """A tensor inside saved values: the user's if there is one, else a new one."""
         if not self._is_tensor(name):
             raise DataError(f"extra values name the tensor {name!r}, which is not stored")
         dtype, shape = self._stored[name]
         own = self.local.values.get(self.local.aliases.get(name, name))
-        # An object that saves itself may keep tensors whose sizes change as it goes.
+        # An object with `state_dict` may hold tensors whose sizes change over time.
         is_fit = own is not None and (type(own) is not Tensor or own.shape == shape)
         if is_fit and name not in self.fresh:
             return own
@@ -426,7 +428,7 @@ class _Restore:
 
 
 def _list_groups(node: dict[str, Any]) -> list[dict[str, Any]]:
-    """An optimizer's groups as ours: names of parameters, and settings; torch's own form too."""
+    """A stored optimizer's groups, ours or torch's, as names of parameters and settings."""
     if "$optimizer" in node:
         return node["$optimizer"]["groups"]
     return [

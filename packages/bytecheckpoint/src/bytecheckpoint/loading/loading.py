@@ -1,4 +1,4 @@
-"""Loading: into whatever layout the state has, verified, on all ranks or on none."""
+"""Loads a checkpoint into a state of any layout, verified, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class LoadReport:
     """What a load did on this rank.
 
     Attributes:
-        step: of the checkpoint, None where it does not say.
-        num_bytes: of the elements that went into this rank's tensors.
-        num_bytes_read: from storage, by this rank, for tensors and their checksums.
-        is_shared: whether ranks read for one another.
-        missing: what the state has and the checkpoint has not; empty if strict.
-        unexpected: what the checkpoint has and the state has not; empty if strict.
-        seconds: it took.
-        trace: what took how long.
+        step: step of the checkpoint, None where it does not say.
+        num_bytes: number of bytes of the elements that went into this rank's tensors.
+        num_bytes_read: bytes this rank read from storage, for tensors and their checksums.
+        is_shared: whether ranks read data once and sent it to each other.
+        missing: names in the state but not in the checkpoint; empty if strict.
+        unexpected: names in the checkpoint but not in the state; empty if strict.
+        seconds: duration of the load.
+        trace: times of its stages.
     """
 
     step: int | None
@@ -83,8 +83,8 @@ def load_state(
 
     Args:
         team: the ranks.
-        storage: where the checkpoint lies.
-        path: of its folder.
+        storage: storage that holds the checkpoint.
+        path: path of its folder.
         state: as for saving, in any layout; tensors are written to in place.
         strict: whether the state and the checkpoint must have the same names.
         atomic: copy only when everything has been read and verified on all ranks, so that a load
@@ -92,19 +92,20 @@ def load_state(
             theirs after that, and may still refuse it in `load_state_dict`.
         verify: compare every block with its checksum before it is used.
         cast: convert elements whose type differs from the checkpoint's.
-        dedupe: whether ranks read for one another what several want; "auto" decides by rates.
-        rates: of storage and network; by default a first read and exchange are timed.
-        num_threads: reads at a time; by default what suits the storage.
+        dedupe: whether data that several ranks need is read once and sent to the others: "always",
+            "never", or "auto", which decides by `rates`.
+        rates: rates of storage and network; by default a first read and exchange are timed.
+        num_threads: number of parallel reads; None: chosen by kind of storage.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
         DataError: it is damaged, or does not fit the state; all ranks raise. The message names
-            the tensors that were overwritten already; without `atomic` there may be some, if a
-            data block is damaged.
+            the tensors that were already overwritten: none with `atomic`, perhaps some without it
+            if a data block is damaged.
         CommError: a rank is missing.
     """
     if dedupe not in ("auto", "always", "never"):
-        raise ConfigError(f"dedupe must be 'auto', 'always' or 'never', got {dedupe!r}")
+        raise ConfigError(f"dedupe: expected 'auto', 'always' or 'never', got {dedupe!r}")
     begin = time.perf_counter()
     trace = Trace(team.rank)
     with trace.span("open"):
@@ -121,7 +122,7 @@ def load_state(
             found.take_back()
         raise
     finally:
-        # Open files would hold the disk space of checkpoints that are removed later.
+        # Open files would keep the disk space of checkpoints that are removed later.
         storage.close()
     error = None
     try:
@@ -142,7 +143,7 @@ def load_state(
 
 
 def _open_together(team: Team, storage: Storage, path: str, verify: bool) -> Source:
-    """The checkpoint, whose small files the coordinator reads for all."""
+    """Opens the checkpoint; the coordinator reads its small files for all ranks."""
     sent, error = None, None
     if team.is_coordinator:
         try:
@@ -157,7 +158,7 @@ def _open_together(team: Team, storage: Storage, path: str, verify: bool) -> Sou
 def _destinations(
     team: Team, source: Source, state: dict[str, Any], *, strict: bool, cast: bool
 ) -> Destinations:
-    """Where everything goes; refuses, on all ranks, what is misfit on any."""
+    """Finds all destinations; raises on all ranks if the state of any rank does not fit."""
     found, error = None, None
     try:
         found = find_destinations(state, source, team.rank, team.world_size, cast=cast)
@@ -166,7 +167,7 @@ def _destinations(
     try:
         team.agree(error)
         assert found is not None, "a rank without destinations has failed"
-        # What one rank has no place for may be another's: a stage's, or a rank's own.
+        # Names that this rank lacks may belong to another rank, such as a pipeline stage's.
         found.unexpected = team.in_all(found.unexpected)
         try:
             found.check(strict=strict)
@@ -181,7 +182,7 @@ def _destinations(
 
 
 class _Loading:
-    """The reading of one load: into places, or into memory beside them first."""
+    """The reads of one load: into the destinations, or into a second copy first."""
 
     def __init__(
         self,
@@ -201,7 +202,7 @@ class _Loading:
         self._is_apart = is_apart
         self._error: Exception | None = None
         self._touched: set[int] = set()
-        # Another type is converted by a copy of its own.
+        # Elements of another type are converted by a separate copy.
         self._targets = [
             (place.box, torch.empty(place.box.sizes, dtype=place.dtype))
             if is_apart or place.dtype != place.tensor.dtype
@@ -221,12 +222,12 @@ class _Loading:
         *,
         is_apart: bool,
     ) -> _Loading:
-        """Makes one, on all ranks or on none: a second copy may not fit on one of them."""
+        """Creates one, on all ranks or on none: a second copy may exceed one rank's memory."""
         made, error = None, None
         try:
             made = cls(team, source, found, trace, num_threads, is_apart=is_apart)
             for device in {p.tensor.device for p in found.places if p.tensor.is_cuda}:
-                # Reading threads do not queue behind the work of the caller's streams.
+                # Reading threads do not wait for the work on the caller's streams.
                 torch.cuda.synchronize(device)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
             error = caught
@@ -235,7 +236,7 @@ class _Loading:
         return made
 
     def read(self, dedupe: Dedupe, rates: Rates | None) -> bool:
-        """Reads everything; returns whether ranks read for one another."""
+        """Reads everything; returns whether ranks shared their reads."""
         team, source = self._team, self._source
         with self._trace.span("plan"):
             alone = plan_units(source, self._wants)
@@ -260,7 +261,7 @@ class _Loading:
         return True
 
     def _check_fronts(self) -> None:
-        """Refuses, on all ranks, files whose header or table of checksums is damaged."""
+        """Raises on all ranks if the header or checksum table of a file is damaged."""
         error = None
         try:
             self._source.check_fronts(self._team.rank, self._team.world_size)
@@ -269,7 +270,7 @@ class _Loading:
         self._team.agree(error)
 
     def finish(self) -> None:
-        """Raises what went wrong on any rank, or puts what was read apart in its place."""
+        """Raises the error of any rank, or else copies the second copy, if any, to its place."""
         if self._team.maximum([self._error is not None])[0]:
             names: set[str] = set()
             if not self._is_apart:
@@ -286,7 +287,7 @@ class _Loading:
         self._team.agree(error)
 
     def _raise_everywhere(self, overwritten: set[str]) -> None:
-        """The same error on all ranks, with the names of tensors that no longer are as before."""
+        """Raises the same error on all ranks, with the names of overwritten tensors."""
         failure = None if self._error is None else Failure.of(self._error, self._team.rank)
         own = msgspec.msgpack.encode((failure, sorted(overwritten)))
         told = [
@@ -324,7 +325,7 @@ class _Loading:
             self._error = error
 
     def _is_shared(self, dedupe: Dedupe, rates: Rates | None, alone: list[Unit]) -> bool:
-        """Whether ranks read for one another; all come to the same answer."""
+        """Whether ranks share their reads; all ranks get the same answer."""
         team, source = self._team, self._source
         if team.world_size == 1 or dedupe != "auto":
             return team.world_size > 1 and dedupe == "always"
@@ -336,7 +337,7 @@ class _Loading:
         *wanted, alone_bytes, num_boxes = team.total(counts).tolist()
         if max(wanted, default=0) < 2:
             return False
-        # Rows of which ranks want parts that do not meet are counted as if they did.
+        # An estimate: rows of which ranks want disjoint parts count as shared.
         once_bytes = int(row_bytes[[count > 0 for count in wanted]].sum())
         return pays(
             rates or measure(team, source, alone),

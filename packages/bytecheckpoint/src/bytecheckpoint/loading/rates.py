@@ -1,4 +1,4 @@
-"""Whether reading for one another pays: how fast storage and network are, given or measured."""
+"""Decides whether shared reads are faster, from rates of storage and network."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from shared.errors import ConfigError
 
 __all__ = ["Rates", "measure", "pays"]
 
-# Small against what a load reads, large against a request's latency.
+# Bytes: few compared with a load, but enough that a request's latency does not dominate.
 _PROBE_BYTES = 1024 * 1024
-# What packing, sending and placing one box costs a rank beside its bytes.
+# Cost of packing, sending and placing one box on a rank, beside the cost of its bytes.
 _BOX_S = 40e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast bytes come, for all ranks together.
+    """Transfer rates of all ranks together.
 
     Attributes:
-        storage_bytes_per_s: from the storage.
-        network_bytes_per_s: between ranks.
+        storage_bytes_per_s: bytes per second read from the storage.
+        network_bytes_per_s: bytes per second sent between ranks.
     """
 
     storage_bytes_per_s: float
@@ -37,20 +37,20 @@ class Rates:
 
     def __post_init__(self) -> None:
         if not (self.storage_bytes_per_s > 0 and self.network_bytes_per_s > 0):
-            raise ConfigError(f"rates must be above 0 bytes a second, got {self}")
+            raise ConfigError(f"expected rates above 0 bytes/s, got {self}")
 
 
 def pays(
     rates: Rates, *, alone_bytes: int, once_bytes: int, num_boxes: int, num_ranks: int
 ) -> bool:
-    """Whether reading once and sending takes less time than reading several times.
+    """Whether reading data once and sending it takes less time than reading it on every rank.
 
     Args:
-        rates: of storage and network; the same on all ranks, as everything here.
-        alone_bytes: that all ranks read if each reads for itself.
-        once_bytes: that they read if each byte is read once; the rest is sent.
-        num_boxes: that are wanted, by all ranks.
-        num_ranks: that read.
+        rates: rates of storage and network; the same on all ranks, as everything here.
+        alone_bytes: bytes that all ranks together read if each reads for itself.
+        once_bytes: bytes that they read if each byte is read once; the rest is sent.
+        num_boxes: number of boxes that all ranks together need.
+        num_ranks: number of ranks that read.
     """
     alone_s = alone_bytes / rates.storage_bytes_per_s
     once_s = once_bytes / rates.storage_bytes_per_s
@@ -63,22 +63,22 @@ def measure(team: Team, source: Source, units: Sequence[Unit]) -> Rates:
 
     Args:
         team: at least two ranks.
-        source: read from.
-        units: what this rank would read alone; the largest is tried.
+        source: the checkpoint to read from.
+        units: the reads of this rank without sharing; the largest is timed.
     """
     group = team.group
-    assert group is not None, "one rank alone has nobody to share with"
+    assert group is not None, "shared reads need two or more ranks"
     largest = max(units, key=lambda unit: unit.stop - unit.start, default=None)
     num_bytes = min(_PROBE_BYTES, largest.stop - largest.start) if largest else 0
     buffer = torch.empty(num_bytes, dtype=torch.uint8)
     begin = time.perf_counter()
-    with suppress(OSError):  # the load itself meets it again, and says so
+    with suppress(OSError):  # the load itself will meet and report it
         if largest is not None:
             path = source.path(largest.file)
             source.storage.read_into(path, largest.start, buffer.numpy().data)
     storage_s = time.perf_counter() - begin
     sent, received = torch.empty(2, _PROBE_BYTES, dtype=torch.uint8)
-    team.maximum([0])  # so that nobody's message waits for another's read
+    team.maximum([0])  # so that no message waits for another rank's read
     begin = time.perf_counter()
     ring = Round(
         send_to=(team.rank + 1) % team.world_size,
@@ -88,7 +88,7 @@ def measure(team: Team, source: Source, units: Sequence[Unit]) -> Rates:
     )
     post_rounds(group, [ring], op="probe").wait_all()
     network_s = time.perf_counter() - begin
-    # A rank that reads nothing has nothing to say of the storage.
+    # A rank that reads nothing measures no storage rate.
     per_byte_s = storage_s / num_bytes if num_bytes else 0.0
     slowest = team.maximum([int(per_byte_s * 1e15), int(network_s * 1e9)])
     return Rates(

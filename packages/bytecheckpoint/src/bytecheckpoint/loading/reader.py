@@ -1,9 +1,9 @@
-"""Reads the boxes a rank wants: only the bytes needed, in few large reads, each used once.
+"""Reads the boxes that a rank wants: only the bytes needed, in few large reads, each used once.
 
-What is wanted becomes intervals of bytes; intervals grow to whole checksum blocks, near ones join,
-and long ones are cut into units that several threads read. Whatever part of a chunk a
-unit holds is a range of the chunk's flat order, so a few boxes (`decompose`), each contiguous in
-the buffer; what of them is wanted is copied from there, blocks verified before.
+The wanted boxes become intervals of bytes; intervals grow to whole checksum blocks, near ones are
+joined, and long ones are cut into units that several threads read. The part of a chunk in a unit is
+a range of the chunk's flat order, hence a few boxes (`decompose`), each contiguous in the buffer.
+Blocks are verified, and then the wanted parts are copied from the buffer.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ __all__ = [
     "read_units",
 ]
 
-# Largest read, and how many run at a time, by whether storage is a file system: requests to an
-# object store take long to answer, and many at once do not disturb one another.
+# Largest read, and number of parallel reads, by whether the storage is a file system: requests to
+# an object store have a long latency, and many at once do not slow each other down.
 UNIT_BYTES = {True: 16 * 1024 * 1024, False: 8 * 1024 * 1024}
 NUM_THREADS = {True: 2, False: 8}
 
-# Reading on is cheaper than another read when so little lies between.
+# Gap in bytes up to which two ranges are read as one, because another read costs more.
 _GAP_BYTES = {True: 64 * 1024, False: 4 * 1024 * 1024}
 
 
 class Want(NamedTuple):
-    """A part of a chunk that goes to one place.
+    """A part of a chunk that is copied to one destination.
 
     Attributes:
-        row: the chunk, in the index.
+        row: row of the chunk in the index.
         box: the part, in the tensor's global index space.
-        place: the destination's position in the list it came from.
+        place: position of the destination in its list.
     """
 
     row: int
@@ -63,9 +63,9 @@ class Unit(NamedTuple):
     """One read.
 
     Attributes:
-        file: position in the index.
-        start, stop: bytes.
-        wants: positions of the wants with elements in it.
+        file: position of the file in the index.
+        start, stop: range of bytes in the file.
+        wants: positions of the wants with elements in that range.
     """
 
     file: int
@@ -78,7 +78,7 @@ def list_wants(index: Index, places: Iterable[tuple[str, Box]]) -> list[Want]:
     """The parts of chunks that make up boxes of tensors.
 
     Args:
-        index: of the checkpoint.
+        index: index of the checkpoint.
         places: names and boxes, in the order of their positions.
     """
     return [
@@ -89,7 +89,7 @@ def list_wants(index: Index, places: Iterable[tuple[str, Box]]) -> list[Want]:
 
 
 def plan_units(source: Source, wants: Sequence[Want]) -> list[Unit]:
-    """The reads that bring all wants, in the order of files and bytes.
+    """The reads that cover all wants, in the order of files and bytes.
 
     Args:
         source: of the checkpoint; files with checksums are read in whole blocks.
@@ -117,18 +117,18 @@ def plan_units(source: Source, wants: Sequence[Want]) -> list[Unit]:
 
 
 def _merge_intervals(chunk: Box, part: Box, gap: int) -> Iterator[tuple[int, int]]:
-    """Ranges of the chunk's flat order that hold a part of it; near ones joined.
+    """Ranges of the chunk's flat order that hold a part of it; near ones are joined.
 
     Args:
-        chunk: the whole.
-        part: inside it.
-        gap: most elements between ranges that are read as one.
+        chunk: box of the whole chunk.
+        part: box inside the chunk.
+        gap: largest number of elements between two ranges that are read as one.
     """
     ndim = len(chunk.sizes)
     strides = [math.prod(chunk.sizes[d + 1 :]) for d in range(ndim)]
     begin = [p - c for p, c in zip(part.offsets, chunk.offsets, strict=True)]
     first = sum(b * s for b, s in zip(begin, strides, strict=True))
-    # The outermost dimension along which the part's pieces lie so far apart that a skip pays.
+    # The outermost dimension along which the gaps between the part's pieces are worth skipping.
     for d in range(ndim):
         inner = 1 + sum((part.sizes[e] - 1) * strides[e] for e in range(d + 1, ndim))
         if part.sizes[d] > 1 and strides[d] - inner > gap:
@@ -171,7 +171,7 @@ def _make_units(
 
 
 def _list_cuts(source: Source, file: int, start: int, stop: int) -> Iterator[int]:
-    """Where a long range is cut: between elements, and between blocks where there are checksums."""
+    """Positions to cut a long range at: between elements, and between blocks with checksums."""
     unit_bytes = UNIT_BYTES[source.storage.has_rename]
     if source.has_checksums(file):
         # Blocks begin at multiples of every item size, and so do our chunks.
@@ -200,7 +200,7 @@ def find_held_boxes(
 
     Args:
         source: of the checkpoint.
-        unit: was read into the buffer.
+        unit: the unit that was read into the buffer.
         row: the chunk.
         buffer: uint8 [bytes of the unit].
     """
@@ -237,17 +237,17 @@ def read_units(
     trace: Trace,
     num_threads: int | None = None,
 ) -> None:
-    """Reads and verifies units, and hands each to `use`, on several threads.
+    """Reads and verifies units, and passes each to `use`, on several threads.
 
     Args:
-        source: of the checkpoint.
-        units: what to read.
-        use: gets a unit and its bytes, which are another's when it returns.
-        trace: of the load.
-        num_threads: how many units are read at a time; by default what suits the storage.
+        source: the checkpoint.
+        units: the units to read.
+        use: called with a unit and its bytes; the buffer is reused after the call.
+        trace: trace of the load.
+        num_threads: number of units read in parallel; None: chosen by kind of storage.
 
     Raises:
-        DataError: a block is damaged; what was handed out before stays.
+        DataError: a block is damaged; `use` may have been called for other units before.
     """
     num_threads = num_threads or NUM_THREADS[source.storage.has_rename]
     largest = UNIT_BYTES[source.storage.has_rename]
@@ -260,7 +260,7 @@ def read_units(
         buffer = buffers.bytes[:size]
         with trace.span("read", size):
             source.read(unit.file, unit.start, buffer.numpy().data)
-        with torch.no_grad():  # which each thread says for itself
+        with torch.no_grad():  # grad mode is per thread
             use(unit, buffer)
 
     if len(units) <= 1 or num_threads == 1:
@@ -280,7 +280,7 @@ def read_units(
 def match_parts(
     held: list[tuple[Box, Tensor]], want: Want, destination: Box, place: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What a destination wants of the boxes at hand: where each part goes, and its values."""
+    """The parts of a destination that the given boxes hold: target and values of each."""
     for box, values in held:
         part = box if box == want.box else intersect(box, want.box)
         if part is not None:
@@ -289,7 +289,7 @@ def match_parts(
 
 
 def copy_parts(parts: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies values to where they go, thousands of small ones in one call."""
+    """Copies values to their targets, thousands of small ones in one call."""
     pairs = list(parts)
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [values for _, values in pairs])

@@ -1,7 +1,7 @@
-"""What a checkpoint says of everything that is no tensor, as a rank looks at it.
+"""The non-tensor values of a checkpoint, as one rank sees them.
 
-Where ranks had different values, each looks at its own first, and at the others' for what it has
-none of: a pipeline stage's parameters may lie on any rank when the layout changes.
+Where ranks had different values, a rank looks up its own first, and then the others': a pipeline
+stage's parameters may be on any rank when the layout changes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class SavedValues:
     """The saved trees, by path."""
 
     def __init__(self, extra: dict[str, Any], rank: int) -> None:
-        """Takes what `extra.json` holds.
+        """Takes the content of `extra.json`.
 
         Raises:
-            DataError: it is not of that form.
+            DataError: the content has another form.
         """
         tree, by_rank = extra.get("tree"), extra.get("ranks", {})
         if not isinstance(by_rank, dict) or not all(isinstance(v, list) for v in by_rank.values()):
@@ -31,12 +31,12 @@ class SavedValues:
         self.root = self._put_own_first("", [tree])
 
     def child(self, path: str, nodes: list[Any], key: Any) -> list[Any]:
-        """What there is under a key.
+        """The candidates for the value under a key.
 
         Args:
-            path: of the child.
+            path: path of the child.
             nodes: candidates for the parent, the preferred first.
-            key: of a dictionary, or a position in a list.
+            key: key of a dictionary, or position in a list.
         """
         found = []
         for node in nodes:
@@ -50,7 +50,7 @@ class SavedValues:
         return list(dict.fromkeys(key for node in nodes for key in _list_items(node)))
 
     def of_ranks(self, path: str) -> list[Any]:
-        """What each rank of the save had at a path that differs by rank."""
+        """Each saved rank's value at a path that differs by rank."""
         return self._by_rank.get(path, [])
 
     def _put_own_first(self, path: str, nodes: list[Any]) -> list[Any]:

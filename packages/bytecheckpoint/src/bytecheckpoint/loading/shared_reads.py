@@ -1,10 +1,10 @@
-"""Each byte read once per job: ranks read different units and send one another what they want.
+"""Reads each byte once per job: ranks read different units and send each other the boxes they need.
 
-Every rank knows what all ranks want and plans the same thing: a unit that several want is read by
-the one of them that has read least. Units go out in waves, one a rank, and while a wave's boxes
-travel (`shared.comms.reshard`) the next one is read. Whether that pays depends on how fast storage
-and network are (ByteCheckpoint, arXiv 2407.20143, eliminates redundant reads the same way); `pays`
-decides by their rates, given or measured.
+Every rank knows the wants of all ranks and makes the same plan: a unit that several ranks want is
+read by the one that has read least so far. Units are read in waves, one unit per rank; a wave's
+boxes are sent (`shared.comms.reshard`) while the next is read. Whether that is faster depends on
+the rates of storage and network, given or measured; `pays` decides. ByteCheckpoint (arXiv
+2407.20143) eliminates redundant reads in the same way.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from shared.topology.boxes import Box, intersect
 
 __all__ = ["SharedReads", "plan_shared", "run_shared"]
 
-# Reads that share a link end together, and what they brought can travel only then: fewer at a time,
-# of a load that has few, let the first ones travel while the others are read.
+# Parallel reads over one link end together, and can be sent only then: a load of few reads runs
+# fewer at a time, so that the first are sent while the others are read.
 _UNITS_A_THREAD = 2
 
 
 @dataclass(frozen=True)
 class SharedReads:
-    """Who reads what for whom; the same on all ranks.
+    """The reader of each unit and the ranks that need it; the same on all ranks.
 
     Attributes:
-        wants: of all ranks, one after another.
+        wants: wants of all ranks, concatenated.
         owner: rank of each want.
         units: reads, each unit once.
         reader: rank that reads each unit.
@@ -51,8 +51,8 @@ def plan_shared(source: Source, wants: Sequence[Sequence[Want]]) -> SharedReads:
     """Assigns every unit to one reader: of the ranks that want it, the one that reads least so far.
 
     Args:
-        source: of the checkpoint.
-        wants: by rank.
+        source: the checkpoint.
+        wants: wants of each rank.
     """
     joined = [want for of_rank in wants for want in of_rank]
     owner = [rank for rank, of_rank in enumerate(wants) for _ in of_rank]
@@ -79,22 +79,22 @@ def run_shared(
 ) -> Exception | None:
     """Reads this rank's units, exchanges all of them, and copies what this rank wants.
 
-    Takes part to the end even if a read of its own fails, so that no rank waits in vain; peers get
-    zeros then, and all must ask one another before they use anything.
+    A rank whose read fails still takes part to the end, so that no rank waits forever. Its peers
+    then receive zeros, so all ranks must check for failures before they use the result.
 
     Args:
         group: all ranks.
-        source: of the checkpoint.
-        plan: the same on all ranks.
-        places: this rank's destinations, by the position that wants name: box and tensor.
+        source: the checkpoint.
+        plan: the plan, the same on all ranks.
+        places: box and tensor of each of this rank's destinations, in the order of `Want.place`.
         touched: called with a destination's position before it is written to.
-        before_use: called while the first units are read, before any is used; what it raises is
+        before_use: called while the first units are read, before any is used; its exceptions are
             raised.
-        trace: of the load.
-        num_threads: how many units are read at a time; by default what suits the storage.
+        trace: trace of the load.
+        num_threads: number of units read in parallel; None: chosen by kind of storage.
 
     Returns:
-        What went wrong on this rank.
+        The error of this rank, if any.
     """
     by_rank: list[list[int]] = [[] for _ in range(group.world_size)]
     for at, rank in enumerate(plan.reader):
@@ -103,7 +103,7 @@ def run_shared(
     if num_threads is None:
         most = NUM_THREADS[source.storage.has_rename]
         num_threads = min(most, max(2, len(mine) // _UNITS_A_THREAD))
-    # So many that no thread waits while a wave travels, and no more than fit in memory.
+    # Enough units that no thread is idle while a wave is sent, within the limit of memory.
     num_ahead = 2 * num_threads
     error: Exception | None = None
 

@@ -1,7 +1,7 @@
-"""A checkpoint to read from: what its few small files say, and verified bytes of its large ones.
+"""A checkpoint to read from: the content of its small files, and verified bytes of its data files.
 
-Ours, a Hugging Face folder and a folder of torch's DCP differ only in who writes the index. Bytes
-of files that have checksums are handed out in whole blocks, each compared with its checksum first.
+Our format, Hugging Face folders and DCP folders differ only in how the index is made. Files with
+checksums are read in whole blocks, and each block is compared with its checksum before use.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from shared.errors import DataError
 
 __all__ = ["Source", "Summary", "open_source", "read_summary", "split_url"]
 
-# With one slash too few it is refused when it is opened.
+# A URL with one slash too few is refused when it is opened.
 _PROTOCOL = re.compile(r"[^/]+:/+")
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is to be known of a checkpoint before its tensors are read; travels between ranks.
+    """The metadata of a checkpoint, in a form that is sent between ranks.
 
     Attributes:
         kind: "native", or the kind of a format in `bytecheckpoint.formats.registry`.
-        folder: of the data files, from the storage's root.
-        index: encoded.
-        extra: everything that is no tensor, as JSON.
-        files: what the manifest says of the data files; empty where there is none.
-        step, world_size: as the manifest says.
+        folder: folder of the data files, from the storage's root.
+        index: the encoded index.
+        extra: non-tensor values, as JSON.
+        files: the manifest's records of the data files; empty without a manifest.
+        step, world_size: training step and number of ranks, from the manifest.
     """
 
     kind: str
@@ -56,11 +56,11 @@ class Source:
     """A checkpoint whose index was read and checked.
 
     Attributes:
-        storage: where it lies.
-        summary: what its small files say.
-        index: decoded.
+        storage: storage that holds it.
+        summary: content of its small files.
+        index: the decoded index.
         verify: whether bytes are compared with their checksums.
-        num_bytes_read: from storage, by this process.
+        num_bytes_read: bytes that this process read from storage.
     """
 
     storage: Storage
@@ -85,7 +85,7 @@ class Source:
 
     @cached_property
     def extra(self) -> dict[str, Any]:
-        """Everything that is no tensor: "tree", values that differ by rank, the save's trace."""
+        """Non-tensor content: "tree", values that differ by rank, and the save's trace."""
         where = f"{self.summary.folder}/extra"
         found = parse(self.summary.extra, where)
         if not isinstance(found, dict):
@@ -94,7 +94,7 @@ class Source:
 
     @property
     def has_values(self) -> bool:
-        """Whether it says more than tensors; a folder of safetensors files does not."""
+        """Whether it holds non-tensor values; a folder of safetensors files does not."""
         return self.summary.kind == "native" or self.extra["tree"] is not None
 
     def has_checksums(self, file: int) -> bool:
@@ -102,20 +102,21 @@ class Source:
         return self.verify and self.index.files[file].hashed_bytes is not None
 
     def path(self, file: int) -> str:
-        """Of a data file, from the storage's root."""
+        """Path of a data file, from the storage's root."""
         return posixpath.join(self.summary.folder, self.index.files[file].name)
 
     def read(self, file: int, start: int, buffer: memoryview) -> None:
         """Fills a buffer from a data file; any thread.
 
         Args:
-            file: its position in the index.
-            start: first byte; the start of a block in files with checksums.
-            buffer: ends at the end of a block there, or at the end of the hashed bytes.
+            file: position of the file in the index.
+            start: offset of the first byte; in files with checksums the start of a block.
+            buffer: memory to fill; in files with checksums it must end with a block, or with the
+                hashed bytes.
 
         Raises:
-            DataError: a block does not have its checksum, or the file is gone or cut; names file,
-                block, and tensors with elements in it.
+            DataError: a block does not match its checksum, or the file is missing or cut off; the
+                message names the file, the block, and the tensors with elements in it.
         """
         self._fill(file, start, buffer)
         if not self.has_checksums(file):
@@ -133,7 +134,7 @@ class Source:
                 )
 
     def check_fronts(self, first: int, step: int) -> None:
-        """Verifies header and table of checksums of every step-th file, before any is read from.
+        """Verifies the header and checksum table of every step-th file, before tensors are read.
 
         Raises:
             DataError: a file is damaged, or was swapped for another.
@@ -184,8 +185,7 @@ class Source:
 def split_url(url: str) -> tuple[str, str]:
     """The URL of the folder that holds a checkpoint, and the checkpoint's name in it.
 
-    A bucket, or another place above which there is nothing, holds its checkpoint itself: the name
-    is then "".
+    The name is "" for a bucket, or another root without a folder above it.
     """
     text = str(url).removeprefix("hf://").removeprefix("file://")
     protocol = _PROTOCOL.match(text)
@@ -200,12 +200,12 @@ def open_source(storage: Storage, path: str) -> Summary:
     """Reads and verifies the small files of a checkpoint, and the sizes of the large ones.
 
     Args:
-        storage: where it lies.
-        path: of its folder, "" for the root itself.
+        storage: storage that holds it.
+        path: path of its folder, "" for the root itself.
 
     Raises:
-        FileNotFoundError: there is no checkpoint; names what is there.
-        DataError: it is damaged, or written to mislead.
+        FileNotFoundError: there is no checkpoint; the message lists what the folder holds.
+        DataError: it is damaged, or its files contradict each other.
     """
     names = storage.list(path)
     if MANIFEST_NAME in names:
@@ -238,13 +238,13 @@ def open_source(storage: Storage, path: str) -> Summary:
 
 
 def read_summary(other: Format, storage: Storage, path: str, *, folder: str) -> Summary:
-    """Reads a checkpoint of another format, as far as `Summary` says.
+    """Reads the `Summary` of a checkpoint of another format.
 
     Args:
         other: its format.
-        storage: where it lies.
-        path: of its folder, or of its file.
-        folder: that holds its data files.
+        storage: storage that holds it.
+        path: path of its folder, or of its file.
+        folder: folder of its data files.
 
     Raises:
         DataError: it is damaged, or cannot be read by ranges.

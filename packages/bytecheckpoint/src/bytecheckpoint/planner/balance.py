@@ -1,11 +1,11 @@
-"""Who writes what several ranks hold: equal shares for all, so that no rank is waited for.
+"""Chooses writers for replicated chunks, so that all ranks write about the same number of bytes.
 
-A chunk of one owner leaves no choice. Without splitting, the others go by size to their owner with
-the least to write (LPT; the idea is ByteCheckpoint's, arXiv 2407.20143). With splitting, the
-amounts that each set of owners should take are found first, by pouring each set's bytes like water
-over what its ranks already have, repeated until levels stay; then chunks fill these amounts, and a
-chunk that overflows one rank goes on at the next. Where sets are nested or disjoint, as those of
-parallel layouts are, the highest level is the least there can be.
+A chunk with one owner is written by it. Without splitting, the others are assigned in order of size
+to their owner with the least load (LPT; the idea is ByteCheckpoint's, arXiv 2407.20143). With
+splitting, water-filling first finds how many bytes each rank takes of the chunks of each set of
+owners, repeated until the loads are stable; then chunks fill these amounts, and a chunk that
+exceeds one rank's amount continues at the next rank. Where sets are nested or disjoint, as in
+parallel layouts, the maximum load is minimal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WriterAssignment(NamedTuple):
     """Writers of chunks.
 
     Attributes:
-        writer: by chunk, a rank; with splitting a list of (rank, bytes) that sum to its size.
+        writer: for each chunk a rank; with splitting a list of (rank, bytes) that sum to its size.
         load: int64 [highest owner + 1], bytes that each rank writes.
     """
 
@@ -59,15 +59,15 @@ def assign_writers(
     *,
     split: int | bool = False,
 ) -> WriterAssignment:
-    """Gives each chunk to one of its owners, or parts of it to several, so that loads are even.
+    """Assigns each chunk to one of its owners, or parts of it to several, so that loads are even.
 
     O(chunks log chunks + entries of owners), a few times the latter where sets of owners overlap.
 
     Args:
         sizes: bytes of each chunk.
-        owners: by chunk, the ranks that hold it.
-        split: False gives each chunk to one rank. Else chunks may be cut at multiples of so many
-            bytes, True standing for 1 MiB; at finer ones where ranks write less than 32 times that.
+        owners: for each chunk the ranks that hold it.
+        split: False assigns each chunk to one rank. A number of bytes: chunks may be cut at its
+            multiples, or finer where ranks write less than 32 times that; True means 1 MiB.
 
     Raises:
         DataError: a chunk has no owner or a negative size, or there are not as many sizes as sets
@@ -118,7 +118,7 @@ def place(
     np.add.at(load, alone, num_bytes[single])
     several = np.flatnonzero(copies > 1).tolist()
     owned = {chunk: owner[first[chunk] : first[chunk + 1]] for chunk in several}
-    # By size; among equals those with the least choice first, and in no order of the caller's.
+    # By size, then by number of owners; ties do not depend on the caller's order.
     several.sort(key=lambda c: (-num_bytes[c], len(owned[c]), owned[c].tobytes()))
     owned = {chunk: owned[chunk] for chunk in several}
     if granule_bytes:
@@ -155,12 +155,12 @@ def _pour(
     granule_bytes: int,
     tolerance_bytes: float,
 ) -> list[tuple[int, int, int]]:
-    """Shares by levels; `load` is that of unreplicated chunks and ends as the load of all."""
+    """Shares by water-filling; adds their bytes to `load`, the load of unreplicated chunks."""
     grouped: dict[bytes, tuple[np.ndarray, list[int]]] = {}
     for chunk, ranks in owned.items():
         grouped.setdefault(ranks.tobytes(), (ranks, []))[1].append(chunk)
-    # Small sets first: those of larger ones can avoid what they fill. Once is enough if all are
-    # nested.
+    # Small sets first, so that larger sets can avoid the ranks that these fill. One pass is enough
+    # if all sets are nested.
     by_choice = sorted(grouped.items(), key=lambda item: (len(item[0]), item[0]))
     sets = [of for _, of in by_choice]
     totals = [float(num_bytes[chunks].sum()) for _, chunks in sets]
@@ -177,7 +177,7 @@ def _pour(
             break
     shares = []
     for at, (ranks, chunks) in enumerate(sets):
-        # Poured once more, so that a set makes up for the rounding of those before.
+        # Water-filling again, so that each set compensates for the rounding of earlier sets.
         load[ranks] -= amounts[at]
         room = _find_level(load[ranks], totals[at])
         given = np.zeros(len(ranks))
@@ -190,7 +190,7 @@ def _pour(
 
 
 def _find_level(load: np.ndarray, amount: float) -> np.ndarray:
-    """What each rank gets when an amount is poured where least is, until all reached are level."""
+    """Water-filling: what each rank gets so that the least loaded ranks end at a common level."""
     rising = np.sort(load)
     levels = (np.cumsum(rising) + amount) / np.arange(1, len(load) + 1)
     # The k least loaded are reached if their common level is above the k-th.
@@ -199,7 +199,7 @@ def _find_level(load: np.ndarray, amount: float) -> np.ndarray:
 
 
 def _fill(num_bytes: int, room: np.ndarray, granule_bytes: int) -> dict[int, int]:
-    """Pours a chunk into the most room, again and again; `room` becomes what is left."""
+    """Splits a chunk over the ranks with the most room first; subtracts the parts from `room`."""
     parts: dict[int, int] = {}
     while num_bytes or not parts:
         place = int(room.argmax())

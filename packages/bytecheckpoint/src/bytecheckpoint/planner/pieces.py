@@ -1,4 +1,4 @@
-"""What ranks hold of which tensors: the descriptors that planning a save starts from.
+"""Descriptors of the tensor parts that ranks hold, from which a save is planned.
 
 After ByteCheckpoint's save plans (arXiv 2407.20143), as columns of numbers: ten thousand ranks'
 descriptors are merged on their way to the coordinator and arrive as a few arrays.
@@ -32,10 +32,10 @@ class _Stored(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Boxes of tensors and who holds them; a box that several ranks hold has a row for each.
+    """Boxes of tensors and their owners; a box on several ranks has a row for each.
 
     Attributes:
-        names: of the tensors.
+        names: names of the tensors.
         dtypes: torch's names of their element types, by tensor.
         shapes: global shapes, by tensor.
         chunks: the boxes; empty ones are kept, so that a tensor without elements is known too.
@@ -53,7 +53,7 @@ class Pieces:
         """The pieces of one rank.
 
         Args:
-            rank: who holds them.
+            rank: rank that holds them.
             held: name, torch's name of the element type, global shape and box of each piece. A name
                 comes once for each box that the rank holds of it.
 
@@ -132,7 +132,7 @@ class Pieces:
         )
 
     def sorted(self) -> Pieces:
-        """The same pieces in the one order they have: by name, offsets, sizes and owner."""
+        """The same pieces in canonical order: by name, offsets, sizes and owner."""
         order = sorted(range(len(self.names)), key=self.names.__getitem__)
         place = np.empty(len(order), dtype=np.int32)
         place[order] = np.arange(len(order), dtype=np.int32)

@@ -1,10 +1,10 @@
 """Planning a save: which rank writes which bytes of which tensor to where in which file.
 
 After ByteCheckpoint (arXiv 2407.20143): replicas of a box are found, each box gets one writer among
-those who hold it, and the result is the index that loading starts from. Departures: large boxes are
-cut so that all write the same amount, and offsets in files are planned too, headers included, so
-that ranks write without asking again. Pure; the same pieces give the same plan in whatever order
-they came.
+the ranks that hold it, and the result is the index used for loading. Departures: large boxes are
+cut so that all ranks write the same amount, and file offsets are planned too, headers included, so
+that ranks write without further communication. The planner is a pure function; the plan does not
+depend on the order of the pieces.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RankPart:
 
     @cached_property
     def rows(self) -> list[tuple[str, Box, int]]:
-        """Name, box and offset in the file of each piece, as they follow one another there."""
+        """Name, box and file offset of each piece, in file order."""
         columns = (self.chunks.tensor, self.chunks.offsets, self.chunks.sizes, self.start)
         return [
             (self.names[t], Box(tuple(o[: self.ndims[t]]), tuple(s[: self.ndims[t]])), start)
@@ -127,12 +127,12 @@ class RankPart:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A save, complete but for the bytes.
+    """The plan of a save for all ranks.
 
     Attributes:
-        index: of the checkpoint that results.
-        ranks: int32 [files], who writes each file.
-        world_size: number of ranks, those that write nothing included.
+        index: index of the checkpoint that results.
+        ranks: int32 [files], the writer of each file.
+        world_size: number of ranks, including those that write nothing.
     """
 
     index: Index
@@ -141,7 +141,7 @@ class SavePlan:
 
     @property
     def writer(self) -> np.ndarray:
-        """int32 [rows]: who writes each chunk of the index."""
+        """int32 [rows]: the writer of each chunk of the index."""
         return self.ranks[self.index.file]
 
     @property
@@ -192,14 +192,15 @@ def plan(
     O(rows log rows), and O(entries) for boxes that several ranks hold.
 
     Args:
-        pieces: of all ranks.
+        pieces: pieces of all ranks.
         world_size: number of ranks.
-        split_bytes: where boxes of several owners may be cut, see `assign_writers`; 0 for nowhere.
+        split_bytes: granularity in bytes at which boxes of several owners may be cut, see
+            `assign_writers`; 0: they are not cut.
         aliases: names of tied tensors, and the name each is stored under.
 
     Raises:
-        DataError: pieces leave their tensors, overlap without being equal, or do not make up whole
-            tensors; or they are of ranks that are not in the world.
+        DataError: pieces exceed their tensors, overlap without being equal, or do not cover whole
+            tensors; or their owner is not below `world_size`.
         ConfigError: `split_bytes` is negative.
     """
     if split_bytes < 0:

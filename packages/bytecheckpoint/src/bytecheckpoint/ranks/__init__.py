@@ -1,1 +1,1 @@
-"""The ranks that save and load together: agreement, failures, and what each did when."""
+"""The ranks that save and load together: agreement, failures, and timing."""

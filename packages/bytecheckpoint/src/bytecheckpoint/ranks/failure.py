@@ -1,7 +1,7 @@
-"""One rank's failure raised on every rank as the same exception.
+"""Raises one rank's failure on every rank as the same exception.
 
-Errors travel between ranks as kind, number and text. A kind that is not ours or the operating
-system's arrives as a RankFailure.
+Errors are sent between ranks as class name, errno and message. A class other than ours and those of
+OSError becomes a RankFailure.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _KINDS: dict[str, type[Exception]] = {
 }
 
 
-# Raised by hand they have no number, and the number is what makes the kind on another rank.
+# An OSError raised without errno gets one, from which Python makes the subclass on another rank.
 _NUMBERS = {FileNotFoundError: errno.ENOENT, FileExistsError: errno.EEXIST}
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What went wrong on a rank.
+    """An exception on one rank.
 
     Attributes:
-        rank: where.
-        kind: class of the exception.
-        errno: the operating system's number, None where it gave none.
-        text: the message.
+        rank: the rank that failed.
+        kind: class name of the exception.
+        errno: error number of an OSError, None without one.
+        text: message of the exception.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Failure(msgspec.Struct, frozen=True):
         if not isinstance(error, OSError) or not is_os_error:
             return cls(rank, kind, None, text)
         if error.errno is not None:
-            # Without the number, which the exception made of this says again.
+            # Without the number, because the new exception's message contains it again.
             text = f"{error.strerror}: {error.filename!r}" if error.filename else error.strerror
         return cls(rank, kind, error.errno or _NUMBERS.get(type(error)), text)
 

@@ -1,8 +1,8 @@
 """The ranks that save and load together, and how they agree.
 
-Messages travel on a gloo group of their own (`Group.control`), so that nothing here meets the
-collectives of training; what background threads report goes through the group's store, where a
-rank that died is noticed by the key it did not write. Alone, a process is a team of one.
+Messages use a separate gloo group (`Group.control`), so that they do not mix with the collectives
+of training. Background threads report through the group's store, where a dead rank is detected by
+its missing key. Without a process group, a process is a team of one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Team:
     """All ranks of the world, or this process alone.
 
     Attributes:
-        rank: of this process; rank 0 coordinates.
+        rank: this process's rank; rank 0 is the coordinator.
         world_size: number of ranks.
-        group: the gloo group of their messages, None alone.
+        group: gloo group of their messages, None for a single process.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Team:
         return self.rank == 0
 
     def maximum(self, numbers: list[int]) -> list[int]:
-        """The largest of each number over all ranks; 63 bits."""
+        """The maximum of each number over all ranks; numbers of up to 63 bits."""
         if self.group is None:
             return numbers
         return all_reduce(self.group, torch.tensor(numbers), "max").tolist()
@@ -62,7 +62,7 @@ class Team:
             error: this rank's failure, None if it has none.
 
         Raises:
-            Exception: of the lowest rank that failed.
+            Exception: the error of the lowest rank that failed.
         """
         if not self.maximum([error is not None])[0]:
             return
@@ -79,7 +79,7 @@ class Team:
         return [tensor.numpy().tobytes() for tensor in all_gather_v(self.group, sent)]
 
     def in_all(self, names: list[str]) -> list[str]:
-        """The names that all ranks gave; O(names of the rank that gave fewest) to each rank."""
+        """The names that all ranks passed; sends each rank at most the shortest list."""
         if self.group is None or not self.maximum([bool(names)])[0]:
             return names
         fewest = -self.maximum([-len(names)])[0]
@@ -100,7 +100,7 @@ class Team:
         return tree.gather(self.group, data, merge)
 
     def scatter(self, parts: list[bytes] | None) -> bytes:
-        """Hands each rank its bytes from the coordinator, down a tree."""
+        """Sends each rank its bytes from the coordinator, down a tree."""
         if self.group is None:
             assert parts is not None, "alone one is the coordinator"
             return parts[0]
@@ -114,14 +114,14 @@ class Team:
         return tree.broadcast(self.group, data)
 
     def report(self, key: str, data: bytes) -> None:
-        """Leaves bytes for the coordinator, from any thread."""
+        """Stores bytes for the coordinator, from any thread."""
         self._post(f"{key}/{self.rank}", data)
 
     def reports(self, key: str, timeout: timedelta) -> list[bytes]:
         """What all ranks reported, on the coordinator.
 
         Raises:
-            CommError: ranks did not report in time; names them.
+            CommError: ranks did not report in time; the message names them.
         """
         keys = [f"{key}/{rank}" for rank in range(self.world_size)]
         self._wait(keys, timeout, lambda missing: f"rank {', '.join(missing)} of {self.world_size}")
@@ -131,20 +131,20 @@ class Team:
         return found
 
     def announce(self, key: str, data: bytes) -> None:
-        """Leaves the coordinator's bytes for all ranks."""
+        """Stores the coordinator's bytes for all ranks."""
         self._post(key, data)
 
     def announced(self, key: str, timeout: timedelta) -> bytes:
-        """What the coordinator announced.
+        """Waits for the coordinator's bytes.
 
         Raises:
-            CommError: it did not in time.
+            CommError: the coordinator announced nothing in time.
         """
         self._wait([key], timeout, lambda _: "the coordinator, rank 0,")
         return self._take(key)
 
     def forget(self, key: str) -> None:
-        """Drops what the coordinator announced."""
+        """Deletes the coordinator's bytes from the store."""
         self._forget(key)
 
     def _post(self, key: str, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a save or load did and when, on each rank: the input of `bytecheckpoint timeline`."""
+"""Times of the stages of a save or load on each rank: the input of `bytecheckpoint timeline`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Span(NamedTuple):
     Attributes:
         stage: "extract", "stage", "agree", "plan", "checksum", "write", "sync", "commit", "open",
             "read", "exchange", "copy".
-        rank: who did it.
-        start_s: since the operation began on that rank, in seconds.
-        seconds: how long it took.
-        num_bytes: bytes it moved, 0 where it moved none.
+        rank: rank that did the work.
+        start_s: start in seconds since the operation began on that rank.
+        seconds: duration.
+        num_bytes: bytes that it moved, 0 if none.
     """
 
     stage: str
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Collects spans of one operation; may be written to from several threads."""
+    """Collects the spans of one operation; several threads may write to it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -41,7 +41,7 @@ class Trace:
 
     @contextmanager
     def span(self, stage: str, num_bytes: int = 0) -> Iterator[None]:
-        """Times what runs inside."""
+        """Times the block inside."""
         start = time.perf_counter()
         try:
             yield
@@ -51,7 +51,7 @@ class Trace:
                 self.spans.append(Span(stage, self.rank, start - self._begin, seconds, num_bytes))
 
     def by_stage(self) -> list[Span]:
-        """One span a stage, from the beginning of its first to the end of its last."""
+        """One span per stage, from the start of its first span to the end of its last."""
         found: dict[str, Span] = {}
         for span in self.spans:
             first = found.get(span.stage, span)

@@ -1,1 +1,1 @@
-"""Saving: a copy of the state in memory, then files written behind training."""
+"""Saving: copies the state in memory, then writes files in the background."""

@@ -1,6 +1,6 @@
-"""A data file of our format, written as its bytes come, through two blocks of memory.
+"""Writes a data file of our format from a stream of bytes, through two blocks of memory.
 
-For what is not laid out in memory as a whole: tensors that a planner hands out or a file holds.
+For data that is never in memory as a whole: tensors from a DCP planner or from a file.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class FileStream:
         """Opens the file.
 
         Args:
-            storage: where.
-            folder: of the file.
+            storage: storage to write to.
+            folder: folder of the file.
             file: its name and sizes.
         """
         assert file.hashed_bytes is not None, "a file of our format has checksums"
         self._file = file
         self._hashed_bytes = file.hashed_bytes
         self._sink = storage.create(f"{folder}/{file.name}", file.num_bytes)
-        # Memory of its own, at the start of a page: written past the page cache.
+        # Page-aligned memory, so that writes can bypass the page cache.
         self._buffers = [mmap.mmap(-1, min(WRITE_BYTES, file.num_bytes)) for _ in range(2)]
         self._table = memoryview(bytearray(8 * count_blocks(file.hashed_bytes)))
         self._position = 0
@@ -72,7 +72,7 @@ class FileStream:
         """Appends the checksums and returns when the file would survive a power loss.
 
         Raises:
-            DataError: fewer or more bytes came than the file was to have.
+            DataError: fewer or more bytes came than the file's size.
             OSError: the storage refused.
         """
         if self._position != self._hashed_bytes:
@@ -95,7 +95,7 @@ class FileStream:
         hash_blocks(data, self._table[8 * (offset // BLOCK_BYTES) :], 0, len(data))
 
     def _flush(self) -> None:
-        """Gives the full or last block away and goes on in the other."""
+        """Starts writing the full or last block and switches to the other."""
         length = (self._position - 1) % WRITE_BYTES + 1
         offset = self._position - length
         block = memoryview(self._buffers[0])[:length]

@@ -1,7 +1,7 @@
 """Saving from a forked child: the memory as it was at the fork, written while training goes on.
 
-Nothing is copied before training continues; the kernel copies a page when training changes it. The
-child calls nothing that may wait for a thread it does not have: numpy copies, hashes and writes.
+Training continues without a copy; the kernel copies a page when training changes it. The child only
+copies with numpy, hashes and writes: anything else might wait for a thread that it does not have.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class ChildWriter:
         """Forks; the values may change when this returns.
 
         Args:
-            storage: where to; usable in a child.
-            path: of the file.
+            storage: storage to write to; usable in a child process.
+            path: path of the file.
             image: for the values.
             values: on the CPU.
-            trace: of the save.
+            trace: trace of the save.
         """
         self._storage = storage
         self._path = path
@@ -91,23 +91,23 @@ class ChildWriter:
         return found.file
 
     def _write_and_exit(self, slots: Sequence, arrays: Sequence, write_end: int) -> None:
-        gc.disable()  # finalizers of the parent's objects are the parent's to run
+        gc.disable()  # only the parent may run finalizers of its objects
         try:
             for slot, array in zip(slots, arrays, strict=True):
                 slot[...] = array
             answer = _Answer(file=write_image(self._storage, self._path, self._image))
-        except BaseException as error:  # noqa: BLE001 - told to the parent
+        except BaseException as error:  # noqa: BLE001 - reported to the parent
             answer = _Answer(failure=Failure.of(error, 0))
         try:
             with os.fdopen(write_end, "wb") as pipe:
                 pipe.write(msgspec.msgpack.encode(answer))
         finally:
-            # The parent's handlers for the end of the process are not this one's.
+            # Exit without running the parent's atexit handlers.
             os._exit(0)
 
 
 def _reap(pid: int) -> int | None:
-    """The status of a child that ended; None where the application itself reaps its children."""
+    """The status of a child that ended; None if the application has reaped it."""
     try:
         return os.waitpid(pid, 0)[1]
     except ChildProcessError:

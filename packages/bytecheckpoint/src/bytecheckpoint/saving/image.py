@@ -1,15 +1,14 @@
-"""A rank's data file in memory: where training's values go before it may change them.
+"""A rank's data file in memory: the copy of the values that training may then change.
 
-The image is laid out as the file will be, so that writing it is nothing but writing it. It is kept
-from save to save, because a copy into memory that is not mapped yet is several times slower. Writing
-begins when the copy has ended: beside it, the writing threads only slowed the copy down, and the
-whole save took no less.
+The image has the layout of the file, so that it can be written as it is. It is kept between saves,
+because a copy into unmapped memory is several times slower. Writing begins after the copy: writing
+at the same time slows the copy down and does not shorten the save.
 
-On a GPU the copies are queued on streams of their own. For parameters and optimizer state only the
-optimizer's next step waits, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707):
-only that step changes them. Anything else, as statistics that a forward pass updates, is copied
-first, and the caller's stream waits for that. With `stage="fork"` nothing is copied at all: a child
-process writes the memory as it was at the fork.
+On a GPU the copies are queued on separate streams. For parameters and optimizer state only the
+optimizer's next step waits, on the device (the lazy copy of DataStates-LLM, arXiv 2406.10707),
+because only that step changes them. Other values, such as statistics that a forward pass updates,
+are copied first, and the caller's stream waits for them. With `stage="fork"` nothing is copied: a
+child process writes the memory as it was at the fork.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from shared.topology.boxes import intersect
 
 __all__ = ["Image", "find_sources"]
 
-# From where on the copies save more than it takes to compile them.
+# Number of bytes from which streaming copies save more time than compiling them takes.
 _WORTH_BYTES = 64 * 1024 * 1024
 
 
@@ -37,17 +36,17 @@ class Image:
     """Memory for one data file, with a view of each chunk's place in it.
 
     Attributes:
-        part: what the file holds.
+        part: plan of the file's content.
         memory: uint8 [bytes of the file].
-        num_bytes: of the whole file, the table of checksums included.
+        num_bytes: number of bytes of the whole file, the table of checksums included.
     """
 
     def __init__(self, part: RankPart, *, is_pinned: bool = False) -> None:
-        """Allocates it and writes the header.
+        """Allocates the memory and writes the header.
 
         Args:
-            part: the layout.
-            is_pinned: for copies from a GPU.
+            part: plan of the file's content.
+            is_pinned: allocate pinned memory, for copies from a GPU.
         """
         assert part.file is not None, "a rank that writes nothing needs no image"
         self.part = part
@@ -94,10 +93,10 @@ class Image:
 
         Args:
             values: in the image's order; those on the CPU are copied at once.
-            is_lazy: which of them nothing but an optimizer's step changes.
+            is_lazy: for each value, whether only an optimizer's step changes it.
 
         Returns:
-            An event a device, behind its copies. The caller's streams wait for those not lazy.
+            One event per device, after its copies. The caller's streams wait for values not lazy.
         """
         places: dict[torch.device, list[int]] = {}
         for at, value in enumerate(values):
@@ -116,7 +115,7 @@ class Image:
                         for at in of_device:
                             if is_lazy[at] == lazy:
                                 self._slots[at].copy_(values[at], non_blocking=True)
-                                # Its memory must not be given away before the copy.
+                                # Its memory must not be reused before the copy.
                                 values[at].record_stream(stream)
                         event = torch.cuda.Event()
                         event.record(stream)

@@ -1,4 +1,4 @@
-"""A save after its copy: write, report, commit, announce; on a thread of each rank."""
+"""A save after its copy: write, report, commit, announce; on one thread of each rank."""
 
 from __future__ import annotations
 
@@ -29,15 +29,17 @@ _log = logging.getLogger(__name__)
 
 
 class Handle:
-    """A save under way.
+    """A save in progress.
 
     Attributes:
-        step: which.
-        is_skipped: whether nothing is saved: it was not this step's turn, or a save was under way.
-        staged: set when training may change the values; those on a GPU it may change earlier
-            through an optimizer of the state, whose next step waits on the device.
-        committed: done when the checkpoint exists; holds what went wrong, the same on all ranks.
-        trace: what took how long on this rank.
+        step: training step of the checkpoint.
+        is_skipped: whether nothing is saved, because the step is not a multiple of `every_n` or
+            another save was in progress.
+        staged: set when training may change the values. An optimizer of the state may change
+            values on a GPU earlier, because its next step waits on the device.
+        committed: future that is done when the checkpoint exists, or holds the error, the same on
+            all ranks.
+        trace: times of the stages on this rank.
     """
 
     def __init__(self, step: int | None, trace: Trace, *, is_skipped: bool = False) -> None:
@@ -52,14 +54,14 @@ class Handle:
 
 
 class _Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank reports to the coordinator.
+    """One rank's report to the coordinator.
 
     Attributes:
-        failure: what went wrong there.
-        file: what it wrote, if it had anything to write.
-        tree: what is no tensor, where that differs between ranks; the coordinator's otherwise.
-        rank_trees: what objects that differ by rank hold there, by path.
-        spans: of its work.
+        failure: the rank's error, if it failed.
+        file: the file it wrote, if it had anything to write.
+        tree: the rank's non-tensor values as JSON if they differ between ranks, else None.
+        rank_trees: state of the objects that differ by rank, by path.
+        spans: times of its work.
     """
 
     failure: Failure | None = None
@@ -71,22 +73,22 @@ class _Report(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True)
 class Job:
-    """One save's way from memory to commit on one rank.
+    """One save on one rank, from the copy in memory to the commit.
 
     Attributes:
-        handle: what the caller has.
-        team, storage: who saves, and where.
-        path: of the checkpoint's folder.
-        folder: of its data, within.
-        key: under which the ranks of this save find each other's reports.
+        handle: the handle returned to the caller.
+        team, storage: the ranks that save, and the storage to save to.
+        path: path of the checkpoint's folder.
+        folder: folder of its data, within.
+        key: prefix of the keys under which the ranks of this save report to each other.
         index: the index file's content, on the coordinator.
-        state: what is saved; its tensors are only read by the copy.
-        has_rank_trees: whether what is no tensor differs between ranks.
+        state: the state to save; only the copy reads its tensors.
+        has_rank_trees: whether non-tensor values differ between ranks.
         overwrite: whether to replace a checkpoint at the path.
         timeout: how long to wait for the slowest rank.
         after_commit: called on the coordinator when the checkpoint exists.
-        writer: of this rank's file, None if it has none.
-        error: why there is no writer although there should be.
+        writer: writer of this rank's file, None if the rank writes nothing.
+        error: why creating the writer failed.
     """
 
     handle: Handle
@@ -105,10 +107,10 @@ class Job:
     error: Exception | None = None
 
     def run(self, before: threading.Thread | None) -> None:
-        """Sees the save to its end; the handle learns how it went, nothing is raised.
+        """Finishes the save and reports the outcome in the handle; raises nothing.
 
         Args:
-            before: the thread of the save before, which may still be removing old checkpoints.
+            before: thread of the previous save, which may still be removing old checkpoints.
         """
         team, committed = self.team, self.handle.committed
         try:
@@ -123,9 +125,9 @@ class Job:
             error = None if failure is None else failure.exception(team.world_size)
         except Exception as caught:  # noqa: BLE001 - the handle's owner gets it
             error = caught
-        # A save that failed waits for no copy any more.
+        # After a failure nothing waits for the copy.
         self.handle.staged.set()
-        # Training that runs on must not keep what it has dropped.
+        # The handle must not keep alive what training has dropped.
         self.state, self.writer = LocalState(), None
         if error is not None:
             _log.error("checkpoint %s was not saved: %s", self.path, error)
@@ -133,7 +135,7 @@ class Job:
             return
         committed.set_result(None)
         if team.is_coordinator:
-            # After the news: removing large files takes a file system as long as writing some.
+            # After the announcement, because removing large files takes as long as writing some.
             if before is not None:
                 before.join()
             try:
@@ -158,7 +160,7 @@ class Job:
         )
 
     def _commit(self) -> Failure | None:
-        """Commits when all ranks have reported; says what kept it from that."""
+        """Commits when all ranks have reported; returns the failure that prevented it, if any."""
         try:
             found = self.team.reports(self.key, self.timeout)
             reports = [msgspec.msgpack.decode(data, type=_Report) for data in found]
@@ -194,7 +196,7 @@ class Job:
         return None
 
     def _discard(self) -> None:
-        """Removes what was written for nothing; a rank that hangs may still be writing there."""
+        """Removes the files of a failed save; a rank that hangs may still be writing there."""
         try:
             commit.discard(self.storage, self.path, self.folder)
         except Exception as error:  # noqa: BLE001 - what went wrong before matters more

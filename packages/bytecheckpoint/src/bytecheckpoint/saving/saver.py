@@ -1,7 +1,7 @@
-"""Saves of one training, one after another: plan once, copy, write in the background.
+"""The saves of one training run: plan once, then copy and write in the background each time.
 
-The first save is planned by the coordinator. A later one, of a state with the same tensors, costs
-one reduction of four numbers before the copy, and everything after the copy happens on threads.
+The coordinator plans the first save. A later save of a state with the same tensors costs one
+reduction of four numbers before the copy; everything after the copy happens on threads.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class _Plan:
     """What stays the same from save to save.
 
     Attributes:
-        rows, aliases: what this rank listed.
-        part: what it writes.
-        index: of the checkpoint, on the coordinator.
-        token: drawn by the coordinator; names what the ranks of a save share.
-        image: memory for the part, made when it is first filled.
-        num_saves: made by this plan.
+        rows, aliases: the tensors that this rank holds, and tied names.
+        part: plan of the file that it writes.
+        index: index of the checkpoint, on the coordinator.
+        token: random text from the coordinator, part of the names that the ranks of a save share.
+        image: memory for the part, allocated when it is first filled.
+        num_saves: number of saves made by this plan.
     """
 
     rows: list[Row]
@@ -63,7 +63,7 @@ class _Plan:
     num_saves: int = 0
 
     def next_key(self) -> str:
-        """12 hex digits: the same on all ranks, and no other save's."""
+        """12 hex digits: equal on all ranks, different for every save."""
         self.num_saves += 1
         return xxhash.xxh3_128_hexdigest(self.token + self.num_saves.to_bytes(8, "little"))[:12]
 
@@ -82,11 +82,11 @@ class Saver:
     """Saves states of one training to one storage, one at a time."""
 
     def __init__(self, storage: Storage, *, stage: StageKind = "arena", timeout: timedelta) -> None:
-        """Every rank makes its own, at the same place in its program.
+        """Joins the team; every rank makes its own, at the same place in its program.
 
         Args:
-            storage: where checkpoints go.
-            stage: "arena" copies values to memory of its own, "fork" has a child process write them.
+            storage: storage for the checkpoints.
+            stage: "arena" copies values to a buffer, "fork" lets a child process write them.
             timeout: how long to wait for the slowest rank's file.
 
         Raises:
@@ -109,17 +109,17 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is under way on this rank; in a forked child none ever is."""
+        """Whether a save is in progress on this rank; never in a forked child."""
         is_own = self._pid == os.getpid()
         return is_own and self._handle is not None and not self._handle.committed.done()
 
     def wait(self) -> None:
-        """Blocks until no save is under way."""
+        """Blocks until no save is in progress."""
         if self.is_busy and self._handle is not None:
             futures.wait([self._handle.committed])
 
     def finish(self) -> None:
-        """Blocks until what follows a commit, the removal of old checkpoints, is done too.
+        """Blocks until no save is in progress and old checkpoints have been removed.
 
         Frees the memory for copies; the next save allocates it again.
         """
@@ -142,11 +142,11 @@ class Saver:
         """Copies a state and returns; called by all ranks.
 
         Args:
-            path: of the checkpoint's folder in the storage.
-            state: see `state`.
-            step: of training, for the manifest.
+            path: path of the checkpoint's folder in the storage.
+            state: see `Checkpointer.save`.
+            step: step of training, for the manifest.
             overwrite: whether to replace a checkpoint at the path.
-            check: called on the coordinator first; what it raises, all ranks raise.
+            check: called on the coordinator first; if it raises, all ranks raise.
             after_commit: called on the coordinator when the checkpoint exists.
 
         Returns:
@@ -171,8 +171,8 @@ class Saver:
                 digest = xxhash.xxh3_64_intdigest(dump(local.tree)) >> 2
             plan = self._plan if self._is_of(rows, local.aliases) else None
             if plan is not None and self._stage == "arena":
-                # Before the ranks agree: a rank that is done waits for the others then, and its
-                # writing does not slow their copies down.
+                # Before the ranks agree: a rank that has finished its copy waits for the others, so
+                # that its writing does not slow down their copies.
                 copied = self._copy(plan, local, trace)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
             plan, error = None, caught
@@ -192,7 +192,7 @@ class Saver:
             except Exception as caught:  # noqa: BLE001 - raised on all ranks together
                 error = caught
             self.team.agree(error)
-        assert plan is not None, "a rank without a plan says so"
+        assert plan is not None, "a rank without a plan has reported a failure"
         key = plan.next_key()
         job = Job(
             handle=handle,
@@ -216,12 +216,12 @@ class Saver:
         return handle
 
     def _is_of(self, rows: list[Row], aliases: dict[str, str]) -> bool:
-        """Whether the last plan is of a state with the same tensors."""
+        """Whether the last plan was made for a state with the same tensors."""
         plan = self._plan
         return plan is not None and plan.rows == rows and plan.aliases == aliases
 
     def _copy(self, plan: _Plan, local: LocalState, trace: Trace) -> list[torch.cuda.Event]:
-        """Copies what this rank writes into its image; the events behind copies only queued."""
+        """Copies this rank's values into its image; returns the events after queued copies."""
         if plan.part.file is None:
             return []
         values = list(find_sources(plan.part, local.tensors))
@@ -237,7 +237,7 @@ class Saver:
         return []
 
     def _plan_together(self, rows: list[Row], aliases: dict[str, str]) -> _Plan:
-        """Gathers what the ranks hold, plans on the coordinator, hands each rank its part."""
+        """Gathers what the ranks hold, plans on the coordinator, and sends each rank its part."""
         listed, error = b"", None
         try:
             pieces = planner.Pieces.of(self.team.rank, rows)
@@ -269,7 +269,7 @@ class Saver:
         return plan.index.encode(), parts
 
     def _start(self, job: Job, plan: _Plan, copied: list[torch.cuda.Event]) -> None:
-        """Starts what writes, and the thread that sees to the commit."""
+        """Starts the writer, and the thread that commits."""
         if plan.part.file is not None:
             file = f"{job.path}/{job.folder}/{plan.part.file.name}".lstrip("/")
             try:
@@ -309,7 +309,7 @@ class Saver:
         return ChildWriter(self._storage, file, plan.image, values, trace)
 
 
-# Threads of saves that are not over; those who end a process by os._exit still run this.
+# Threads of unfinished saves. `RankPool`'s ranks, which end with os._exit, run exit functions too.
 _under_way: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -347,7 +347,7 @@ def list_rows(local: LocalState) -> list[Row]:
 
 
 def _merge(parts: list[bytes]) -> bytes:
-    """Joins what some ranks listed; called at every branch of the tree."""
+    """Joins the lists of some ranks; called at every branch of the tree."""
     listed = [msgspec.msgpack.decode(part, type=_Listed) for part in parts]
     pieces = planner.Pieces.merge([planner.Pieces.decode(one.pieces) for one in listed])
     aliases = {name: target for one in listed for name, target in one.aliases.items()}
@@ -355,7 +355,7 @@ def _merge(parts: list[bytes]) -> bytes:
 
 
 def _wait_before_step(optimizer: torch.optim.Optimizer, events: Sequence[torch.cuda.Event]) -> None:
-    """Has the optimizer's next step wait for events, on the devices."""
+    """Makes the optimizer's next step wait for events, on the devices."""
 
     def wait(*_: object) -> None:
         for event in events:

@@ -1,9 +1,9 @@
-"""Copies that go past the processor's caches.
+"""Copies that bypass the processor's caches.
 
-An ordinary store first reads the line it writes to. Training does not read the copy, so it is
-written with non-temporal stores, which leave that out: two passes over memory instead of three,
-and what training has in its caches stays there. Neither torch nor the C library takes such stores for
-pieces of this size, so that the loop is written in LLVM's terms.
+An ordinary store first reads the cache line it writes to. Training does not read the copy, so it is
+written with non-temporal stores, which skip that read: two passes over memory instead of three, and
+training's data stays in the caches. Neither torch nor the C library uses such stores for pieces of
+this size, so the loop is written in LLVM IR.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 
 __all__ = ["MIN_BYTES", "is_streamable", "prepare", "stream"]
 
-# Smaller ones fit a cache, and calls cost more than they.
+# Smaller copies fit a cache, and cost less than the calls.
 MIN_BYTES = 256 * 1024
-# What a thread takes at a time.
+# Number of bytes that a thread copies at a time.
 _TASK_BYTES = 16 * 1024 * 1024
 _LINE = 64
-# To an address that is a multiple of 64, from any. Such stores are not ordered: the fence
-# makes them visible to threads that learn that the copy has ended.
+# The target address must be a multiple of 64. Non-temporal stores are not ordered: the fence makes
+# them visible to threads that see that the copy has ended.
 _CODE = """
 define void @copy_lines(ptr %to, ptr %from, i64 %num_lines) {
 entry:
@@ -71,7 +71,7 @@ _engines: list[Any] = []
 
 
 def is_streamable(target: Tensor, source: Tensor) -> bool:
-    """Whether a copy is one of plain bytes on the CPU, and long enough."""
+    """Whether a copy is of plain bytes on the CPU, and long enough to gain."""
     return (
         source.dtype == target.dtype
         and source.device.type == target.device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Writes a file's image: checksums of the next block while the last one is on its way."""
+"""Writes a file's image, computing the checksums of the next block while one is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NICE = 10
 
 
 def give_way() -> None:
-    """Lets training's threads have the cores before this one; for threads that end with the save."""
+    """Lowers this thread's priority below training's; for threads that end with the save."""
     if sys.platform == "linux":  # where a thread has a priority of its own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
@@ -37,7 +37,7 @@ def hash_blocks(data: memoryview, table: memoryview, first: int, stop: int) -> N
 
 
 def describe_written_file(path: str, image: Image) -> FileRecord:
-    """What the manifest says of an image that was written."""
+    """The manifest's record of an image that was written."""
     table = image.view[image.hashed_bytes :]
     name = path.rpartition("/")[2]
     return FileRecord(name, image.num_bytes, xxhash.xxh3_128_hexdigest(table))
@@ -65,8 +65,8 @@ def write_image(storage: Storage, path: str, image: Image) -> FileRecord:
 class Writer:
     """Writes one image to one file.
 
-    Its thread is started at once: none can be when the interpreter ends, and a save that is under
-    way then is still finished.
+    Its thread is started at once, because no thread can be started when the interpreter ends, and a
+    save in progress must still be finished then.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Writer:
         copied: Sequence[torch.cuda.Event],
         trace: Trace,
     ) -> None:
-        """Starts the thread that writes what `run` gives it.
+        """Starts the thread, which waits for `run`.
 
         Args:
-            storage: where to.
-            path: of the file.
+            storage: storage to write to.
+            path: path of the file.
             image: filled, or being filled from a GPU.
-            copied: the events behind copies from GPUs.
-            trace: of the save.
+            copied: events after the copies from GPUs.
+            trace: trace of the save.
         """
         self._storage = storage
         self._path = path
@@ -129,7 +129,7 @@ class Writer:
         return describe_written_file(self._path, self._image)
 
     def give_up(self) -> None:
-        """Ends the thread when there will be no `run`."""
+        """Ends the thread without a `run`."""
         self._offsets.put(None)
         self._thread.join()
         if self._sink is not None:

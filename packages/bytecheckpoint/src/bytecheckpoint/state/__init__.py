@@ -1,1 +1,1 @@
-"""What a training state consists of: tensors by name, values, generators, data loaders."""
+"""The parts of a training state: tensors by name, values, random generators, data loaders."""

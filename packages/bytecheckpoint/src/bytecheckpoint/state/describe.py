@@ -1,8 +1,8 @@
-"""What a training state consists of on this rank: tensors by name, and the rest as JSON.
+"""Describes a training state on this rank: tensors by name, and the rest as JSON.
 
 A state is a dictionary of whatever training uses: modules in any of torch's wrappers, optimizers,
-objects with `state_dict`, tensors of all kinds, numbers and texts. `describe` walks it once and
-copies nothing; the same walk finds what is to be saved and where loaded elements go.
+objects with `state_dict`, tensors of all kinds, numbers and strings. `describe` walks it once and
+copies nothing; saving and loading use the same walk.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LocalState:
 
     Attributes:
         tensors: by name from the state's root, joined by dots.
-        values: the user's own objects behind them.
-        aliases: names of tied tensors, and the name that has their memory.
-        tree: everything else as JSON; tensors stand in it by name.
-        rank_trees: by path, what objects that differ by rank hold on this one.
+        values: the user's tensor objects, by name.
+        aliases: names of tied tensors, and the name under which each is stored.
+        tree: everything else as JSON, with the names of tensors in their places.
+        rank_trees: by path, this rank's state of the objects that differ by rank.
         parameters: names of the parameters of all modules.
-        optimizers: by path; their next steps change what is being saved.
+        optimizers: by path; their next steps change the values being saved.
         modules: paths of modules.
     """
 
@@ -57,7 +57,7 @@ class LocalState:
 
 @contextmanager
 def pause_collection() -> Iterator[None]:
-    """Keeps Python from looking for garbage among thousands of tuples that are all in use."""
+    """Pauses garbage collection while thousands of tuples are made that all stay in use."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -68,12 +68,12 @@ def pause_collection() -> Iterator[None]:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether an object saves and loads itself as torch's schedulers and loaders do."""
+    """Whether an object has `state_dict` and `load_state_dict`, as torch's schedulers do."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def is_per_rank(value: Any) -> bool:
-    """Whether an object's state is another one on each rank; torchdata's loaders do not say so."""
+    """Whether an object's state differs by rank; torchdata's loaders have no mark for it."""
     kinds = {kind.__name__ for kind in type(value).__mro__}
     return getattr(value, "per_rank", False) or "StatefulDataLoader" in kinds
 
@@ -83,11 +83,11 @@ def describe(state: dict[str, Any], rank: int) -> LocalState:
 
     Args:
         state: the dictionary; nothing in it is copied or changed.
-        rank: whose it is; names what differs by rank.
+        rank: this rank, used in the names of tensors that differ by rank.
 
     Raises:
-        DataError: a value is neither a tensor nor JSON-like, two values have one name, or a tensor
-            has no plain elements; names the path.
+        DataError: a value is neither a tensor nor JSON-like, two values have the same name, or a
+            tensor has no plain elements; the message names the path.
     """
     if not isinstance(state, dict):
         raise DataError(
@@ -181,7 +181,7 @@ class _Walk:
             )
         local = describe_tensor(value, name)
         found.values[name] = value
-        # Who holds no part of a tied tensor still has it under both names.
+        # A rank that holds no part of a tied tensor still has it under both names.
         address = local.pieces[0].tensor.data_ptr() if local.pieces else -id(value)
         others = self._memory.setdefault(address, [])
         for other in others:

@@ -1,8 +1,8 @@
 """FSDP1's flat parameters as flat ranges of the parameters they were made of.
 
 FullyShardedDataParallel concatenates parameters and cuts the result evenly. Its own state dicts
-gather what they then store; the ranges it keeps on each flat parameter say which elements of which
-parameter a rank holds, and that is all a checkpoint needs.
+gather parameters before they are stored. A checkpoint only needs the ranges that each flat
+parameter records: which elements of which parameter a rank holds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["FlatRange", "find_flat_parameters"]
 
 
 class FlatRange(NamedTuple):
-    """Where a parameter's elements lie in this rank's part of a flat parameter.
+    """The range of a parameter's elements in this rank's part of a flat parameter.
 
     Attributes:
-        name: of the parameter, from the root module.
-        shape: of the whole parameter.
+        name: name of the parameter, from the root module.
+        shape: shape of the whole parameter.
         start: flat index in the parameter of the first element held here.
         offset: index of that element in the rank's part of the flat parameter.
         numel: elements held here.

@@ -28,9 +28,9 @@ class Piece(NamedTuple):
     """A box of a tensor, held by this rank.
 
     Attributes:
-        box: in the tensor's global index space.
-        tensor: the elements, of the box's sizes; the user's memory, perhaps one that takes part in
-            automatic differentiation: to be read and written under `torch.no_grad`.
+        box: box in the tensor's global index space.
+        tensor: the user's tensor of the box's sizes. It may require gradients: read and write it
+            under `torch.no_grad`.
     """
 
     box: Box
@@ -38,12 +38,12 @@ class Piece(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """What this rank holds of a tensor.
+    """The parts of a tensor that this rank holds.
 
     Attributes:
-        dtype: of its elements.
-        shape: of the whole tensor.
-        pieces: the boxes held here; none where a rank holds nothing of it.
+        dtype: type of its elements.
+        shape: shape of the whole tensor.
+        pieces: the boxes held on this rank, possibly none.
     """
 
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class FlatShard:
 
     Attributes:
         tensor: one-dimensional, contiguous; the elements from `start` on. Padding stays out.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         start: flat index of the first element.
     """
 
@@ -81,11 +81,11 @@ class FlatShard:
 
 
 def describe_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
-    """What this rank holds of a tensor of any kind.
+    """The parts of a tensor of any kind that this rank holds.
 
     Args:
         value: a tensor, parameter, DTensor, ShardedTensor or FlatShard.
-        name: for errors.
+        name: shown in errors.
 
     Raises:
         DataError: the tensor has no plain elements: quantised or other wrapper subclasses, sparse
@@ -105,7 +105,7 @@ def describe_tensor(value: Tensor | FlatShard, name: str) -> LocalTensor:
 
 @functools.lru_cache
 def _get_kind(of: type) -> str:
-    """Which of the two a class is, by name: their modules load slowly, and who has one has them."""
+    """DTensor or ShardedTensor, by class name, because importing their modules is slow."""
     names = {base.__name__ for base in of.__mro__}
     return next((name for name in ("DTensor", "ShardedTensor") if name in names), "")
 

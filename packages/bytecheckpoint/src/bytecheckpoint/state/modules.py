@@ -27,7 +27,7 @@ class ParameterNames:
     """Names of parameters, by identity, so that an optimizer's state is named after them.
 
     Attributes:
-        names: of each parameter by id; several of a flat parameter of FSDP1.
+        names: names of each parameter by id; several of a flat parameter of FSDP1.
         ranges: by id of a parameter that FSDP1 flattened, where it lies.
     """
 
@@ -43,7 +43,7 @@ class ParameterNames:
             modules: paths of the modules in the state.
         """
         names = [name for of_one in self.names.values() for name in of_one]
-        # A module's inner name may be another's full one: all of them tell which kind they are.
+        # A module's inner name may equal another's full name: all names together decide the kind.
         if set(stored) <= {*names, *map(str, range(len(names)))}:
             return {name: name for name in stored}
         return {
@@ -79,12 +79,12 @@ def list_module_entries(
     """Everything a module saves, by name.
 
     Args:
-        path: of the module in the state.
+        path: path of the module in the state.
         module: the user's, in any of torch's wrappers.
-        known: learns the parameters' names.
+        known: table to which the parameters' names are added.
 
     Yields:
-        Names from the state's root; tensors, FlatShards, and what modules give as extra state.
+        Names from the state's root, with tensors, FlatShards, or modules' extra state.
     """
     root = unwrap(module)
     flat = find_flat_parameters(root, clean)
@@ -160,16 +160,16 @@ def fill_missing_state(
     known: ParameterNames,
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]],
 ) -> list[tuple[Tensor, str]]:
-    """Makes the state that a stored optimizer has and this one, never stepped, does not.
+    """Creates the state that a stored optimizer has and this one lacks, as before its first step.
 
     Args:
-        path: of the optimizer in the state.
+        path: path of the optimizer in the state.
         optimizer: gets zeros of each parameter's own layout.
         known: names of parameters.
         stored: types and shapes of the checkpoint's tensors.
 
     Returns:
-        Parameters and keys that were made, so that a failed load can take them back.
+        Parameters and keys that were created, so that a failed load can remove them.
     """
     prefix = f"{path}.state."
     keys: dict[str, list[str]] = {}

@@ -1,12 +1,12 @@
-"""Where a run stands in its data, in a form free of the number of ranks that read it.
+"""The position of a run in its data, independent of the number of ranks that read it.
 
-The samples of all epochs, one after the other, form one stream. What of it was consumed is, for
-ranks that step together, a prefix; where readers are not at the same count (prefetching workers,
-the uneven end of an epoch), it is a prefix and some samples ahead of it, kept as a bit mask. Of the
-stream that remains, reader r of n takes samples r, r + n, r + 2n, ... So any number of readers can
-go on from where any other number stopped, and no sample is lost or seen twice. After the
-dataloader states of ByteCheckpoint (arXiv 2407.20143), which copy replicated parts and split
-buffers anew; the form of the position is our own.
+The samples of all epochs form one stream. Ranks that step together have consumed a prefix of it;
+readers at different counts (prefetching workers, the uneven end of an epoch) have consumed a prefix
+and some samples after it, stored as a bit mask. Of the remaining stream, reader r of n takes
+samples r, r + n, r + 2n, ..., so any number of readers can resume where any other number stopped,
+without losing or repeating a sample. After the dataloader states of ByteCheckpoint (arXiv
+2407.20143), which copy replicated parts and split buffers again; the representation of the position
+is ours.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class ReadOrder:
     Iterating it gives indices of samples and counts each as consumed.
 
     Attributes:
-        epoch: the one being read, from 0.
-        buffer: what this reader took from its samples and has not used, in order; tensors or
-            JSON-like values. Items are dealt out again, whole, when the number of readers changes.
-        counters: further numbers to keep; equal on all ranks.
+        epoch: the epoch being read, from 0.
+        buffer: values that this reader took from its samples and has not used, in order; tensors or
+            JSON-like values. When the number of readers changes, whole items are redistributed.
+        counters: further numbers to save; equal on all ranks.
     """
 
     per_rank = True
@@ -72,14 +72,15 @@ class ReadOrder:
         """Starts at the beginning of the first epoch.
 
         Args:
-            num_samples: in an epoch.
-            dataset: its name; a checkpoint of another one is refused.
-            seed: of the order.
-            shuffle: a random order, another one each epoch; else the samples' own.
-            even: give every reader equally many samples an epoch: the fewer than world_size that
-                remain come first in the next epoch. Otherwise some readers take one more.
-            rank: this one; torch.distributed's by default, 0 without.
-            world_size: number of ranks; torch.distributed's by default, 1 without.
+            num_samples: number of samples in an epoch.
+            dataset: name of the dataset; a checkpoint of another dataset is refused.
+            seed: seed of the order.
+            shuffle: read samples in a random order that differs by epoch; else in index order.
+            even: give every reader the same number of samples per epoch; the remaining samples,
+                fewer than world_size, come first in the next epoch. Otherwise some readers take
+                one more.
+            rank: this rank; None: torch.distributed's, or 0 without a process group.
+            world_size: number of ranks; None: torch.distributed's, or 1 without a process group.
 
         Raises:
             ConfigError: if a number is outside its range.
@@ -110,9 +111,9 @@ class ReadOrder:
 
     @property
     def buffer(self) -> list[Any]:
-        """What this reader holds; see the class."""
+        """Values taken from this reader's samples and not used yet; see the class."""
         if self._undealt:
-            # Only now, because the reader may be a worker that was not there at load time.
+            # Split here, because the reader may be a worker that did not exist at load time.
             reader, num_readers = self._find_reader()
             count = len(self._undealt)
             self._buffer = self._undealt[
@@ -122,7 +123,7 @@ class ReadOrder:
         return self._buffer
 
     def __len__(self) -> int:
-        """Samples of the epoch that this reader takes, those it has taken included."""
+        """Number of the epoch's samples for this reader, including those already taken."""
         return self._count_taken(self.epoch, *self._find_reader()) - self._count_taken(
             self.epoch - 1, *self._find_reader()
         )
@@ -145,12 +146,12 @@ class ReadOrder:
     ) -> Iterator[torch.Tensor]:
         """Sequences of equal length from documents of any length, to the end of the epoch.
 
-        What is left of a document waits in `buffer`, so a checkpoint between two sequences loses
-        no token and repeats none.
+        The rest of a document is kept in `buffer`, so a checkpoint between two sequences neither
+        loses nor repeats tokens.
 
         Args:
-            fetch: the tokens [n] of a sample.
-            length: tokens of a sequence.
+            fetch: function from a sample's index to its tokens [n].
+            length: number of tokens in a sequence.
             drop_last: leave out the last, shorter sequence of this reader's epoch.
         """
         yield from self._cut(length)
@@ -183,7 +184,7 @@ class ReadOrder:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the position of the same reader of equally many.
+        """Restores the position of the same reader among the same number of readers.
 
         Raises:
             DataError: if the record is of another dataset, order or reader.
@@ -208,14 +209,14 @@ class ReadOrder:
         *,
         is_split: bool = False,
     ) -> None:
-        """Restores the position of any number of readers; exactly where their number is the same.
+        """Restores the position from any number of readers; exactly if the number is unchanged.
 
         Args:
-            states: the `state_dict` of every one of them, in any order.
-            rank: this one.
-            world_size: number of ranks now.
-            is_split: whether to split again in any case: readers may run in workers, and how many
-                they are is not known here.
+            states: the `state_dict` of every saved reader, in any order.
+            rank: this rank.
+            world_size: current number of ranks.
+            is_split: whether to split again in any case, because readers may run in workers, whose
+                number is not known here.
 
         Raises:
             DataError: if records are missing or do not belong together.
@@ -261,12 +262,12 @@ class ReadOrder:
 
     @property
     def taken(self) -> int:
-        """Samples this reader has taken since the readers were last split again."""
+        """Number of samples this reader has taken since the stream was last split."""
         return max(self._taken, self._count_taken(self.epoch - 1, *self._find_reader()))
 
     @property
     def remaining(self) -> int:
-        """Samples of the epoch that this reader has yet to take."""
+        """Number of the epoch's samples that this reader has not taken yet."""
         return self._count_taken(self.epoch, *self._find_reader()) - self.taken
 
     def _find_reader(self) -> tuple[int, int]:
@@ -311,7 +312,7 @@ class ReadOrder:
         return left // num_readers if self.even else max(0, -(-(left - reader) // num_readers))
 
     def _merge(self, taken: np.ndarray) -> tuple[int, bytes]:
-        """The origin after every reader took its count from the present one."""
+        """The new origin, after every reader has taken its count from the current one."""
         num_readers = len(taken)
         readers = np.arange(num_readers)
         first = int((readers + num_readers * taken).min())

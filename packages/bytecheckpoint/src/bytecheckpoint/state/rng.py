@@ -1,4 +1,4 @@
-"""The state of every generator of random numbers a rank uses."""
+"""The states of all random number generators of a rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["RngState", "rng_state"]
 class RngState:
     """Python's, numpy's and torch's default generators, captured when saved, set when loaded.
 
-    Each rank has its own. Loaded by another number of ranks, rank r takes what rank r of the save
-    had; ranks there were none of go on from seeds drawn from rank 0's state and their own number.
+    Each rank has its own. On another number of ranks, rank r loads the state of saved rank r;
+    additional ranks are seeded from rank 0's state and their own number.
     """
 
     per_rank = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The states now."""
+        """The current states of the generators."""
         version, numbers, gauss = random.getstate()
         name, keys, at, has_gauss, cached = np.random.get_state()
         state: dict[str, Any] = {
@@ -67,5 +67,5 @@ class RngState:
 
 
 def rng_state() -> RngState:
-    """What to put into a state so that random numbers go on where they were."""
+    """An object to put into a state, so that a resumed run continues the same random numbers."""
     return RngState()

@@ -1,10 +1,10 @@
-"""A random order of an epoch's samples that can be entered anywhere.
+"""A random order of an epoch's samples with random access.
 
-A balanced Feistel network is a permutation of the numbers below a power of four whatever its round
-function is; walking along its cycles until a value below the wanted number comes up makes it one of
-any range (Black and Rogaway, "Ciphers with arbitrary finite domains"). A billion samples so need
-neither eight gigabytes nor any time to resume in their middle, and the order, which checkpoints rely
-on, is fixed by integer arithmetic here rather than by a library's version.
+A balanced Feistel network permutes the numbers below a power of four for any round function; cycle
+walking until a value is in range restricts it to any range (Black and Rogaway, "Ciphers with
+arbitrary finite domains"). So a billion samples need no permutation of eight gigabytes in memory,
+and resuming takes no time. Checkpoints rely on the order, which integer arithmetic fixes here,
+independently of library versions.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ def shuffle_samples(positions: np.ndarray, num_samples: int, seed: int, epoch: i
     Args:
         positions: int64 [n], each in 0 .. num_samples - 1.
         num_samples: length of the epoch.
-        seed: of the run.
+        seed: seed of the run.
         epoch: whose order.
 
     Returns:

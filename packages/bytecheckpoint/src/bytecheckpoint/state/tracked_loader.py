@@ -1,4 +1,4 @@
-"""A data loader that saves what it has yielded, not what its workers have prefetched."""
+"""A data loader that saves the position of the batches it has yielded, without prefetched ones."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["TrackedLoader"]
 class TrackedLoader:
     """Iterates a loader, resumes where a checkpoint or a `break` left it, and saves its position.
 
-    A StatefulDataLoader of torchdata goes on exactly, its workers' own states included, on as many
-    ranks and workers as saved it. On other numbers the LoaderState it reads by is split again. A
-    plain DataLoader always goes on by its LoaderState.
+    On the same numbers of ranks and workers, a StatefulDataLoader of torchdata resumes exactly,
+    including its workers' states. On other numbers its LoaderState is split again. A plain
+    DataLoader always resumes by its LoaderState.
 
     Attributes:
-        epoch: the one being read; moves on when the loader is exhausted.
+        epoch: the epoch being read; increases when the loader is exhausted.
     """
 
     per_rank = True
@@ -31,8 +31,8 @@ class TrackedLoader:
 
         Args:
             loader: a DataLoader or StatefulDataLoader.
-            position: what it reads by, as its sampler or in the dataset's workers; None if nothing
-                can be split again, so that only the same number of ranks can load.
+            position: the order that it reads by, as its sampler or in the dataset's workers; None:
+                only the same number of ranks can load.
 
         Raises:
             ConfigError: if what the loader yields cannot be counted.
@@ -72,7 +72,7 @@ class TrackedLoader:
         self._taken = 0 if position is None else position.taken
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches in an epoch."""
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -82,7 +82,7 @@ class TrackedLoader:
             num_batches += 1
             yield batch
         if was_left and not num_batches:
-            # Who left it had all batches and, knowing their number, did not ask for another.
+            # The previous iteration stopped after the last batch without exhausting the loader.
             yield from self._read_rest()
 
     def _read_rest(self) -> Iterator[Any]:
@@ -116,7 +116,7 @@ class TrackedLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the position of the same rank of equally many.
+        """Restores the position of the same rank among the same number of ranks.
 
         Raises:
             DataError: if the state is of another kind of loader, or of other numbers.

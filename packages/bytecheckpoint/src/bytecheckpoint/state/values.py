@@ -1,7 +1,7 @@
-"""Everything in a state that is no tensor, as JSON: read back exactly, or refused when saved.
+"""Non-tensor values of a state as JSON: read back exactly, or refused when saved.
 
-JSON knows no tuples, bytes, keys that are not text, or numbers that are not finite; those are
-written as objects with one key that begins with a dollar sign. Nothing is ever unpickled.
+JSON has no tuples, bytes, non-string keys or non-finite numbers; those are written as objects with
+one key that begins with a dollar sign. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["decode_tree", "dump", "encode_leaf", "parse"]
 
 
 def encode_leaf(value: Any, path: str) -> Any:
-    """A value that is no container, as JSON.
+    """Encodes a value that is not a container as JSON.
 
     Args:
         value: a number, text, bytes, truth value or None; numpy's scalars too.
-        path: for errors.
+        path: shown in errors.
 
     Raises:
-        DataError: JSON cannot say it, and unpickling it later would run its code.
+        DataError: it cannot be encoded as JSON, and unpickling it later would run code.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -54,11 +54,11 @@ def encode_dict(items: Mapping[Any, Any], path: str = "") -> Any:
 
 
 def decode_tree(tree: Any, tensor: Callable[[str], Any]) -> Any:
-    """The value that a tree stands for.
+    """Decodes a tree.
 
     Args:
         tree: JSON.
-        tensor: gives the tensor of a name.
+        tensor: function from a name to its tensor.
 
     Raises:
         DataError: the tree was not written by this module.
@@ -100,7 +100,7 @@ def _decode_tagged(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any
 
 
 def dump(tree: Any) -> bytes:
-    """The bytes of a tree; trees equal in order too give equal bytes."""
+    """The bytes of a tree; equal for trees that are equal, including the order of keys."""
     return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -1,6 +1,6 @@
-"""Where checkpoints lie: a local or mounted folder, or anything fsspec reaches.
+"""Storage of checkpoints: a local or mounted folder, or any file system of fsspec.
 
-`open_storage` chooses by the URL; `Storage` is what the rest of the package needs of any of them.
+`open_storage` chooses by the URL; `Storage` is the interface that the rest of the package uses.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
     """Opens the storage of a URL: a path or file:// is local, fsspec finds others (s3://, memory://).
 
     Raises:
-        ConfigError: no such protocol, or its library is not installed; names the pip command. Or a
-            URL with one slash, which pathlib makes and which would be a folder named "s3:".
+        ConfigError: no such protocol; its library is not installed (the message has the pip
+            command); or a URL with one slash, as pathlib makes, which would be a folder "s3:".
     """
     text = os.fspath(url)
     if found := _CUT_URL.match(text):

@@ -1,7 +1,7 @@
-"""What a storage of checkpoints has to offer: `Storage`, and `Sink` for a file being written.
+"""The interface of a storage of checkpoints: `Storage`, and `Sink` for a file being written.
 
-Storages differ in how a name appears. A file system renames, and forgets at power loss what was not
-synced; an object store puts whole objects, and refuses to replace one when asked to.
+Storages differ in how a name appears. A file system renames, and loses at power loss what was not
+synced; an object store puts whole objects, and can refuse to replace one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Buffer = bytes | bytearray | memoryview
 
 @runtime_checkable
 class Sink(Protocol):
-    """A file being written; it counts for nobody before `finish`."""
+    """A file being written; it is valid only after `finish`."""
 
     def write_at(self, offset: int, data: Buffer) -> None:
-        """Writes a block; any order, any thread.
+        """Writes a block; blocks may come in any order, from any thread.
 
         Args:
             offset: a multiple of WRITE_BYTES; every multiple below the file's size comes once.
             data: WRITE_BYTES bytes, fewer in the last block.
 
         Raises:
-            OSError: the storage refused, after all retries; names the file.
+            OSError: the storage refused, after all retries; the message names the file.
         """
         ...
 
@@ -42,7 +42,7 @@ class Sink(Protocol):
         ...
 
     def abort(self) -> None:
-        """Removes the unfinished file and frees its resources; called when no write is under way.
+        """Removes the unfinished file and frees its resources; called when no write is in progress.
 
         Never raises.
         """
@@ -66,7 +66,7 @@ class Storage(Protocol):
         ...
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        """Fills the buffer from a file; any thread.
+        """Fills the buffer from a file; may be called from any thread.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -109,5 +109,5 @@ class Storage(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of files and connections held for reading; they are opened again on demand."""
+        """Closes files and connections held for reading; they are opened again on demand."""
         ...

@@ -1,8 +1,8 @@
-"""Checkpoints wherever fsspec reaches: memory://, gs://, abfs://, and s3:// by `storage.s3`.
+"""Checkpoints in any file system of fsspec: memory://, gs://, abfs://; `storage.s3` adds s3://.
 
-An object appears whole by one put, so there is nothing to rename or sync. Object stores fail
-transiently instead: every request is repeated with growing pauses, and a request whose answer was
-lost must not mistake its own effect for another writer's.
+An object appears as a whole by one put, so nothing is renamed or synced. Requests to object stores
+fail transiently: each is retried with growing pauses, and a retry after a lost answer must not
+mistake the effect of the first try for another writer's.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class FsspecStorage:
         url: with its protocol.
         waits_s: pauses between the tries of a request that fails transiently, in seconds; each is
             multiplied by a random factor between 0.5 and 1.5.
-        options: for the file system's constructor; credentials and endpoints are better given by
-            the environment or fsspec's configuration, where every rank finds them.
+        options: arguments of the file system's constructor. Set credentials and endpoints in the
+            environment or fsspec's configuration instead, so that every rank has them.
 
     Raises:
         ConfigError: no such protocol, or its library is not installed.
@@ -58,13 +58,13 @@ class FsspecStorage:
 
     has_rename = False
     _library_errors: tuple[type[Exception], ...] = ()
-    """What the protocol's library raises beside OSError."""
+    """Exceptions that the protocol's library raises beside OSError."""
 
     def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, **options: object) -> None:
         self.url = url.rstrip("/")
         self._waits_s = waits_s
         try:
-            # Another rank's files must be seen, so listings are never remembered.
+            # Listings are not cached, because other ranks' files must be seen.
             self._fs, root = url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as error:
             library = known_implementations[url.partition("://")[0]]["class"].split(".")[0]
@@ -78,7 +78,7 @@ class FsspecStorage:
         self._lock = threading.Lock()
 
     def create(self, path: str, num_bytes: int) -> Sink:
-        """Opens a file that is written from its start; blocks that come early wait in memory."""
+        """Opens a file that is written in order; blocks that come early are kept in memory."""
         full = self._make_full(path)
         self.call(path, lambda: self._fs.makedirs(posixpath.dirname(full), exist_ok=True))
         return _StreamSink(self, path)
@@ -90,7 +90,7 @@ class FsspecStorage:
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fills the buffer, a large one by several requests at once."""
         view = buffer.cast("B")
-        # Several requests at once: one connection gives a part of the bandwidth.
+        # Several requests at once, because one connection has only a part of the bandwidth.
         starts = range(0, len(view), WRITE_BYTES)
         if len(starts) <= 1:
             return self._fetch(path, offset, view)
@@ -99,7 +99,7 @@ class FsspecStorage:
             threads.submit(self._fetch, path, offset + start, view[start : start + WRITE_BYTES])
             for start in starts
         ]
-        wait(parts)  # even if one fails: nobody may write to the buffer afterwards
+        wait(parts)  # even if one fails: no thread may write to the buffer afterwards
         for part in parts:
             part.result()
         return None
@@ -134,7 +134,7 @@ class FsspecStorage:
         try:
             self.call(path, lambda: self._fs.pipe_file(self._make_full(path), content, mode=mode))
         except FileExistsError:
-            # A repeated put meets what the first one left, when only its answer was lost.
+            # A retried put finds the object of the first try if only its answer was lost.
             if self.read(path) != content:
                 raise
         except (NotImplementedError, TypeError, ValueError):
@@ -156,18 +156,18 @@ class FsspecStorage:
             self.call(path, lambda: self._fs.rm(self._make_full(path), recursive=True))
 
     def close(self) -> None:
-        """Ends the threads that read."""
+        """Ends the reading threads."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown()
 
     def call(self, path: str, request: Callable[[], Result]) -> Result:
-        """Makes a request, and repeats it while it fails transiently.
+        """Makes a request, and retries it while it fails transiently.
 
         Args:
-            path: what it is about, for errors.
-            request: may be made several times.
+            path: path of the object, shown in errors.
+            request: function that makes the request; it may be called several times.
 
         Raises:
             OSError: the last failure, naming the file.
@@ -183,7 +183,7 @@ class FsspecStorage:
         raise AssertionError("the last try returns or raises")
 
     def _can_pass(self, error: Exception) -> bool:
-        """Says whether the same request may succeed later."""
+        """Whether the same request may succeed later."""
         return isinstance(error, OSError) and not isinstance(error, tuple(_NUMBERS))
 
     def _name_error(self, path: str, error: Exception) -> OSError:
@@ -214,7 +214,7 @@ class FsspecStorage:
                 path, lambda: self._fs.cat_file(self._make_full(path), start=offset, end=end)
             )
         except OSError as error:
-            # A range that begins after the end is an error of its own.
+            # Some stores report a range that begins after the end as a separate error.
             if error.errno != errno.EINVAL or self.size(path) > offset:
                 raise
             data = b""
@@ -260,7 +260,7 @@ class _StreamSink:
         self._file.close()
 
     def abort(self) -> None:
-        """Drops what was sent."""
+        """Discards the data sent."""
         self._early.clear()
         with suppress(Exception):
             self._file.discard()

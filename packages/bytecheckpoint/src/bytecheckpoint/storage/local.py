@@ -1,9 +1,8 @@
 """Checkpoints in a folder of a local or mounted file system.
 
-What survives a power loss is what was synced: a file's bytes by fsync of the file, its name by
-fsync of the folder. The simulator of the tests replaces this module's `os` to see every call that
-matters, so everything that changes the disk goes through it, and no fsync is here that the
-simulator cannot prove to be needed.
+Only synced data survives a power loss: a file's bytes by fsync of the file, its name by fsync of
+the folder. The tests' crash simulator replaces this module's `os`, so every change to the disk must
+go through it, and each fsync here is one that the simulator proves to be needed.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class LocalStorage:
     """A folder; see `bytecheckpoint.storage.Storage` for what each method promises.
 
     Args:
-        root: the folder; made by the first file that is written.
-        max_open_files: how many files stay open for reading.
+        root: the folder; created with the first file.
+        max_open_files: number of files that stay open for reading.
     """
 
     has_rename = True
@@ -51,7 +50,7 @@ class LocalStorage:
         """Opens a new file; `num_bytes` is not needed here.
 
         Raises:
-            FileExistsError: it is there.
+            FileExistsError: the file exists.
         """
         full = self._make_full(path)
         _make_folder(os.path.dirname(full))
@@ -79,7 +78,7 @@ class LocalStorage:
                 done += count
 
     def size(self, path: str) -> int:
-        """Bytes of a file; NFS asks its server when a file is opened, but not for a mere stat."""
+        """Bytes of a file; opens it, because NFS may answer a stat from its cache."""
         with open(self._make_full(path), "rb", buffering=0) as file:
             return os.fstat(file.fileno()).st_size
 
@@ -123,9 +122,9 @@ class LocalStorage:
         _sync_folder(folder)
 
     def sync_folders(self, paths: Iterable[str]) -> None:
-        """Syncs folders; with the root for the first time, also all above it.
+        """Syncs folders; the first time it syncs the root, it also syncs all folders above it.
 
-        Who made the root, and whether they lived to sync it, cannot be known.
+        The process that made the root may have died before it synced the root's name.
         """
         for path in paths:
             folder = self._make_full(path)
@@ -133,7 +132,7 @@ class LocalStorage:
             if path == "" and not self._is_root_synced:
                 while not os.path.ismount(folder):
                     folder = os.path.dirname(folder)
-                    # What we may not read, we did not make.
+                    # A folder without read permission was made by someone else.
                     with suppress(PermissionError):
                         _sync_folder(folder)
                 self._is_root_synced = True
@@ -148,7 +147,7 @@ class LocalStorage:
             _sync_folder(os.path.dirname(full))
 
     def remove_tree(self, path: str) -> None:
-        """Removes a folder and all in it, or a file; parts may come back at power loss."""
+        """Removes a folder and all in it, or a file; parts may reappear after a power loss."""
         self.close()
         with suppress(FileNotFoundError):
             _remove_tree(self._make_full(path))
@@ -174,10 +173,10 @@ class LocalStorage:
 
 
 class LocalSink:
-    """A file being written, past the page cache where buffer and file system allow it.
+    """A file being written, bypassing the page cache where buffer and file system allow it.
 
-    Direct writes cost no copy and leave nothing for fsync to wait for; measured on ext4, a gigabyte
-    from four processes took 0.54 s so against 0.77-2.4 s through the page cache.
+    Direct writes need no copy and leave little for fsync to wait for: on ext4, a gigabyte from four
+    processes took 0.54 s, against 0.77-2.4 s through the page cache.
     """
 
     def __init__(self, path: str) -> None:
@@ -195,7 +194,7 @@ class LocalSink:
         """Writes a block."""
         view = memoryview(data).cast("B")
         with _name_in_errors(self._path):
-            # Direct as far as it goes; what is left, at least the end of the last page, follows.
+            # Direct as far as possible; the rest, at least the end of the last page, follows.
             done = self._write_direct(offset, view) if self._is_direct else 0
             _write(self._descriptors[0], view[done:], offset + done)
 
@@ -214,7 +213,7 @@ class LocalSink:
             os.unlink(self._path)
 
     def _write_direct(self, offset: int, view: memoryview) -> int:
-        """Bytes written, 0 where the block does not lie as direct writes ask."""
+        """Bytes written; 0 if the block is not aligned for direct writes."""
         end = len(view) - len(view) % _ALIGN_BYTES
         if not end or (offset | np.frombuffer(view, np.uint8).ctypes.data) % _ALIGN_BYTES:
             return 0
@@ -235,7 +234,7 @@ class LocalSink:
 
 
 class _OpenFile:
-    """A file open for reading, closed when the cache and the last reading thread let go of it."""
+    """A file open for reading, closed when the cache and the last reading thread release it."""
 
     descriptor = -1
 
@@ -249,7 +248,7 @@ class _OpenFile:
 
 @contextmanager
 def _name_in_errors(path: str) -> Iterator[None]:
-    """Adds the file to errors of calls that know only its descriptor."""
+    """Adds the file's path to errors of calls on its descriptor."""
     try:
         yield
     except OSError as error:
@@ -287,11 +286,11 @@ def _sync_folder(path: str) -> None:
 
 
 def _link(temporary: str, full: str) -> bool:
-    """Gives the file a second name; False if that cannot be done here, but the name is free."""
+    """Hard-links the file to a second name; False if links are unsupported and the name is free."""
     try:
         os.link(temporary, full)
     except FileExistsError:
-        # Over NFS a repeated request meets the link that the first one made.
+        # Over NFS a retried request finds the link that the first one made.
         if os.stat(temporary).st_nlink != 2:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), full) from None
     except OSError as error:

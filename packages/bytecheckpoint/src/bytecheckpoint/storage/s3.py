@@ -1,7 +1,7 @@
-"""Checkpoints in S3, or what speaks its protocol: parts sent in parallel, puts on condition.
+"""Checkpoints in S3 and compatible stores: parallel multipart uploads, conditional puts.
 
 Blocks of a file are the parts of a multipart upload, so that any thread can send any of them. The
-manifest is put with `If-None-Match: *`, by which the store itself decides between two savers.
+manifest is put with `If-None-Match: *`, so that the store itself decides between two savers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["S3Storage"]
 
 _MAX_PARTS = 10_000
 _MAX_CONNECTIONS = 64
-# Answers that another try may change, beside those of status 500 and above.
+# Error codes that a retry may resolve, beside those of status 500 and above.
 _PASSING_STATUS = {408, 409, 429}
 _PASSING_CODES = {"BadDigest", "IncompleteBody", "RequestTimeout", "XAmzContentSHA256Mismatch"}
-# s3fs knows this one for a file that exists only if the answer says which condition failed.
+# s3fs maps this code to FileExistsError only if the answer names the condition that failed.
 _THERE = "PreconditionFailed"
 
 
@@ -40,7 +40,7 @@ class S3Storage(FsspecStorage):
     _library_errors = (BotoCoreError, aiohttp.ClientError)
 
     def __init__(self, url: str, *, waits_s: Sequence[float] = WAITS_S, **options: object) -> None:
-        # One layer retries, ours. fsspec shares file systems of equal options: nobody else's, then.
+        # Only our layer retries. An instance of our own: fsspec shares instances of equal options.
         config = {"retries": {"total_max_attempts": 1}, "max_pool_connections": _MAX_CONNECTIONS}
         super().__init__(url, waits_s=waits_s, config_kwargs=config, **options)
         self._fs.retries = 1
@@ -49,7 +49,7 @@ class S3Storage(FsspecStorage):
         """Begins an upload.
 
         Raises:
-            OSError: the file has more parts than S3 takes.
+            OSError: the file has more parts than S3 accepts.
         """
         if num_bytes > WRITE_BYTES * _MAX_PARTS:
             raise OSError(
@@ -67,7 +67,7 @@ class S3Storage(FsspecStorage):
             self.call(path, lambda: self._fs.rm(found))
 
     def request(self, method: str, path: str, **arguments: object) -> dict[str, Any]:
-        """One of boto's methods on an object, tried again while that may help."""
+        """Calls one of boto's methods on an object, with retries."""
         bucket, key, _ = self._fs.split_path(self._make_full(path))
         return self.call(
             path, lambda: self._fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
@@ -90,7 +90,7 @@ class S3Storage(FsspecStorage):
 
 
 class S3Sink:
-    """An upload: of one block as one put, of more as parts."""
+    """An upload: one block as one put, several as parts."""
 
     def __init__(self, storage: S3Storage, path: str, num_bytes: int) -> None:
         self._storage = storage

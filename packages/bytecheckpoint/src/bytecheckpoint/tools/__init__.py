@@ -1,1 +1,1 @@
-"""What works on whole checkpoints without ranks: convert, reshard, verify, compare, list."""
+"""Tools for whole checkpoints, without ranks: convert, reshard, verify, compare, list."""

@@ -28,16 +28,16 @@ def convert(
 
     Args:
         src: path or URL of a checkpoint of any format, or path of a file of torch.save.
-        dst: local path of what to make, a folder or for some formats a file; it must not exist, or
-            be an empty folder. It appears when it is whole and on disk.
+        dst: local path to write: a folder, or for some formats a file. It must not exist, or be an
+            empty folder. It appears when it is complete and synced.
         to: a name in `bytecheckpoint.tools.writers.registry.WRITERS`.
-        prefix: for "safetensors", the beginning of the names of the model's tensors, which is cut
-            from them; by default "model." unless the source has no such names or is such a folder.
+        prefix: for "safetensors", prefix of the names of the tensors to write, which is stripped;
+            None: "model.", unless the source has no such names or is a safetensors folder.
         progress: called with the number of bytes written since its last call.
 
     Raises:
         ConfigError: there is no such format, or `dst` exists or is no local path.
-        DataError: the source is damaged, or holds what the format cannot.
+        DataError: the source is damaged, or holds values that the format cannot store.
     """
     if "://" in os.fspath(dst):
         raise ConfigError(

@@ -20,7 +20,7 @@ class Difference(NamedTuple):
     """How one tensor differs.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         what: "only in A", "only in B", "shape", "type", "values", or "" where all bits are equal.
         a, b: its type and shape in each.
         num_different: elements with other bits.

@@ -1,4 +1,4 @@
-"""What lies at a place: the checkpoints of a run, or a single one."""
+"""Lists the checkpoints at a URL: those of a run, or a single one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Entry(NamedTuple):
     """One checkpoint, as far as its small files can be read.
 
     Attributes:
-        url: of its folder.
-        path: the same under the place that was asked for; "" for the place itself.
-        step: of training, None if none was given.
-        num_bytes: of all its files.
-        world_size: ranks that saved it.
-        num_files: data files.
-        num_tensors: names, tied ones not counted.
-        damage: why something is missing here.
+        url: URL of its folder.
+        path: path of the folder below the listed URL; "" for that URL itself.
+        step: step of training, None if none was given.
+        num_bytes: number of bytes of all its files.
+        world_size: number of ranks that saved it.
+        num_files: number of data files.
+        num_tensors: number of tensors, tied names not counted.
+        damage: why values above are missing.
     """
 
     url: str
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 def list_checkpoints(url: str) -> list[Entry]:
-    """Lists the checkpoints at a place that have a manifest, damaged ones too, by step.
+    """Lists the checkpoints with a manifest at a URL by step, including damaged ones.
 
     A folder of another format is one entry without numbers.
     """
@@ -58,7 +58,7 @@ def list_checkpoints(url: str) -> list[Entry]:
 
 
 def find_newest(url: str) -> str:
-    """Returns the URL of a run's newest whole checkpoint; of any other place, its own URL."""
+    """Returns the URL of a run's newest complete checkpoint; any other URL is returned as it is."""
     storage = open_storage(url)
     steps = commit.list_steps(storage)
     if MANIFEST_NAME in storage.list("") or not steps:

@@ -1,8 +1,8 @@
 """Rewrites a checkpoint as files of equal size for another number of ranks, without any rank.
 
-Loading reshards by itself and needs no such thing. A checkpoint of few large or many small files is
-however read faster by ranks that each find about one file's worth, and one of another format gets
-checksums this way. Streams: memory holds some 64 MiB whatever the checkpoint's size.
+Loading reshards by itself and does not need this. But a checkpoint of few large or many small files
+is read faster after it is rewritten as about one file per rank, and one of another format gets
+checksums. Data is streamed through about 64 MiB of memory.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def reshard(
 ) -> list[int]:
     """Rewrites a checkpoint in our format as `world_size` files.
 
-    Names stay as they are, but for those of a Hugging Face folder: a state of ours has its model
-    under a key, so that `load(dst, {"model": model})` finds it.
+    Names do not change, except those of a Hugging Face folder, which get the prefix "model.", so
+    that `load(dst, {"model": model})` finds them.
 
     Args:
         src: path or URL of a checkpoint of any kind that can be opened.
@@ -91,7 +91,7 @@ def reshard(
 
 
 def _give_to_all(index: Index, prefix: str, world_size: int) -> planner.Pieces:
-    """Whole tensors as every rank's, so that planning may give any part to any."""
+    """Whole tensors with all ranks as owners, so that planning can assign any part to any rank."""
     num_tensors = len(index.names)
     ndim = index.chunks.offsets.shape[1]
     sizes = np.ones((num_tensors, ndim), dtype=np.int64)

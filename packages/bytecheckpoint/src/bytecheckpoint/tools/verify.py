@@ -1,8 +1,8 @@
-"""Looks for damage in a checkpoint and lists it; changes nothing and raises nothing.
+"""Lists the damage in a checkpoint; changes nothing and raises nothing.
 
-Without `deep`: the manifest, the index, the file of extra values, every data file's size, header and
-table of checksums. With `deep`: every byte. Loading checks the blocks it reads in any case; this
-finds damage in the others, and before it is needed.
+Without `deep` it checks the manifest, the index, the file of extra values, and every data file's
+size, header and checksum table; with `deep` every byte. Loading always checks the blocks it reads;
+this finds damage in all blocks, before they are needed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _NUM_THREADS = 4
 
 
 class Damage(NamedTuple):
-    """One thing that is not as it was written.
+    """One damaged file or block.
 
     Attributes:
         file: its path under the checkpoint's folder.
-        what: is wrong with it.
-        block: which block of 256 KiB, counted from the file's start; None for the whole file.
-        tensors: names of those with elements in it, as far as the index can be read.
+        what: description of the damage.
+        block: number of the damaged 256 KiB block of the file, from 0; None: the whole file.
+        tensors: names of tensors with elements in it, if the index can be read.
     """
 
     file: str
@@ -49,10 +49,10 @@ class Damage(NamedTuple):
 def verify(
     url: str, *, deep: bool = False, progress: Callable[[int], None] | None = None
 ) -> list[Damage]:
-    """Lists what is damaged.
+    """Lists the damage in a checkpoint.
 
     Args:
-        url: of one checkpoint's folder.
+        url: URL of one checkpoint's folder.
         deep: read every byte and compare it with its checksum.
         progress: called with the number of bytes read from data files since its last call, from any
             thread.
@@ -96,7 +96,7 @@ def verify(
 def _check_file(
     storage: Storage, manifest: Manifest, index: Index | None, number: int
 ) -> tuple[list[Damage], bytes | None]:
-    """What is wrong with a data file but for its blocks, and its table of checksums if whole."""
+    """The damage of a data file outside its blocks, and its checksum table if that is intact."""
     file = manifest.files[number]
     path = _path(manifest, file)
     everything = _name_tensors(index, number, 0, file.num_bytes)
@@ -187,7 +187,7 @@ def _path(manifest: Manifest, file: FileRecord) -> str:
 
 
 def _count_hashed_bytes(file: FileRecord) -> int:
-    """Where the table begins; follows from the size, so that it is known without the index."""
+    """Offset of the checksum table, computed from the file's size, so without the index."""
     return max(file.num_bytes - 8 * math.ceil(file.num_bytes / (BLOCK_BYTES + 8)), 0)
 
 

@@ -1,7 +1,7 @@
-"""Destinations that an event did not have, to tell it from.
+"""Negative destinations of events, which models learn to distinguish from the real ones.
 
 Random, historical and inductive negatives after Poursafaei et al., "Towards Better Evaluation for
-Dynamic Link Prediction" (arXiv 2207.10128), told for a source as the Temporal Graph Benchmark does.
+Dynamic Link Prediction" (arXiv 2207.10128), drawn per source as in the Temporal Graph Benchmark.
 Every draw respects time: a candidate was met strictly before the event, and is not met by the same
 source at the event's own time. A draw depends on the seed, the stream, the event's id and the number
 of the draw alone, so that neither cuts into batches nor later events change it.
@@ -89,7 +89,7 @@ class Negatives:
 
         Raises:
             ConfigError: `num` is negative, or "inductive" negatives know no `since`.
-            DataError: an event has no other destination to be told from at all.
+            DataError: no other destination than an event's own was seen.
         """
         if num < 0:
             raise ConfigError(f"expected 0 or more negatives an event, got {num}")
@@ -119,7 +119,7 @@ class Negatives:
 
 
 class _FirstMet:
-    """Who met whom first when: a row a source, its destinations in the order of first meetings."""
+    """First meetings: a row per source, with its destinations in the order of first meetings."""
 
     def __init__(self) -> None:
         self._keys = np.empty(0, np.int64)  # source and destination, ascending

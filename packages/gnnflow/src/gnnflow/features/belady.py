@@ -1,4 +1,4 @@
-"""The most hits that any cache could have had: Belady's rule for accesses in batches, offline.
+"""Belady's bound: the most hits that any cache could have had, for accesses in batches, offline.
 
 An id used in batch i and next in batch j hits there if it was held from i to j. Of such spans a cache
 of C slots can hold any set of which no more than C lie over a gap between two batches; the most of
@@ -35,7 +35,7 @@ def count_belady_hits(batches: Sequence[Int64[Tensor, " _"]], capacity: int) -> 
         ConfigError: the capacity is negative.
     """
     if capacity < 0:
-        raise ConfigError(f"expected a capacity of at least 0, came {capacity}")
+        raise ConfigError(f"expected a capacity of at least 0, got {capacity}")
     unique = [torch.unique(batch).cpu() for batch in batches]
     if not sum(map(len, unique)) or not capacity:
         return 0

@@ -1,10 +1,10 @@
-"""Rows of features held where they are used, in front of a store that is slower to reach.
+"""A cache of feature rows on the device that uses them, in front of a slower store.
 
-The practical form of GNNFlow's caches (arXiv 2311.17410): one for nodes and one for edges, each a
-fraction of the rows there are. *Reuse*: nothing is dropped between rounds, so that hubs stay.
-*Restoration*: a round visits old edges again while the cache is full of the newest, so that
-`restore` prefetches those it will visit first, as far as that has paid. The maps lie on the host, where
-rows that miss come from, and are sized by what is held; `gnnflow.features.slot_map` has the departures.
+After GNNFlow's caches (arXiv 2311.17410): one for nodes and one for edges, each for a fraction of
+the rows. *Reuse*: nothing is dropped between rounds, so that hubs stay. *Restoration*: a round
+visits old edges again while the cache is full of the newest, so that `restore` prefetches those it
+visits first, as many as past restorations justify. The maps are in host memory, where missing rows
+come from, and sized by the rows held; `gnnflow.features.slot_map` lists the departures.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from shared.errors import ConfigError, DataError
 
 __all__ = ["CacheStats", "FeatureCache"]
 
-# Names that users may still give, and what serves them better.
+# Policies that are not offered, and which to use instead.
 _REPLACED = {"fifo": "lru", "static": "keep"}
 
 
 class FeatureCache:
-    """A fraction of a store's rows on a device; what it returns is always equal to the store's.
+    """Caches a fraction of a store's rows on a device; returned rows always equal the store's.
 
-    Rows must not change in the store once it has them; rows appended make the cache grow with them.
-    A batch hits or misses as a whole, each id once, and then its misses enter by the policy. On CUDA
-    devices all calls belong on one stream. Calls from several threads wait for one another by kind.
+    Rows of the store must not change; the cache grows as rows are appended. A batch is looked up as
+    a whole, each id counted once, and then its misses enter by the policy. On CUDA devices make all
+    calls on one stream. Calls from several threads are serialised by kind.
 
     Args:
-        store: a `FeatureStore`, or whatever has its `dim`, `num_rows` and `gather`, with rows on the
-            CPU. Each `fetch` and `restore` gathers once, of no ids where all hit, so that a store
-            whose `gather` is a collective may stand behind.
+        store: a `FeatureStore`, or an object with its `dim`, `num_rows` and `gather`, with rows on
+            the CPU. Each `fetch` and `restore` calls `gather` once, with no ids if all hit, so that
+            a store whose `gather` is a collective works too.
         node: fraction of the node rows to hold, in [0, 1].
         edge: fraction of the edge rows to hold, in [0, 1].
         policy: a name of `gnnflow.features.policies`: which row leaves when another enters.
@@ -68,7 +68,7 @@ class FeatureCache:
         except (AssertionError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
-                f"expected a device there is, got {str(device)!r} ({reason}); use 'cpu'"
+                f"expected an available device, got {str(device)!r} ({reason}); use 'cpu'"
             ) from error
         self.store, self.policy = store, policy
         self._parts: dict[Kind, RowCache] = {
@@ -100,18 +100,16 @@ class FeatureCache:
     def restore(self, eids: Int64[Tensor, " n"]) -> None:
         """Prefetches a round's edges in visiting order; to be called at its start.
 
-        Held rows among them count as used just now, in reverse, so that those to be visited last
-        give way first. The others are loaded and enter by the policy. A row loaded ahead saves the
-        miss that would have loaded it, and no more: restoring moves as many rows, only earlier and
-        at once, or more where nobody asks for a row, or where others leave early while it waits. So
-        no more are loaded than a quarter over what the last restoration has saved so far: its rows
-        that were asked for, less the hits that as many of the rows had that would leave next. After
-        one that saved four fifths of its rows, twice as many may be loaded. The first may load as
-        many as there are slots, and each may load 16, since nothing else tells whether it pays.
+        Held rows among them are marked as just used, in reverse order, so that those visited last
+        are evicted first. The others are loaded and enter by the policy. A prefetched row saves at
+        most the one miss that would have loaded it; it is wasted if it is never requested, or if it
+        displaces a row that is. So the number loaded is limited to 5/4 of what the last restoration
+        saved: its rows that were requested, less the estimated hits of as many rows that were next
+        to leave. If it saved at least four fifths of its rows, the limit doubles. The first
+        restoration may fill all slots, and each may load 16 rows, to measure whether it pays.
 
         Args:
-            eids: int64 [n], in the order of the visit; of different ones those beyond the number of
-                slots are ignored.
+            eids: int64 [n], in visiting order; distinct ids beyond the number of slots are ignored.
 
         Raises:
             DataError: there are no edge features, or an id has no row.
@@ -152,7 +150,7 @@ class FeatureCache:
         try:
             check_ids(self.store, kind, ids)
         except DataError:
-            # The store refuses them too, and tells the ranks that wait for this one.
+            # The store refuses them too; a collective `gather` then informs the waiting ranks.
             self.store.gather(kind, ids)
             raise
 

@@ -1,9 +1,9 @@
-"""Matrices of features in files: local ones memory-mapped, remote ones read by ranges of rows.
+"""Feature matrices in files: local ones are memory-mapped, remote ones read by ranges of rows.
 
-A local file is mapped for reading only, so that it may be larger than memory and processes share
-its pages. Of a remote one, wherever fsspec reaches, a small matrix is read once; of a large one each
-call reads the rows asked for, neighbouring ones by one request. Remote rows are not kept: a
-`FeatureCache` in front of them does that.
+A local file is mapped read-only, so that it may be larger than memory and processes share its
+pages. Remote files are any that fsspec reaches: a small matrix is read once; of a large one each
+call reads the requested rows, nearby rows in one request, and keeps none; put a `FeatureCache` in
+front of it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shared.units import KiB, MiB
 
 __all__ = ["RemoteMatrix", "open_matrix", "view_array"]
 
-# A request costs about what this many bytes cost on their way, so that shorter gaps are read along.
+# A request takes about as long as transferring this many bytes, so shorter gaps are read too.
 _GAP_BYTES = 64 * KiB
-# Not worth a request a batch.
+# Smaller matrices are read whole, which saves a request per batch.
 _WHOLE_BYTES = 16 * MiB
 _HEADER_BYTES = 64 * KiB
-# What torch can gather, by the names of safetensors.
+# Types that torch can gather, by their safetensors names.
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -49,7 +49,7 @@ _NUMPY_TYPES = ("<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "|i1", "|u1", "|b1")
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where a matrix lies in its file: row by row from byte `start` on."""
+    """Position of a matrix in its file: row by row from byte `start` on."""
 
     dtype: torch.dtype
     shape: tuple[int, int]
@@ -65,14 +65,14 @@ class _Layout:
 
 
 class RemoteMatrix:
-    """A matrix in a file that can only be asked for ranges of bytes.
+    """A matrix in a remote file, read by ranges of bytes.
 
     Args:
-        fs: fsspec's file system.
-        path: of the file in it.
-        layout: where the matrix lies in the file.
-        whole_bytes: a matrix up to this size is read at once.
-        gap_bytes: rows between two rows asked for are read too, up to this size.
+        fs: fsspec file system.
+        path: path of the file in `fs`.
+        layout: position of the matrix in the file.
+        whole_bytes: a matrix up to this size is read whole, at the first call.
+        gap_bytes: gaps between requested rows up to this size are read too, which saves requests.
 
     Attributes:
         shape: rows and columns.
@@ -87,7 +87,7 @@ class RemoteMatrix:
         self._whole: Tensor | None = None
 
     def gather(self, ids: Int64[Tensor, " n"]) -> Shaped[Tensor, "n dim"]:
-        """Rows by id, of the file's type; ids lie inside.
+        """Rows by id, in the file's type; ids must be in range.
 
         Raises:
             DataError: the file became shorter.
@@ -105,7 +105,7 @@ class RemoteMatrix:
         edge = torch.ones(1, dtype=torch.bool)
         begins = wanted[torch.cat([edge, is_cut])]
         ends = wanted[torch.cat([is_cut, edge])] + 1
-        # Ranges lie one after the other in what is read.
+        # The ranges read are concatenated.
         shift = begins - torch.cat([begins.new_zeros(1), (ends - begins).cumsum(0)[:-1]])
         range_of = torch.cat([begins.new_zeros(1), is_cut.cumsum(0)])
         rows = self._read(begins.tolist(), ends.tolist())
@@ -124,7 +124,7 @@ class RemoteMatrix:
             if len(piece) != (end - begin) * row_bytes:
                 raise DataError(
                     f"{self._path}: expected {(end - begin) * row_bytes} bytes for rows {begin} to "
-                    f"{end - 1}, came {len(piece)}; the file was replaced or cut, open it again"
+                    f"{end - 1}, got {len(piece)}; the file was replaced or cut, open it again"
                 )
         data = bytearray().join(pieces)
         return _rows_of(np.frombuffer(data, dtype=np.uint8), self._layout.dtype, self.shape[1])
@@ -133,24 +133,25 @@ class RemoteMatrix:
 def open_matrix(
     location: str, *, whole_bytes: int = _WHOLE_BYTES, gap_bytes: int = _GAP_BYTES
 ) -> Tensor | RemoteMatrix:
-    """Opens a matrix of features; nothing but its header is read.
+    """Opens a feature matrix, and reads its header only.
 
     Args:
         location: path or URL of a `.npy` file, or of a `.safetensors` file followed by `::` and the
             name of a tensor, which may be left out where there is only one.
-        whole_bytes: a remote matrix up to this size is read at once.
-        gap_bytes: of a larger one, rows between two rows asked for are read too, up to this size.
+        whole_bytes: a remote matrix up to this size is read whole, at the first call.
+        gap_bytes: gaps between requested rows up to this size are read too, which saves requests.
 
     Raises:
         ConfigError: the name has none of these forms, or fsspec does not know the protocol.
-        DataError: no such file or tensor, no matrix of numbers, or the file is cut.
+        DataError: the file or tensor does not exist, is no matrix of numbers, or is truncated.
     """
     url, name = _split(location)
     try:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"{url}: expected a path or a URL that fsspec reaches ({error}); install what is missing"
+            f"{url}: expected a path or a URL that fsspec reaches ({error}); check the protocol, "
+            "or install its package"
         ) from error
     try:
         num_bytes = fs.size(path)
@@ -160,7 +161,7 @@ def open_matrix(
         else:
             length = int.from_bytes(head[:8], "little")
             if len(head) < 8 or 8 + length > num_bytes:
-                raise DataError(f"{url}: expected a safetensors file, the header is cut or another")
+                raise DataError(f"{url}: expected a safetensors file, the header is cut or damaged")
             if 8 + length > len(head):
                 head = fs.cat_file(path, start=0, end=8 + length)
             layout = _safetensors_layout(url, head[8 : 8 + length], name)
@@ -168,7 +169,7 @@ def open_matrix(
         raise DataError(f"{url}: expected a file, there is none; check the path") from error
     if layout.start + layout.num_bytes > num_bytes:
         raise DataError(
-            f"{url}: expected {layout.start + layout.num_bytes} bytes, came {num_bytes}; the file is "
+            f"{url}: expected {layout.start + layout.num_bytes} bytes, got {num_bytes}; the file is "
             "cut, fetch it again"
         )
     if not isinstance(fs, LocalFileSystem):
@@ -180,11 +181,11 @@ def open_matrix(
 
 
 def view_array(array: np.ndarray) -> Tensor:
-    """A tensor on an array's memory, which is never written to.
+    """A tensor that shares an array's memory; do not write to it.
 
     Raises:
-        TypeError: torch has no such type of number.
-        ValueError: torch has no such strides or order of bytes.
+        TypeError: torch does not support the array's type.
+        ValueError: torch does not support the array's strides or byte order.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
@@ -205,7 +206,7 @@ def _split(location: str) -> tuple[str, str | None]:
     if mark:
         return f"{url}.safetensors", name
     raise ConfigError(
-        f"expected the path of a .npy file or '<path>.safetensors::<tensor>', came {location!r}"
+        f"expected the path of a .npy file or '<path>.safetensors::<tensor>', got {location!r}"
     )
 
 
@@ -221,10 +222,12 @@ def _npy_layout(url: str, head: bytes) -> _Layout:
     except (KeyError, ValueError) as error:
         raise DataError(f"{url}: expected a .npy file of numbers: {error}") from error
     if is_fortran and min(shape, default=0) > 1:
-        raise DataError(f"{url}: expected rows one after the other; save np.ascontiguousarray(x)")
+        raise DataError(
+            f"{url}: expected rows in C order, got Fortran order; save np.ascontiguousarray(x)"
+        )
     if kind.str not in _NUMPY_TYPES:
         raise DataError(
-            f"{url}: expected numbers that torch has, came {kind}; save them as float32"
+            f"{url}: expected a type that torch supports, got {kind}; save it as float32"
         )
     dtype = torch.from_numpy(np.empty(0, kind)).dtype
     return _Layout(dtype, _matrix_shape(url, shape), stream.tell())
@@ -238,7 +241,7 @@ def _safetensors_layout(url: str, header: bytes, name: str) -> _Layout:
             name = next(iter(tensors))
         if name not in tensors:
             raise DataError(
-                f"{url}: expected '::' and the name of a tensor, came {name!r}; there are "
+                f"{url}: expected '::' and the name of a tensor, got {name!r}; there are "
                 f"{', '.join(sorted(tensors)[:20])}"
             )
         entry = tensors[name]
@@ -249,14 +252,17 @@ def _safetensors_layout(url: str, header: bytes, name: str) -> _Layout:
             raise
         raise DataError(f"{url}: expected the header of a safetensors file: {error}") from error
     if kind not in _TYPES:
-        raise DataError(f"{url}::{name}: expected one of {', '.join(_TYPES)}, came {kind}")
+        raise DataError(f"{url}::{name}: expected one of {', '.join(_TYPES)}, got {kind}")
     layout = _Layout(_TYPES[kind], _matrix_shape(f"{url}::{name}", shape), 8 + len(header) + begin)
     if begin < 0 or end - begin != layout.num_bytes:
-        raise DataError(f"{url}::{name}: {begin} to {end} are no bytes of {kind} {list(shape)}")
+        raise DataError(
+            f"{url}::{name}: expected {layout.num_bytes} bytes of {kind} {list(shape)}, got "
+            f"offsets {begin} to {end}; save the file again"
+        )
     return layout
 
 
 def _matrix_shape(where: str, shape: tuple[int, ...]) -> tuple[int, int]:
     if len(shape) != 2 or shape[1] < 1 or shape[0] < 0:
-        raise DataError(f"{where}: expected a matrix [rows, at least 1], came {list(shape)}")
+        raise DataError(f"{where}: expected a matrix [rows, at least 1], got {list(shape)}")
     return shape[0], shape[1]

@@ -1,4 +1,4 @@
-"""Memory asked for before it is needed, which numba has no word for."""
+"""A memory prefetch instruction for numba, which has none of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["prefetch"]
 
 @intrinsic
 def prefetch(typing_context: Any, array: Any, row: Any) -> Any:
-    """Asks for the cache line in which a row begins, without waiting for it."""
+    """Prefetches the cache line in which a row begins."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = signature.args[0]

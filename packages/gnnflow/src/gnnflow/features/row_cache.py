@@ -1,4 +1,4 @@
-"""Rows of one kind on a device, with the map that says where they lie and what became of each id."""
+"""Cached rows of one kind on a device, with the map from ids to them and the counts of hits."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["CacheStats", "RowCache"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheStats:
-    """What became of the ids asked for, each counted once a batch.
+    """Counts and sizes of a cache; each id is counted once per batch.
 
     Attributes:
-        hits: ids whose rows were held when their batch came.
-        misses: ids whose rows were copied from the store, once a batch.
-        bytes_from_store: copied, by misses and `restore`.
-        bytes_on_device: memory of the rows held, with the room that a batch's misses pass through.
+        hits: ids whose rows were held when their batch was fetched.
+        misses: ids whose rows were copied from the store.
+        bytes_from_store: bytes copied from the store, by misses and `restore`.
+        bytes_on_device: memory of the rows held, and of the staging area for a batch's misses.
         num_slots: rows that may be held.
         num_kept: slots whose rows policy "keep" has pinned.
         num_wanted: slots whose rows it wants pinned at present.
@@ -43,15 +43,15 @@ class CacheStats:
 
     @property
     def hit_ratio(self) -> float:
-        """Hits among all, 0 where nothing was asked for."""
+        """Hits over ids requested; 0 if there were none."""
         return self.hits / max(1, self.hits + self.misses)
 
 
 class RowCache:
-    """The rows of one kind: those held, and after them the misses of a batch on their way.
+    """The rows of one kind: those held, and after them a staging area for a batch's misses.
 
     Attributes:
-        map: which id lies where.
+        map: map from ids to slots.
         lock: to be held by callers.
         num_hits: ids found, once a batch.
         num_misses: ids not found, once a batch.
@@ -78,7 +78,7 @@ class RowCache:
         index, misses, num_hits = self.map.look_up(ids, first)
         self._stage(misses)
         place = torch.from_numpy(index).to(self._rows.device)
-        # Before the misses enter: a row that leaves for one of them may be asked for.
+        # Before the misses enter, since they may evict rows of this batch.
         rows = self._rows.index_select(0, place)
         num_left_out, slots = self.map.admit()
         self._keep(slots, first + num_left_out)
@@ -87,7 +87,7 @@ class RowCache:
         return rows
 
     def restore(self, ids: np.ndarray) -> None:
-        """Takes in different ids that will be asked for, in their order."""
+        """Prefetches rows of distinct ids, in visiting order."""
         self._follow()
         try:
             missing, slots = self.map.restore(ids[: self.map.num_slots][::-1].copy())
@@ -112,7 +112,7 @@ class RowCache:
         )
 
     def _follow(self) -> None:
-        """As many slots as the fraction of the rows there are now; memory grows in larger steps."""
+        """Adjusts the number of slots to the store's rows; memory grows in larger steps."""
         num_slots = round(self._fraction * self._store.num_rows(self._kind))
         if num_slots > self._num_allocated:
             staged = len(self._rows) - self._num_allocated
@@ -125,7 +125,7 @@ class RowCache:
         self.map.grow(num_slots, self._num_allocated)
 
     def _allocate(self, num_rows: int) -> None:
-        # Memory that a pass without gradients makes must serve those with them too.
+        # Tensors made in inference mode could not be written to outside it.
         with torch.inference_mode(False):
             rows = self._rows.new_empty((num_rows, self._store.dim(self._kind)))
         if self.map.used:
@@ -133,9 +133,9 @@ class RowCache:
         self._rows = rows
 
     def _stage(self, ids: np.ndarray) -> None:
-        """Copies rows from the store to the device, behind those held.
+        """Copies rows from the store to the staging area, behind the rows held.
 
-        The store is asked for nothing too: to gather may be a collective.
+        Calls the store even for no ids, since its `gather` may be a collective.
         """
         first = self._num_allocated
         if first + len(ids) > len(self._rows):
@@ -156,7 +156,7 @@ class RowCache:
         self.bytes_from_store += staged.nbytes
 
     def _keep(self, slots: np.ndarray, start: int) -> None:
-        """Moves rows from behind into slots."""
+        """Copies rows from the staging area into slots."""
         if not len(slots):
             return
         try:
@@ -164,6 +164,6 @@ class RowCache:
             held, staged = self._rows[: self._num_allocated], self._rows[start : start + len(slots)]
             held.index_copy_(0, to, staged)
         except BaseException:
-            # The map says that they lie there.
+            # The map already lists these rows, which were not written.
             self.map.clear()
             raise

@@ -1,10 +1,10 @@
-"""Which row lies in which slot of a cache, and which one leaves for another.
+"""Map from ids to the slots of a cache, with eviction.
 
 After GNNFlow's caches of nodes and edges, with two departures: the map from ids to slots is an
 open-addressing table sized by the slots instead of an array over all ids, and slots carry the time
 of their last use instead of counters that every batch decrements.
 
-`gnnflow.features.policies` says which row leaves.
+`gnnflow.features.policies` describes which row is evicted.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = ["SlotMap"]
 Array = np.ndarray
 
 _NO_LIMIT = 2**62
-# So many may be restored whatever became of others, to find out whether it pays by now.
+# So many may always be restored, to measure whether restoring pays.
 _LEAST_RESTORED = 16
 
 
 class SlotMap:
-    """A map from ids to slots, with the order in which slots are given to others.
+    """A map from ids to slots, with the order in which slots are evicted.
 
     LRU and "keep" have a queue of slots by stamp: a slot used again is appended again, and
     entries whose stamp is no longer the slot's are passed over. LFU keeps a heap whose entries are
@@ -73,12 +73,12 @@ class SlotMap:
 
     @property
     def num_kept(self) -> int:
-        """Slots whose rows stay while others come and go, under "keep"."""
+        """Pinned slots, under "keep"."""
         return int(self._state[KEPT])
 
     @property
     def num_wanted(self) -> int:
-        """Slots that should be kept at present, under "keep"."""
+        """Present target of pinned slots, under "keep"."""
         return int(self._state[WANTED])
 
     @property
@@ -128,12 +128,12 @@ class SlotMap:
     def look_up(
         self, ids: Array, first: int, *, is_restoring: bool = False
     ) -> tuple[Array, Array, int]:
-        """Finds ids, and notes that they were used.
+        """Looks ids up, and marks them as used.
 
         Args:
             ids: int64 [n], none negative.
-            first: at which number misses begin.
-            is_restoring: nobody asked for them, but they will be; each comes once.
+            first: number of the first miss.
+            is_restoring: whether the ids are only prefetched; they are distinct.
 
         Returns:
             where each id's row lies, int64 [n]: its slot, or `first` plus the number of its miss; the
@@ -162,7 +162,7 @@ class SlotMap:
         return index, self._misses, num_hits
 
     def admit(self) -> tuple[int, Array]:
-        """Takes in the misses of the last `look_up`, once.
+        """Admits the misses of the last `look_up`; to be called once.
 
         Returns:
             the number of the first miss that enters (all after it do too), and their slots.
@@ -188,15 +188,15 @@ class SlotMap:
         return first, entered[: num_misses - first]
 
     def restore(self, ids: Array) -> tuple[Array, Array]:
-        """Takes in ids that will be asked for, as far as it pays; see `FeatureCache.restore`.
+        """Admits ids that will be requested, up to a limit; see `FeatureCache.restore`.
 
         Args:
-            ids: int64 [at most num_slots], different, those to be asked for first last.
+            ids: int64 [at most num_slots], distinct, in reverse order of their first request.
 
         Returns:
             the ids among them that enter, and their slots.
         """
-        # Rows that wait to be asked for take the place of as many that would leave next.
+        # Prefetched rows displace as many rows that are next to leave; estimate the latter's hits.
         if self._policy == LFU:
             num_next = max(1, np.count_nonzero(self._slots[: self.used, COUNT] == 1))
         else:
@@ -217,7 +217,7 @@ class SlotMap:
         return self._misses[first:], slots
 
     def _make_room_in_queue(self, num_ids: int) -> None:
-        """Room for stamps of a batch; slots get new ones where the queue comes to its end."""
+        """Makes room for a batch's stamps; renumbers the slots' stamps when the queue is full."""
         if self._state[CLOCK] - self._state[TAIL] + num_ids <= len(self._queue):
             return
         queue = np.zeros(_power_of_two(3 * len(self._slots) + 2 * num_ids), np.int32)

@@ -1,7 +1,7 @@
-"""What the map of a cache is made of, in numba: slots, a table from ids to them, and sets of ids.
+"""Data structures of a cache's map, in numba: slots, a table from ids to slots, and sets of ids.
 
-Tables and sets are open-addressing ones, sized by what they hold instead of by the ids, and at most
-half full, so that a search takes a step or two. They never hold what is negative, and -1 is free.
+Tables and sets use open addressing, are sized by their contents instead of by the ids, and are at
+most half full, so that a search takes a step or two. Entries are not negative; -1 is a free place.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ __all__ = [
 ID, STAMP, SEEN, COUNT = range(4)
 # In place of a stamp: the slot is not in the queue.
 OUTSIDE = -2
-# In place of the number of the batch that saw it last: the row was restored, and no batch did.
+# In place of the number of the batch that used it last: the row was restored and not used yet.
 UNVISITED = -2
 
-# What changes from batch to batch. Stamps are below CLOCK, and the queue begins at TAIL; of all
-# stamps PASSED by it TAKEN were still a slot's. Since the last restoration REVISITED rows that
-# it had loaded were asked for, and LATE others of those next to leave: of the queue's oldest quarter
-# or, under LFU, used once. KEPT slots stand in a ring from KEPT_FIRST on, and WANTED of them should.
+# State that changes from batch to batch. Stamps are below CLOCK, and the queue begins at TAIL; of
+# the PASSED stamps before it, TAKEN still belonged to a slot. Counts since the last restoration:
+# REVISITED, of hits on rows that it loaded, and LATE, of hits on other rows that are next to leave
+# (in the queue's oldest quarter or, under LFU, used once). KEPT slots are pinned, in a ring from
+# KEPT_FIRST on; WANTED is the target of KEPT.
 USED, CLOCK, TAIL, PASSED, TAKEN, BATCH, REVISITED, LATE, KEPT, KEPT_FIRST, WANTED = range(11)
-# Ghosts there are, and times that WANTED changed with them.
+# Number of ghosts, and of adaptations of WANTED since ghosts were cleared.
 NUM_GHOSTS, AGE = 11, 12
 # From here on, counted until WANTED changes.
 KEPT_HITS, TAIL_HITS, NUM_ENTERED, NUM_ASKED, NUM_BATCHES, NUM_STATES = range(13, 19)
@@ -80,7 +81,7 @@ def home(key: int, mask: int) -> int:
 @compiled
 @no_type_check
 def insert(table: Array, key: int, slot: int) -> None:
-    """Says where an id lies that the table does not have."""
+    """Adds the slot of an id that is not in the table."""
     mask = table.size - 1
     at = home(key, mask)
     while table[at] >= 0:
@@ -100,7 +101,7 @@ def fill_table(table: Array, slots: Array, used: int) -> None:
 @compiled
 @no_type_check
 def remove(table: Array, slots: Array, slot: int) -> None:
-    """Takes a slot out, and moves those after it back, so that no search ends in the gap."""
+    """Removes a slot, and moves later ones back, so that no search ends in the gap."""
     mask = table.size - 1
     gap = home(slots[slot, ID], mask)
     while table[gap] != slot:

@@ -1,8 +1,8 @@
-"""What a batch does to the slots of a cache, in numba; `gnnflow.features.slot_map` says what and why.
+"""Lookup and admission of a batch in a cache's slots, in numba; see `gnnflow.features.slot_map`.
 
-Serial and without the interpreter's lock. The tables outgrow the first caches and the rows that pass
-between two batches flush them, so that what the next ids need is prefetched: that takes half of the
-time off.
+Single-threaded, without the interpreter's lock. The tables exceed the processor's first caches, and
+rows copied between two batches flush them, so that entries for the next ids are prefetched, which
+halves the time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def look_up(
         ghosts: set of ids that would have been kept, for KEEP.
         state: USED, CLOCK and so on.
         policy: its number in `gnnflow.features.policies`.
-        is_restoring: the ids are not asked for, but will be; each comes once.
+        is_restoring: whether the ids are only prefetched; they are distinct.
         numbers: -1, as many as a power of two of at least twice the ids.
         index: receives the slot of each id, or `first` plus the number of its miss.
         misses: receives the ids that miss, each once.
@@ -180,11 +180,11 @@ def admit(
     num_slots: int,
     entered: Array,
 ) -> int:
-    """Gives slots to misses, taking them from others by the policy.
+    """Assigns slots to misses, evicting others by the policy.
 
     Args:
-        misses: ids, and
-        stamps: when they missed, as `look_up` left both.
+        misses: ids that missed, as `look_up` wrote them.
+        stamps: stamps of the misses, as `look_up` wrote them.
         table, slots, queue, ghosts, state, policy: as in `look_up`.
         heap: count, stamp and slot of the USED slots, for LFU; no key is above the slot's own.
         kept: ring of slots, for KEEP.

@@ -1,4 +1,4 @@
-"""Which slots of a cache are given to others, in numba; `gnnflow.features.slot_map` says why."""
+"""Choice of the slots of a cache to evict, in numba, by the rules of `gnnflow.features.policies`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ Array = np.ndarray
 @compiled
 @no_type_check
 def _move(heap: Array, start: int, end: int) -> None:
-    # Number by number: a row at once would bring the check of shapes and its message in, two seconds
-    # of compilation.
+    # Element by element: assigning a row compiles numba's check of shapes too, for two seconds.
     for column in range(3):
         heap[end, column] = heap[start, column]
 
@@ -47,7 +46,7 @@ def _move(heap: Array, start: int, end: int) -> None:
 @compiled
 @no_type_check
 def _sink(heap: Array, size: int) -> None:
-    """Puts the top of a heap of (count, stamp, slot) in its place."""
+    """Sifts the root of a min-heap of (count, stamp, slot) down to its place."""
     count, stamp, slot = heap[0, 0], heap[0, 1], heap[0, 2]
     at = 0
     while 2 * at + 1 < size:
@@ -67,7 +66,7 @@ def _sink(heap: Array, size: int) -> None:
 @compiled
 @no_type_check
 def rise(heap: Array, at: int, stamp: int, slot: int) -> None:
-    """Puts a slot that was used once, later than all others, into a heap's place `at`, its last."""
+    """Adds a slot of count 1 and the newest stamp at `at`, the heap's end, and sifts it up."""
     while at > 0 and heap[(at - 1) // 2, 0] > 1:
         _move(heap, (at - 1) // 2, at)
         at = (at - 1) // 2
@@ -77,10 +76,10 @@ def rise(heap: Array, at: int, stamp: int, slot: int) -> None:
 @compiled
 @no_type_check
 def take_least_used(heap: Array, slots: Array, used: int, num_leaving: int, leaving: Array) -> None:
-    """Takes slots of least count from a heap whose keys are not above the slots' own."""
+    """Pops the slots of least count from a heap whose keys are not above the slots' own."""
     for number in range(num_leaving):
         left = used - number
-        # Keys only grow, so that the least one that is up to date is the least of all.
+        # Counts only grow, so that a root whose key is up to date is the minimum.
         slot = heap[0, 2]
         while heap[0, 1] != slots[slot, STAMP]:
             heap[0, 0], heap[0, 1] = slots[slot, COUNT], slots[slot, STAMP]
@@ -102,10 +101,10 @@ def take_oldest(
     excess: int,
     leaving: Array,
 ) -> int:
-    """Takes slots from the beginning of the queue, or leaves misses out, `excess` together.
+    """Evicts slots from the front of the queue, or leaves misses out, `excess` in total.
 
     Returns:
-        how many slots.
+        number of slots evicted.
     """
     tail, num_leaving, num_out = state[TAIL], 0, 0
     while num_leaving + num_out < excess:
@@ -115,7 +114,7 @@ def take_oldest(
             state[KEPT_FIRST] = (state[KEPT_FIRST] + 1) % kept.size
             state[KEPT] -= 1
             continue
-        # The oldest leaves, or stays out: entries younger than a miss are not looked at.
+        # The oldest leaves: a queued slot, or the next miss if that is older, which stays out.
         end = stamps[num_out]
         while tail < end and slots[queue[tail & (queue.size - 1)], STAMP] != tail:
             tail += 1
@@ -141,10 +140,10 @@ def take_oldest(
 @compiled
 @no_type_check
 def adapt(num_slots: int, ghosts: Array, state: Array) -> None:
-    """Wants more kept slots, or fewer, once as many rows as two caches hold have missed.
+    """Raises or lowers the target of pinned slots, once twice as many rows as fit have missed.
 
-    The part with more hits a slot grows. Of the queue its oldest quarter counts, which is what a
-    longer queue would have more of; rows that would be kept, were more wanted, count as kept.
+    The part with more hits per slot grows. The queue is judged by its oldest quarter, which a
+    longer queue would extend; ghosts (ids that a higher target would have pinned) count as pinned.
     """
     if state[NUM_ENTERED] < 2 * num_slots:
         return
@@ -158,7 +157,7 @@ def adapt(num_slots: int, ghosts: Array, state: Array) -> None:
     else:
         state[WANTED] = max(0, state[WANTED] - step)
     state[KEPT_HITS:] = 0
-    # Ghosts outlive a change: passes may come back after more rows than it waits for.
+    # Ghosts outlive three changes: a pass may repeat after more rows than one change waits for.
     state[AGE] = (state[AGE] + 1) % 4
     if state[AGE] == 0:
         ghosts[:] = -1

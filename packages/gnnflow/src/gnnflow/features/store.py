@@ -1,4 +1,4 @@
-"""Features of nodes and edges, a row an id, wherever they lie and while they grow."""
+"""Features of nodes and edges, one row per id, in memory, files or URLs; rows can be appended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _TYPES = {
 
 @runtime_checkable
 class Features(Protocol):
-    """Where rows come from: a `FeatureStore`, or one that asks other ranks."""
+    """Interface of feature stores: `FeatureStore`, or `DistributedFeatures` over ranks."""
 
     def dim(self, kind: Kind) -> int:
         """Columns of a kind; 0 where it has no features."""
@@ -158,7 +158,7 @@ class FeatureStore:
             matrix.dim,
         ):
             raise DataError(
-                f"expected out float32 {[len(ids), matrix.dim]} on {ids.device}, came {out.dtype} "
+                f"expected out float32 {[len(ids), matrix.dim]} on {ids.device}, got {out.dtype} "
                 f"{list(out.shape)} on {out.device}"
             )
         if num_base == matrix.num_rows:
@@ -191,35 +191,35 @@ class FeatureStore:
             matrix = _Matrix(empty, empty, 0)
         if new.shape[1] != matrix.dim:
             raise DataError(
-                f"expected {kind} rows of {matrix.dim} columns, as those there are, came "
+                f"expected {kind} rows of {matrix.dim} columns, as those there are, got "
                 f"{list(new.shape)}"
             )
         num_rows = matrix.num_rows + len(new)
         first = matrix.num_rows - matrix.base.shape[0]
         tail = matrix.tail
         if first + len(new) > len(tail):
-            # Memory made in a pass without gradients must take rows in others too.
+            # Tensors made in inference mode could not be written to outside it.
             with torch.inference_mode(False):
                 tail = tail.new_empty((max(first + len(new), 2 * len(tail)), matrix.dim))
             tail[:first] = matrix.tail[:first]
         tail[first : first + len(new)] = new
-        # Readers see the old rows, or the new ones too.
+        # Concurrent readers see either the old rows or all rows.
         self._matrices[kind] = replace(matrix, tail=tail, num_rows=num_rows)
 
     def _matrix(self, kind: str) -> _Matrix | None:
         if kind not in ("node", "edge"):
-            raise ConfigError(f"expected kind 'node' or 'edge', came {kind!r}")
+            raise ConfigError(f"expected kind 'node' or 'edge', got {kind!r}")
         return self._matrices.get(kind)
 
 
 def check_ids(features: Features, kind: Kind, ids: Tensor) -> None:
-    """Refuses ids that have no row.
+    """Checks that ids have rows.
 
     Raises:
-        DataError: naming the kind, an id and how many rows there are.
+        DataError: one has none; the message names the kind, the id and the number of rows.
     """
     if ids.dtype != torch.int64 or ids.ndim != 1:
-        raise DataError(f"expected {kind} ids int64 [n], came {ids.dtype} {list(ids.shape)}")
+        raise DataError(f"expected {kind} ids int64 [n], got {ids.dtype} {list(ids.shape)}")
     if not features.dim(kind):
         raise DataError(
             f"expected {kind} features for {len(ids)} ids, but there are none; give "
@@ -231,7 +231,7 @@ def check_ids(features: Features, kind: Kind, ids: Tensor) -> None:
     num_rows = features.num_rows(kind)
     if low < 0 or high >= num_rows:
         raise DataError(
-            f"expected {kind} ids in [0, {num_rows}), came {low if low < 0 else high}: there are "
+            f"expected {kind} ids in [0, {num_rows}), got {low if low < 0 else high}: there are "
             f"{num_rows} rows of {kind} features; append the missing ones first"
         )
 
@@ -256,18 +256,18 @@ def _tensor_of(kind: str, source: Tensor | np.ndarray) -> Tensor:
             source = view_array(source)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"expected {kind} features as numbers that torch has: {error}"
+                f"expected {kind} features of a type that torch supports: {error}"
             ) from error
     if not isinstance(source, Tensor):
         raise DataError(
-            f"expected {kind} features as a tensor, a numpy array or a path, came "
+            f"expected {kind} features as a tensor, a numpy array or a path, got "
             f"{type(source).__name__}"
         )
     if source.ndim != 2 or source.shape[1] < 1:
         raise DataError(
-            f"expected {kind} features [rows, at least 1 column], came {list(source.shape)}; a "
+            f"expected {kind} features [rows, at least 1 column], got {list(source.shape)}; a "
             "single column is x[:, None]"
         )
     if source.dtype not in _TYPES:
-        raise DataError(f"expected {kind} features as real numbers, came {source.dtype}")
+        raise DataError(f"expected {kind} features as real numbers, got {source.dtype}")
     return source.detach()

@@ -1,1 +1,1 @@
-"""The growing graph and the memory it lies in."""
+"""The temporal graph and its storage."""

@@ -1,8 +1,10 @@
-"""The memory of a graph: node table, block directory, slabs of edges, and their copies on a device.
+"""Storage of a graph: node table, block directory, slabs of edges, and their copies on a device.
 
-Everything lives in host memory and is changed there by compiled loops. A graph placed on a GPU has
-copies of the node table and the directory on the device, where only what a batch touched is sent;
-its edges stay in pinned host memory that the device reads ("hybrid"), or are copied too ("cuda").
+Compiled loops update all arrays in host memory. A graph placed on a GPU also has copies of the node
+table and the directory on the device, of which an insertion updates the changed rows only; its
+edges stay in pinned host memory that the device reads ("hybrid"), or are copied too ("cuda").
+Kernels run after their launch has returned, so pinned memory is changed or freed only once all
+launched kernels have read it.
 """
 
 from __future__ import annotations
@@ -16,29 +18,30 @@ import torch
 from torch import Tensor
 
 from gnnflow.graph import blocks_compiled as compiled
+from gnnflow.graph.device_readers import DeviceReaders
 from shared.errors import ConfigError
 from shared.kernels.registry import SWITCH, select
 from shared.kernels.temporal import Adjacency, count_before
 
-__all__ = ["BlockStore", "Placement", "Sizing", "find_device"]
+__all__ = ["BlockStore", "Placement", "Sizing", "find_device", "watch_readers"]
 
 Placement = Literal["cpu", "cuda", "hybrid"]
 
-# Beyond the largest batch there has been; fresh memory that is not touched costs nothing.
+# Smallest factor by which arrays grow; pages that are never touched take no memory.
 _GROWTH = 1.6
 _SMALL = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """How large a block is opened for n edges of a node that has D: GNNFlow's adaptive sizes.
+    """GNNFlow's adaptive block sizes: slots of the block opened for n new edges of degree D.
 
-    A block has max(n, D) slots while D is below `largest`, and the next multiple of `largest` from
-    n on afterwards.
+    max(n, D) slots while D is below `largest`; from there on, n rounded up to a multiple of
+    `largest`.
 
     Attributes:
-        smallest: slots; no block has fewer.
-        largest: edges of a node at which blocks stop doubling.
+        smallest: minimum number of slots of a block.
+        largest: degree from which blocks stop doubling.
 
     Raises:
         ConfigError: not 1 <= smallest <= largest.
@@ -55,10 +58,11 @@ class Sizing:
 
 
 def find_device(placement: Placement) -> torch.device:
-    """Where a placement's queries run.
+    """The device that runs a placement's queries.
 
     Raises:
-        ConfigError: there is no GPU, and Triton's interpreter was not asked for either.
+        ConfigError: no such placement; or it needs a GPU, there is none, and Triton's interpreter
+            is not selected.
     """
     if placement not in ("cpu", "cuda", "hybrid"):
         raise ConfigError(f"expected placement 'cpu', 'cuda' or 'hybrid', got {placement!r}")
@@ -72,17 +76,22 @@ def find_device(placement: Placement) -> torch.device:
             f"placement={placement!r} needs a GPU and torch sees none; use placement='cpu', or, to "
             f"try the GPU's code on the CPU, set TRITON_INTERPRET=1 and {SWITCH}=triton"
         )
-    select("temporal", "cpu")  # says what is missing
+    select("temporal", "cpu")  # raises, naming what is missing
     return torch.device("cpu")
 
 
+def watch_readers(placement: Placement, device: torch.device) -> DeviceReaders | None:
+    """Where kernels read host memory while it could change: of "hybrid" on a GPU; None elsewhere."""
+    return DeviceReaders(device) if placement == "hybrid" and device.type == "cuda" else None
+
+
 class BlockStore:
-    """Arrays that grow, and what of them a device has.
+    """Growable arrays in host memory, and their copies on the placement's device.
 
     Attributes:
-        table, num_blocks, directory, since, neighbors, times, eids: see `Adjacency`, in host memory.
-        totals: int64: first slot never used, first directory entry never used, free slots among the
-            used, blocks.
+        table, num_blocks, directory, since, neighbors, times, eids: `Adjacency`'s, in host memory.
+        totals: int64 [4]: end of the slots ever used, end of the directory entries ever used, free
+            slots below that end, number of blocks.
     """
 
     def __init__(self, time_dtype: torch.dtype, placement: Placement, sizing: Sizing) -> None:
@@ -90,6 +99,7 @@ class BlockStore:
         self.placement: Placement = placement
         self.sizing = sizing
         self.time_dtype = torch.empty(0, dtype=time_dtype).numpy().dtype
+        self._readers = watch_readers(placement, self.device)
         self._pins = placement != "cpu" and self.device.type == "cuda"
         self.table = np.zeros((0, 4), np.int64)
         self.num_blocks = np.zeros(0, np.int32)
@@ -109,10 +119,10 @@ class BlockStore:
     # Growing ------------------------------------------------------------------------------------
 
     def reserve_nodes(self, num_nodes: int) -> None:
-        """Makes room for ids below `num_nodes`.
+        """Grows the node arrays to hold ids below `num_nodes`.
 
         Raises:
-            MemoryError: there is none; nothing has changed.
+            MemoryError: allocation failed; nothing has changed.
         """
         have = len(self.table)
         if num_nodes <= have:
@@ -123,8 +133,8 @@ class BlockStore:
             grown = [_copy_grown(getattr(self, name), size) for name in names]
         except MemoryError as error:
             raise MemoryError(
-                f"no memory for node ids up to {num_nodes - 1}, each of which takes 56 bytes; renumber "
-                f"sparse ids, with pandas.factorize for instance"
+                f"no memory for node ids up to {num_nodes - 1} at 56 bytes each; renumber "
+                f"sparse ids, for instance with pandas.factorize"
             ) from error
         for name, array in zip(names, grown, strict=True):
             setattr(self, name, array)
@@ -148,14 +158,14 @@ class BlockStore:
             self._view = None
 
     def _slab(self, size: int, dtype: Any) -> np.ndarray:
-        # Zeros, so that slots with nothing in them yet do not carry strangers' memory into files.
+        # Zeros, so that unused slots do not write uninitialised memory into saved files.
         if not self._pins:
             return np.zeros(size, dtype)
         kind = torch.from_numpy(np.empty(0, dtype)).dtype
         return torch.zeros(size, dtype=kind, pin_memory=True).numpy()
 
     def _widen(self, name: str, largest: int) -> None:
-        """Lets a column hold numbers of 64 bits from now on."""
+        """Converts a column to int64 once `largest` does not fit in int32."""
         old = getattr(self, name)
         if largest > _SMALL and old.dtype == np.int32:
             new = self._slab(len(old), np.int64)
@@ -176,11 +186,12 @@ class BlockStore:
         undirected: bool,
         may_be_late: bool,
     ) -> None:
-        """Adds edges that were checked, sorted by time, of nodes there is room for.
+        """Adds checked edges, sorted by time, of nodes that `reserve_nodes` has made room for.
 
         Raises:
-            MemoryError: there is no room for so many; nothing has changed.
+            MemoryError: allocation failed; no edge was added.
         """
+        self.wait_for_readers()
         self._widen("neighbors", len(self.table))
         self._widen("eids", largest_eid)
         batch = np.empty((min(len(self.table), 2 * len(src)), 5), np.int64)
@@ -199,7 +210,8 @@ class BlockStore:
             self._send(touched, None if may_be_late else had)
 
     def expire(self, before: Any) -> tuple[int, int]:
-        """Frees all edges earlier than a time; how many, and how many of them were self-loops."""
+        """Frees all entries earlier than a time; returns how many, and how many are self-loops."""
+        self.wait_for_readers()
         bounds = torch.full((len(self.table),), before, dtype=self._time_type, device=self.device)
         counts = count_before(self.adjacency(), bounds).cpu().numpy()
         found = compiled.drop(
@@ -250,10 +262,20 @@ class BlockStore:
             self._view = Adjacency(**columns)
         return self._view
 
+    def mark_read(self) -> None:
+        """To be called when kernels over `adjacency()` have been launched, before anybody writes."""
+        if self._readers is not None:
+            self._readers.record()
+
+    def wait_for_readers(self) -> None:
+        """Blocks until no kernel reads host memory any more; no new ones may be launched meanwhile."""
+        if self._readers is not None:
+            self._readers.wait()
+
     def _send(self, touched: np.ndarray, old_counts: np.ndarray | None) -> None:
-        """Brings the device's copies up to date: the rows of nodes, and their edges from a rank on."""
+        """Updates the device's copies of touched nodes, and of their edges after the old ones."""
         if self._view is None:
-            return  # all is sent when it is asked for
+            return  # the next `adjacency()` copies everything
         view = self._view
         self._copy_rows(view, ("table", "num_blocks"), touched)
         blocks = self.num_blocks[touched].astype(np.int64)
@@ -318,7 +340,7 @@ class BlockStore:
     # Files --------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of what there is to save, by name."""
+        """Copies of all arrays to save, by name."""
         slots, entries = int(self.totals[0]), int(self.totals[1])
         used = {
             **{name: getattr(self, name) for name in ("table", "num_blocks", "_numbers")},
@@ -329,7 +351,7 @@ class BlockStore:
         return {name.strip("_"): torch.from_numpy(array.copy()) for name, array in used.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Takes over what `state` gave."""
+        """Replaces the contents by what `state` returned."""
         own = {name.strip("_"): name for name in vars(self)}
         for name, tensor in state.items():
             setattr(self, own[name], tensor.numpy().copy())
@@ -349,7 +371,7 @@ def _copy_grown(array: np.ndarray, size: int, used: int | None = None) -> Any:
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """starts[0], starts[0] + 1, ..., for each of several ranges in turn."""
+    """The ranges [start, start + length), concatenated."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)

@@ -1,10 +1,11 @@
-"""The blocks in which a node's edges lie, in numba: insertion, expiry, packing.
+"""Insertion, expiry and packing of the blocks that store a node's edges, in numba.
 
-A node's edges lie in blocks, oldest first, and its newest block may have room. A batch opens at most
-one block a node, which is as large as the node has edges already (GNNFlow's adaptive sizes); the
-directory lists a node's blocks in one region of entries, which moves to a larger one when it is full.
-Freed blocks and regions are chained by size, the link in the first slot's time or entry, and used
-again. Nothing here can fail: what a batch needs is counted first, and the caller makes room.
+A node's edges are stored in blocks, oldest first; only its newest block may have free slots. A
+batch opens at most one block per node, as large as the node's degree (GNNFlow's adaptive sizes).
+The directory lists a node's blocks in one region of entries, which moves to a larger one when full.
+Freed blocks and regions go to free lists by size (the link is in the first slot's time, or in the
+first entry) and are reused. Nothing here can fail: a batch's demand is counted first, and the
+caller allocates it.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202
@@ -14,22 +15,22 @@ from shared.kernels.jit import compiled
 
 __all__ = ["MAX_CHAINED", "check", "drop", "insert", "pack", "region_size"]
 
-# Larger free blocks wait for the next packing.
+# Free blocks above this size are not reused, but reclaimed by the next packing.
 MAX_CHAINED = 4096
 
-# Columns of the node table, of a node's other numbers, and of the totals.
+# Columns of the node table, of `numbers` (of each node), and of `totals`.
 _SLOT, _BEFORE, _COUNT, _ENTRY = range(4)
 _ROOM, _SKIPPED, _REGION = range(3)
 _SLOTS_END, _ENTRIES_END, _FREE_SLOTS, _NUM_BLOCKS = range(4)
-# And of a batch: a node, its edges yet to go where the next one goes, that slot, the first slot of the
-# block it opened for the rest or -1, and its edges before.
+# Columns of `batch`: a node, its edges still to be written from the next slot on, that slot, the
+# first slot of the block opened for the rest or -1, and its edges before the batch.
 _NODE, _NEW, _NEXT, _OPENED, _HAD = range(5)
 
 
 @compiled
 def check(src, dst, times, limit):
-    """The first bad row and why (0 none, 1 source, 2 destination, 3 time), whether times never fall,
-    and the largest id.
+    """The first bad row and the reason (0 none, 1 source, 2 destination, 3 time), whether times are
+    sorted, and the largest id.
     """
     largest = np.int64(-1)
     is_sorted = True
@@ -40,7 +41,7 @@ def check(src, dst, times, limit):
         if dst[at] < 0 or dst[at] >= limit:
             return at, 2, is_sorted, largest
         time = times[at]
-        # No number that is not finite is its own difference.
+        # Of infinities and NaN the difference is NaN.
         if not (time >= 0 and time - time == 0):
             return at, 3, is_sorted, largest
         is_sorted = is_sorted and time >= last
@@ -57,7 +58,7 @@ def region_size(kind):
 
 @compiled
 def _capacity(smallest, largest, num_new, degree):
-    """Slots of the block that is opened for `num_new` edges of a node that has `degree`."""
+    """Slots of the block opened for `num_new` edges of a node of `degree`."""
     if degree < largest:
         return max(num_new, degree, smallest)
     return (num_new + largest - 1) // largest * largest
@@ -65,14 +66,14 @@ def _capacity(smallest, largest, num_new, degree):
 
 @compiled
 def _demand(src, dst, undirected, table, num_blocks, numbers, rank, batch, smallest, largest):  # fmt: skip
-    """Counts a batch's edges by node, and bounds what they take.
+    """Counts a batch's edges by node, and bounds the memory they need.
 
     Args:
-        rank: int32 [num_nodes], zeros; a node's row of `batch` afterwards, counted from 1.
-        batch: int64 [nodes, 5], room for what the batch is to do; its first two columns written.
+        rank: int32 [num_nodes], zeros; receives each node's row of `batch`, counted from 1.
+        batch: int64 [nodes, 5], scratch; its first two columns are written.
 
     Returns:
-        How many nodes are touched, slots and directory entries that may have to be new.
+        Number of nodes touched, and the most new slots and new directory entries needed.
     """
     num_touched = np.int64(0)
     for at in range(len(src)):
@@ -136,7 +137,7 @@ def _take_region(kind, directory, region_chains, totals):
 @compiled
 def _open_block(node, capacity, table, num_blocks, numbers, directory, since, times_bits, chains,
                 region_chains, totals):  # fmt: skip
-    """Enters a new newest block of a node, whose edges so far are counted in `table`."""
+    """Appends a newest block to a node; `table` counts the node's edges before it."""
     blocks = num_blocks[node]
     kind = numbers[node, _REGION]
     if blocks == 0:
@@ -173,13 +174,13 @@ def insert(src, dst, new_times, new_eids, undirected, table, num_blocks, numbers
 
     Args:
         rank: int32 [num_nodes], zeros, and zeros again afterwards.
-        batch: int64 [min(num_nodes, 2 x edges), 5]: scratch; its first column the nodes touched
-            and its last how many edges each had before.
-        may_be_late: whether an edge may be older than what its node has.
+        batch: int64 [min(num_nodes, 2 x edges), 5], scratch; receives in its first column the nodes
+            touched and in its last how many edges each had before.
+        may_be_late: whether an edge may be older than one that its node already has.
 
     Returns:
-        How many nodes were touched, and what slots and directory entries there must be room for: if
-        there is not, nothing has changed.
+        Number of nodes touched, and the lengths that slabs and directory must have; if one is
+        shorter, nothing has changed.
     """
     num_touched, slots, entries = _demand(
         src, dst, undirected, table, num_blocks, numbers, rank, batch, smallest, largest
@@ -241,7 +242,7 @@ def insert(src, dst, new_times, new_eids, undirected, table, num_blocks, numbers
 
 @compiled
 def _slot_of(node, rank, table, num_blocks, directory):
-    """The slot of a node's edge of a rank, counted from its oldest."""
+    """The slot of a node's edge number `rank`, counted from its oldest."""
     left = np.int64(0)
     right = np.int64(num_blocks[node] - 1)
     entry = table[node, _ENTRY]
@@ -256,10 +257,10 @@ def _slot_of(node, rank, table, num_blocks, directory):
 
 @compiled
 def _merge(node, num_old, table, num_blocks, directory, since, neighbors, times, eids):
-    """Moves a node's new edges, sorted behind its old ones, to where their times belong.
+    """Merges a node's new edges, sorted after its old ones, into the order of time.
 
-    From behind, so that nothing older than the oldest new edge is moved; of equal times the old
-    ones stay first.
+    Starts at the newest, so that no edge older than the oldest new one is moved; at equal times old
+    edges stay first.
     """
     first_new = _slot_of(node, num_old, table, num_blocks, directory)
     if times[_slot_of(node, num_old - 1, table, num_blocks, directory)] <= times[first_new]:
@@ -302,7 +303,7 @@ def drop(counts, table, num_blocks, numbers, directory, since, neighbors, times,
     """Frees the oldest `counts[node]` edges of every node.
 
     Returns:
-        How many edges, and how many of them led from a node to itself.
+        Number of edges freed, and how many of them are self-loops.
     """
     times_bits = times.view(np.int64)
     dropped = np.int64(0)

@@ -1,4 +1,4 @@
-"""Many readers or one writer: a sample sees the graph before an insertion or after it."""
+"""A lock for many readers or one writer: a sample sees the graph before or after an insertion."""
 
 import threading
 
@@ -6,11 +6,11 @@ __all__ = ["ReadWriteLock"]
 
 
 class ReadWriteLock:
-    """A lock that readers share; a writer that waits keeps new readers out.
+    """A lock that readers share; a waiting writer blocks new readers.
 
     Attributes:
-        reading: `with lock.reading:` holds writers off.
-        writing: `with lock.writing:` holds everybody off.
+        reading: `with lock.reading:` blocks writers.
+        writing: `with lock.writing:` blocks readers and other writers.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class ReadWriteLock:
 
 
 class _Reading:
-    # A class, since a generator's context costs a third of a small insertion's Python.
+    # A class: a generator's context manager takes a third of a small insertion's time in Python.
     def __init__(self, lock: ReadWriteLock) -> None:
         self._lock = lock
 

@@ -1,8 +1,8 @@
-"""A graph of timestamped edges that grows, forgets, and answers for any time exactly.
+"""A graph of timestamped edges: insertion, exact expiry, and exact queries as of any time.
 
-After GNNFlow: the edges of a node lie in blocks whose sizes follow its degree, so that adding an edge
-costs no rebuilding and wastes little. In place of its linked list of blocks a directory is searched
-by bisection, so that a query of the past costs the logarithm of the degree.
+After GNNFlow: a node's edges are stored in blocks whose sizes follow its degree, so that insertion
+rebuilds nothing and wastes little memory. Departure: a directory searched by bisection replaces the
+linked list of blocks, so that a query about the past costs the logarithm of the degree.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _REASONS = {1: "source", 2: "destination", 3: "time"}
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a graph takes.
+    """Size and memory of a graph.
 
     Attributes:
         num_nodes, num_edges: in the graph; an undirected edge counts once.
-        num_blocks: of all nodes.
-        num_slots: that blocks have, and those that expiry has freed and nothing has taken yet.
+        num_blocks: blocks of all nodes.
+        num_slots: slots of all blocks, and freed slots that are not reused yet.
         fill: stored entries over slots; an undirected edge has two entries.
         num_bytes: host memory in use, node table and directory included.
-        bytes_per_entry: the same over stored entries.
+        bytes_per_entry: `num_bytes` over stored entries.
     """
 
     num_nodes: int
@@ -58,7 +58,7 @@ class Stats:
 
 
 class TemporalGraph:
-    """Edges (source, destination, time, id) by source, in order of time."""
+    """Edges (source, destination, time, id), stored by source in order of time."""
 
     def __init__(
         self,
@@ -75,19 +75,19 @@ class TemporalGraph:
         """Makes an empty graph.
 
         Args:
-            num_nodes: ids are below it; None lets the graph grow with the ids.
+            num_nodes: upper bound of node ids, exclusive; None grows the graph with the ids.
             undirected: store every edge at both of its nodes under one id; a self-loop once.
-            time_dtype: of times; 32 bits would merge different seconds.
+            time_dtype: type of times; 32-bit floats would merge different seconds of Unix time.
             placement: "cpu", "cuda" (node table, directory and edges on the GPU, and a copy in host
                 memory) or "hybrid" (edges in pinned host memory that the GPU reads).
             late: what happens to edges older than the newest one of the graph: "error" refuses the
                 batch, "drop" leaves them out, "merge" puts them where their times belong.
             blocks: "adaptive": a new block has as many slots as its node has edges.
             min_block: slots of the smallest block.
-            max_block: edges of a node at which blocks stop doubling, see `Sizing`.
+            max_block: degree from which blocks stop doubling, see `Sizing`.
 
         Raises:
-            ConfigError: a setting is none of these, or there is no GPU.
+            ConfigError: a setting has another value, or the placement needs a GPU that is missing.
         """
         if blocks != "adaptive":
             raise ConfigError(
@@ -130,16 +130,16 @@ class TemporalGraph:
         Args:
             src, dst: node ids, of one length.
             t: times, at least 0.
-            eid: ids of edges that no other edge has; counted on from the largest when None.
-            late: in place of the graph's own policy.
+            eid: unique edge ids, at least 0; when None, ids continue from the largest one.
+            late: policy for this batch, in place of the graph's.
 
         Returns:
             How many edges were added.
 
         Raises:
-            DataError: lengths differ, a row is bad (which, and why), an id is there already, or an
-                edge is late and the policy is "error".
-            MemoryError: there is no room.
+            DataError: lengths differ, a row is invalid (the message names it), an edge id is taken,
+                or an edge is late and the policy is "error".
+            MemoryError: allocation failed.
         """
         late = self.late if late is None else _checked(late)
         src, dst = _array(src, np.int64, "src"), _array(dst, np.int64, "dst")
@@ -173,9 +173,9 @@ class TemporalGraph:
         if is_late and late == "error":
             row = int(np.argmax(t < self._newest))
             raise DataError(
-                f"edge {row} ({src[row]} -> {dst[row]}) is of time {t[row]}, before the graph's "
-                f"newest, {self._newest}; late='merge' puts late edges in their place, late='drop' "
-                f"leaves them out. Nothing was added"
+                f"edge {row} ({src[row]} -> {dst[row]}) has time {t[row]}, before the graph's "
+                f"newest, {self._newest}; use late='merge' to insert late edges in order of time, "
+                f"or late='drop' to skip them. Nothing was added"
             )
         if is_late and late == "drop":
             kept = t >= self._newest
@@ -209,9 +209,9 @@ class TemporalGraph:
         return len(src)
 
     def expire(self, *, before: float) -> int:
-        """Forgets every edge with a time earlier than `before`, exactly; returns how many.
+        """Removes exactly the edges with a time earlier than `before`; returns how many.
 
-        Queries of times up to `before` then find nothing, and say so (`MFG.is_cut`).
+        Later queries at times up to `before` find nothing, and set `MFG.is_cut`.
         """
         bound = self._time(before)
         with self._lock.writing:
@@ -227,7 +227,7 @@ class TemporalGraph:
             return gone
 
     def _check_ids(self, eids: np.ndarray) -> np.ndarray:
-        """The ids in order, all of them new."""
+        """The ids in ascending order; refuses negative, repeated and taken ones."""
         ordered = eids if len(eids) < 2 or (np.diff(eids) > 0).all() else np.sort(eids)
         again = ordered[1:][ordered[1:] == ordered[:-1]]
         if not len(again) and ordered[0] < self._next_eid and self._num_edges:
@@ -238,18 +238,18 @@ class TemporalGraph:
             again = self._ids.find_known(ordered)
         if len(again) or ordered[0] < 0:
             what = f"{again[0]} comes twice" if len(again) else f"{ordered[0]} is negative"
-            raise DataError(f"expected different eids of at least 0, but {what}. Nothing was added")
+            raise DataError(f"expected unique eids of at least 0, but {what}. Nothing was added")
         return ordered
 
     def _bad_row(
         self, at: int, reason: int, columns: tuple[np.ndarray, ...], limit: int
     ) -> DataError:
         value = columns[reason - 1][at]
-        expected = "a finite time of at least 0" if reason == 3 else f"an id in [0, {limit})"
+        expected = "that is finite and at least 0" if reason == 3 else f"id in [0, {limit})"
         if reason != 3 and self._limit is None:
-            expected = "an id of at least 0"
+            expected = "id of at least 0"
         return DataError(
-            f"row {at}: expected as {_REASONS[reason]} {expected}, got {value}. Nothing was added"
+            f"row {at}: expected a {_REASONS[reason]} {expected}, got {value}. Nothing was added"
         )
 
     def _time(self, value: float) -> Any:
@@ -261,7 +261,7 @@ class TemporalGraph:
 
     @property
     def num_nodes(self) -> int:
-        """One more than the largest id, or as many as were promised."""
+        """One more than the largest id, or the number given when the graph was made."""
         return self._num_nodes
 
     @property
@@ -271,27 +271,27 @@ class TemporalGraph:
 
     @property
     def newest(self) -> int | float | None:
-        """Time of the newest edge there ever was."""
+        """Time of the newest edge ever added, expired ones included; None before the first."""
         return self._newest
 
     @property
     def version(self) -> int:
-        """Rises with every change."""
+        """Counter of changes; rises with each."""
         return self._version
 
     @property
     def expired_before(self) -> int | float | None:
-        """Edges earlier than this have been forgotten."""
+        """Edges earlier than this have been removed; None if none were."""
         return self._expired_before
 
     @property
     def device(self) -> torch.device:
-        """Where queries run."""
+        """The device that runs queries."""
         return self._store.device
 
     @property
     def reading(self) -> AbstractContextManager[Adjacency]:
-        """`with graph.reading as adjacency:` the edges as kernels read them, while nobody changes them."""
+        """`with graph.reading as adjacency:` the edges as kernels read them; blocks writers."""
         return _Reading(self)
 
     def block_capacities(self, node: int) -> list[int]:
@@ -308,7 +308,7 @@ class TemporalGraph:
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All stored entries: source, neighbour, time and edge id, by source and then by time.
 
-        An undirected edge is in there from both of its nodes.
+        An undirected edge is listed from both of its nodes.
         """
         with self._lock.reading:
             counts = self._store.table[:, 2]
@@ -320,7 +320,7 @@ class TemporalGraph:
         return src, dst.long(), times, eids.long()
 
     def stats(self) -> Stats:
-        """What the graph takes."""
+        """Size and memory of the graph."""
         with self._lock.reading:
             entries = int(self._store.table[:, 2].sum())
             slots = int(self._store.totals[0])
@@ -337,7 +337,7 @@ class TemporalGraph:
     # Files --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and settings, as checkpoints take them; a copy."""
+        """Copies of tensors and settings, for checkpoints."""
         with self._lock.reading:
             return {"tensors": self._store.state(), "settings": self._settings()}
 
@@ -357,23 +357,24 @@ class TemporalGraph:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Becomes the graph that `state_dict` was taken of; the placement stays.
+        """Restores the graph that `state_dict` was taken from; the placement stays.
 
         Raises:
-            DataError: it is the state of something else.
+            DataError: the state has other entries than a graph's.
         """
         settings = state.get("settings", {})
         if set(settings) != set(self._settings()) or set(state["tensors"]) != set(
             self._store.state()
         ):
             raise DataError("expected the state of a TemporalGraph, got one with other entries")
-        # Files may name another strategy. Their blocks stay, since no answer depends on sizes, and
-        # new blocks get adaptive ones.
+        # Files may name another strategy of block sizes. Their blocks are kept, since no answer
+        # depends on sizes, and new blocks get adaptive sizes.
         _, smallest, largest = settings["blocks"]
         dtype = torch.int64 if settings["time_dtype"] == "int64" else torch.float64
         with self._lock.writing:
             store = BlockStore(dtype, self._store.placement, Sizing(smallest, largest))
             store.load_state(state["tensors"])
+            self._store.wait_for_readers()  # its memory is given back
             self._store = store
             self.undirected, self.late = settings["undirected"], settings["late"]
             self.time_dtype, self._limit = dtype, settings["limit"]
@@ -384,11 +385,11 @@ class TemporalGraph:
             self._version += 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one safetensors file, which appears when it is whole."""
+        """Writes one safetensors file, atomically."""
         from safetensors.torch import save_file
 
         state = self.state_dict()
-        # One entry: safetensors writes several in any order, and equal graphs are to make equal files.
+        # One entry: safetensors writes several in any order; equal graphs must give equal files.
         metadata = {"gnnflow": json.dumps({"format": _FORMAT, "settings": state["settings"]})}
         with atomic_file(path) as partial:
             save_file(state["tensors"], partial, metadata=metadata)
@@ -399,14 +400,16 @@ class TemporalGraph:
 
         Raises:
             FileNotFoundError: there is no such file.
+            PermissionError: this user may not read it.
             DataError: it is cut, or something else.
         """
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
-            raise FileNotFoundError(f"{path}: expected a saved graph, there is none")
+            raise FileNotFoundError(f"{path}: expected a saved graph, got no file; check the path")
         try:
-            with safe_open(path, framework="pt") as file:
+            # safetensors does not say why a file cannot be read.
+            with open(path, "rb"), safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get("gnnflow", "{}"))
                 kind = header.get("format") if isinstance(header, dict) else None
                 if kind != _FORMAT:
@@ -425,7 +428,7 @@ class TemporalGraph:
 
 
 class _Reading:
-    # A class, since a generator's context would be a tenth of what a small sample costs.
+    # A class: a generator's context manager would take a tenth of a small sample's time.
     __slots__ = ("_graph",)
 
     def __init__(self, graph: TemporalGraph) -> None:
@@ -436,7 +439,10 @@ class _Reading:
         return self._graph._store.adjacency()
 
     def __exit__(self, *error: object) -> None:
-        self._graph._lock.reading.__exit__(*error)
+        try:
+            self._graph._store.mark_read()
+        finally:
+            self._graph._lock.reading.__exit__(*error)
 
 
 def _checked(late: str) -> Any:
@@ -446,10 +452,8 @@ def _checked(late: str) -> Any:
 
 
 def _array(column: Column, dtype: Any, name: str) -> np.ndarray:
-    """A column as a contiguous array of a type that holds every value of it."""
-    if isinstance(
-        column, Tensor
-    ):  # to ask for force where there is no need costs a small insertion
+    """A column as a contiguous array of `dtype`; refuses values that do not fit."""
+    if isinstance(column, Tensor):  # force=True where it is not needed slows small insertions down
         array = column.numpy(force=column.requires_grad or not column.is_cpu)
     else:
         array = np.asarray(column)

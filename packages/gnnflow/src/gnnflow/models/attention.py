@@ -56,7 +56,7 @@ class TemporalAttention(nn.Module):
     ) -> None:
         super().__init__()
         if dim % num_heads:
-            raise ConfigError(f"expected num_heads to divide dim, came {num_heads} and {dim}")
+            raise ConfigError(f"expected num_heads to divide dim, got {num_heads} and {dim}")
         num_inputs = in_dim + edge_dim + time_dim
         if not num_inputs:
             raise ConfigError(

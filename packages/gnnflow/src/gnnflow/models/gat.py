@@ -43,7 +43,7 @@ class GATLayer(nn.Module):
     def __init__(self, in_dim: int, edge_dim: int, dim: int, num_heads: int = 2) -> None:
         super().__init__()
         if dim % num_heads:
-            raise ConfigError(f"expected num_heads to divide dim, came {num_heads} and {dim}")
+            raise ConfigError(f"expected num_heads to divide dim, got {num_heads} and {dim}")
         self.linear = nn.Linear(in_dim + edge_dim, dim, bias=False)
         self.of_neighbor = nn.Parameter(torch.empty(num_heads, dim // num_heads))
         self.of_root = nn.Parameter(torch.empty(num_heads, dim // num_heads))

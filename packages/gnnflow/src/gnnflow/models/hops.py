@@ -1,4 +1,4 @@
-"""What a layer reads of a hop: its roots and their neighbours, as rows of what came before."""
+"""Input of a layer for one hop: roots and neighbours, as rows of the previous layer's output."""
 
 from __future__ import annotations
 

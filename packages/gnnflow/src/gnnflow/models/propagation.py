@@ -1,4 +1,4 @@
-"""The way of features through the hops of a sample.
+"""Propagation of features through the hops of a sample.
 
 A layer computes each distinct root once (`gnnflow.sampling.distinct_roots`), and the layer above reads their
 rows by index, as the deepest reads features.
@@ -23,53 +23,54 @@ __all__ = ["MFGModel", "check_rows", "check_sizes"]
 
 
 def check_sizes(*, node_dim: int, edge_dim: int, **counts: int) -> None:
-    """Refuses negative widths of features and other counts below 1.
+    """Checks that widths of features are not negative, and other counts at least 1.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: one is out of range.
     """
     for name, value in counts.items():
         if value < 1:
-            raise ConfigError(f"expected {name} of at least 1, came {value}")
+            raise ConfigError(f"expected {name} of at least 1, got {value}")
     for name, value in (("node_dim", node_dim), ("edge_dim", edge_dim)):
         if value < 0:
-            raise ConfigError(f"expected {name} of at least 0 (no features), came {value}")
+            raise ConfigError(f"expected {name} of at least 0 (no features), got {value}")
 
 
 def check_rows(
     rows: Rows | list[Rows] | None, kind: Literal["node", "edge"], dim: int, num_occurrences: int
 ) -> Rows:
-    """`rows`, if they are what a model takes.
+    """Returns `rows`, after checking that they fit the model.
 
     Raises:
-        DataError: they are missing, of another width or number, or point at rows that are not there.
+        DataError: they are missing, of another width or number, or an index is out of range.
     """
     width = rows.values.shape[1] if isinstance(rows, Rows) else 0
     if not isinstance(rows, Rows) or width != dim:
         raise DataError(
-            f"the model was made for {kind}_dim={dim}, came {kind} features of {width} columns"
+            f"the model was made for {kind}_dim={dim}, got {kind} features of {width} columns"
         )
     if len(rows.index) != num_occurrences:
         raise DataError(
-            f"expected {kind} features of {num_occurrences} occurrences, came {len(rows.index)}: "
+            f"expected {kind} features of {num_occurrences} occurrences, got {len(rows.index)}: "
             "attach features to this very sample"
         )
-    # The compiled form reads wherever it is told to. A GPU checks for itself.
+    # Compiled kernels on the CPU do not check bounds; gathers on a GPU do.
     if rows.index.device.type == "cpu" and num_occurrences:
         low, high = (int(bound) for bound in rows.index.aminmax())
         if low < 0 or high >= len(rows.values):
             raise DataError(
-                f"expected indices of {kind} features in [0, {len(rows.values)}), came {low} to {high}"
+                f"expected indices of {kind} features in [0, {len(rows.values)}), got {low} to {high}"
             )
     return rows
 
 
 class MFGModel(nn.Module):
-    """Layers over hops, of which TGAT and its kin are kinds.
+    """Base of the models with one layer per hop.
 
     Attributes:
-        layout: what `TemporalSampler.sample` is asked for.
-        uses_time: whether roots are asked for at their time; at the end of time otherwise.
+        layout: layout that `TemporalSampler.sample` must return.
+        uses_time: whether each root is sampled at its own time; otherwise a batch's roots may share
+            one.
         dim: columns of embeddings.
         node_dim, edge_dim: columns of features that are read; 0 ignores what there is.
         num_layers: hops of a sample.
@@ -140,11 +141,11 @@ class MFGModel(nn.Module):
         name = type(self).__name__
         if not isinstance(sample, MFG):
             raise ConfigError(
-                f"{name} reads hops, came {type(sample).__name__}: sample with layout='mfg'"
+                f"{name} reads hops, got {type(sample).__name__}: sample with layout='mfg'"
             )
         if (len(sample.layers), sample.num_snapshots) != (self.num_layers, self.num_snapshots):
             raise ConfigError(
-                f"{name} has {self.num_layers} layers over {self.num_snapshots} snapshots, came "
+                f"{name} has {self.num_layers} layers over {self.num_snapshots} snapshots, got "
                 f"{len(sample.layers)} hops of {sample.num_snapshots}: give the sampler as many "
                 "fanouts and snapshots"
             )

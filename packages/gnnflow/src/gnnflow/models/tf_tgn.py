@@ -123,7 +123,7 @@ class TFTGN(nn.Module):
             num_heads=num_heads,
         )
         if dim % num_heads:
-            raise ConfigError(f"expected num_heads to divide dim, came {num_heads} and {dim}")
+            raise ConfigError(f"expected num_heads to divide dim, got {num_heads} and {dim}")
         self.dim, self.node_dim, self.edge_dim = dim, node_dim, edge_dim
         self.node = nn.Linear(node_dim, dim, bias=False) if node_dim else None
         self.edge = nn.Linear(edge_dim, dim, bias=False) if edge_dim else None
@@ -149,7 +149,7 @@ class TFTGN(nn.Module):
         """
         if not isinstance(sample, Sequences):
             raise ConfigError(
-                f"TFTGN reads sequences, came {type(sample).__name__}: sample with layout='padded'"
+                f"TFTGN reads sequences, got {type(sample).__name__}: sample with layout='padded'"
             )
         # Roots of one node and time have one answer: computed once, as in `gnnflow.sampling.distinct_roots`.
         kept, place = find_distinct_sequences(sample)

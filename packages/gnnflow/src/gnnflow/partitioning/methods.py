@@ -38,7 +38,7 @@ class PartitionMethod(Protocol):
 
 _OFFLINE = "gnnflow.partitioning.offline"
 
-# Named by their place: the command line's help needs the names alone, and no torch.
+# Registered by import path, so that the command line's help does not import torch.
 PARTITION_METHODS: Registry[str, PartitionMethod] = Registry("method")
 PARTITION_METHODS.add("hash", f"{_OFFLINE}:partition_by_hash", "by a hash of the node's id")
 PARTITION_METHODS.add("round-robin", f"{_OFFLINE}:partition_by_turns", "by turns")

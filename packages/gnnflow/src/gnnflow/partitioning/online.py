@@ -1,7 +1,8 @@
-"""Parts for the sources of a stream, given as its batches arrive and never changed.
+"""Online partitioning: each source of a stream gets a part as batches arrive, and keeps it.
 
-After GNNFlow: a node gets a part when it is first seen as a source, and its edges, features and memory
-live there. Fennel ("FENNEL: Streaming Graph Partitioning for Massive Scale Graphs") and linear
+After GNNFlow: a node gets a part when it is first seen as a source, and its edges, features and
+memory are stored there.
+Fennel ("FENNEL: Streaming Graph Partitioning for Massive Scale Graphs") and linear
 deterministic greedy ("Streaming Graph Partitioning for Large Distributed Graphs") place a source
 where its neighbours are, less a price for crowded parts. Departures: neighbours count in both
 directions, an event each, whenever they were seen, since an edge is cut whoever its source is; and
@@ -35,7 +36,7 @@ _UNSEEN = -1
 
 
 def mix_ids(ids: np.ndarray, seed: int = 0) -> np.ndarray:
-    """64 well-mix_ids bits of each id, uint64: the finaliser of SplitMix64."""
+    """64 well-mixed bits of each id, uint64: the finaliser of SplitMix64."""
     with np.errstate(over="ignore"):
         word = ids.astype(np.uint64) + np.uint64(seed % 2**64) * np.uint64(0xD1342543DE82EF95)
         word += np.uint64(0x9E3779B97F4A7C15)
@@ -198,8 +199,8 @@ class Fennel(OnlinePartitioner):
 
     Args:
         num_parts: how many parts.
-        num_nodes, num_edges: how many there will be; what has come so far when more, or when None.
-        gamma: how steeply the price rises, above 1.
+        num_nodes, num_edges: expected totals; the counts so far when larger, or when None.
+        gamma: exponent of the penalty for large parts, above 1.
         slack: capacity of a part over the mean number of nodes, at least 1.
 
     Raises:

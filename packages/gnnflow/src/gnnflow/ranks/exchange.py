@@ -1,7 +1,7 @@
-"""Questions to the ranks that own what is asked about, and their answers back in order.
+"""Requests to the ranks that own the requested items, and replies in the order of the requests.
 
-Every rank asks and answers in every exchange, with nothing where it has nothing: sizes first, then the
-questions, then the answers, each by `all_to_all_v`, which names the peer when one is lost.
+All ranks take part in every exchange, if need be with empty messages: sizes first, then requests,
+then replies, each by `all_to_all_v`, whose errors name the lost peer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _WORD = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SendPlan:
-    """Which items go to whom.
+    """Which items go to which rank.
 
     Attributes:
-        order: int64 [num_sent], positions of the items that have an owner, by owner.
-        sends: how many go to each rank.
-        num_items: all there are.
+        order: int64 [num_sent], positions of the items that have an owner, sorted by owner.
+        sends: number of items for each rank.
+        num_items: number of items, with and without an owner.
     """
 
     order: Int64[Tensor, " num_sent"]
@@ -37,7 +37,7 @@ class SendPlan:
 
     @classmethod
     def to(cls, owners: Int64[Tensor, " items"], num_ranks: int) -> SendPlan:
-        """By the owner of each item; -1 goes nowhere."""
+        """Plans to send each item to its owner; -1 is not sent."""
         order = torch.argsort(owners, stable=True)
         num_nowhere = int((owners < 0).sum())
         counts = torch.bincount(owners[order[num_nowhere:]], minlength=num_ranks)
@@ -46,14 +46,14 @@ class SendPlan:
     def answers(
         self, num_came: Int64[Tensor, " num_sent"], which: Int64[Tensor, " askers"]
     ) -> tuple[Int64[Tensor, " answers"], Int64[Tensor, " answers"]]:
-        """Gives answers, which came by owner, to everyone who asked.
+        """Assigns replies, which arrive by owner, to the askers.
 
         Args:
-            num_came: answers to each item that was sent, in the order in which it was.
+            num_came: number of replies to each item sent, in the order sent.
             which: the item that each asker asked about.
 
         Returns:
-            The asker of each answer, ascending, and where among those that came it stands.
+            The asker of each reply, ascending, and the reply's position among those received.
         """
         found = torch.zeros((2, self.num_items), dtype=torch.int64)
         found[:, self.order] = torch.stack([num_came, num_came.cumsum(0) - num_came])
@@ -69,7 +69,7 @@ def swap(
     recvs: Sequence[int],
     phase: str,
 ) -> Shaped[Tensor, "received ..."]:
-    """Sends `sends[p]` rows to each rank p, in order, and returns what came, by rank.
+    """Sends `sends[p]` rows to each rank p, in order; returns the rows received, by rank.
 
     Raises:
         CommError: a rank died, hangs, or the timeout passed; names it.
@@ -81,19 +81,19 @@ def swap(
 
 
 def tell_all(group: Group, numbers: Sequence[Sequence[int]], phase: str) -> list[list[int]]:
-    """Sends the row of numbers `numbers[p]` to each rank p; returns the rows that came, by rank.
+    """Sends the row of numbers `numbers[p]` to each rank p; returns the rows received, by rank.
 
     Args:
-        group: who tells.
-        numbers: for each rank up to five of 64 bits, as many for all.
-        phase: eight letters at most; ranks in different ones have lost step, and are told.
+        group: the ranks that take part.
+        numbers: for each rank up to five int64, the same number for all.
+        phase: name of at most eight bytes; if ranks call with different ones, all of them raise.
 
     Raises:
         CommError: a rank died, hangs, is in another phase, or the timeout passed; names it.
     """
     ones = [1] * group.world_size
     width, own = len(numbers[0]), int.from_bytes(phase.encode().ljust(8), "big")
-    # Of one length in all phases: gloo would end the connection over another one, and say less.
+    # One length in all phases: gloo closes the connection on a mismatch, with a vaguer message.
     words = torch.zeros((group.world_size, 1 + _WORD), dtype=torch.int64)
     words[:, 0], words[:, 1 : 1 + width] = own, torch.tensor(numbers)
     came = swap(group, words, ones, ones, phase).tolist()
@@ -101,8 +101,8 @@ def tell_all(group: Group, numbers: Sequence[Sequence[int]], phase: str) -> list
         if other != own:
             name = other.to_bytes(8, "big", signed=True).decode(errors="replace").strip()
             raise CommError(
-                f"rank {group.ranks[group.rank]} is in phase {phase!r}, rank {rank} in {name!r}; all "
-                f"ranks sample, fetch and insert as often as one another, in the same order"
+                f"rank {group.ranks[group.rank]} is in phase {phase!r}, rank {rank} in {name!r}; "
+                f"all ranks must sample, fetch and insert equally often, in the same order"
             )
     return [row[1 : 1 + width] for row in came]
 
@@ -113,7 +113,7 @@ def count_traffic(group: Group, phase: str) -> Traffic:
 
 
 def check_owners(name: str, owners: Tensor, group: Group, lowest: int = 0) -> None:
-    """Refuses owners that are no ranks of a group.
+    """Raises unless all owners are ranks of a group, or at least `lowest`.
 
     Raises:
         ConfigError: this process is no member of the group.
@@ -128,6 +128,6 @@ def check_owners(name: str, owners: Tensor, group: Group, lowest: int = 0) -> No
     low, high = int(owners.min()), int(owners.max())
     if low < lowest or high >= group.world_size:
         raise DataError(
-            f"{name}: expected parts in [{lowest}, {group.world_size}), one a rank of the group, got "
-            f"{low} to {high}; where several ranks hold one part, give the group of `paired`"
+            f"{name}: expected parts in [{lowest}, {group.world_size}), one per rank of the group, "
+            f"got {low} to {high}; where several ranks hold one part, give the group of `paired`"
         )

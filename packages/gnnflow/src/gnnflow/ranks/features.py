@@ -1,7 +1,7 @@
-"""Features of nodes and edges that lie with their owners, fetched by id as if they were here.
+"""Features of nodes and edges that are partitioned over ranks, gathered by global id.
 
-After GNNFlow: rows of a node lie where its edges do, rows of an edge with its source. Ids are counted
-within their owner on every rank alike, so that an owner is asked for rows of its own store.
+After GNNFlow: a node's row is stored with its edges, an edge's row with its source. Every rank
+derives the same numbering of each owner's rows, so that requests name rows of the owner's store.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ _PHASE = "features"
 
 
 class DistributedFeatures:
-    """As `FeatureStore`, over rows that lie on several ranks.
+    """A `FeatureStore` whose rows are partitioned over ranks.
 
-    `gather` is a collective: every rank of the group calls it as often as every other and for the
-    same kinds in the same order, with any ids, or none. Each id is sent as often as it is given, so give
-    each once, as `attach` does. Where another thread communicates too, give a group of its own.
+    `gather` is a collective: all ranks of the group make the same sequence of calls by kind, each
+    with its own ids, or none. Repeated ids are sent repeatedly; give each once, as `attach` does.
+    If another thread communicates too, give this object a group of its own.
 
     Args:
-        store: this rank's rows, in ascending order of their ids: `x[node_owners == group.rank]`, which
-        may be none, [0, dim].
-        group: who has rows, one part a rank; see `paired`.
+        store: this rank's rows, in ascending order of their ids: `x[node_owners == group.rank]`,
+            which may have shape [0, dim].
+        group: ranks that hold the rows, one part per rank; see `paired`.
         node_owners: int64 [num_nodes], the rank in the group that has each node's row, the same on
             all ranks; None where nodes have no features.
-        edge_owners: int64 [num_edges], of each edge id, such as the owner of its source; or None.
+        edge_owners: int64 [num_edges], the same for each edge id, usually its source's owner; None
+            where edges have no features.
 
     Raises:
         ConfigError: this process is not in the group.
-        DataError: an owner is no rank, or the store has other than this rank's rows.
+        DataError: an owner is no rank of the group, or `store` has another number of rows than this
+            rank owns.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class DistributedFeatures:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes this rank has sent and received for features, on all objects of the process."""
+        """Bytes this rank has sent and received for features, of all objects of the process."""
         return count_traffic(self.group, _PHASE)
 
     def dim(self, kind: Kind) -> int:
@@ -99,7 +101,7 @@ class DistributedFeatures:
 
     def num_rows(self, kind: Kind) -> int:
         """Rows of a kind, of all ranks."""
-        self.store.num_rows(kind)  # refuses what is no kind
+        self.store.num_rows(kind)  # raises for an unknown kind
         return self._places[kind].num_rows
 
     def gather(
@@ -113,16 +115,15 @@ class DistributedFeatures:
         Args:
             kind: "node" or "edge".
             ids: int64 [n], each in [0, num_rows).
-            out: float32 [n, dim] to write to, wherever it lies.
+            out: float32 [n, dim] to write to, on any device.
 
         Returns:
             `out`, or new rows on the group's device.
 
         Raises:
             ConfigError: no such kind.
-            DataError: an id has no row, the kind no features, or `out` does not fit; on the other
-                ranks, that this one has refused its ids, or asks for another kind; on all, that
-                they were not told the same owners.
+            DataError: an id has no row, the kind has no features, or `out` does not fit, which the
+                other ranks raise too, naming this one; or ranks differ in kind, columns or owners.
             CommError: a rank died, hangs, or the timeout passed; names it.
         """
         group = self.group
@@ -138,7 +139,7 @@ class DistributedFeatures:
                     f"{list(out.shape)}"
                 )
         except (ConfigError, DataError):
-            # The others wait for a word.
+            # The other ranks are waiting for this message.
             tell_all(group, [[-1, 0, 0, 0, 0]] * group.world_size, _PHASE)
             raise
         places = self._places[kind]
@@ -150,8 +151,8 @@ class DistributedFeatures:
             if other != word:
                 did = "refused its ids" if other[0] < 0 else "asks for other features"
                 raise DataError(
-                    f"rank {group.ranks[rank]} {did}, so that none were fetched; all ranks gather the "
-                    f"same kind, of as many columns and rows and of the same owners, in the same order"
+                    f"rank {group.ranks[rank]} {did}, so nothing was fetched; gather the same "
+                    f"kinds in the same order on all ranks, with equal columns, rows and owners"
                 )
         recvs = [word[-1] for word in words]
         asked = swap(group, rows[send_plan.order], send_plan.sends, recvs, _PHASE)
@@ -167,16 +168,16 @@ class DistributedFeatures:
         rows: Shaped[Tensor, "n dim"],
         owners: Int64[Tensor, " n"],
     ) -> None:
-        """Adds rows for the next ids, of which this rank keeps its own; communicates nothing.
+        """Adds rows for the next ids, of which this rank stores its own; communicates nothing.
 
         Args:
             kind: "node" or "edge".
             rows: numbers [n, dim], the same on all ranks.
-            owners: the rank in the group of each.
+            owners: int64 [n], the rank in the group that stores each row.
 
         Raises:
             ConfigError: no such kind.
-            DataError: lengths or columns do not fit, or an owner is no rank. Nothing was added.
+            DataError: lengths or columns differ, or an owner is no rank. Nothing was added.
         """
         check_owners("owners", owners, self.group)
         if len(owners) != len(rows):
@@ -212,7 +213,7 @@ class _Places:
 
     @property
     def digest(self) -> int:
-        """Tells ranks that disagree about an owner, however the owners came in batches."""
+        """Hash of all owners, independent of the batches they were added in."""
         return int.from_bytes(self._told.digest(), "little", signed=True)
 
     def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:

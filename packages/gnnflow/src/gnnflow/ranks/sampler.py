@@ -1,11 +1,11 @@
-"""Sampling a graph that lies on several ranks, with the answers of one process.
+"""Sampling of a graph that is partitioned over ranks, with the results of one process.
 
-After GNNFlow: an edge lives with its source, a hop's roots are split by owner, sampled there and merged
-in the order of the roots; and in static scheduling a rank asks only the ranks of its own place on
-other hosts, so that all ranks of a host carry equal shares. Departures: collectives that count
-their bytes in place of remote calls; equal roots are asked about once; draws that depend on the root
-alone, so that every bit is as on one rank; and rebalancing that loses no edge (the published form
-drops what cannot be divided).
+After GNNFlow: an edge is stored with its source's owner; a hop's roots are split by owner, sampled
+there and merged in the order of the roots; and in static scheduling a rank asks only the ranks of
+its own place on other hosts, so that all ranks of a host serve equal shares. Departures:
+collectives that count their bytes replace remote calls; equal roots are requested once; draws
+depend on the root alone, so that results equal one rank's bit for bit; and rebalancing loses no
+edge (the published form drops what cannot be divided).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.ranks.exchange import SendPlan, check_owners, count_traffic, swap, tell_all
 from gnnflow.sampling.mfg import MFG, Layer, Sequences
-from gnnflow.sampling.sampler import TemporalSampler
+from gnnflow.sampling.sampler import NeighborTimes, TemporalSampler
 from shared.comms import Group, Traffic
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
@@ -34,12 +34,12 @@ _PHASE = "sample"
 
 
 class DistributedSampler(TemporalSampler):
-    """As `TemporalSampler`, over a graph whose edges lie with the owners of their sources.
+    """A `TemporalSampler` over a graph whose edges are stored by the owners of their sources.
 
-    Every rank of the group samples as often as every other, each its own roots, any number of them, in
-    the same order of calls; a rank with none gives none. The answer is bit for bit that of one process
-    that has all edges, but for `version`, which is that of this rank's graph. Where another thread
-    communicates too, give a group of its own, such as `Group.control()`.
+    `sample` is a collective: all ranks of the group make the same sequence of calls, each with its
+    own roots, or none. The result is bit for bit that of one process with all edges, except for
+    `version`, which is that of this rank's graph. If another thread communicates too, give this
+    sampler a group of its own, such as `Group.control()`.
     """
 
     def __init__(
@@ -53,20 +53,22 @@ class DistributedSampler(TemporalSampler):
         replace: bool = True,
         window: float | None = None,
         snapshots: int = 1,
+        neighbor_times: NeighborTimes = "edge",
         seed: int = 0,
     ) -> None:
-        """Says what is sampled; communicates nothing.
+        """Sets what is sampled; communicates nothing.
 
         Args:
             graph: the edges of this rank's nodes, as `owned` picks them.
-            owners: the rank in the group of each node, the same on all ranks; -1, or an id beyond
-                them, has no neighbours. May be set anew as nodes come.
-            fanouts, policy, replace, window, snapshots, seed: see `TemporalSampler`; the same on all
-                ranks.
-            group: who has the edges, one part a rank; see `paired`.
+            owners: int64 [num_nodes], the rank in the group that stores each node's edges, the same
+                on all ranks; nodes with -1, and ids beyond, have no neighbours. Assign the
+                attribute `owners` again when nodes are added.
+            fanouts, policy, replace, window, snapshots, neighbor_times, seed: see
+                `TemporalSampler`; the same on all ranks.
+            group: ranks that store the edges, one part per rank; see `paired`.
 
         Raises:
-            ConfigError: a setting makes no sense, or this process is not in the group.
+            ConfigError: a setting is out of range, or this process is not in the group.
             DataError: an owner is no rank of the group.
         """
         super().__init__(
@@ -76,10 +78,11 @@ class DistributedSampler(TemporalSampler):
             replace=replace,
             window=window,
             snapshots=snapshots,
+            neighbor_times=neighbor_times,
             seed=seed,
         )
         self.group = group
-        self.num_served = 0  # different roots sampled for any rank, this one included
+        self.num_served = 0  # distinct roots sampled for all ranks, this one included
         self.owners = owners
 
     @property
@@ -91,16 +94,17 @@ class DistributedSampler(TemporalSampler):
     def owners(self, owners: Int64[Tensor, " num_nodes"]) -> None:
         check_owners("owners", owners, self.group, lowest=-1)
         owners = owners.cpu()
-        settings = (self.fanouts, self.policy, self.replace, self.window, self.snapshots, self.seed)
+        names = ("fanouts", "policy", "replace", "window", "snapshots", "neighbor_times", "seed")
+        settings = [getattr(self, name) for name in names]
         told = f"{settings} {self.graph.time_dtype}".encode()
         digest = hashlib.blake2b(told + owners.contiguous().numpy().tobytes(), digest_size=8)
         self._digest = int.from_bytes(digest.digest(), "little", signed=True)
-        # One entry more, for ids beyond them.
+        # One more entry, for ids beyond the last.
         self._owners = torch.cat([owners, torch.tensor([-1])])
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes this rank has sent and received for sampling, on all samplers of the process."""
+        """Bytes this rank has sent and received for sampling, of all samplers of the process."""
         return count_traffic(self.group, _PHASE)
 
     @overload
@@ -117,14 +121,14 @@ class DistributedSampler(TemporalSampler):
 
         Raises:
             ConfigError: see `TemporalSampler.sample`; or ranks differ in settings, owners or epoch.
-            DataError: see there, on the rank itself; on the others, that it has refused its roots.
+            DataError: see `TemporalSampler.sample`; the other ranks raise too, naming this one.
             CommError: a rank died, hangs, or the timeout passed; names it.
         """
         self._has_met = False
         try:
             found = super().sample(nodes, times, layout=layout)
         except Exception:
-            if not self._has_met:  # the others wait for a word
+            if not self._has_met:  # the other ranks are waiting for this message
                 self._meet(has_refused=True)
             raise
         is_padded = isinstance(found, Sequences)
@@ -137,12 +141,12 @@ class DistributedSampler(TemporalSampler):
         return super()._layers(adjacency, roots, root_times)
 
     def _meet(self, has_refused: bool = False) -> None:
-        """Learns that all ranks are to sample alike, and since when they all have their edges."""
+        """Checks that all ranks sample with equal settings, and finds the latest expiry of any."""
         self._has_met = True
         group, expired = self.group, self.graph.expired_before
         bound = torch.tensor([expired or 0], dtype=self.graph.time_dtype)
         flags = int(has_refused), int(expired is not None)
-        # As 64 bits with a sign; epochs that are keys of their own take all of them.
+        # As int64: epochs that are stream keys take all 64 bits.
         own = (self._epoch + 2**63) % 2**64 - 2**63, self._digest
         word = [*flags, *own, int(_bits(bound))]
         words = tell_all(group, [word] * group.world_size, _PHASE)
@@ -152,7 +156,7 @@ class DistributedSampler(TemporalSampler):
             peer = group.ranks[rank]
             if other_refused:
                 raise DataError(
-                    f"rank {peer} refused its roots, so that none were sampled; see its own error"
+                    f"rank {peer} refused its roots, so nothing was sampled; see that rank's error"
                 )
             if (epoch, digest) != own:
                 what = "settings or owners" if digest != self._digest else f"epoch {self._epoch}"
@@ -177,7 +181,7 @@ class DistributedSampler(TemporalSampler):
         num_known = len(self._owners) - 1
         nodes = roots.cpu()
         known = torch.where((nodes >= 0) & (nodes < num_known), nodes, num_known)
-        # Neighbours of busy nodes are one another's: each node and time is asked about once.
+        # Busy nodes share neighbours, so that roots repeat: each node and time is requested once.
         bits, at = torch.unique(_bits(root_times.cpu()), return_inverse=True)
         different, which = torch.unique(known * len(bits) + at, return_inverse=True)
         questions = torch.stack([different // len(bits), bits[different % len(bits)]], 1)
@@ -189,7 +193,7 @@ class DistributedSampler(TemporalSampler):
         found = super()._hop(adjacency, asked[:, 0].contiguous(), times, hop, snapshot, fanout)
         self.num_served += len(asked)
 
-        # At most MAX_FANOUT a root, which fits.
+        # int32 holds MAX_FANOUT, the most per root.
         num_found = torch.bincount(found.row, minlength=len(asked)).int()
         num_came = swap(group, num_found, recvs, send_plan.sends, _PHASE)
         entries = torch.stack([found.nodes, _bits(found.times), found.eids], 1)
@@ -221,15 +225,15 @@ def owned(
     *,
     undirected: bool = False,
 ) -> Events:
-    """The events that the graph of one part takes, with their ids, in their order.
+    """The events that the graph of one part stores, with their ids, in stream order.
 
-    For an undirected graph those with either end in the part: both go to `add_edges` of a graph that
-    is undirected too, whose entries at nodes of other parts are there in vain, one for each edge cut.
-    A graph knows the times of its own edges only: events out of order go in with late="merge", or are
-    dropped or refused before they are split.
+    For an undirected graph, those with either end in the part; add them to a graph that is
+    undirected too, which then has one unused entry per cut edge, at the node of the other part.
+    A graph checks lateness against its own edges only: insert out-of-order events with
+    late="merge", or drop or refuse them before they are split.
 
     Raises:
-        DataError: a node has no entry in `owners`, or one whose edges count has -1 there.
+        DataError: a node has no entry in `owners`, or the owner of an edge's entry is -1.
     """
     if len(owners) < events.num_nodes:
         raise DataError(
@@ -240,7 +244,7 @@ def owned(
     if bool((owners[holders] < 0).any()):
         node = int(holders[owners[holders] < 0][0])
         raise DataError(
-            f"node {node} has edges and no owner, so that no rank would keep them; give it a part first"
+            f"node {node} has edges and no owner, so no rank would store them; give it a part first"
         )
     is_own = owners[events.src] == part
     if undirected:
@@ -249,15 +253,15 @@ def owned(
 
 
 def paired(group: Group, ranks_per_host: int) -> Group:
-    """The ranks of one place on every host, in the order of the hosts: whom a rank asks.
+    """The group of the ranks with this rank's place on every host, in the order of the hosts.
 
-    For hosts of several ranks that all hold the host's part: part p is asked at host p's rank of the
-    asker's own place, so that each rank of a host serves an equal share. Every rank of the world calls
-    this.
+    For hosts of several ranks that all hold the host's part: requests for part p go to host p's
+    rank of the asker's own place, so that each rank of a host serves an equal share. A collective
+    of all ranks.
 
     Args:
         group: the world; consecutive ranks are on one host.
-        ranks_per_host: the same on all hosts.
+        ranks_per_host: number of ranks on each host.
 
     Raises:
         ConfigError: it does not divide the ranks, or the group is not the world.
@@ -278,18 +282,18 @@ def rebalance(
 ) -> list[Int64[Tensor, " _"]]:
     """Evens out the training edges of ranks to counts that differ by one at most; none is lost.
 
-    Only surplus moves: the last ones of ranks that have too many, to the ranks that have too few. A pure
-    function, so that every rank computes the same.
+    Only surplus moves: the last edges of ranks that have too many, to the ranks that have too few.
+    A pure function, so that every rank computes the same result.
 
     Args:
-        edges: of each rank, the positions of its edges in the list of events.
+        edges: for each rank, the positions of its edges in the list of events.
 
     Returns:
         The same for each rank after the move, ascending.
     """
     counts = [len(own) for own in edges]
     share, more = divmod(sum(counts), max(len(counts), 1))
-    # The ranks with the most edges keep one more where they do not divide.
+    # If the total is not divisible, the ranks with the most edges keep one more.
     largest = sorted(range(len(counts)), key=lambda rank: -counts[rank])[:more]
     targets = [share + (rank in largest) for rank in range(len(counts))]
     kept = [own.sort().values[:target] for own, target in zip(edges, targets, strict=True)]

@@ -1,15 +1,16 @@
-"""The continual loop on ranks that each hold a part of the graph, and all learn one model.
+"""Continual training of one model on ranks that each store a part of the graph.
 
-Every rank runs the loop over the whole stream. It keeps the edges and the rows of features of its own
-nodes, and computes its share of each batch: the events whose sources it has, as GNNFlow does, evened
-out. Scores are put together before they are judged, and gradients are added before a step, so that
-rounds are those of one process: samples bit for bit, losses and scores but for the order in which
-floats are added. Departure: an event weighs the same whichever rank computes it, where a mean of
-the ranks' means would favour those with fewer.
+Every rank runs the loop over the whole stream. It stores the edges and feature rows of its own
+nodes, and computes its share of each batch: the events whose sources it owns, as in GNNFlow,
+rebalanced. Scores are gathered before metrics are computed, and gradients are summed before a step,
+so that rounds equal those of one process: samples bit for bit, losses and scores up to the order of
+float additions. Departure: an event has the same weight whichever rank computes it; a mean of the
+ranks' means would favour the events of ranks with fewer.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from gnnflow.partitioning.online import OnlinePartitioner
 from gnnflow.ranks.exchange import tell_all
 from gnnflow.ranks.features import DistributedFeatures
 from gnnflow.ranks.sampler import DistributedSampler, owned, rebalance
-from gnnflow.training.continual import ContinualTrainer
+from gnnflow.training.continual import ContinualTrainer, OptimizerMaker
 from gnnflow.training.history import StreamHistory, select_new_rows
 from gnnflow.training.link_task import LinkTask
+from gnnflow.training.settings import Settings
 from shared.comms import Group, all_gather_v, all_reduce, broadcast
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
@@ -37,23 +39,24 @@ _PHASE = "train"
 
 
 class DistributedTrainer(ContinualTrainer):
-    """As `ContinualTrainer`; all ranks make one alike, and call `run` and `evaluate` together.
+    """A `ContinualTrainer` on all ranks, which make it alike and call its methods together.
 
-    Model and head begin with the first rank's weights and stay equal, bit for bit; they are given as
-    they are, with nothing wrapped around them. A model's memory is kept whole on every rank. Dropout
-    is drawn for each share by itself, so that with it rounds differ from one process's as those of
-    two seeds do.
+    Model and head start from the first rank's weights and stay equal, bit for bit; give them
+    unwrapped. Every rank keeps the whole of a model's memory. Each share draws its own dropout, so
+    that with dropout rounds differ from one process's as those of two seeds do.
 
     Args:
         model, graph: see `ContinualTrainer`; the graph takes this rank's edges.
-        sampler: of `graph`, over all ranks.
-        features: `DistributedFeatures`, where rows of new edges go to the owners of their sources; a
-            cache of them; or a store of all rows on each rank.
-        partitioner: gives parts to new nodes as they come; None where the sampler's owners have all.
-        settings: as for `ContinualTrainer`, but for `checkpoint`, which is of one process.
+        sampler: `DistributedSampler` of `graph`, over all ranks.
+        features: `DistributedFeatures`, where rows of new edges go to the owners of their sources;
+            a cache of them; or a store of all rows on each rank.
+        partitioner: gives parts to new nodes as they arrive; None if the sampler's `owners` do.
+        settings, head, optimizer, changes: as for `ContinualTrainer`, except for `checkpoint`,
+            which must be None.
 
     Raises:
-        ConfigError: see there; or a rank is not in the sampler's group.
+        ConfigError: see `ContinualTrainer`; or the sampler's group is not all ranks, a checkpoint
+            is given, or the model is wrapped.
         CommError: a rank died, hangs, or the timeout passed; names it.
     """
 
@@ -63,32 +66,42 @@ class DistributedTrainer(ContinualTrainer):
         graph: TemporalGraph,
         sampler: DistributedSampler,
         features: Features | FeatureCache | None = None,
+        settings: Settings | None = None,
         *,
         partitioner: OnlinePartitioner | None = None,
-        **settings: Any,
+        head: nn.Module | None = None,
+        optimizer: OptimizerMaker | None = None,
+        **changes: Any,
     ) -> None:
         group = sampler.group
         if group.ranks != Group.world().ranks:
             raise ConfigError(
-                f"expected a sampler over all ranks, which learn together, got {group}"
+                f"expected a sampler over all ranks, got one over {group}; give it Group.world()"
             )
-        if settings.get("checkpoint") is not None:
-            raise ConfigError("checkpoint: expected None, since the graph is in parts on ranks")
+        given = replace(settings or Settings(), **changes)
+        if given.checkpoint is not None:
+            raise ConfigError(
+                "checkpoint: expected None, since runs on ranks write no checkpoints; leave it out"
+            )
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            raise ConfigError("model: expected it unwrapped; its gradients are added here")
-        settings["progress"] = settings.get("progress", True) and group.rank == 0
-        super().__init__(model, graph, sampler, features, **settings)
+            raise ConfigError(
+                "model: expected it unwrapped, got DistributedDataParallel; give model.module, "
+                "whose gradients are summed here"
+            )
+        given = replace(given, progress=given.progress and group.rank == 0)
+        super().__init__(model, graph, sampler, features, given, head=head, optimizer=optimizer)
         self._stream = (group.rank,)
-        given = self.settings
         self.history = _Part(sampler, features, self.history, partitioner, given.window, given.seed)
-        self.task = _Shared(sampler, model, self.head, sampler, given.batch_size, self.clock)
+        self.task = _Shared(
+            sampler, model, self.head, sampler, given.batch_size, self.clock, given.grain
+        )
         for part in (model, self.head):
             for tensor in part.state_dict().values():
                 tensor.copy_(broadcast(group, tensor.to(group.device), 0))
 
 
 class _Part(StreamHistory):
-    """Takes in of each increment what this rank owns, and hears that all were given the same."""
+    """Inserts this rank's part of each increment, and checks that all ranks were given the same."""
 
     def __init__(
         self,
@@ -131,7 +144,7 @@ class _Part(StreamHistory):
         if self._partitioner is not None:
             src, dst = new.src, new.dst
             if graph.undirected:
-                # Event by event: a source is placed best when its neighbours have been.
+                # Event by event: a source is placed better when its neighbours already have parts.
                 src, dst = torch.stack([src, dst], 1).view(-1), torch.stack([dst, src], 1).view(-1)
             self._partitioner.assign(src, dst)
             sampler.owners = self._partitioner.owners
@@ -155,7 +168,9 @@ class _Part(StreamHistory):
         words = tell_all(group, [word] * group.world_size, _PHASE)
         for rank, (other_refused, digest) in zip(group.ranks, words, strict=True):
             if other_refused and not has_refused:
-                raise DataError(f"rank {rank} refused events that this one took; see its own error")
+                raise DataError(
+                    f"rank {rank} refused events that this rank accepted; see that rank's error"
+                )
             if digest != word[1] and not has_refused:
                 raise DataError(f"rank {rank} was given other events; give all ranks one stream")
 
@@ -170,7 +185,7 @@ class _Shared(LinkTask):
     def score(
         self, events: Events, negatives: Tensor, features: Features | FeatureCache | None
     ) -> tuple[Tensor, Tensor]:
-        """As in `LinkTask`, of the whole batch on every rank; no gradients go through."""
+        """Scores of the whole batch on every rank, as in `LinkTask`, detached from gradients."""
         shares = self._shares(events)
         found = self._score_own(events, negatives, features, shares[self._group.rank])
         own = torch.cat([found[0][:, None], found[1]], 1).detach()
@@ -205,7 +220,7 @@ class _Shared(LinkTask):
         return total
 
     def _shares(self, events: Events) -> list[Int64[Tensor, " _"]]:
-        """Which events of a batch each rank computes; sources without an owner are the first's."""
+        """Which events of a batch each rank computes; sources without an owner go to rank 0."""
         owners = torch.cat([self._sampler.owners, torch.tensor([0])])
         home = owners[events.src.clamp(max=len(owners) - 1)].clamp(min=0)
         return rebalance([(home == rank).nonzero()[:, 0] for rank in range(self._group.world_size)])
@@ -218,13 +233,13 @@ class _Shared(LinkTask):
         share: Tensor,
     ) -> tuple[Tensor, Tensor]:
         own = events[share]
-        if not self._uses_time:
-            # Asked about as of the batch's first event, which may be another rank's.
+        if self._is_as_of_batch:
+            # Embedded as of the batch's first event, which may be in another rank's share.
             own = Events(own.src, own.dst, events.t[:1].expand(len(own)), own.eid)
         return super().score(own, negatives[share], features)
 
     def _add_up(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> float:
-        """Adds gradients over ranks, in one message with the loss, which is returned."""
+        """Sums gradients over ranks in one all-reduce with the loss; returns the summed loss."""
         group = self._group
         params = [param for some in optimizer.param_groups for param in some["params"]]
         has = [param.grad is not None for param in params]
@@ -232,7 +247,7 @@ class _Shared(LinkTask):
         numbers = [loss[None], loss.new_tensor(has), *(grad.flatten() for grad in grads)]
         with group.ledger.phase(_PHASE):
             flat = all_reduce(group, torch.cat(numbers).to(group.device)).to(loss.device)
-        # A parameter that no rank has used stays without one, as in one process.
+        # A parameter that no rank has used keeps no gradient, as in one process.
         used = flat[1 : 1 + len(params)] > 0
         sizes = [param.numel() for param in params]
         for param, is_used, grad in zip(

@@ -24,8 +24,8 @@ def find_rows(
     Linear in n + num_rows, for values in [0, num_rows).
     """
     is_there = torch.zeros(num_rows, dtype=torch.bool, device=index.device)
-    is_there[index] = True
-    return is_there.nonzero()[:, 0], (is_there.cumsum(0) - 1)[index]
+    is_there.index_fill_(0, index, True)
+    return is_there.nonzero()[:, 0], (is_there.cumsum(0) - 1).index_select(0, index)
 
 
 def find_distinct_roots(

@@ -25,7 +25,8 @@ class MFG:
     Attributes:
         layers: a block a hop, the one next to the roots first; with snapshots a list of blocks a
             hop, the oldest snapshot first. The roots of the next hop are the roots of this one, in
-            order, and then its neighbours, in order, each at the time of its edge.
+            order, and then its neighbours, in order, each at the time of its edge (of its root,
+            where the sampler's `neighbor_times` is "root").
         version: of the graph that was sampled.
         is_cut: whether a root was asked for at a time whose past has expired.
     """

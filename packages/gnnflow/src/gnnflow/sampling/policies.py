@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SAMPLING_POLICIES"]
 
-# Named by their place: the command line's help needs the names alone, and no torch.
+# Registered by import path, so that the command line's help does not import torch.
 SAMPLING_POLICIES: Registry[str, SamplingPolicy] = Registry("sampling policy")
 SAMPLING_POLICIES.add("recent", "gnnflow.sampling.recent:POLICY", "the newest, newest first")
 SAMPLING_POLICIES.add("uniform", "gnnflow.sampling.uniform:POLICY", "drawn at random")

@@ -16,11 +16,13 @@ from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
 from shared.kernels.temporal import MAX_FANOUT, Adjacency, TemporalBlock
 
-__all__ = ["TemporalSampler"]
+__all__ = ["NeighborTimes", "TemporalSampler"]
+
+NeighborTimes = Literal["edge", "root"]
 
 
 class TemporalSampler:
-    """Samples a graph, exactly: edges strictly earlier than the root's time, whatever came before."""
+    """Samples neighbours from exactly the edges that are strictly earlier than each root's time."""
 
     def __init__(
         self,
@@ -31,6 +33,7 @@ class TemporalSampler:
         replace: bool = True,
         window: float | None = None,
         snapshots: int = 1,
+        neighbor_times: NeighborTimes = "edge",
         seed: int = 0,
     ) -> None:
         """Says what is sampled.
@@ -44,6 +47,8 @@ class TemporalSampler:
             window: time, in the graph's unit: only edges at most so much older than the root are
                 sampled; with snapshots the length of each.
             snapshots: how many windows, one before the other, are sampled separately.
+            neighbor_times: when a neighbour is asked for its own neighbours: at the time of its
+                "edge", or of its "root", as loaders do that know the newest neighbours only.
             seed: of random policies. A draw depends on it, the epoch, hop, snapshot, node, time and
                 number of the draw, and on nothing else; equal roots draw alike within an epoch.
 
@@ -64,12 +69,15 @@ class TemporalSampler:
                 if snapshots > 1
                 else f"expected a window above 0, got {window}; None looks at all of the past"
             )
+        if neighbor_times not in ("edge", "root"):
+            raise ConfigError(f"neighbor_times: expected 'edge' or 'root', got {neighbor_times!r}")
         self.graph = graph
         self.fanouts = [int(fanout) for fanout in fanouts]
         self.policy = policy
         self.replace = replace
         self.window = window
         self.snapshots = snapshots
+        self.neighbor_times: NeighborTimes = neighbor_times
         self.seed = seed
         self._epoch = 0
 
@@ -131,11 +139,15 @@ class TemporalSampler:
             ]
             layers.append(blocks if self.snapshots > 1 else blocks[0])
             if hop + 1 < len(self.fanouts):
-                now = [
-                    (torch.cat([b.roots, b.nodes]), torch.cat([b.root_times, b.times]))
-                    for b in blocks
-                ]
+                now = [self._next_roots(block) for block in blocks]
         return layers
+
+    def _next_roots(self, block: TemporalBlock) -> tuple[Tensor, Tensor]:
+        """Roots of the next hop, and when they are asked for."""
+        times = block.times
+        if self.neighbor_times == "root":
+            times = block.root_times.index_select(0, block.row)
+        return torch.cat([block.roots, block.nodes]), torch.cat([block.root_times, times])
 
     def _hop(
         self,
@@ -198,7 +210,8 @@ class TemporalSampler:
             )
         if found.is_floating_point() and not bool(torch.isfinite(found).all()):
             raise DataError(
-                "expected finite times; for the end of time give one after graph.newest"
+                "expected finite times, got NaN or inf; to sample all edges give a time after "
+                "graph.newest"
             )
         if dtype == torch.int64 and found.is_floating_point():
             # An edge of time 2 is earlier than 2.5, one of time 3 is not.

@@ -1,14 +1,13 @@
 """Files that a continual run resumes from: weights, optimizer, memory, and the rounds so far.
 
 A checkpoint is a JSON file and the safetensors file that it names. The JSON file is replaced last,
-so that a whole checkpoint is there at any time. The graph is not in it: the events are at hand, and
-inserting them again gives the same answers. Nothing is pickled.
+so that a complete checkpoint exists at any time. The graph is not saved: inserting the events again
+gives the same samples. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training.history import StreamHistory
-from gnnflow.training.rounds import Settings
+from gnnflow.training.settings import Settings
 from shared.data.events import Events
 from shared.errors import DataError
 from shared.files import atomic_file, write_atomically
@@ -27,19 +26,25 @@ __all__ = ["Checkpoint", "describe_run"]
 
 _FORMAT = "gnnflow continual 1"
 _OF_SAMPLER = ("fanouts", "policy", "replace", "window", "snapshots", "seed")
+_OF_SETTINGS = (
+    *("warmup", "every", "window", "grain", "negatives", "num_negatives", "batch_size", "epochs"),
+    *("warmup_epochs", "fresh_optimizer", "seed"),
+)
+# What runs were that were written before these could be chosen.
+_UNSAID = {"grain": "event", "neighbor_times": "edge"}
 _MODULES = ("model", "head", "memory")
 
 
 def describe_run(
     events: Events, sampler: TemporalSampler, history: StreamHistory, settings: Settings
 ) -> dict[str, Any]:
-    """What has to be the same in a run that resumes, as JSON has it.
+    """What must be equal in a run that resumes, as plain JSON values.
 
     Args:
-        events: all of the stream, by time.
-        sampler: of the run.
-        history: before anything of the stream is in it.
-        settings: of the run.
+        events: the whole stream, sorted by time.
+        sampler: sampler of the run.
+        history: history of the run, before any event is inserted.
+        settings: settings of the run.
     """
     replay = history.replay
     public = {name: value for name, value in vars(replay).items() if not name.startswith("_")}
@@ -47,10 +52,12 @@ def describe_run(
         "events": events.digest(),
         "edges before": history.graph.num_edges,
         "sampler": {name: getattr(sampler, name) for name in _OF_SAMPLER},
+        "neighbor_times": sampler.neighbor_times,
         "replay": {"policy": type(replay).__name__} | public,
     }
+    run |= {name: getattr(settings, name) for name in _OF_SETTINGS}
     # As it will be read again: tuples are lists.
-    return json.loads(json.dumps(run | asdict(settings), default=str))
+    return json.loads(json.dumps(run, default=str))
 
 
 class Checkpoint:
@@ -68,12 +75,12 @@ class Checkpoint:
         """Replaces the checkpoint.
 
         Args:
-            done: events that the run has learnt from.
+            done: number of events that the run has trained on.
             state: "model", "head" and "memory": tensors by name, or None; "optimizer": the
                 `state_dict` of one, or None; anything else as JSON takes it.
 
         Raises:
-            OSError: the files cannot be written; the checkpoint before them stays.
+            OSError: the files cannot be written; the previous checkpoint stays.
         """
         tensors: dict[str, Tensor] = {}
         for name in _MODULES:
@@ -97,19 +104,21 @@ class Checkpoint:
                 old.unlink()
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
-        """The events done and the state, as `write` took them; None where nothing was written.
+        """`done` and `state` as given to `write`; None where nothing was written.
 
         Raises:
-            DataError: a file is cut or something else, or of another stream or setting.
+            DataError: a file is cut or something else, cannot be read, or is of another stream or
+                setting.
         """
         found = self._read_files()
         if found is None:
             return None
         about, tensors = found
+        written = _UNSAID | about["run"]
         for name, here in self._run.items():
-            if about["run"].get(name) != here:
+            if written.get(name) != here:
                 raise DataError(
-                    f"{self._folder} was written with {name} {about['run'].get(name)!r}, this run has "
+                    f"{self._folder} was written with {name} {written.get(name)!r}, this run has "
                     f"{here!r}; resume with the same stream, settings and an equally new graph, or "
                     "give another folder"
                 )
@@ -129,7 +138,14 @@ class Checkpoint:
             about = json.loads(path.read_text())
             if not isinstance(about, dict) or about.get("format") != _FORMAT:
                 raise DataError(f"{path}: expected the format {_FORMAT!r}; give another folder")
-            return about, load_file(self._folder / about["tensors"])
+            tensors = self._folder / about["tensors"]
+            with tensors.open("rb"):  # safetensors does not say why a file cannot be read
+                return about, load_file(tensors)
+        except PermissionError as error:
+            raise DataError(
+                f"{error.filename}: expected a file that this user may read, got {error.strerror!r}; "
+                "change its owner or mode, or give another folder"
+            ) from error
         except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError, OSError) as error:
             raise DataError(
                 f"{self._folder}: damaged ({error}); remove the folder to begin again"

@@ -1,42 +1,44 @@
-"""Training that goes on while events arrive: evaluate on an increment, then learn from it.
+"""Continual training on a stream: each increment is evaluated, then trained on.
 
-The practical form of GNNFlow's continual loop. A round inserts an increment into the graph, evaluates
-the model on its events, and trains on them together with replayed past ones. Evaluating after the
-insertion is honest because the sampler answers every event with edges strictly earlier than it: an
-event never sees itself, nor one of its own time, and sees those of its increment that came before, as
-it would had events arrived one by one.
+After GNNFlow's continual loop. A round inserts an increment into the graph, evaluates the model on
+its events, and trains on them together with replayed past events. Evaluating after the insertion
+leaks nothing, because an event's sample has only edges strictly earlier than it: neither itself nor
+others of its time, but earlier ones of its increment, as if events arrived one by one.
 
-Departures: an evaluation leaves graph, caches, model and memory as they were, where the published
-loop updates memory with each increment twice; nothing is held out for validation, for every increment
-is evaluated before it is trained on; and an event's negatives were seen before it.
+Departures: evaluation leaves graph, caches, model and memory unchanged, where the published loop
+updates memory twice per increment; nothing is held out for validation, since every increment is
+evaluated before it is trained on; and an event's negatives were seen before it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from gnnflow.data.time_units import check_span
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features
 from gnnflow.graph.temporal_graph import TemporalGraph
 from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training.checkpoint import Checkpoint, describe_run
 from gnnflow.training.history import StreamHistory
-from gnnflow.training.link_task import METRICS, LinkTask, Scores
-from gnnflow.training.replay import ReplayPolicy, UniformReplay
+from gnnflow.training.link_task import LinkTask, Scores
+from gnnflow.training.replay import UniformReplay
 from gnnflow.training.report import Display
-from gnnflow.training.rounds import Round, Settings, StageClock, cut_increments
+from gnnflow.training.rounds import Round, StageClock, cut_increments
+from gnnflow.training.settings import Settings
 from gnnflow.training.subnormal import flush_subnormals
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
 
-__all__ = ["ContinualTrainer", "Round"]
+__all__ = ["ContinualTrainer", "OptimizerMaker", "Round"]
 
 OptimizerMaker = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -45,42 +47,24 @@ class ContinualTrainer:
     """Trains a link predictor on a stream, one increment after the other.
 
     Args:
-        model: takes what `sampler` samples and the features attached to it, and gives
-            [num_roots, dim]; see `gnnflow.training.link_task`. All is computed on its parameters' device.
-        graph: into which the stream goes, usually empty.
-        sampler: of `graph`.
-        features: a store, or a cache of one; None for no features. A store with edge features whose
-            rows end where an increment begins gets the increment's own.
-        head: gives logits of links; a `LinkHead` of the model's `dim` by default.
-        warmup: share of the stream that is trained on before the first round.
-        every: events an increment, or its time as a text: "1D", "12h", where times are seconds; see
-            `gnnflow.training.rounds.cut_increments`.
-        replay: past events that are trained on with an increment: a share of all there are (with a
-            window, of those in it), drawn evenly; or a policy.
-        window: time, in the stream's unit or as for `every`, after which edges expire: those older
-            than an increment's first event by more.
-        negatives: kind of negatives in evaluations, see `Negatives`; training has random ones.
-        num_negatives: negatives an event in evaluations. AP and AUC take the first of them.
-        metric: "ap", "auc" or "mrr", for the display.
-        batch_size: events a batch.
-        epochs: passes over what a round trains on.
-        warmup_epochs: passes over the warm-up.
-        optimizer: makes one of parameters; Adam with a rate of 0.001 by default.
-        fresh_optimizer: make a new one each round, as published, or keep it.
-        restore: put a round's edges into an edge cache at its start, as published.
-        seed: of negatives, replay and dropout.
-        checkpoint: folder that `run` resumes from, and writes to. Resuming checks stream, features,
-            sampling and settings; the optimizer's own settings are not checked.
-        checkpoint_every: rounds between two checkpoints.
-        progress: show a bar with events a second where standard error is a terminal.
+        model: maps a sample of `sampler` and its `Inputs` to embeddings [num_roots, dim]; see
+            `gnnflow.training.link_task`. Everything is computed on its parameters' device.
+        graph: graph that the stream is inserted into, usually empty.
+        sampler: sampler of `graph`.
+        features: a store, or a cache of one; None for no features. If a store with edge features
+            lacks rows of an increment, they are appended from its events.
+        settings: settings of the run; `Settings()` by default.
+        head: computes logits of links; a `LinkHead` of the model's `dim` by default.
+        optimizer: maps parameters to an optimizer; Adam with learning rate 0.001 by default.
+        changes: single settings by name, in place of those of `settings`.
 
     Attributes:
-        rounds: those of the run so far.
+        rounds: rounds of the run so far.
         warmed: the warm-up as a round, once it is done.
 
     Raises:
-        ConfigError: a setting is out of range, the sampler is another graph's, or the model has some
-            of the hooks only.
+        ConfigError: a setting is out of range, the sampler is of another graph, or the model has
+            only some of the memory hooks.
     """
 
     def __init__(
@@ -89,79 +73,50 @@ class ContinualTrainer:
         graph: TemporalGraph,
         sampler: TemporalSampler,
         features: Features | FeatureCache | None = None,
+        settings: Settings | None = None,
         *,
         head: nn.Module | None = None,
-        warmup: float = 0.3,
-        every: int | str = "1D",
-        replay: float | ReplayPolicy = 0.05,
-        window: float | str | None = None,
-        negatives: str = "random",
-        num_negatives: int = 10,
-        metric: str = "ap",
-        batch_size: int = 600,
-        epochs: int = 1,
-        warmup_epochs: int = 1,
         optimizer: OptimizerMaker | None = None,
-        fresh_optimizer: bool = True,
-        restore: bool = True,
-        seed: int = 0,
-        checkpoint: str | Path | None = None,
-        checkpoint_every: int = 1,
-        progress: bool = True,
+        **changes: Any,
     ) -> None:
-        self.settings = Settings(
-            warmup=warmup,
-            every=every,
-            window=window,
-            negatives=negatives,
-            num_negatives=num_negatives,
-            batch_size=batch_size,
-            epochs=epochs,
-            warmup_epochs=warmup_epochs,
-            fresh_optimizer=fresh_optimizer,
-            seed=seed,
-        )
-        if metric not in METRICS:
-            raise ConfigError(f"metric: expected one of {list(METRICS)}, got {metric!r}")
-        if checkpoint_every < 1:
-            raise ConfigError(f"checkpoint_every: expected 1 or more, got {checkpoint_every}")
+        self.settings = given = replace(settings or Settings(), **changes)
         if sampler.graph is not graph:
-            raise ConfigError("sampler: expected a sampler of the graph given, it is another one's")
+            raise ConfigError("sampler: expected a sampler of the graph given, got another graph's")
         head = _make_head(model) if head is None else head
+        replay = given.replay
         if isinstance(replay, int | float):
-            replay = UniformReplay(replay, seed=seed)
+            replay = UniformReplay(replay, seed=given.seed)
         device = next((p.device for p in model.parameters()), graph.device)
         self.model, self.head, self.sampler = model, head.to(device), sampler
         self.clock = StageClock(device)
-        self.task = LinkTask(model, head, sampler, batch_size, self.clock)
+        self.task = LinkTask(model, head, sampler, given.batch_size, self.clock, given.grain)
         self.history = StreamHistory(
             graph,
             features,
             replay,
-            negatives=negatives,
-            window=window,
-            seed=seed,
+            negatives=given.negatives,
+            window=given.window,
+            seed=given.seed,
             clock=self.clock,
         )
         self.rounds: list[Round] = []
         self.warmed: Round | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        # What tells the dropout of a round from others', besides the seed and the round.
+        # Further keys of a round's dropout, besides seed and round; ranks add their number.
         self._stream: tuple[int, ...] = ()
         self._make_optimizer = optimizer or (lambda params: torch.optim.Adam(params, lr=1e-3))
-        self._restore, self._metric, self._progress = restore, metric, progress
-        self._folder = None if checkpoint is None else Path(checkpoint)
-        self._checkpoint_every = checkpoint_every
+        self._folder = None if given.checkpoint is None else Path(given.checkpoint)
 
     def run(self, events: Events) -> Iterator[Round]:
         """Warms up, and then yields a round for each increment.
 
-        With a checkpoint of the same stream and settings it goes on where that ends: earlier rounds
-        are yielded as they were, later ones are what they would have been.
+        With a checkpoint of the same stream and settings the run resumes: earlier rounds are
+        yielded from the checkpoint, later ones equal those of an uninterrupted run.
 
         Raises:
             ConfigError: the trainer has run already.
-            DataError: there are no events; a checkpoint is damaged or of another run; the loss is not
+            DataError: there are no events; times are no seconds where `every` or `window` has a unit;
+                a checkpoint is damaged or of another run; the loss is not
                 finite; or graph or features refuse an event.
         """
         if self.rounds or self.warmed:
@@ -169,6 +124,8 @@ class ContinualTrainer:
         if not len(events):
             raise DataError("run: expected at least one event, got none")
         events = events.sorted()
+        for name in ("every", "window"):
+            check_span(name, getattr(self.settings, name), events)
         first, ends = cut_increments(events, self.settings.warmup, self.settings.every)
         self.history.negatives.since = events.t[first].item()
         saved, done = None, 0
@@ -178,7 +135,7 @@ class ContinualTrainer:
             done = self._resume(saved, events)
         if not done and self.task.memory is not None:
             self.task.memory.reset_state()
-        with Display(len(events), self._metric, is_shown=self._progress) as display:
+        with Display(len(events), self.settings.metric, is_shown=self.settings.progress) as display:
             display.advance(done)
             if done < first:
                 self.warmed = self._warm_up(events[:first])
@@ -191,19 +148,21 @@ class ContinualTrainer:
                     continue
                 found = self._round(events, start, end)
                 self.rounds.append(found)
-                if saved and (found.index % self._checkpoint_every == 0 or end == len(events)):
+                if saved and (
+                    found.index % self.settings.checkpoint_every == 0 or end == len(events)
+                ):
                     saved.write(end, self.state_dict())
                 display.advance(end, found)
                 yield found
 
     @flush_subnormals()
     def evaluate(self, events: Events) -> Scores:
-        """Tells events from negatives, each by edges strictly earlier than it.
+        """Scores events against negatives, each from edges strictly earlier than it.
 
-        Graph, caches, model and memory are afterwards as they were.
+        Leaves graph, caches, model and memory unchanged.
 
         Args:
-            events: by time; in the graph, or later than all that is.
+            events: sorted by time; in the graph, or later than all its edges.
 
         Raises:
             DataError: there are no events, or one has no negative.
@@ -235,14 +194,14 @@ class ContinualTrainer:
         return Round(index=index, time=new.t[0].item(), **about, **self.clock.take())
 
     def _learn(self, replayed: Events, new: Events, index: int) -> float:
-        """Passes over replayed events and then new ones; the mean loss of the last pass."""
+        """Trains on replayed events and then new ones; returns the mean loss of the last pass."""
         features, memory = self.history.features, self.task.memory
-        if self._restore and isinstance(features, FeatureCache) and features.dim("edge"):
+        if self.settings.restore and isinstance(features, FeatureCache) and features.dim("edge"):
             with self.clock.stage("fetch"):
                 features.restore(torch.cat([replayed.eid, new.eid]))
         if self.optimizer is None or self.settings.fresh_optimizer:
             self.optimizer = self.make_optimizer()
-        # Each event is in the memory once in the end, replayed ones as they were before.
+        # Each pass starts from this memory, so that each new event is committed once.
         before = None if memory is None else memory.state()
         device, loss = self.clock.device, math.nan
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -271,7 +230,7 @@ class ContinualTrainer:
         return float(total) / (len(replayed) + len(new))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a later run needs to go on, beside the graph: weights, memory, optimizer, rounds."""
+        """State to resume from, without the graph: weights, memory, optimizer, rounds."""
         memory, optimizer = self.task.memory, self.optimizer
         if self.settings.fresh_optimizer:
             optimizer = None
@@ -285,10 +244,10 @@ class ContinualTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Becomes the trainer that `state_dict` was taken of; graph and features stay.
+        """Restores what `state_dict` returned; graph and features stay.
 
         Raises:
-            DataError: it is the state of another model or head.
+            DataError: the state is of another model or head.
         """
         for name, module in (("model", self.model), ("head", self.head)):
             try:
@@ -306,7 +265,7 @@ class ContinualTrainer:
         self.rounds = [Round.from_json(row) for row in state["rounds"]]
 
     def _resume(self, saved: Checkpoint, events: Events) -> int:
-        """Goes to where a checkpoint ends; how many events are behind it, 0 for none."""
+        """Restores a checkpoint and inserts its events; returns how many, 0 without one."""
         found = saved.read()
         if found is None:
             return 0
@@ -332,7 +291,7 @@ def _make_head(model: nn.Module) -> nn.Module:
     dim = getattr(model, "dim", None)
     if not isinstance(dim, int):
         raise ConfigError(
-            f"head: expected one, since {type(model).__name__} has no dim that tells the columns of "
-            "its embeddings; give head=LinkHead(columns)"
+            f"head: expected one, since {type(model).__name__} has no dim, the columns of its "
+            "embeddings; give head=LinkHead(columns)"
         )
     return LinkHead(dim)

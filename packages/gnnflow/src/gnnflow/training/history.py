@@ -1,4 +1,4 @@
-"""What a run knows of the events so far: graph, rows of features, negatives, and what to replay."""
+"""What a run keeps of past events: graph, rows of features, negatives, and replay."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["StreamHistory", "select_new_rows"]
 
 
 class StreamHistory:
-    """Takes events in, in order, and forgets those outside a window.
+    """Inserts events in order, and expires those outside a window.
 
     Args:
-        graph: into which events go.
-        features: a store or a cache of one, which may get rows.
-        replay: a policy.
-        negatives: kind of those that events are tested against; `training_negatives` are random.
+        graph: graph that events are inserted into.
+        features: a store, or a cache of one; rows that it lacks are appended.
+        replay: policy that draws past events.
+        negatives: kind of negatives in evaluations; `training_negatives` are random.
         window: as for `ContinualTrainer`.
-        seed: of negatives.
+        seed: seed of negatives.
         clock: counts the stages "insert" and "sample".
     """
 
@@ -52,10 +52,10 @@ class StreamHistory:
         return None if self._window is None else new.t[0].item() - self._window
 
     def insert(self, new: Events, *, since: float | None = None) -> None:
-        """Takes the next events in.
+        """Inserts the next events.
 
         Args:
-            new: by time, none earlier than those before.
+            new: sorted by time, none earlier than those inserted before.
             since: edges earlier than this expire, or never enter the graph.
 
         Raises:
@@ -79,9 +79,9 @@ class StreamHistory:
         """Past events to train on with the increment that begins at `start`, by time.
 
         Args:
-            events: the stream, taken in up to the increment's end.
-            start: place of the increment's first event.
-            index: of the round.
+            events: the whole stream, inserted up to the increment's end.
+            start: position of the increment's first event.
+            index: number of the round; each draws differently.
         """
         with self.clock.stage("sample"):
             bound = self.bound(events[start : start + 1])
@@ -89,7 +89,7 @@ class StreamHistory:
             return events[self.replay.draw(oldest, start, index)]
 
     def _new_rows(self, new: Events) -> tuple[FeatureStore | None, Tensor]:
-        """The store, if it has edge features and lacks those of events, and their rows."""
+        """The store and the rows to append to it; None if it has none or lacks none."""
         none = torch.empty(0, 0)
         store = self.features
         if isinstance(store, FeatureCache):
@@ -108,7 +108,7 @@ class StreamHistory:
 
 
 def select_new_rows(num_rows: int, new: Events) -> Tensor | None:
-    """Features of the events whose ids are those after the rows there are; None if there are none.
+    """Features of the events whose ids follow the first `num_rows`; None if there are none.
 
     Raises:
         DataError: events have no features, or their ids leave rows out.

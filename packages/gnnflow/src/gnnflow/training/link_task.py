@@ -1,9 +1,9 @@
-"""One pass over events by a model that predicts links: to score them, or to learn from them."""
+"""Link prediction: one pass of a model over events, to score them or to train on them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,8 +19,10 @@ from shared.data.events import Events
 from shared.data.metrics import auc, average_precision, mrr
 from shared.errors import ConfigError
 
-__all__ = ["METRICS", "HasMemory", "LinkTask", "Scores"]
+__all__ = ["GRAINS", "METRICS", "Grain", "HasMemory", "LinkTask", "Scores"]
 
+Grain = Literal["event", "batch"]
+GRAINS = get_args(Grain)
 Negatives = Int64[Tensor, "num_events num_negatives"]
 
 
@@ -46,7 +48,7 @@ class HasMemory(Protocol):
 
 
 class Scores(NamedTuple):
-    """How well events were told from negatives; AP and AUC by the first negative of each."""
+    """How well events are separated from negatives; AP and AUC use the first negative of each."""
 
     ap: float
     auc: float
@@ -70,6 +72,8 @@ class LinkTask:
         sampler: of the graph.
         batch_size: events a batch.
         clock: of the model's device; counts the stages "sample", "fetch" and "train".
+        grain: "event", each event at its own time; "batch", each node of a batch once, as of its
+            first event.
 
     Raises:
         ConfigError: the model has some of the hooks only.
@@ -82,6 +86,7 @@ class LinkTask:
         sampler: TemporalSampler,
         batch_size: int,
         clock: StageClock,
+        grain: Grain = "event",
     ) -> None:
         self.model, self.head, self.sampler = model, head, sampler
         self.batch_size, self.clock = batch_size, clock
@@ -93,7 +98,8 @@ class LinkTask:
         if there and self.memory is None:
             raise ConfigError(f"model: expected the hooks {hooks} or none of them, got {there}")
         self._layout: Any = getattr(plain, "layout", "mfg")
-        self._uses_time = getattr(plain, "uses_time", True)
+        self.grain: Grain = grain
+        self._is_as_of_batch = grain == "batch" or not getattr(plain, "uses_time", True)
 
     def score(
         self, events: Events, negatives: Negatives, features: Features | FeatureCache | None
@@ -101,23 +107,28 @@ class LinkTask:
         """Logits of one batch of events and of their negatives.
 
         Args:
-            events: by time.
-            negatives: other destinations of each event, looked at when it happens.
-            features: where they are fetched.
+            events: sorted by time.
+            negatives: other destinations of each event, embedded at its time.
+            features: source of feature rows; None for none.
 
         Raises:
             DataError: an id has no row of features.
         """
         num_events, num_negatives = negatives.shape
-        t = events.t if self._uses_time else events.t[:1].expand(num_events)
+        t = events.t[:1].expand(num_events) if self._is_as_of_batch else events.t
         nodes = torch.cat([events.src, events.dst, negatives.flatten()])
-        times = torch.cat([t, t, t.repeat_interleave(num_negatives)])
+        times, places = torch.cat([t, t, t.repeat_interleave(num_negatives)]), None
+        if self.grain == "batch":
+            nodes, places = torch.unique(nodes, return_inverse=True)
+            times = times[: len(nodes)]
         with self.clock.stage("sample"):
             sample = self.sampler.sample(nodes, times, layout=self._layout)
         with self.clock.stage("fetch"):
             inputs = Inputs(None, None) if features is None else attach(sample, features)
         with self.clock.stage("train"):
             embedded = self.model(sample, inputs)
+            if places is not None:
+                embedded = embedded[places.to(embedded.device)]
             src, dst, others = embedded.split([num_events, num_events, negatives.numel()])
             others = others.unflatten(0, (num_events, num_negatives))
             return self.head(src, dst), self.head(src[:, None], others)
@@ -125,9 +136,9 @@ class LinkTask:
     def evaluate(
         self, events: Events, negatives: Negatives, features: Features | FeatureCache | None
     ) -> Scores:
-        """Tells events from negatives, batch by batch, and leaves everything as it was.
+        """Scores events against negatives, batch by batch; restores training modes and memory.
 
-        Features come from the store itself: through a cache they would change what it holds.
+        Features are read from the store itself, since reads through a cache would change it.
         """
         source = features.store if isinstance(features, FeatureCache) else features
         memory = None if self.memory is None else self.memory.state()
@@ -163,13 +174,13 @@ class LinkTask:
         *,
         remember: bool,
     ) -> Float[Tensor, ""]:
-        """One step a batch on binary cross entropy, the mean over events plus that over negatives.
+        """One optimizer step per batch on binary cross entropy, mean over events plus negatives'.
 
         Args:
-            events: by time.
-            negatives: of each event.
-            features: where they are fetched.
-            optimizer: of model and head.
+            events: sorted by time.
+            negatives: other destinations of each event.
+            features: source of feature rows; None for none.
+            optimizer: optimizer of model and head.
             remember: commit events to the model's memory.
 
         Returns:

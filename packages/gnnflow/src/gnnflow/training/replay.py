@@ -104,15 +104,15 @@ class DegreeClasses:
 
 
 class StructureReplay:
-    """Past events whose ends had degrees as the increment's have, more often than others.
+    """Draws past events by degree class, so that classes are as frequent as in the increment.
 
-    An event's chance is in proportion to the increment's share of its class of degrees over the
-    past's share of that class; `uniform` of the draws are made evenly, so that none has no chance.
+    An event's probability is proportional to the increment's share of its degree class over the
+    past's share of that class, mixed with a uniform one, so that every event can be drawn.
 
     Args:
-        share: how many are drawn, over the number of past events.
-        uniform: from 0 to 1.
-        seed: of the draws.
+        share: number of events drawn, as a share of past events.
+        uniform: weight of the uniform probability, from 0 to 1.
+        seed: seed of the draws.
 
     Raises:
         ConfigError: a share is out of range.

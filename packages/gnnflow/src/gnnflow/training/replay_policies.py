@@ -1,4 +1,4 @@
-"""The policies of replay by name: which past events are trained on again with an increment.
+"""Replay policies by name: which past events are trained on again with an increment.
 
 An entry is called as `entry(share, seed=seed)` and gives a `gnnflow.training.replay.ReplayPolicy`. To
 add one, write its class in a file of its own, register it here, and test it.
@@ -23,13 +23,13 @@ class MakeReplay(Protocol):
         """Makes a policy.
 
         Args:
-            share: events that are drawn, over the number of past events.
-            seed: of the draws.
+            share: number of events drawn, as a share of past events.
+            seed: seed of the draws.
         """
         ...
 
 
-# Named by their place: the command line's help needs the names alone, and no torch.
+# Registered by import path, so that the command line's help does not import torch.
 REPLAY_POLICIES: Registry[str, MakeReplay] = Registry("replay policy")
 REPLAY_POLICIES.add(
     "uniform", "gnnflow.training.replay:UniformReplay", "all past events are equally likely"
@@ -37,5 +37,5 @@ REPLAY_POLICIES.add(
 REPLAY_POLICIES.add(
     "structure",
     "gnnflow.training.replay:StructureReplay",
-    "degrees as the increment's are likelier",
+    "events of degrees that are frequent in the increment are likelier",
 )

@@ -1,4 +1,4 @@
-"""What a continual run shows: a bar while it goes on, and a picture and a page afterwards."""
+"""Reports of a continual run: a progress bar while it runs, a chart and a page afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = {
     "auc": "area under the ROC curve",
     "mrr": "mean reciprocal rank",
 }
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can distinguish too.
 _STAGE_COLOURS = dict(
     zip(STAGES, ("#999999", "#56B4E9", "#E69F00", "#D55E00", "#0072B2"), strict=True)
 )
@@ -29,12 +29,12 @@ _CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")
 
 
 class Display(AbstractContextManager["Display"]):
-    """A bar over a stream's events, on standard error where that is a terminal.
+    """A progress bar over a stream's events, on standard error if that is a terminal.
 
     Args:
-        num_events: of the stream.
-        metric: of a round, shown beside the rate.
-        is_shown: False for none at all.
+        num_events: length of the stream.
+        metric: "ap", "auc" or "mrr": the score of a round that is shown beside the rate.
+        is_shown: False disables the bar.
     """
 
     def __init__(self, num_events: int, metric: str, *, is_shown: bool) -> None:
@@ -73,7 +73,7 @@ class Display(AbstractContextManager["Display"]):
             self._bar.stop()
 
     def advance(self, done: int, found: Round | None = None) -> None:
-        """Moves the bar to `done` events; a round tells its rate and its score."""
+        """Moves the bar to `done` events, and shows the rate and score of a round, if given."""
         if self._bar is None:
             return
         about = {}
@@ -100,16 +100,16 @@ def draw(
 
     Args:
         curves: rounds by the name of the run, at most five runs.
-        path: the file.
+        path: the SVG file to write.
         metric: "ap", "auc" or "mrr".
-        title: what ran.
-        is_unix_time: times are seconds since 1970, and the axis shows dates.
+        title: heading of the chart.
+        is_unix_time: whether times are seconds since 1970; the axis then shows dates.
 
     Raises:
-        ConfigError: another metric, or too many runs.
+        ConfigError: unknown metric, or more than five runs.
         DataError: there is no run, or one without rounds.
     """
-    # Imported here: a run without a picture needs none of it.
+    # Imported here, so that runs without a chart do not import matplotlib.
     from matplotlib.figure import Figure
 
     if metric not in _NAMES:
@@ -152,18 +152,18 @@ def write_page(
     about: Mapping[str, str] | None = None,
     is_unix_time: bool = False,
 ) -> Path:
-    """Writes `continual.svg` and, around it, `continual.html`, which needs no other file.
+    """Writes `continual.svg`, and `continual.html`, which embeds it and needs no other file.
 
     Args:
         curves: as for `draw`.
-        folder: made if missing.
+        folder: folder of both files, made if missing.
         metric: as for `draw`.
-        title: what ran.
+        title: heading of the page and the chart.
         about: settings to list, by name.
         is_unix_time: as for `draw`.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
         ConfigError: as for `draw`.

@@ -1,4 +1,4 @@
-"""Rounds of a continual run: where a stream is cut into them, and what one of them did."""
+"""Rounds of a continual run: how a stream is cut into them, and the results of each."""
 
 from __future__ import annotations
 
@@ -16,45 +16,18 @@ import torch
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
 
-__all__ = ["STAGES", "Round", "Settings", "StageClock", "cut_increments", "parse_span"]
+__all__ = ["STAGES", "Round", "StageClock", "cut_increments", "parse_span"]
 
 STAGES = ("insert", "evaluate", "sample", "fetch", "train")
 _UNITS_S = {"s": 1, "min": 60, "h": 3600, "D": 86_400, "W": 604_800}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What decides a run's rounds, beside stream, model and replay; see `ContinualTrainer`.
-
-    Raises:
-        ConfigError: one is out of range.
-    """
-
-    warmup: float
-    every: int | str
-    window: float | str | None
-    negatives: str
-    num_negatives: int
-    batch_size: int
-    epochs: int
-    warmup_epochs: int
-    fresh_optimizer: bool
-    seed: int
-
-    def __post_init__(self) -> None:
-        for name in ("num_negatives", "batch_size", "epochs", "warmup_epochs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
-        if self.window is not None:
-            parse_span("window", self.window)
-        cut_increments(Events([], [], []), self.warmup, self.every)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One increment: evaluated, then trained on.
+    """Results of one increment, which was evaluated and then trained on.
 
-    The stages' seconds add up to the round's; sampling and fetching for an evaluation count there.
+    The stages' seconds add up to the round's; sampling and fetching in an evaluation count as
+    evaluation.
 
     Attributes:
         index: from 1; 0 is the warm-up, which is not evaluated.
@@ -92,13 +65,13 @@ class Round:
         return sum(getattr(self, f"{stage}_s") for stage in STAGES)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain numbers; NaN is None, since JSON has none."""
+        """As a dictionary of numbers; NaN becomes None, since JSON has no NaN."""
         found = asdict(self)
         return {name: None if math.isnan(value) else value for name, value in found.items()}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Round:
-        """Undoes `to_json`.
+        """Inverse of `to_json`.
 
         Raises:
             DataError: names other than a round's.
@@ -114,7 +87,7 @@ class StageClock:
     """Seconds by stage; a stage inside another one counts as the outer one.
 
     Args:
-        device: whose queue is waited for at a stage's end.
+        device: device that is synchronised at a stage's end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -124,7 +97,7 @@ class StageClock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Counts what happens inside for a stage."""
+        """Adds the time spent inside to a stage."""
         if self._is_running:
             yield
             return
@@ -145,11 +118,11 @@ class StageClock:
 
 
 def parse_span(name: str, value: str | float) -> float:
-    """A length of time: a number, also as text, or a number and a unit where times are seconds.
+    """Parses a time span: a number, also as text, or a number and a unit, converted to seconds.
 
     Args:
-        name: of the setting, for messages.
-        value: above 0, or text such as "1D", "12h", "30min", "90s" or "2W".
+        name: name of the setting, for messages.
+        value: number above 0, or text such as "1D", "12h", "30min", "90s" or "2W".
 
     Raises:
         ConfigError: it is none of these.
@@ -168,17 +141,17 @@ def parse_span(name: str, value: str | float) -> float:
 
 
 def cut_increments(events: Events, warmup: float, every: int | str) -> tuple[int, list[int]]:
-    """Where a stream is cut.
+    """Cuts a stream into a warm-up and increments.
 
     Args:
-        events: by time.
+        events: sorted by time.
         warmup: share of the events that come before the first increment.
-        every: events an increment, or its time as for `parse_span`: increments then begin whole multiples
-            of it after the first event that follows the warm-up, and those without events are left
-            out.
+        every: events per increment, or a time span as for `parse_span`: increments then begin at
+            whole multiples of it after the first event that follows the warm-up, and empty ones are
+            left out.
 
     Returns:
-        The first event after the warm-up, and the ends of increments, all as places in the stream.
+        Position of the first event after the warm-up, and end positions of the increments.
 
     Raises:
         ConfigError: the share is not in [0, 1), or `every` no length.

@@ -1,6 +1,6 @@
-"""Floats too small to be normal count as zero for a while.
+"""Flushing of subnormal floats to zero, since processors compute with them ten times slower.
 
-Attention to what is far away ends in such floats, and processors compute with them ten times slower.
+Attention weights of distant neighbours become subnormal.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ __all__ = ["flush_subnormals"]
 
 @contextmanager
 def flush_subnormals() -> Iterator[None]:
-    """Has this thread's processor take them for zero, where it can; usable as a decorator too."""
+    """Flushes subnormal floats to zero in this thread, where supported; also a decorator."""
     was_so = float(torch.full((), 1e-310, dtype=torch.float64) * 1) == 0
     torch.set_flush_denormal(True)
     try:

@@ -1,4 +1,4 @@
-"""Streams of events: real flights, a generated stream of any size, and tables that users have."""
+"""Streams of events: real flights, generated streams of any size, and the user's tables."""
 
 from mspipe.data.streams import flights, read_table, zipf
 

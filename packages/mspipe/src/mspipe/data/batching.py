@@ -1,4 +1,4 @@
-"""Cuts events into batches: of one size, from a random start, or as far as memory allows."""
+"""Cuts events into batches: of one size, with a random start, or of adaptive size."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Events that are looked at together, all as of the memory before the first of them.
+    """Events that are processed together, all with the memory before the first of them.
 
     Attributes:
         index: number of the batch.
-        events: by time.
+        events: the events by time.
         negatives: int64 [num_events, num_negatives], other destinations of each event.
     """
 
@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def roots(self) -> tuple[Tensor, Tensor]:
-        """Whom to embed and when: sources, destinations, then the negatives event by event."""
+        """Nodes to embed and their times: sources, destinations, then negatives event by event."""
         t, num_negatives = self.events.t, self.negatives.shape[1]
         nodes = torch.cat([self.events.src, self.events.dst, self.negatives.flatten()])
         return nodes, torch.cat([t, t, t.repeat_interleave(num_negatives)])
@@ -60,12 +60,12 @@ def batches(
     """Cuts events into batches with negatives.
 
     Args:
-        events: by time.
-        size: events a batch.
-        negatives: what to draw them from; random destinations of the events by default.
-        num_negatives: an event; 0 for none.
-        cut: see `bounds`.
-        seed: of the draws and the random start; another one each epoch draws anew.
+        events: events by time.
+        size: events per batch.
+        negatives: source of negatives; random destinations of the events by default.
+        num_negatives: negatives per event; 0 for none.
+        cut: name of a registered cut, see `bounds`.
+        seed: seed of the draws and the random start; use another one in each epoch.
 
     Raises:
         ConfigError: a number is out of range.
@@ -74,7 +74,7 @@ def batches(
         raise ConfigError(f"expected num_negatives of 0 or more, got {num_negatives}")
     source = negatives or Negatives(events)
     ends = bounds(events, size, cut, seed)
-    # Not a generator itself, so that errors come from here and not from where batches are used.
+    # This function is no generator itself, so that errors are raised here, not at the first batch.
     parts = (events[first:end] for first, end in pairwise(ends))
     return (
         Batch(index, part, source.draw(part, num_negatives, seed))
@@ -83,18 +83,18 @@ def batches(
 
 
 def bounds(events: Events, size: int, cut: str = "uniform", seed: int = 0) -> list[int]:
-    """Where batches begin, and the end.
+    """Indices of the events at which batches begin, and the number of events.
 
     `random-start` makes the first batch shorter by a random length, after TGL's random chunks
-    (arXiv 2203.14883), so that epochs cut elsewhere. `adaptive` is the rule of ETC (VLDB 2024): a batch
-    grows as long as the events in it that find their nodes' memory out of date, 2 x events - different
-    nodes, are no more than in the worst batch of the given size.
+    (arXiv 2203.14883), so that epochs are cut at different events. `adaptive` is the rule of ETC
+    (VLDB 2024): a batch grows while its accesses to outdated memory, 2 x events - distinct nodes,
+    are no more than in the worst uniform batch of the given size.
 
     Args:
-        events: by time.
-        size: events a batch, 1 or more.
+        events: events by time.
+        size: events per batch, 1 or more.
         cut: name of a registered cut.
-        seed: of a cut that draws.
+        seed: seed of a random cut.
 
     Raises:
         ConfigError: the size is below 1, or there is no such cut.
@@ -105,7 +105,7 @@ def bounds(events: Events, size: int, cut: str = "uniform", seed: int = 0) -> li
 
 
 def uniform_bounds(events: Events, size: int, seed: int = 0) -> list[int]:
-    """Bounds of batches of one size, but for the last."""
+    """Bounds of batches of one size; the last may be smaller."""
     del seed
     return _bounds_from(0, size, len(events))
 
@@ -132,7 +132,8 @@ def adaptive_bounds(events: Events, size: int, seed: int = 0) -> list[int]:
     for first in range(0, count, size):
         part = pairs[first : first + size]
         most = max(most, part.size - len(np.unique(part)))
-    # By node, the number of the last batch that it was met in; a list, whose truths add up.
+    # By node, the number of the last batch that has it; a list, as comparing its ints gives Python
+    # bools, which add up to a count.
     met = [-1] * events.num_nodes
     ends, lost = [0], 0
     for at, (src, dst) in enumerate(pairs.tolist()):

@@ -1,4 +1,4 @@
-"""A list of events in order of time: who met whom, when, and with what features."""
+"""A list of events in order of time: source, destination, time and features."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ __all__ = ["Events"]
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class Events:
-    """Events by time; those of one time in the order given.
+    """Events by time; those of equal times in the order given.
 
     Attributes:
-        src: int64 [num_events], nodes from 0.
-        dst: int64 [num_events].
-        t: int64 or float64 [num_events], at least 0, never falling.
-        eid: int64 [num_events], the row of an event's features: its place by time in the whole list.
-        features: float32 [rows, edge_dim] that `eid` points into, shared by slices; or None.
-        label: where the events come from.
+        src: int64 [num_events], source nodes, numbered from 0.
+        dst: int64 [num_events], destination nodes.
+        t: int64 or float64 [num_events], times, at least 0 and never decreasing.
+        eid: int64 [num_events], index of an event by time in the whole list, and of its row in
+            `features`.
+        features: float32 [rows, edge_dim], indexed by `eid` and shared by slices; None for none.
+        label: origin of the events.
     """
 
     src: Int64[Tensor, " num_events"]
@@ -49,13 +50,13 @@ class Events:
         """Takes tensors, arrays or lists.
 
         Args:
-            src, dst, t, features: see the attributes; a row of features an event.
-            sort: take events in any order, and sort them by time.
+            src, dst, t, features: see the attributes; one row of features per event.
+            sort: sort the events by time, instead of refusing unsorted ones.
             label: see the attributes.
 
         Raises:
-            DataError: lengths differ, an id or a time is negative or no number, a feature is not
-                finite, or an event is earlier than the one before it and `sort` was not asked for.
+            DataError: lengths differ, an id or a time is negative or not a number, a feature is not
+                finite, or an event is earlier than the one before it and `sort` is false.
         """
         src, dst, t = _copied(src), _copied(dst), _copied(t)
         given = Checked(src, dst, t, None, None if features is None else _copied(features))
@@ -93,19 +94,19 @@ class Events:
 
     @property
     def num_nodes(self) -> int:
-        """The largest node and one more; 0 without events."""
+        """The largest node plus 1; 0 without events."""
         return int(max(self.src.max(), self.dst.max())) + 1 if len(self) else 0
 
     @property
     def edge_dim(self) -> int:
-        """Columns of features; 0 without."""
+        """Columns of features; 0 for none."""
         return 0 if self.features is None else self.features.shape[1]
 
     def split(self, *shares: float) -> list[Events]:
-        """Cuts by the number of events: `split(0.7, 0.15)` gives three parts, the last what is left.
+        """Cuts by the number of events: `split(0.7, 0.15)` gives three parts, the last the rest.
 
         Raises:
-            DataError: a share is negative, or they exceed 1 together.
+            DataError: a share is negative, or their sum exceeds 1.
         """
         if not (all(share >= 0 for share in shares) and sum(shares) <= 1 + 1e-9):
             raise DataError(
@@ -116,8 +117,8 @@ class Events:
 
 
 def _copied(values: Any) -> Any:
-    # A caller may change its array later; tensors are shared, as torch does.
+    # Arrays are copied, as the caller may change them later; tensors are shared, as torch does.
     try:
         return values if isinstance(values, Tensor) else np.array(values)
     except ValueError:
-        return values  # rows of different lengths, which `Checked` refuses by name
+        return values  # rows of different lengths, for which `Checked` raises

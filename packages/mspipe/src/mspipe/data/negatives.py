@@ -1,4 +1,4 @@
-"""Destinations that an event did not have, drawn by the event's own id."""
+"""Negatives: random destinations other than an event's own, reproducible by the event's id."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["Negatives"]
 class Negatives:
     """Draws destinations for events, never an event's own.
 
-    After "Towards Better Evaluation for Dynamic Link Prediction" (arXiv 2207.10128): `random` ones
-    are any destination of the stream, `historical` ones those that the source has met before the
-    event, `inductive` ones those of them that it met first at `since` or later. Where a source has
-    none, a random one is drawn. A draw depends on the seed, the event's id and the number of the draw
-    alone.
+    After "Towards Better Evaluation for Dynamic Link Prediction" (arXiv 2207.10128): `random`
+    negatives are any destinations of the stream; `historical` ones are destinations that the source
+    met before the event; `inductive` ones are those of them that it first met at `since` or later.
+    If a source has none, a random one is drawn. A draw depends only on the seed, the event's id and
+    the number of the draw.
 
     Args:
-        events: the whole stream; from its destinations and meetings negatives are drawn.
-        kind: which.
-        since: for `inductive`, the time at which training ends.
+        events: the whole stream, from which negatives are drawn.
+        kind: "random", "historical" or "inductive".
+        since: for "inductive", the time at which training ends.
 
     Raises:
         ConfigError: the kind is none of these, or `inductive` has no `since`.
@@ -47,7 +47,7 @@ class Negatives:
         self.kind = kind
         self._pool = torch.unique(events.dst)
         src, dst, t = (part.numpy() for part in (events.src, events.dst, events.t))
-        # Every pair once, as it met first: by source, then by time.
+        # The first event of every pair: by source, then by time.
         self._num_nodes = events.num_nodes
         _, first = np.unique(src * self._num_nodes + dst, return_index=True)
         first = first[np.lexsort((first, src[first]))]
@@ -60,11 +60,11 @@ class Negatives:
     def draw(
         self, events: Events, num_negatives: int = 1, seed: int = 0
     ) -> Int64[Tensor, "num_events num_negatives"]:
-        """Destinations for each event; the same for the same events in any batches.
+        """Negatives of each event, which do not depend on how events are batched.
 
         Raises:
             ConfigError: `num_negatives` is negative.
-            DataError: a source is no node of the stream, or an event has no other destination.
+            DataError: a source is not a node of the stream, or there is no other destination.
         """
         if num_negatives < 0:
             raise ConfigError(f"expected num_negatives of 0 or more, got {num_negatives}")
@@ -76,7 +76,7 @@ class Negatives:
                 f"negatives: expected nodes below {self._num_nodes}, as the stream has them"
             )
         words = draw_words(events.eid, num_negatives, stream_key(seed))
-        # 31 bits of each word: a remainder of less than 2^20 is even to one in two thousand.
+        # 31 bits of each word: modulo up to 2^20 the bias is below one in two thousand.
         bits = (words[..., :2] & 0x7FFFFFFF).numpy()
         found = self._random(events, bits[..., 0])
         if self.kind == "random":
@@ -84,7 +84,7 @@ class Negatives:
         low, high, own = self._range(events)
         num_candidates = high - low - ((own >= low) & (own < high))
         at = low[:, None] + bits[..., 1] % np.maximum(num_candidates, 1)[:, None]
-        # The one that is left out gives its place to the last.
+        # The last candidate takes the place of the excluded one, the event's own.
         at = np.where(at == own[:, None], high[:, None] - 1, at)
         is_there = num_candidates[:, None] > 0
         met = self._dst[np.where(is_there, at, 0)]
@@ -101,7 +101,7 @@ class Negatives:
         return pool[at + (is_in[:, None] & (at >= place[:, None]))]
 
     def _range(self, events: Events) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each event, where its candidates begin and end in the list of pairs, and its own pair."""
+        """For each event its candidates' start and end in the list of pairs, and its own pair."""
         src, dst, t = (part.numpy() for part in (events.src, events.dst, events.t))
         begin, end = self._starts[src], self._starts[src + 1]
         high = first_not_before(self._t, begin, end, t)

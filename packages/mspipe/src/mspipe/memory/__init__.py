@@ -1,4 +1,4 @@
-"""What a model remembers of each node, and where the rows of it lie."""
+"""Per-node memory of a model (state and messages) and the stores of its rows."""
 
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.memory.row_layout import NO_MAIL, RowLayout, State

@@ -1,4 +1,4 @@
-"""What a model remembers of each node: a state and its time, and messages that wait to be applied."""
+"""Per-node memory of a model: a state with its time, and messages that wait to be applied."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ class NodeMemory:
         dim: width of a state.
         mail_dim: width of a message; a model's `mail_dim`.
         slots: number of messages that a node keeps; a model's `slots`.
-        place: "cpu"; "pinned", which a GPU reads fastest; "cuda" or "cuda:1"; "shm:NAME", which all
-            processes of a machine see under that name; or "tcp://host:port", of `mspipe serve-memory`.
+        place: where the rows are stored: "cpu"; "pinned", host memory that a GPU reads fastest;
+            "cuda" or "cuda:1"; "shm:NAME", memory that all processes of the machine share by name;
+            or "tcp://host:port" of an `mspipe serve-memory`.
         start: time of states before their first write, in the unit of the events' times.
-        cache_bytes: size of an LRU cache of rows on this machine, for a place behind a slow link that no
-            other process writes to; 0 for none.
+        cache_bytes: size of an LRU cache of rows on this machine, for a place behind a slow link
+            that no other process writes to; 0 for none.
 
     Attributes:
-        layout: of a row.
-        rows: the store of the rows. Another `RowStore` may be put in front of it, such as one that
+        layout: layout of a row.
+        rows: the store of the rows. It may be wrapped in another `RowStore`, such as one that
             models a slow link.
-        cache: the rows kept here, if any.
+        cache: the LRU cache, None without one.
 
     Raises:
-        ConfigError: a size is out of range, or there is no such place.
+        ConfigError: a size is out of range, or the place is unknown.
         DataError: a memory of that name or address has other sizes.
     """
 
@@ -74,28 +75,28 @@ class NodeMemory:
 
     @property
     def num_nodes(self) -> int:
-        """Rows that there are."""
+        """Number of nodes, each with a row."""
         return self.rows.num_rows
 
     @property
     def version(self) -> int:
-        """How many writes there were."""
+        """Number of writes so far."""
         return self.rows.version
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.num_nodes * self.layout.row_bytes
 
     @property
     def device(self) -> torch.device:
-        """Where rows that are read arrive."""
+        """Device of the rows that `read` returns."""
         return self.rows.device
 
     # Reading and writing ------------------------------------------------------------------------
 
     def read(self, nodes: Int64[Tensor, " n"]) -> State:
-        """State, its time, messages and their times of nodes, in the order asked for; a copy.
+        """A copy of the nodes' states, messages and their times, in the order given.
 
         Raises:
             DataError: an id is negative or not below `num_nodes`.
@@ -104,7 +105,7 @@ class NodeMemory:
         return self.layout.unpack(self.read_rows(nodes))
 
     def read_rows(self, nodes: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
-        """As `read`, not taken apart."""
+        """As `read`, but whole rows."""
         self._check(nodes)
         return self.rows.read(nodes)
 
@@ -116,18 +117,19 @@ class NodeMemory:
         mail: Float[Tensor, "n *slots mail_dim"] | None = None,
         mail_times: Float64[Tensor, " n *slots"] | None = None,
     ) -> None:
-        """Replaces rows, and counts one version.
+        """Replaces rows and increments the version.
 
-        Of a node given several times the entry of the latest time counts, and of equal times the last.
+        For a node given several times the entry with the latest time is written, the last of those
+        with equal times.
 
         Args:
-            nodes: whose.
-            memory, times: see `State`; times may be of any type of number.
-            mail, mail_times: both, or neither: messages then stay as they are.
+            nodes: nodes to write.
+            memory, times: see `State`; times may be of any numeric type.
+            mail, mail_times: messages and their times; without both the messages stay as they are.
 
         Raises:
-            DataError: an id is out of range, shapes do not fit, or a number is NaN or infinite: the
-                nodes are named, and nothing is written.
+            DataError: an id is out of range, shapes do not match, or a number is NaN or infinite;
+                the message names the nodes, and nothing is written.
             CommError: the server does not answer.
         """
         self._check(nodes)
@@ -146,7 +148,7 @@ class NodeMemory:
         self.write_rows(nodes, self.layout.pack(state))
 
     def write_rows(self, nodes: Int64[Tensor, " n"], rows: Float[Tensor, "n words"]) -> None:
-        """As `write`, of rows of different nodes."""
+        """As `write`, with whole rows of distinct nodes."""
         self._check(nodes)
         state = self.layout.unpack(rows)
         _check_finite(nodes, state)
@@ -171,16 +173,16 @@ class NodeMemory:
         if low < 0 or high >= self.num_nodes:
             raise DataError(
                 f"expected nodes in [0, {self.num_nodes}), got {low if low < 0 else high}; "
-                f"grow({high + 1}) makes room for new ones"
+                f"call grow({high + 1}) to add nodes"
             )
 
-    # The whole of it ----------------------------------------------------------------------------
+    # All rows -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Sets all rows to their first value, as at the start of an epoch; counts one version.
+        """Sets all rows to their initial value, as for a new epoch, and increments the version.
 
         Raises:
-            ConfigError: a pipeline is at work, or a `preserved` block is open.
+            ConfigError: a pipeline's run is open, or a `preserved` block.
         """
         self._refuse("reset")
         if self._journal is not None:
@@ -188,10 +190,10 @@ class NodeMemory:
         self.rows.reset()
 
     def grow(self, num_nodes: int) -> None:
-        """Makes room for nodes up to `num_nodes`; fewer than there are change nothing.
+        """Adds nodes up to `num_nodes` in all; does nothing if there are as many already.
 
         Raises:
-            ConfigError: a pipeline is at work.
+            ConfigError: a pipeline's run is open.
         """
         self._refuse("grow")
         if num_nodes > self.num_nodes:
@@ -199,9 +201,12 @@ class NodeMemory:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Undoes at its end what is written inside; the version goes on counting.
+        """Restores the rows written inside the block at its end, which increments the version.
 
-        Keeps the rows that are written inside as they were, and nothing else.
+        Only copies of the rows that are written inside are kept.
+
+        Raises:
+            ConfigError: another such block is open.
         """
         if self._journal is not None:
             raise ConfigError("preserved: expected no other such block to be open")
@@ -214,10 +219,10 @@ class NodeMemory:
                 self.rows.write(torch.tensor(list(journal)), torch.stack(list(journal.values())))
 
     def snapshot(self) -> dict[str, Any]:
-        """All rows, as a copy on the CPU, and what fits them; for `restore` and checkpoints.
+        """A copy of all rows on the CPU, with their layout and version; for `restore`.
 
         Raises:
-            ConfigError: a pipeline is at work, some of whose writes may be on their way.
+            ConfigError: a pipeline's run is open, whose writes may be under way.
         """
         self._refuse("snapshot")
         nodes = torch.arange(self.num_nodes)
@@ -229,10 +234,10 @@ class NodeMemory:
         return {"rows": words, "about": about}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
-        """Has all rows as in a snapshot, growing if it is larger; later nodes are forgotten.
+        """Restores all rows from a snapshot, growing if needed; nodes beyond it are reset.
 
         Raises:
-            DataError: it is of another layout.
+            DataError: the snapshot has another layout.
         """
         rows, (dim, mail_dim, slots, _) = snapshot["rows"], snapshot["about"].tolist()
         if RowLayout(dim, mail_dim, slots) != self.layout:
@@ -246,7 +251,7 @@ class NodeMemory:
             self.rows.write(part, rows[part])
 
     def save(self, path: str | Path) -> None:
-        """Writes a snapshot as safetensors, whole or not at all."""
+        """Writes a snapshot to a safetensors file atomically."""
         from safetensors.torch import save_file
 
         path = Path(path)
@@ -255,10 +260,10 @@ class NodeMemory:
             save_file(self.snapshot(), partial)
 
     def load(self, path: str | Path) -> None:
-        """Restores what `save` wrote.
+        """Restores a snapshot that `save` wrote.
 
         Raises:
-            DataError: the file is damaged, or of another layout.
+            DataError: the file is damaged, or its snapshot has another layout.
         """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -271,10 +276,13 @@ class NodeMemory:
 
     @contextmanager
     def lease(self, who: str) -> Iterator[None]:
-        """Has one writer at a time.
+        """Reserves the memory for one writer; others are refused until the block ends.
+
+        Args:
+            who: name of the writer, for errors.
 
         Raises:
-            ConfigError: another one has it.
+            ConfigError: another writer has reserved it.
         """
         if self._leased_by is not None:
             raise ConfigError(
@@ -294,7 +302,7 @@ class NodeMemory:
             )
 
     def close(self) -> None:
-        """Ends connections and shared memory; does nothing the second time."""
+        """Closes connections and removes shared memory; may be called twice."""
         self.rows.close()
 
     def __repr__(self) -> str:
@@ -305,9 +313,9 @@ class NodeMemory:
 
 
 def latest(nodes: Int64[Tensor, " n"], times: Tensor) -> Int64[Tensor, " kept"]:
-    """Positions of each node's latest entry; of equal times the last one's. In no order of use.
+    """Index of each node's entry with the latest time, the last of equal times; by ascending node.
 
-    By two stable sorts, so that the answer is the same on any device.
+    Uses two stable sorts, so that the result is the same on any device.
     """
     order = times.argsort(stable=True)
     order = order[nodes[order].argsort(stable=True)]
@@ -318,7 +326,7 @@ def latest(nodes: Int64[Tensor, " n"], times: Tensor) -> Int64[Tensor, " kept"]:
 
 
 def _check_finite(nodes: Tensor, state: State) -> None:
-    # A sum with a number that is not finite is not finite either, and is taken in one pass.
+    # Fast check in one pass: a sum with a non-finite number is not finite.
     if all(bool(part.sum().isfinite()) for part in state):
         return
     is_good = torch.ones(len(nodes), dtype=torch.bool, device=state.memory.device)

@@ -1,8 +1,8 @@
-"""Rows that a server keeps, in another process or on another machine.
+"""Client of a row server in another process or on another machine.
 
-A client has two connections, one that reads and one that changes, so that the pipeline's first stage
-fetches rows while its last one writes others. As with `SharedRows`, a reader may see half of a row that
-is being written at that moment; whoever reads after `write` has returned sees all of it.
+A client has two connections, one for reads and one for changes, so that the pipeline's fetch stage
+reads rows while its write stage writes others. As with `SharedRows`, a read may return a partly
+written row during a write; a read after `write` has returned sees the whole row.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ __all__ = ["RemoteRows"]
 
 
 class RemoteRows:
-    """Rows of a table that `mspipe serve-memory` keeps.
+    """Rows of the table that `mspipe serve-memory` holds.
 
-    The first client to come has the server make the table; later ones find it as it was left.
+    The first client creates the table; later ones find it as it was left.
 
     Args:
-        place: "tcp://host:port".
-        num_rows: how many, as when the table was made, or as there are by now.
-        fresh: what each is at first.
-        timeout_s: longest wait for an answer of the server.
-        patience_s: how long to try again where no server listens yet.
+        place: "tcp://host:port" of the server.
+        num_rows: number of rows, either the table's initial or its present one.
+        fresh: float32 [words], the initial value of each row.
+        timeout_s: seconds to wait for an answer of the server at most.
+        patience_s: seconds to keep trying to connect while no server listens.
 
     Attributes:
-        num_rows, version: as the server told last, on connecting or after a change of this client's.
+        num_rows, version: the server's values at the latest connection or change by this client.
 
     Raises:
         ConfigError: the address is malformed.
-        CommError: there is no server, or it does not answer; only `close` is of use then.
-        DataError: the table has other rows.
+        CommError: there is no server, or it does not answer; only `close` may be called then.
+        DataError: the table has other sizes or initial values.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class RemoteRows:
         return rows
 
     def write(self, ids: Int64[Tensor, " n"], rows: Float[Tensor, "n words"]) -> None:
-        """Replaces rows of different numbers, all or none, and counts a version.
+        """Replaces rows with distinct ids, all or none, and increments the version.
 
         Raises:
-            DataError: an id is out of range, rows do not fit, or there is no room for so many.
-            CommError: the server does not answer, which leaves open whether it has written.
+            DataError: an id is out of range, the shape is wrong, or there are too many rows.
+            CommError: the server does not answer; the rows may or may not have been written.
         """
         if tuple(rows.shape) != (len(ids), self._num_words):
             raise DataError(
@@ -104,24 +104,24 @@ class RemoteRows:
         )
 
     def reset(self) -> None:
-        """Sets all rows to their first value, and counts a version; raises as `write`."""
+        """Sets all rows to their initial value and increments the version; raises as `write`."""
         self._change("reset", Op.RESET)
 
     def grow(self, num_rows: int) -> None:
-        """Adds rows of the first value; fewer than there are change nothing. Raises as `write`."""
+        """Extends the table to `num_rows` rows, unless it has as many; raises as `write`."""
         self._change(f"grow to {num_rows} rows", Op.GROW, num_rows)
 
     def _change(self, what: str, op: Op, count: int = 0, *payload: Tensor) -> None:
         self.num_rows, self.version = self._changing.ask(what, op, count, 0, payload)
 
     def close(self) -> None:
-        """Hangs up, also where another thread waits for an answer; the server keeps the rows."""
+        """Disconnects, even while another thread waits for an answer; the server keeps the rows."""
         for line in self._lines:
             line.close()
 
 
 class _Line:
-    """A connection that asks one thing at a time."""
+    """A connection with one request at a time."""
 
     def __init__(self, place: str, timeout_s: float, patience_s: float) -> None:
         self._place, self._timeout_s = place, timeout_s
@@ -154,7 +154,7 @@ class _Line:
                 if answer is not None:
                     self._wire.receive(answer)
             except (OSError, EOFError) as error:
-                self._wire.shut()  # what may still come belongs to no request
+                self._wire.shut()  # an answer that arrives later must not be taken for the next
                 raise CommError(
                     f"{self._place}: expected an answer to {what}, {self._reason(error)}"
                 ) from error
@@ -164,8 +164,8 @@ class _Line:
         if self._is_closed:
             return "the connection was closed at this end"
         if isinstance(error, BlockingIOError):
-            return f"none came within {self._timeout_s:g} s; see whether the server is at work"
-        return f"{error}; start `mspipe serve-memory` there again, and restore from a checkpoint"
+            return f"got none within {self._timeout_s:g} s; check whether the server is running"
+        return f"got {error}; restart `mspipe serve-memory` there and restore from a checkpoint"
 
     def close(self) -> None:
         self._is_closed = True
@@ -184,8 +184,8 @@ def _connect(place: str, timeout_s: float, patience_s: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() + pause > deadline:
                 raise CommError(
-                    f"{place}: expected a memory server, {error}; is `mspipe serve-memory` running "
-                    f"there?"
+                    f"{place}: expected a memory server, got {error}; is `mspipe serve-memory` "
+                    f"running there?"
                 ) from error
         time.sleep(pause)
         pause *= 2

@@ -1,4 +1,4 @@
-"""An LRU cache in front of rows that lie elsewhere, behind a slow link.
+"""An LRU cache in front of a store of rows behind a slow link.
 
 Forwarding hides the time of transfers; only caching reduces the bytes that are transferred.
 """
@@ -20,8 +20,8 @@ __all__ = ["NodeRowCache"]
 class NodeRowCache:
     """A table of the most recently used rows in front of a store; writes go to both.
 
-    Reads give what reads of the rows behind give, as long as none but this process (and workers that
-    write the same) writes them. One thread may read while another writes.
+    Reads return the same rows as the store, provided that only this process (and workers that write
+    the same) writes them. One thread may read while another writes.
 
     Args:
         rows: the store behind the cache.
@@ -32,7 +32,7 @@ class NodeRowCache:
         num_asked, num_found: rows read so far, and those of them that the cache held.
 
     Raises:
-        ConfigError: there is not room for a single row.
+        ConfigError: there is no room for a single row.
     """
 
     def __init__(self, rows: RowStore, num_words: int, num_kept: int) -> None:
@@ -48,24 +48,26 @@ class NodeRowCache:
         self._forget()
 
     def _forget(self) -> None:
-        self._place = torch.full((self.num_rows,), -1, dtype=torch.int32)  # of each row, or -1
-        self._written = torch.zeros(self.num_rows, dtype=torch.int32)  # at which write it was last
-        self._row = torch.full((self._num_kept,), -1, dtype=torch.int64)  # in each place
-        self._used = torch.full((self._num_kept,), -1, dtype=torch.int64)  # when it was last
+        # By row: its place in the table or -1, and the number of the write that changed it last.
+        self._place = torch.full((self.num_rows,), -1, dtype=torch.int32)
+        self._written = torch.zeros(self.num_rows, dtype=torch.int32)
+        # By place: the row that it holds or -1, and the time of its last use.
+        self._row = torch.full((self._num_kept,), -1, dtype=torch.int64)
+        self._used = torch.full((self._num_kept,), -1, dtype=torch.int64)
         self._now = self._num_writes = 0
 
     @property
     def num_rows(self) -> int:
-        """How many there are behind."""
+        """Number of rows of the store."""
         return self._rows.num_rows
 
     @property
     def version(self) -> int:
-        """Of the rows behind."""
+        """Number of writes to the store so far."""
         return self._rows.version
 
     def read(self, ids: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
-        """Copies of rows; those that are missing are read in one request."""
+        """Copies of rows; those missing from the cache are read from the store in one request."""
         ids = ids.cpu()
         with self._lock:
             place = self._place[ids].long()
@@ -82,7 +84,7 @@ class NodeRowCache:
             found = self._rows.read(missing)
             out[~is_here] = found[again]
             with self._lock:
-                # What was written meanwhile is newer than what was read, or may be.
+                # Rows written meanwhile may be newer than those just read: do not cache these.
                 is_latest = self._written[missing] <= num_writes
                 self._keep(missing[is_latest], found[is_latest])
         return out
@@ -91,7 +93,7 @@ class NodeRowCache:
         """Replaces rows in the store and in the cache."""
         ids = ids.cpu()
         with self._lock:
-            # Already now: a read that began before the write may end after it.
+            # Before the write as well as after it: a read may begin before it and end after it.
             self._num_writes += 1
             self._written[ids] = self._num_writes
         self._rows.write(ids, rows)
@@ -101,19 +103,19 @@ class NodeRowCache:
             self._keep(ids, rows.to(self.device))
 
     def reset(self) -> None:
-        """Sets all rows to their first value."""
+        """Sets all rows to their initial value."""
         self._rows.reset()
         with self._lock:
             self._forget()
 
     def grow(self, num_rows: int) -> None:
-        """Adds rows of the first value."""
+        """Extends the store to `num_rows` rows; new ones have the initial value."""
         self._rows.grow(num_rows)
         with self._lock:
             self._forget()
 
     def close(self) -> None:
-        """Closes what is behind."""
+        """Closes the store."""
         self._rows.close()
 
     def _touch(self, places: Tensor) -> None:
@@ -121,7 +123,7 @@ class NodeRowCache:
         self._used[places] = self._now
 
     def _keep(self, ids: Tensor, rows: Tensor) -> None:
-        """Puts rows into the table, the newest of them where there is not room for all."""
+        """Puts rows into the table; if there are more than fit, the last ones."""
         place = self._place[ids].long()
         is_here = place >= 0
         self._table[place[is_here]] = rows[is_here]

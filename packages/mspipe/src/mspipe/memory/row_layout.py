@@ -1,7 +1,7 @@
-"""The row of a node: its times, its state and its messages, in one line of 32-bit words.
+"""Layout of a node's row: its times, its state and its messages, as consecutive 32-bit words.
 
-Times come first, as the bits of float64, then the state, then the messages. A batch reads and writes
-whole rows, so that a row is sent over a link as it lies.
+Times come first, as the bits of float64, then the state, then the messages. A batch reads and
+writes whole rows, so that a row is sent over a link without repacking.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from shared.errors import ConfigError
 __all__ = ["NO_MAIL", "RowLayout", "State"]
 
 NO_MAIL = -1.0
-"""The time of a message that is not there."""
+"""The time of an empty message slot."""
 
 
 class State(NamedTuple):
-    """Rows of some nodes, taken apart.
+    """The parts of some nodes' rows.
 
     Attributes:
-        memory: float32 [n, dim].
-        memory_times: float64 [n], of the event that the memory knows last.
-        mail: float32 [n, mail_dim], or [n, slots, mail_dim] where there are several slots.
-        mail_times: float64 [n] or [n, slots]; `NO_MAIL` where there is none.
+        memory: float32 [n, dim], states.
+        memory_times: float64 [n], time of the last event that the state includes.
+        mail: float32 [n, mail_dim], or [n, slots, mail_dim] for several slots.
+        mail_times: float64 [n] or [n, slots]; `NO_MAIL` for an empty slot.
     """
 
     memory: Float[Tensor, "n dim"]
@@ -39,12 +39,12 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where the parts of a row lie.
+    """Sizes and positions of the parts of a row.
 
     Attributes:
-        dim: numbers of a state.
-        mail_dim: numbers of a message.
-        slots: messages.
+        dim: width of a state.
+        mail_dim: width of a message.
+        slots: number of messages.
     """
 
     dim: int
@@ -60,13 +60,13 @@ class RowLayout:
 
     @property
     def num_words(self) -> int:
-        """Of a row; even, so that times can be read as 64 bits."""
+        """32-bit words of a row; even, so that times can be viewed as 64-bit numbers."""
         used = 2 * (1 + self.slots) + self.dim + self.slots * self.mail_dim
         return used + used % 2
 
     @property
     def row_bytes(self) -> int:
-        """Of a row."""
+        """Bytes of a row."""
         return 4 * self.num_words
 
     def unpack(self, rows: Float[Tensor, "n words"]) -> State:
@@ -82,7 +82,7 @@ class RowLayout:
         return State(memory, times[:, 0], mail, times[:, 1:])
 
     def pack(self, state: State) -> Float[Tensor, "n words"]:
-        """Rows of their parts."""
+        """Rows made of the parts."""
         rows = state.memory.new_zeros(len(state.memory), self.num_words, dtype=torch.float32)
         for part, given in zip(self.unpack(rows), state, strict=True):
             part.copy_(given)

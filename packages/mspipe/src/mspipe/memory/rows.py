@@ -1,4 +1,4 @@
-"""Stores of rows: in this machine's memory, on its GPU, or in memory that its processes share."""
+"""Stores of rows: in host memory, on a GPU, or in shared memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["LocalRows", "RowStore", "SharedRows", "open_rows"]
 
 @runtime_checkable
 class RowStore(Protocol):
-    """Rows of 32-bit words by number, and a count of writes."""
+    """Rows of 32-bit words by id, and a count of writes."""
 
     @property
     def num_rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         ...
 
     @property
     def version(self) -> int:
-        """How many writes there were."""
+        """Number of writes so far."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where rows that are read arrive."""
+        """Device of the rows that `read` returns."""
         ...
 
     def read(self, ids: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
@@ -42,15 +42,15 @@ class RowStore(Protocol):
         ...
 
     def write(self, ids: Int64[Tensor, " n"], rows: Float[Tensor, "n words"]) -> None:
-        """Replaces rows of different numbers, and counts a version."""
+        """Replaces rows with distinct ids, and increments the version."""
         ...
 
     def reset(self) -> None:
-        """Sets all rows to their first value."""
+        """Sets all rows to their initial value."""
         ...
 
     def grow(self, num_rows: int) -> None:
-        """Adds rows of the first value."""
+        """Extends the store to `num_rows` rows; new ones have the initial value."""
         ...
 
     def close(self) -> None:
@@ -59,12 +59,12 @@ class RowStore(Protocol):
 
 
 def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> RowStore:
-    """Opens rows at a place, all equal to `fresh` where they are new.
+    """Opens the store of a place; new rows are equal to `fresh`.
 
     Args:
         place: see `NodeMemory`.
-        num_rows: how many.
-        fresh: float32 [words], the first value of each row.
+        num_rows: number of rows.
+        fresh: float32 [words], the initial value of each row.
 
     Raises:
         ConfigError: there is no such place.
@@ -88,13 +88,13 @@ def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> RowS
 
 
 class LocalRows:
-    """Rows of one tensor.
+    """Rows in one tensor of this process.
 
     Args:
-        num_rows: how many.
-        fresh: what each is at first.
-        device: where.
-        is_pinned: in pages that a GPU reads directly.
+        num_rows: number of rows.
+        fresh: float32 [words], the initial value of each row.
+        device: device of the tensor.
+        is_pinned: use page-locked host memory, which a GPU reads directly.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class LocalRows:
     def _made(self, num_rows: int) -> Tensor:
         shape = num_rows, len(self._fresh)
         if self.device.type == "cpu" and not self._is_pinned:
-            # numpy asks for huge pages, torch does not; random rows are found sooner in them.
+            # numpy asks for huge pages, torch does not; they speed up access to random rows.
             table = torch.from_numpy(np.empty(shape, np.float32))
         else:
             table = torch.empty(shape, device=self.device, pin_memory=self._is_pinned)
@@ -116,12 +116,12 @@ class LocalRows:
 
     @property
     def num_rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return len(self._table)
 
     @property
     def table(self) -> Float[Tensor, "num_rows words"]:
-        """The rows themselves, until there are more of them."""
+        """The rows themselves; `grow` replaces this tensor."""
         return self._table
 
     def read(self, ids: Tensor) -> Tensor:
@@ -129,22 +129,22 @@ class LocalRows:
         ids = ids.to(self.device)
         if not self._is_pinned:
             return gather(self._table, ids)
-        # Into pinned pages again, from which a copy to the GPU runs beside other work.
+        # Also into pinned memory, from which a copy to the GPU is asynchronous.
         out = torch.empty(len(ids), self._table.shape[1], pin_memory=True)
         return gather(self._table, ids, out)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        """Replaces rows of different numbers, and counts a version."""
+        """Replaces rows with distinct ids, and increments the version."""
         self._table.index_copy_(0, ids.to(self.device), rows.to(self.device))
         self.version += 1
 
     def reset(self) -> None:
-        """Sets all rows to their first value."""
+        """Sets all rows to their initial value."""
         self._table[:] = self._fresh
         self.version += 1
 
     def grow(self, num_rows: int) -> None:
-        """Adds rows of the first value."""
+        """Extends the store to `num_rows` rows; new ones have the initial value."""
         table = self._made(num_rows)
         table[: len(self._table)] = self._table
         self._table = table
@@ -155,17 +155,23 @@ class LocalRows:
 
 
 class SharedRows:
-    """Rows in memory that all processes of the machine see by a name.
+    """Rows in shared memory that all processes of the machine open by name.
 
-    Whoever comes first makes it, and removes it on closing. Writers of different rows need no lock; a
-    reader may see half of a row that another process is writing, so that ranks meet between the two.
+    The first process to open it creates it, and removes it on closing. Writers of different rows
+    need no lock; a reader may see a partly written row, so ranks need a barrier between writing and
+    reading.
+
+    Args:
+        name: name of the shared memory.
+        num_rows: number of rows, the same in all processes.
+        fresh: float32 [words], the initial value of each row.
 
     Raises:
-        ConfigError: the machine has no such memory, or rows are to be added.
-        DataError: there is one of that name with other rows.
+        ConfigError: the machine has no /dev/shm, or rows are to be added.
+        DataError: shared memory of that name exists with other sizes.
     """
 
-    _HEAD = 16  # words before the rows: the first two are the count of writes
+    _HEAD = 16  # 32-bit words before the rows; the first two hold the count of writes
 
     def __init__(self, name: str, num_rows: int, fresh: Tensor) -> None:
         self.device, self._fresh = torch.device("cpu"), fresh
@@ -184,8 +190,8 @@ class SharedRows:
                 file.truncate(4 * num_words)
             elif found != 4 * num_words:
                 raise DataError(
-                    f"{self._path}: expected {num_rows} rows of {len(fresh)} words, {4 * num_words} "
-                    f"bytes, there are {found}; take another name, or remove the file"
+                    f"{self._path}: expected {num_rows} rows of {len(fresh)} words, "
+                    f"{4 * num_words} bytes, got {found}; take another name, or remove the file"
                 )
             words = torch.from_file(str(self._path), shared=True, size=num_words)
             self._version = words[: self._HEAD].view(torch.int64)
@@ -195,12 +201,12 @@ class SharedRows:
 
     @property
     def num_rows(self) -> int:
-        """How many."""
+        """Number of rows."""
         return len(self._table)
 
     @property
     def version(self) -> int:
-        """How many writes there were, of any process."""
+        """Number of writes so far, of all processes."""
         return int(self._version[0])
 
     def read(self, ids: Tensor) -> Tensor:
@@ -208,12 +214,12 @@ class SharedRows:
         return gather(self._table, ids.cpu())
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        """Replaces rows of different numbers, and counts a version."""
+        """Replaces rows with distinct ids, and increments the version."""
         self._table.index_copy_(0, ids.cpu(), rows.cpu())
         self._version[0] += 1
 
     def reset(self) -> None:
-        """Sets all rows to their first value."""
+        """Sets all rows to their initial value."""
         self._table[:] = self._fresh
         self._version[0] += 1
 
@@ -221,11 +227,11 @@ class SharedRows:
         """Refuses: rows that processes share cannot grow."""
         raise ConfigError(
             f"{self._path}: has {self.num_rows} rows and cannot grow to {num_rows}, since other "
-            f"processes look at it; make it as large as it will be"
+            f"processes use it; create it with its final size"
         )
 
     def close(self) -> None:
-        """Removes the memory, if this process made it; others keep seeing it until they end."""
+        """Removes the name if this process created it; open mappings of others stay valid."""
         if self._is_maker:
             self._path.unlink(missing_ok=True)
             self._is_maker = False

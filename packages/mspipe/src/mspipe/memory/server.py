@@ -1,8 +1,8 @@
-"""Keeps a table of rows for clients that come and go; the other end of `mspipe.memory.remote_rows`.
+"""TCP server of a table of rows; its clients are in `mspipe.memory.remote_rows`.
 
-A thread serves each connection. It takes a request in whole before it looks at the table, so that a
-client which dies halfway changes nothing, and one lock is around all that changes rows. Rows that are
-read go to the socket from where they lie, without a copy in between.
+A thread serves each connection. It receives a whole request before it accesses the table, so that a
+client that dies halfway changes nothing. One lock guards all changes of rows. Rows that are read
+are sent straight from the table, without a copy.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ __all__ = ["MemoryServer"]
 
 _log = logging.getLogger(__name__)
 
-# What comes of sizes that no memory holds, from torch and numpy.
+# Raised by torch and numpy, among others for sizes that do not fit in memory; sent to the client.
 _REFUSALS = (ValueError, OverflowError, RuntimeError, MemoryError)
 
 
 class MemoryServer:
-    """One table, made as the first client asks for it, and kept until the server is closed.
+    """Server of one table, which the first client creates and which is kept until `close`.
 
-    Clients are trusted: there is neither password nor encryption.
+    Clients are trusted: there is no authentication and no encryption.
 
     Args:
-        host: name or number of this machine's address to listen at; "0.0.0.0" for all of them.
-        port: 0 for any that is free.
+        host: hostname or address of this machine to listen on; "0.0.0.0" for all its addresses.
+        port: port to listen on; 0 takes a free one.
 
     Attributes:
-        address: "tcp://host:port", the `place` of its clients.
+        address: "tcp://host:port", for the clients' `place`.
 
     Raises:
-        ConfigError: there is no such port.
-        CommError: the address cannot be listened at.
+        ConfigError: the port is not in 0 to 65535.
+        CommError: the address cannot be listened on.
 
     Example:
         >>> with MemoryServer() as server:
@@ -59,8 +59,8 @@ class MemoryServer:
             self._listener = socket.create_server((host, port), family=family)
         except OSError as error:
             raise CommError(
-                f"expected to listen at {host} port {port}, {error}; take another port, or a host that "
-                f"is this machine's"
+                f"expected to listen on {host} port {port}, got {error}; take another port, or an "
+                f"address of this machine"
             ) from error
         shown = f"[{host}]" if ":" in host else host
         self.address = f"tcp://{shown}:{self._listener.getsockname()[1]}"
@@ -71,22 +71,22 @@ class MemoryServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Serves in a thread of its own."""
+        """Serves in a background thread."""
         self._thread = threading.Thread(
             target=self.serve_forever, name="mspipe server", daemon=True
         )
         self._thread.start()
 
     def serve_forever(self) -> None:
-        """Serves until `close` is called from elsewhere."""
+        """Serves until another thread calls `close`."""
         while True:
             try:
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if self._is_closed:
                     return
-                _log.warning("%s: a client could not be let in: %s", self.address, error)
-                time.sleep(0.1)  # as when files are all in use, which does not end at once
+                _log.warning("%s: accepting a client failed: %s", self.address, error)
+                time.sleep(0.1)  # errors such as too many open files last for a while
                 continue
             wire = Wire(sock)
             with self._lock:
@@ -117,7 +117,7 @@ class MemoryServer:
         except EOFError:
             _log.debug("%s: a client left", self.address)
         except (OSError, RuntimeError, MemoryError) as error:
-            _log.warning("%s: hung up on a client: %s", self.address, error)
+            _log.warning("%s: closed a client's connection: %s", self.address, error)
         finally:
             with self._lock:
                 self._wires.discard(wire)
@@ -125,7 +125,7 @@ class MemoryServer:
             wire.close()
 
     def close(self) -> None:
-        """Hangs up on all clients and forgets the rows; does nothing the second time."""
+        """Disconnects all clients and stops serving; the rows are lost. May be called twice."""
         with self._lock:
             self._is_closed = True
             for wire in self._wires:
@@ -150,12 +150,12 @@ class MemoryServer:
 
 
 class _Table:
-    """Rows, and what the requests of a connection mean for them."""
+    """The rows, and the execution of requests on them."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # around all that changes rows
+        self._lock = threading.Lock()  # held by all changes of rows
         self._rows = LocalRows(0, torch.empty(0), torch.device("cpu"))
-        self._fresh: Tensor | None = None  # until the first client comes
+        self._fresh: Tensor | None = None  # set by the first client
         self._num_rows_made = 0
 
     @property
@@ -167,10 +167,10 @@ class _Table:
         return self._rows.version
 
     def parts(self, op: Op, first: int, second: int) -> list[Tensor]:
-        """Room for the tensors that follow a header.
+        """Empty tensors to receive what follows a header.
 
         Raises:
-            ConnectionError: no such message is expected; where it ends is not known then.
+            ConnectionError: the message is not a valid request, so that its end is unknown.
         """
         if op != Op.HELLO and self._fresh is None:
             raise ConnectionError(f"expected hello first, got {op.name}")
@@ -192,10 +192,10 @@ class _Table:
         return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
 
     def apply(self, op: Op, first: int, tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Does what is asked; a read is answered by a table and ids of its rows.
+        """Executes a request; for a read returns the table and the ids of the rows to send.
 
         Raises:
-            DataError: it cannot be done; nothing has changed.
+            DataError: the request is invalid; nothing has changed.
         """
         if op == Op.READ:
             self._check(tensors[0])
@@ -222,12 +222,12 @@ class _Table:
         elif num_rows not in (self._num_rows_made, self.num_rows):
             wrong = f"{self.num_rows} rows, got {num_rows}"
         elif not torch.equal(fresh.view(torch.int32), self._fresh.view(torch.int32)):
-            wrong = "rows that are the same at first, got others (is it another `start`?)"
+            wrong = "rows that are the same at first, got others (is `start` different?)"
         else:
             return
         raise DataError(
-            f"this server's table was made for another memory: expected {wrong}; use the sizes it was "
-            f"made with, or another server"
+            f"this server's table was made for another memory: expected {wrong}; use the sizes it "
+            f"was made with, or another server"
         )
 
     def _check(self, ids: Tensor) -> None:

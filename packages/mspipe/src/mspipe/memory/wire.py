@@ -1,4 +1,4 @@
-"""The messages between the clients of a row server and the server.
+"""Wire protocol between the clients of a row server and the server.
 
 A message is a header of 24 bytes and the raw bytes of tensors; both ends are little-endian:
 
@@ -7,7 +7,7 @@ A message is a header of 24 bytes and the raw bytes of tensors; both ends are li
     GROW  num_rows, 0
 
 The answer is OK num_rows, version, and after READ the rows; or ERROR bytes, 0 and a text. Nothing is
-pickled, and rows go from the socket straight into the tensor that the caller gets.
+pickled, and rows are received straight into the tensor that the caller gets.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch import Tensor
 __all__ = ["LIBC", "MAX_BYTES", "Op", "Wire"]
 
 MAX_BYTES = 1 << 32
-"""Of a request; a header that announces more is taken for damaged."""
+"""Maximum size of a request's tensors; a header that announces more is refused."""
 
 _MAGIC = b"MSP1"
 _HEADER = struct.Struct("<4sIQQ")
 _VOID = ctypes.c_void_p
-_MOST_PIECES = 1024  # of a call; the system's limit
+_MOST_PIECES = 1024  # buffers per call of writev, the system's IOV_MAX
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-"""The C library: its `writev` takes addresses as they are computed, without a Python object for each."""
+"""The C library: its `writev` takes an array of addresses without a Python object for each."""
 LIBC.writev.restype = ctypes.c_ssize_t
 
 
 class Op(enum.IntEnum):
-    """What a message is."""
+    """Kind of a message."""
 
     HELLO = 1
     READ = 2
@@ -55,15 +55,15 @@ _OPS = frozenset(Op)
 
 
 class Wire:
-    """One end of a connection: sends and receives messages, and raises `OSError` where it cannot.
+    """One end of a connection, which sends and receives messages and raises `OSError` on failure.
 
     Args:
-        sock: connected.
-        timeout_s: longest wait for the other end; None for ever.
+        sock: connected TCP socket.
+        timeout_s: seconds to wait for the other end at most; None waits forever.
     """
 
     def __init__(self, sock: socket.socket, timeout_s: float | None = None) -> None:
-        # The kernel's own timeouts, as Python's would ask the kernel twice for every piece.
+        # Timeouts of the kernel: Python's would cost a second system call for every piece.
         sock.settimeout(None)
         if timeout_s is not None:
             seconds, rest = divmod(timeout_s, 1)
@@ -75,21 +75,21 @@ class Wire:
         self._sock = sock
 
     def send(self, op: Op, first: int = 0, second: int = 0, payload: Iterable[Tensor] = ()) -> None:
-        """Sends a message; tensors are taken one by one, as soon as there is room for their bytes."""
+        """Sends a message; an iterator of tensors is advanced once the previous one is sent."""
         head = _HEADER.pack(_MAGIC, op, first, second)
         for tensor in payload:
             self._put(head, _bytes_of(tensor))
-            head = b""  # it went along with the first tensor
+            head = b""  # sent together with the first tensor
         if head:
             self._put(head)
 
     def send_rows(self, op: Op, first: int, second: int, table: Tensor, ids: Tensor) -> None:
-        """Sends a message with rows of a table, which the kernel reads where they lie.
+        """Sends a message with rows of a table, without copying them in this process.
 
         Args:
             op, first, second: as in `send`.
             table: float32 [num_rows, words] on the CPU, contiguous.
-            ids: int64 [n], of its rows.
+            ids: int64 [n], indices of the rows to send.
         """
         head = np.frombuffer(_HEADER.pack(_MAGIC, op, first, second), np.uint8)
         row_bytes = 4 * table.shape[1]
@@ -109,7 +109,7 @@ class Wire:
             ends = pieces[at : at + count, 1].cumsum()
             done = int(ends.searchsorted(sent, "right"))
             at += done
-            if done < count:  # the rest of a piece is to follow
+            if done < count:  # a piece was sent in part
                 rest = int(ends[done]) - sent
                 pieces[at, 0] += pieces[at, 1] - np.uint64(rest)
                 pieces[at, 1] = rest
@@ -127,11 +127,11 @@ class Wire:
         self._fill(memoryview(head))
         magic, op, first, second = _HEADER.unpack(head)
         if magic != _MAGIC or op not in _OPS:
-            raise ConnectionError(f"expected a message of mspipe's, got {bytes(head)!r}")
+            raise ConnectionError(f"expected a header of mspipe's protocol, got {bytes(head)!r}")
         return Op(op), first, second
 
     def receive(self, into: Tensor) -> Tensor:
-        """Fills a contiguous tensor with what follows."""
+        """Fills a contiguous tensor with the bytes that follow."""
         self._fill(_bytes_of(into))
         return into
 
@@ -143,12 +143,12 @@ class Wire:
             buffer = buffer[got:]
 
     def shut(self) -> None:
-        """Ends both directions; whoever waits in another thread wakes."""
-        with suppress(OSError):  # where the other end was quicker
+        """Shuts down both directions, which wakes threads that wait on the socket."""
+        with suppress(OSError):  # the other end may have closed it already
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Gives the socket back."""
+        """Closes the socket."""
         self._sock.close()
 
 

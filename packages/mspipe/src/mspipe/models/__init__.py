@@ -1,4 +1,4 @@
-"""Models of nodes that remember: TGN, JODIE and APAN, with the equations of TGL's forms."""
+"""Temporal graph models with node memory: TGN, JODIE and APAN, with the equations of TGL."""
 
 from mspipe.models.apan import APAN
 from mspipe.models.base import LinkHead, MemoryModel, TimeEncoding, Updated, mail_dim

@@ -1,4 +1,4 @@
-"""APAN: mail goes to neighbours when it is sent, so that answering needs no neighbours at all."""
+"""APAN: mail is sent to neighbours in advance, so that embedding a root needs no neighbours."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class APAN(MemoryModel):
     """Attention over a mailbox (arXiv 2011.11545).
 
     s <- ReLU(MLP(LN(sum a v + s))), where a = softmax(leaky_relu(q . k)), q = W_q s and k, v = W [mail |
-    Phi(time of the newest mail - its own)]; the embedding is LN(s). An event's message goes to both ends
-    and to the neighbours that were sampled for them; a node keeps the newest `slots`. Departure from
-    TGL's form: every receiver's mailbox moves on, where there only that of the ends does and a neighbour's
-    newest message replaces the one before it for ever.
+    Phi(time of the newest mail - its own)]; the embedding is LN(s). An event's message goes to both
+    ends and to the neighbours sampled for them; a node keeps the newest `slots`. Departure from
+    TGL's form: every receiver's mailbox advances by a slot per message; in TGL only those of the
+    ends do, and a neighbour's new message always overwrites its previous one.
 
     Args:
-        dim: numbers of states and embeddings.
-        edge_dim: of an event's features.
-        time_dim: of encoded time; `dim` by default.
-        slots: messages a node keeps.
-        fanout: neighbours that mail goes to.
-        num_heads: divides `dim`.
-        dropout: share of the mailbox's weights that is dropped in training.
-        slope: of negative scores.
+        dim: width of states and embeddings; a multiple of `num_heads`.
+        edge_dim: width of an event's features.
+        time_dim: width of encoded time; `dim` by default.
+        slots: number of messages that a node keeps.
+        fanout: number of neighbours that mail is sent to.
+        num_heads: number of attention heads.
+        dropout: share of the attention weights that is dropped in training.
+        slope: slope of the leaky ReLU on scores for negative ones.
     """
 
     writes_neighbors = True
@@ -68,7 +68,7 @@ class APAN(MemoryModel):
         self.dropout = nn.Dropout(dropout)
 
     def update(self, state: State) -> Updated:
-        """Reads the mailboxes of rows that have mail."""
+        """Updates the states of rows that have mail by attention over their mailboxes."""
         has_mail, newest = newest_mail(state)
         rows = has_mail.nonzero()[:, 0]
         old, times = state.memory[rows], state.mail_times[rows]
@@ -92,7 +92,7 @@ class APAN(MemoryModel):
         return self.norm(F.embedding(sampled.roots.to(updated.memory.device), updated.memory))
 
     def writes(self, sampled: Sampled, num_events: int) -> Int64[Tensor, " num_written"]:
-        """The ends of events, and the neighbours that mail goes to."""
+        """The ends of events, and the neighbours that mail is sent to."""
         ends = 2 * num_events
         near = sampled.neighbors[: int(sampled.starts[ends])]
         return torch.unique(torch.cat([sampled.roots[:ends], near]))
@@ -100,7 +100,7 @@ class APAN(MemoryModel):
     def num_new(
         self, sampled: Sampled, rows: Int64[Tensor, " num_written"], num_events: int
     ) -> Int64[Tensor, " num_written"]:
-        """Of each row that is written, how many of its messages come from the batch."""
+        """For each row that is written, the number of its messages that come from the batch."""
         received = torch.bincount(_deliveries(sampled, num_events)[1], minlength=len(sampled.nodes))
         return received[rows].clamp(max=self.slots)
 
@@ -113,9 +113,9 @@ class APAN(MemoryModel):
         event_times: Shaped[Tensor, " num_events"],
         event_rows: Float[Tensor, "num_events edge_dim"],
     ) -> State:
-        """The states of ends, and the mailboxes of all who receive mail."""
+        """The states of ends, and the mailboxes of all nodes that receive mail."""
         count, memory, device = len(event_times), updated.memory.detach(), updated.memory.device
-        # Only ends are written anew; who only receives mail keeps the state that was read.
+        # Only ends get a new state; nodes that only receive mail keep the state that was read.
         is_end = torch.zeros(len(sampled.nodes), dtype=torch.bool, device=device)
         is_end[sampled.roots[: 2 * count].to(device)] = True
         kept = torch.where(is_end[:, None], memory, state.memory)[rows]
@@ -138,7 +138,7 @@ class APAN(MemoryModel):
         event_times: Tensor,
         event_rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """The newest `slots` messages of each row, oldest first, of those it has and those that come."""
+        """The newest `slots` of each row's old and new messages, oldest first."""
         count, device = len(event_times), memory.device
         ends = sampled.roots[: 2 * count].to(device)
         event = torch.arange(2 * count) % count
@@ -151,7 +151,8 @@ class APAN(MemoryModel):
         new_times = event_times.double()[event][root]
         old_times = state.mail_times[rows].flatten().cpu()
         times = torch.cat([old_times, new_times])
-        # By row, then by time, then old ones first and new ones by event: stable sorts from behind.
+        # Stable sorts, least significant key first: by row, by time, then old ones before new ones
+        # by event.
         arrival = torch.cat([torch.full((num_old,), -1), event[root]])
         order = arrival.argsort(stable=True)
         order = order[times[order].argsort(stable=True)]
@@ -164,11 +165,12 @@ class APAN(MemoryModel):
 
 def _deliveries(sampled: Sampled, count: int) -> tuple[Tensor, Tensor]:
     """Roots whose messages are sent, and the rows that receive them."""
-    # To neighbours once each, and then to the ends, whose own messages are to stay longest.
+    # Once to each neighbour, then to the ends, so that of equal times the ends' own messages are
+    # kept longest.
     root = torch.arange(2 * count).repeat_interleave(sampled.starts[: 2 * count + 1].diff())
     near, ends = sampled.neighbors[: len(root)], sampled.roots[: 2 * count]
     num_rows = len(sampled.nodes)
-    # One that meets itself sends one message, not two.
+    # An event of a node with itself sends one message, not two.
     is_sender = torch.ones(2 * count, dtype=torch.bool)
     is_sender[count:] = ends[:count] != ends[count:]
     is_other = (near != ends[root]) & is_sender[root]

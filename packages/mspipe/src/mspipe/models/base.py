@@ -1,4 +1,4 @@
-"""What the pipeline asks of a model, and what all models share."""
+"""The interface between pipeline and models, and the parts that all models share."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ class LinkHead(nn.Module):
     def forward(
         self, src: Float[Tensor, "*n dim"], dst: Float[Tensor, "*m dim"]
     ) -> Float[Tensor, " *both"]:
-        """A logit a pair; shapes broadcast."""
+        """A logit per pair; shapes broadcast."""
         return self.out(F.relu(self.src(src) + self.dst(dst)))[..., 0]
 
 
 class MemoryModel(nn.Module, ABC):
-    """A model of nodes that remember: applies mail, embeds roots, and sends mail.
+    """A model with node memory: applies mail, embeds roots, and sends mail.
 
     Args:
         dim: width of a state and of an embedding.
@@ -82,8 +82,8 @@ class MemoryModel(nn.Module, ABC):
         dim, edge_dim: as given.
         mail_dim: width of a message.
         slots: number of messages that a node keeps.
-        fanout: most neighbours that the model reads; 0 for none.
-        writes_neighbors: whether others than the ends of events are written.
+        fanout: maximum number of neighbours per node that the model uses; 0 for none.
+        writes_neighbors: whether rows of nodes other than the ends of events are written.
         head: scores links.
 
     Raises:
@@ -106,7 +106,7 @@ class MemoryModel(nn.Module, ABC):
 
     @abstractmethod
     def update(self, state: State) -> Updated:
-        """Applies the mail of rows to their memory; a row without mail keeps what it has."""
+        """Applies the mail of rows to their memory; a row without mail is unchanged."""
 
     @abstractmethod
     def embed(
@@ -115,13 +115,13 @@ class MemoryModel(nn.Module, ABC):
         """Embeds the roots at their times."""
 
     def writes(self, sampled: Sampled, num_events: int) -> Int64[Tensor, " num_written"]:
-        """Rows of `sampled.nodes` that a batch writes, rising: those of its events' ends."""
+        """Indices of the `sampled.nodes` that a batch writes, ascending: its events' ends."""
         return torch.unique(sampled.roots[: 2 * num_events])
 
     def num_new(
         self, sampled: Sampled, rows: Int64[Tensor, " num_written"], num_events: int
     ) -> Int64[Tensor, " num_written"]:
-        """Of each row that is written, how many of its messages come from the batch."""
+        """For each row that is written, the number of its messages that come from the batch."""
         del sampled, num_events
         return torch.ones_like(rows)
 
@@ -134,22 +134,22 @@ class MemoryModel(nn.Module, ABC):
         event_times: Shaped[Tensor, " num_events"],
         event_rows: Float[Tensor, "num_events edge_dim"],
     ) -> State:
-        """What is written for `rows`: the updated states, and mail of each node's last event.
+        """New values of `rows`: the updated states, and mail of each node's last event.
 
-        As TGL does it, a message is taken when it is sent: [own state | other end's | features], both
-        updated. Nothing of it carries gradients.
+        As in TGL, a message is computed when it is sent: [own state | other end's state |
+        features], with updated states and without gradients.
 
         Args:
-            sampled: whose first roots are the events' sources and destinations.
-            rows: what `writes` gave.
-            state: as it was read.
-            updated: what `update` made of it.
-            event_times: of the batch's events, which are in order of time.
-            event_rows: their features.
+            sampled: the sample; its first roots are the events' sources, then destinations.
+            rows: the result of `writes`.
+            state: the rows of `sampled.nodes` as read.
+            updated: the result of `update` for them.
+            event_times: times of the batch's events, in order of time.
+            event_rows: features of the events.
         """
         count = len(event_times)
         memory = updated.memory.detach()
-        # The sample lies on the CPU, wherever the model is.
+        # The sample is on the CPU, whatever the model's device.
         own, other, event = (
             part.to(memory.device) for part in last_events(sampled, rows.cpu(), count)
         )
@@ -163,9 +163,9 @@ class MemoryModel(nn.Module, ABC):
 def last_events(
     sampled: Sampled, rows: Int64[Tensor, " num_written"], num_events: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row its last event in a batch: its own row, that of the other end, and which event.
+    """For each row its last event in a batch: its own row, the other end's row, and the event.
 
-    Events are in order of time; of one that meets itself the destination counts.
+    Events are in order of time; for an event of a node with itself the destination counts.
     """
     src, dst = sampled.roots[: 2 * num_events].view(2, num_events)
     ends = torch.stack([src, dst], 1)
@@ -178,6 +178,6 @@ def last_events(
 
 
 def newest_mail(state: State) -> tuple[Tensor, Tensor]:
-    """Which rows have mail, and the time of their newest."""
+    """Which rows have mail, and the time of each row's newest message."""
     times = state.mail_times if state.mail_times.ndim == 1 else state.mail_times.amax(1)
     return times != NO_MAIL, times

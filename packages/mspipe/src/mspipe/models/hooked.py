@@ -1,8 +1,9 @@
-"""A model with its memory as one module, for training loops that sample by themselves.
+"""A model with its memory as one module, for training loops that do their own sampling.
 
-Such a loop, gnnflow's `ContinualTrainer` for one, samples neighbours of events, asks the module for
-embeddings, and tells it once of each event afterwards. The hooks are `reset_state`, `commit`, `state` and
-`load_state`; what is sampled is a `TemporalBlock` a hop, so that neither package knows the other.
+Such a loop, for example gnnflow's `ContinualTrainer`, samples neighbours of events, calls the
+module for embeddings, and afterwards passes each event once to `commit`. The other hooks are
+`reset_state`, `state` and `load_state`. Samples are `TemporalBlock`s, one per hop, so that neither
+package depends on the other.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ __all__ = ["Hooked"]
 
 
 class Hooked(nn.Module):
-    """TGN or JODIE over samples of others, remembering what it is told of.
+    """TGN or JODIE with its memory, for externally sampled blocks.
 
     Args:
-        model: one that sends mail to the ends of events only.
-        memory: its rows; made to grow with the nodes that come.
+        model: a model that sends mail only to the ends of events.
+        memory: the model's memory; grows when new nodes appear.
 
     Attributes:
-        layout, uses_time, dim, num_layers: what a loop asks a model for.
+        layout, uses_time, dim, num_layers: read by the training loop.
 
     Raises:
-        ConfigError: the model's mail needs neighbours when it is sent, as APAN's does, or the memory is
-            not for it.
+        ConfigError: the model sends mail to neighbours, as APAN does, or the memory's layout does
+            not match the model.
     """
 
     layout: Literal["mfg"] = "mfg"
@@ -45,7 +46,7 @@ class Hooked(nn.Module):
         if model.slots != 1:
             raise ConfigError(
                 f"Hooked: expected a model that keeps one message a node, such as TGN, got "
-                f"{type(model).__name__}, whose mail goes to neighbours; train it by a Pipeline"
+                f"{type(model).__name__}, which sends mail to neighbours; train it with a Pipeline"
             )
         layout = memory.layout
         if (layout.dim, layout.mail_dim, layout.slots) != (model.dim, model.mail_dim, 1):
@@ -56,9 +57,9 @@ class Hooked(nn.Module):
         """Embeds the roots.
 
         Args:
-            sample: whose `layers[0]` is a `TemporalBlock`.
-            inputs: whose `edges[0]` has `values` and `index`, one a sampled edge; not looked at where
-                the model has no features of edges.
+            sample: an object whose `layers[0]` is a `TemporalBlock`.
+            inputs: an object whose `edges[0]` has `values`, rows of features, and `index`, the row
+                of each sampled edge; ignored if the model has no edge features.
 
         Raises:
             DataError: features are missing or of another width.
@@ -76,15 +77,16 @@ class Hooked(nn.Module):
         return self.model.embed(sampled, updated, edge_rows)
 
     def reset_state(self) -> None:
-        """Forgets everything."""
+        """Resets the memory."""
         self.memory.reset()
 
     @torch.no_grad()
     def commit(self, events: Any) -> None:
-        """Remembers events: applies the mail of their ends, and leaves them new one.
+        """Updates the memory with events: applies the mail of their ends, then sends new mail.
 
         Args:
-            events: with `src`, `dst`, `t` and `features`, by time; each is told once, in order.
+            events: an object with `src`, `dst`, `t` and `features`, by time; each event is to be
+                committed once, in order.
         """
         if not len(events):
             return
@@ -102,14 +104,14 @@ class Hooked(nn.Module):
         self.memory.write(nodes, *new)
 
     def state(self) -> dict[str, Tensor]:
-        """What is remembered, as a copy."""
+        """A copy of the memory."""
         return self.memory.snapshot()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Remembers what `state` gave, and nothing else."""
+        """Restores the memory from a result of `state`."""
         self.memory.restore(state)
 
     def _grow(self, nodes: Tensor) -> None:
-        # A root may be any id at all; one that memory has never met gets a fresh row.
+        # A root may have any id; a new node gets an initial row.
         if len(nodes) and int(nodes[-1]) >= self.memory.num_nodes:
             self.memory.grow(max(int(nodes[-1]) + 1, 3 * self.memory.num_nodes // 2))

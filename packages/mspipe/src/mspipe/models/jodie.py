@@ -13,14 +13,14 @@ __all__ = ["JODIE"]
 
 
 class JODIE(RecurrentModel):
-    """A plain recurrent cell over mail, and a state that drifts with the time since (arXiv 1908.01207).
+    """A plain recurrent cell over mail, and a state that drifts over time (arXiv 1908.01207).
 
-    The embedding is LN(s) (1 + w (t - t of s) / (t + 1) + b), as TGL has it.
+    The embedding is LN(s) (1 + w (t - t of s) / (t + 1) + b), as in TGL.
 
     Args:
-        dim: numbers of states and embeddings.
-        edge_dim: of an event's features.
-        time_dim: of encoded time; `dim` by default.
+        dim: width of states and embeddings.
+        edge_dim: width of an event's features.
+        time_dim: width of encoded time; `dim` by default.
     """
 
     def __init__(self, dim: int = 100, edge_dim: int = 0, *, time_dim: int | None = None) -> None:

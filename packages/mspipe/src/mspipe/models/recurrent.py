@@ -1,4 +1,4 @@
-"""A recurrent memory: what TGN and JODIE have in common."""
+"""A recurrent memory, the common base of TGN and JODIE."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["RecurrentModel"]
 
 
 class RecurrentModel(MemoryModel):
-    """s <- cell([mail | Phi(time of the mail - time of the memory)], s), once a node.
+    """s <- cell([mail | Phi(time of the mail - time of the memory)], s), once per node.
 
-    The span ends at the mail and not at the query, as in TGN's paper: one value a node, so that the
-    cell runs on different nodes only and not on every occurrence.
+    The time span ends at the mail, not at the query, as in TGN's paper: it has one value per node,
+    so that the cell runs once per distinct node instead of once per occurrence.
     """
 
     def __init__(self, dim: int, edge_dim: int, time_dim: int, cell: type[nn.Module]) -> None:

@@ -19,18 +19,19 @@ __all__ = ["TGN", "NeighborAttention"]
 
 
 class NeighborAttention(nn.Module):
-    """Temporal attention over sampled neighbours, projecting nothing once an edge.
+    """Temporal attention over sampled neighbours, without projections per edge.
 
-    q = W_q [h_v | Phi(0)], k and v = W [h_u | e | Phi(dt)], out = LN(ReLU(W_o [sum a v | h_v])), as TGL's
-    layer. Since q . (W_k x) = (q W_k) . x and sum a (W_v x) = W_v (sum a x), keys and values are projected
-    once a root.
+    q = W_q [h_v | Phi(0)], k and v = W [h_u | e | Phi(dt)], out = LN(ReLU(W_o [sum a v | h_v])), as
+    TGL's layer. Since q . (W_k x) = (q W_k) . x and sum a (W_v x) = W_v (sum a x), keys and values
+    are projected once per root.
 
     Args:
-        dim: numbers of states and embeddings; divided by `num_heads`.
-        edge_dim, time_dim: of an edge's features and encoded time.
-        num_heads: heads.
+        dim: width of states and embeddings; a multiple of `num_heads`.
+        edge_dim: width of an edge's features.
+        time_dim: width of encoded time.
+        num_heads: number of attention heads.
         dropout: share of the output that is dropped in training.
-        slope: of negative scores.
+        slope: slope of the leaky ReLU on scores for negative ones.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class NeighborAttention(nn.Module):
         self.num_heads, self.slope = num_heads, slope
         self.time = TimeEncoding(time_dim)
         self.query = nn.Linear(dim + time_dim, dim)
-        # Scores are not divided by the root of a head's width, so that queries start that much smaller.
+        # Scores are not divided by the square root of a head's width; initial queries are instead.
         with torch.no_grad():
             for parameter in self.query.parameters():
                 parameter /= (dim // num_heads) ** 0.5
@@ -66,7 +67,7 @@ class NeighborAttention(nn.Module):
     ) -> Float[Tensor, "num_roots dim"]:
         """Embeds the roots."""
         device = memory.device
-        # Many roots are the same node: what depends on it alone is computed once.
+        # Many roots are the same node: terms that depend on the node alone are computed once.
         nodes, place = torch.unique(sampled.roots.to(device), return_inverse=True)
         own = F.embedding(nodes, memory)
         now = self.time(torch.zeros((), dtype=torch.float64, device=device))
@@ -87,7 +88,7 @@ class NeighborAttention(nn.Module):
         )
         weight = self.value.weight.unflatten(0, (self.num_heads, -1))
         summed = torch.einsum("rhi,hdi->rhd", mixed, weight).flatten(1)
-        # Shares sum to 1, or to 0 where there are no neighbours.
+        # Attention weights sum to 1, or to 0 for a root without neighbours.
         summed = summed + (sampled.starts.diff() > 0).to(device)[:, None] * self.value.bias
         of_sum, of_own = self.out.weight.split([summed.shape[1], own.shape[1]], 1)
         out = F.linear(summed, of_sum) + F.embedding(place, F.linear(own, of_own, self.out.bias))
@@ -98,12 +99,12 @@ class TGN(RecurrentModel):
     """A GRU over mail, read through attention over the newest neighbours (arXiv 2006.10637).
 
     Args:
-        dim: numbers of states and embeddings.
-        edge_dim: of an event's features.
-        time_dim: of encoded time; `dim` by default.
-        fanout: neighbours looked at.
-        num_heads: divides `dim`.
-        dropout: share of the embedding's last step that is dropped in training.
+        dim: width of states and embeddings; a multiple of `num_heads`.
+        edge_dim: width of an event's features.
+        time_dim: width of encoded time; `dim` by default.
+        fanout: number of neighbours that a root attends to.
+        num_heads: number of attention heads.
+        dropout: share of the attention layer's output that is dropped in training.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class TGN(RecurrentModel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Edges:
-    """What attention reads of a sample: each neighbour by the edge that led to it."""
+    """Input of the attention kernel: each sampled neighbour with its edge's features and time."""
 
     starts: Int64[Tensor, " num_roots_and_1"]
     neighbors: Int64[Tensor, " num_sampled"]

@@ -1,4 +1,4 @@
-"""What ran when: the stages of a few iterations, one run above the other."""
+"""Timeline figure of runs: the stages of a few iterations, one run above the other."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mspipe.planner import STAGES
 
 __all__ = ["draw"]
 
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, which is safe for colour-blind readers.
 _COLOURS = dict(zip(STAGES, ["#56B4E9", "#999999", "#0072B2", "#D55E00", "#009E73"], strict=True))
 _LANES = {"sample": 3, "features": 2, "memory": 2, "train": 1, "write": 0}
 _NAMES = ["write back", "train", "fetch", "sample"]
 
 
 def draw(reports: Mapping[str, Report], path: Path, title: str, num_iterations: int = 6) -> None:
-    """Draws each run from its middle on, all for as long as one of them takes for some iterations.
+    """Draws each run from its middle on, for the same length of time.
 
     Args:
-        reports: by the name that stands above.
-        path: an SVG.
-        title: of the picture.
-        num_iterations: of the slowest run.
+        reports: reports of the runs, by the title of each one's row.
+        path: SVG file to write.
+        title: title of the figure.
+        num_iterations: length of the time shown, in iterations of the slowest run.
     """
     figure = Figure(figsize=(9, 0.7 + 1.7 * len(reports)), layout="constrained")
     figure.suptitle(title, fontsize=10)

@@ -1,4 +1,4 @@
-"""An iteration: what goes through the stages, and what comes out."""
+"""Data of an iteration as it passes through the stages, and its output."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Iteration", "Output"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """What an iteration gives.
+    """Loss and logits of an iteration.
 
     Attributes:
-        loss: mean of -log(sigmoid) of events, plus that of negatives' complements; of several workers
-            each has its share, and their mean is the batch's.
-        pos: [num_events], logits.
-        neg: [num_events, num_negatives], logits.
-        batch: what was looked at: of several workers that train, this one's slice.
+        loss: mean of -log(sigmoid(pos)) plus mean of -log(1 - sigmoid(neg)); with several workers
+            each has the share of its slice, scaled so that their mean is the batch's loss.
+        pos: [num_events], logits of the events.
+        neg: [num_events, num_negatives], logits of their negatives.
+        batch: the batch; when several workers train, this one's slice of it.
     """
 
     loss: Float[Tensor, ""]
@@ -34,20 +34,25 @@ class Output:
 
 @dataclass(slots=True, eq=False)
 class Iteration:
-    """An iteration on its way through the stages.
+    """State of an iteration between the stages.
 
     Attributes:
-        batch: this worker's slice; num_events counts those of all slices, and
-            fingerprint identifies the whole batch where there are several workers.
-        writes: rows of the sample that this worker writes.
-        written, written_owners: nodes that the batch writes, whoever does; and as `owners`.
-        owners: the iteration that writes a row last before this one, or -1.
-        places: where among the nodes which that iteration writes.
-        features: of the sampled edges, and of the slice's events.
-        rows: of the sample's nodes, as fetched.
-        num_committed: iterations whose writes were in the store then.
-        similar: places of stale rows, which nodes are asked for them, and those nodes' rows.
-        arrived, computed: on a GPU, that what was fetched is there, and that what is written is.
+        index: number of the iteration in its run.
+        batch: this worker's slice of the batch.
+        num_events: number of events of all slices.
+        sampled: the slice's roots and sampled neighbours.
+        writes: indices into `sampled.nodes` of the rows that this worker writes.
+        written: nodes that the whole batch writes.
+        written_owners: for each of `written` the previous iteration that writes it, or -1.
+        owners: for each of `sampled.nodes` the previous iteration that writes it, or -1.
+        places: for each of `sampled.nodes` its index among the nodes that its owner writes.
+        features: features of the sampled edges, and of the slice's events.
+        rows: rows of `sampled.nodes`, as fetched.
+        num_committed: number of iterations whose writes were in the store at the fetch.
+        similar: indices of stale rows, the nodes similar to each, and those nodes' rows.
+        fingerprint: sums that identify the whole batch; None for a single worker.
+        arrived: on a GPU, event after which the fetched tensors are there.
+        computed: on a GPU, event after which the rows to write are computed.
     """
 
     index: int
@@ -69,10 +74,10 @@ class Iteration:
 
     @property
     def num_dropped(self) -> int:
-        """Rows that it writes without having seen a write before."""
+        """Number of written rows whose previous write was not in the store at the fetch."""
         return int((self.written_owners >= self.num_committed).sum())
 
     @property
     def is_missing(self) -> Bool[Tensor, " num_rows"]:
-        """Rows that an iteration writes which was not in the store."""
+        """Which rows have a last write that was not in the store at the fetch."""
         return self.owners >= self.num_committed

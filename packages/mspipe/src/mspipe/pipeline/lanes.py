@@ -1,4 +1,4 @@
-"""Threads that hand items on in order, through lanes of bounded length, and stop together."""
+"""Stage threads that pass items on through bounded queues (lanes) and stop together."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
-    """The threads were stopped; ends a thread, and never leaves this module and its caller."""
+    """Raised in a waiting thread when the threads are stopped, to end it."""
 
 
 class Lane:
-    """Items in order, at most `room` of them waiting."""
+    """A first-in, first-out queue of at most `room` items."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -28,10 +28,9 @@ class Lane:
 
 
 class StageThreads:
-    """The threads of the stages, and one lock around all that they share.
+    """The threads of the stages, and one lock around their shared state.
 
-    What any of them raises stops all, and is raised by whoever waits next in the caller's thread, with
-    a note of where it came from.
+    An exception in any thread is kept in `error` and stops all: waits then raise `Stopped`.
     """
 
     def __init__(self) -> None:
@@ -41,14 +40,14 @@ class StageThreads:
         self._threads: list[threading.Thread] = []
 
     def start(self, name: str, work: Callable[[], None]) -> None:
-        """Runs `work` in a thread of its own."""
+        """Runs `work` in a new thread."""
 
         def run() -> None:
             try:
                 work()
             except Stopped:
                 pass
-            except BaseException as error:  # noqa: BLE001, whatever it is belongs to the caller
+            except BaseException as error:  # noqa: BLE001, raised in the caller's thread
                 with self.changed:
                     self.error = self.error or error
                     self.is_stopped = True
@@ -61,11 +60,12 @@ class StageThreads:
     def wait(
         self, until: Callable[[], bool], deadline: Callable[[], float | None] | None = None
     ) -> float:
-        """Waits for something that others bring about, or for a deadline that may move.
+        """Waits for a condition that other threads bring about, or for a deadline that may move.
 
         Args:
-            until: asked under the lock, whenever something has changed.
-            deadline: a time of `time.perf_counter` at which to stop waiting; None for never.
+            until: the condition; called under the lock after every change.
+            deadline: returns the time of `time.perf_counter` at which to stop waiting, None for
+                never; called again after every change.
 
         Returns:
             Seconds waited.
@@ -88,19 +88,19 @@ class StageThreads:
         return time.perf_counter() - begin
 
     def tell(self, change: Callable[[], None] = lambda: None) -> None:
-        """Changes something under the lock, and wakes whoever waits for it."""
+        """Applies a change under the lock and wakes all waiting threads."""
         with self.changed:
             change()
             self.changed.notify_all()
 
     def put(self, lane: Lane, item: Any) -> float:
-        """Adds an item once there is room; seconds waited."""
+        """Adds an item once there is room; returns the seconds waited."""
         waited = self.wait(lambda: len(lane.items) < lane.room)
         self.tell(lambda: lane.items.append(item))
         return waited
 
     def take(self, lane: Lane) -> tuple[Any, float]:
-        """The next item and seconds waited for it; None at the end of a closed lane."""
+        """The next item, None at the end of a closed lane, and the seconds waited for it."""
         waited = self.wait(lambda: bool(lane.items) or lane.is_closed)
         with self.changed:
             item = lane.items.popleft() if lane.items else None
@@ -108,14 +108,14 @@ class StageThreads:
         return item, waited
 
     def close(self, lane: Lane) -> None:
-        """Says that no item follows."""
+        """Marks the end of the items."""
         self.tell(lambda: setattr(lane, "is_closed", True))
 
     def stop(self, timeout_s: float) -> None:
-        """Stops all threads and waits for them, however long: one that still writes may not be left alone.
+        """Stops all threads and waits for them without limit, as one may still write to the store.
 
         Args:
-            timeout_s: after which a warning says for whom.
+            timeout_s: seconds after which a warning names the threads still running.
         """
         self.tell(lambda: setattr(self, "is_stopped", True))
         deadline = time.perf_counter() + timeout_s
@@ -123,6 +123,6 @@ class StageThreads:
             thread.join(max(0.0, deadline - time.perf_counter()))
         alive = [thread.name for thread in self._threads if thread.is_alive()]
         if alive:
-            _log.warning("waiting for %s: a stage does not come back", ", ".join(alive))
+            _log.warning("waiting for %s: a stage has not returned", ", ".join(alive))
         for thread in self._threads:
             thread.join()

@@ -1,8 +1,9 @@
-"""Stale states mixed with those of similar nodes that are fresher, after MSPipe.
+"""Staleness mitigation after MSPipe: stale states mixed with fresher ones of similar nodes.
 
-Among the roots of a batch, those whose memory is older than that of 99 % of them take part of their
-state from the nodes that met most of the same others. How much is fitted as training goes: what a
-missing write brings is known a moment later, and the weight is the one that would have come closest.
+Roots of a batch whose memory is older than that of 99 % of the roots are mixed with the states of
+nodes that met most of the same neighbours. The weight is fitted during training by least squares:
+the writes that a stale state missed are known shortly afterwards, and the weight is the one whose
+mixes would have been closest to the true states.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ _NUM_BANDS, _BAND_ROWS, _BESIDE = 16, 2, 8
 
 
 class Mitigation:
-    """Finds what is most stale in a batch, and mixes it.
+    """Finds the stalest states of a batch and mixes them with those of similar nodes.
 
     Args:
-        events: of the past; whom a node met in them makes it similar to others.
-        num_similar: nodes that are asked, at most.
-        quantile: of the roots' spans since their memory's time, above which they are mixed.
-        weight: of the own state in the mix; None fits it.
-        decay: of what was fitted before, an iteration.
-        seed: of the hashes.
+        events: past events; nodes that met the same neighbours in them are similar.
+        num_similar: maximum number of similar nodes that a state is mixed with.
+        quantile: quantile of the ages of the roots' memory, in [0, 1), above which they are mixed.
+        weight: weight of a node's own state in the mix, in [0, 1]; None fits it.
+        decay: factor in [0, 1) on the sums of earlier fits at each `fit`.
+        seed: seed of MinHash.
 
     Attributes:
-        similar: int64 [num_nodes, num_similar], -1 where there is none.
+        similar: int64 [num_nodes, num_similar], the most similar first, padded with -1.
 
     Raises:
         ConfigError: a number is out of range.
@@ -62,7 +63,7 @@ class Mitigation:
 
     @property
     def weight(self) -> float:
-        """Of the own state; 1 as long as nothing is known that would be nearer."""
+        """Weight of a node's own state in the mix; 1 until something is fitted."""
         if self._given is not None:
             return self._given
         return min(1.0, max(0.0, self._dot / self._square)) if self._square > 0 else 1.0
@@ -70,15 +71,15 @@ class Mitigation:
     def asked(
         self, nodes: Int64[Tensor, " num_rows"], is_root: Bool[Tensor, " num_rows"], age: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Rows that are stale among the roots, and nodes that are asked for them.
+        """The stale roots of a batch, and the nodes similar to each.
 
         Args:
-            nodes: of a batch.
+            nodes: nodes of a batch.
             is_root: which of them are roots whose state was written before.
-            age: [num_rows], from the memory's time to the latest event that asks.
+            age: [num_rows], time from the node's memory to the batch's last event.
 
         Returns:
-            Places in `nodes` [num_stale], and nodes [num_stale, num_similar], -1 for none.
+            Indices into `nodes` [num_stale], and nodes [num_stale, num_similar], padded with -1.
         """
         roots = (is_root & (nodes < len(self.similar))).nonzero()[:, 0]
         if not len(roots):
@@ -90,15 +91,16 @@ class Mitigation:
     def mixed(
         self, own: Float[Tensor, "n dim"], times: Tensor, others: State, is_there: Tensor
     ) -> tuple[Float[Tensor, "n dim"], Bool[Tensor, " n"], Float[Tensor, "n dim"]]:
-        """Mixes states with the mean of those of similar nodes that are fresher.
+        """Mixes states with the mean state of those similar nodes that are fresher.
 
         Args:
-            own: stale states, and their times [n].
-            others: of the similar nodes, [n * num_similar].
-            is_there: [n, num_similar], whether a node is similar.
+            own: stale states.
+            times: [n], their times.
+            others: states of the similar nodes, [n * num_similar] rows.
+            is_there: [n, num_similar], false for padding in `others`.
 
         Returns:
-            The states; which of them were mixed; and the means.
+            The states, mixed where a similar node is fresher; which ones were mixed; the means.
         """
         count, num_similar = is_there.shape
         is_fresher = is_there & (others.memory_times.view(count, num_similar) > times[:, None])
@@ -116,17 +118,18 @@ class Mitigation:
         mean: Float[Tensor, "n dim"],
         fresh: Float[Tensor, "n dim"],
     ) -> None:
-        """Takes in what stale states and the means of others were, and what the states are in truth."""
+        """Updates the weight from stale states, means of similar nodes' states, and true states."""
         apart = (stale - mean).double()
         self._dot = self._decay * self._dot + float(((fresh - mean).double() * apart).sum())
         self._square = self._decay * self._square + float((apart * apart).sum())
 
 
 def similar_nodes(events: Events, num_similar: int, seed: int = 0) -> Int64[Tensor, "nodes k"]:
-    """Of each node those that met most of the same others: the most similar first, -1 for none.
+    """For each node the nodes that met most of the same neighbours, the most similar first.
 
-    Jaccard similarity by MinHash (Broder, 1997): each band of hashes puts nodes with equal values side by
-    side, the next few there are candidates, and the share of equal hashes ranks them. O(nodes).
+    Jaccard similarity by MinHash (Broder, 1997): nodes are sorted by each band of hashes, the next
+    few nodes of an equal band are candidates, and the share of equal hashes ranks them. Rows are
+    padded with -1. O(events + nodes log nodes).
     """
     num_nodes, num_hashes = events.num_nodes, _NUM_BANDS * _BAND_ROWS
     if not num_nodes:

@@ -1,10 +1,10 @@
-"""Training of a model with memory, its five stages overlapped without changing an answer.
+"""Pipelined training of a model with memory: five stages overlapped, with exact results by default.
 
-After MSPipe (arXiv 2402.15113): sample, fetch features, fetch memory, train, write back, each on its own
-resource. Memory that an iteration needs may still be on its way out when it is fetched. MSPipe fetches
-stale memory, as little stale as costs no time. `forward`, the default, is exact instead: which iteration
-writes a row last is known when that iteration is sampled, and what it writes is known before its
-backward pass, so that such rows are handed on here and never fetched.
+After MSPipe (arXiv 2402.15113): sample, fetch features, fetch memory, train and write back, each on
+its own resource. A fetch may need rows whose write is still under way. MSPipe then fetches stale
+memory, with the least staleness that costs no time. `forward`, the default, is exact instead: the
+last writer of a row is known once that iteration is sampled, and the rows it writes are known
+before its backward pass, so that later iterations take such rows from it, not from the store.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ from shared.errors import ConfigError
 
 __all__ = ["Pipeline"]
 
-_ROOM = 2  # iterations that wait between two stages
+_ROOM = 2  # maximum number of iterations queued between two stages
 _STOP_S = 1.0
 
 
 class Pipeline:
-    """Runs a model over batches, its memory fetched and written beside the training.
+    """Runs a model over batches, fetching and writing its memory in parallel with training.
 
     Args:
         model: TGN, JODIE, APAN, or another `MemoryModel`.
-        memory: its rows; one pipeline at a time.
-        sampler: of neighbours; a `Sampler`, or what has its `sample`.
-        features: float32 [num_events, edge_dim], the rows that `eid` points into; None for none.
-        mode: "sync", one stage after another; "prefetch", memory fetched once the write before it is
-            done; "forward", exact and without that wait; "stale", as MSPipe has it.
-        max_staleness: of "stale": how many iterations ago a write may be that a fetch does not wait for,
-            plus one; 1 is exact, and None takes what the stages' measured times need, 8 at most.
-        depth: of "forward": iterations whose written rows are kept here.
-        mitigation: of "stale": mixes what is most stale with states of similar nodes.
-        is_fixed: of "stale": each fetch sees the writes of exactly all but the last `max_staleness` - 1
-            iterations before it, no newer ones, so that runs repeat.
-        group: workers that share each batch, all with the same model, stream and settings: each takes its
-            slice, `out.loss.backward()` ends with their mean gradients, and each writes the rows of all, to
-            a memory of its own.
-        is_early: hand rows to be written over before the caller's backward pass, or, as published, after
-            the caller is done with the iteration.
-        stages: what runs the stages of an iteration; a subclass may watch them or add to them.
+        memory: the model's memory; only one pipeline may use it at a time.
+        sampler: a `Sampler` of neighbours, or an object with the same `sample`.
+        features: float32 [num_events, edge_dim], indexed by the events' `eid`; None for none.
+        mode: "sync" runs one stage after another; "prefetch" fetches memory ahead, once the
+            previous iteration's write has ended; "forward" is exact without that wait; "stale" may
+            miss the latest writes, as MSPipe.
+        max_staleness: for "stale": a fetch waits for the writes of all but the last
+            `max_staleness` - 1 iterations before it; 1 is exact. None takes the least value that
+            the stages' measured durations need, at most 8.
+        depth: for "forward": number of iterations whose written rows are kept in this process.
+        mitigation: for "stale": mixes the stalest states with those of similar nodes.
+        is_fixed: for "stale", with `max_staleness`: a fetch also sees no newer writes than it waits
+            for, so that runs are reproducible.
+        group: workers that share each batch, all with the same model, stream and settings. Each
+            trains its slice, `out.loss.backward()` ends with their mean gradients, and each writes
+            the rows of all slices to a memory of its own.
+        is_early: pass rows to the write-back stage before the caller's backward pass; False does so
+            after the caller's iteration, as MSPipe.
+        stages: class that runs the stages of an iteration; a subclass may observe or extend them.
 
     Raises:
-        ConfigError: a setting is out of range, or model, memory and features do not fit.
+        ConfigError: a setting is out of range, or model, memory and features do not match.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class Pipeline:
 
     @property
     def num_committed(self) -> int:
-        """Iterations of the last run whose writes the store has, whole."""
+        """Number of iterations of the last run whose rows are all in the store."""
         return self._run_stages.num_committed if self._run_stages else 0
 
     def report(self) -> Report:
@@ -130,23 +132,23 @@ class Pipeline:
         return self._report
 
     def train(self, batches: Iterable[Batch]) -> Generator[Output, None, None]:
-        """Yields each batch's loss and logits, with the model in training; the caller takes the step.
+        """Yields each batch's loss and logits; the caller does the backward pass and the step.
 
-        Rows are written when the iterator is asked for the next batch or ends. Leaving it early leaves
-        `num_committed` iterations in the store, each whole, and no threads.
+        The model is in training mode. All rows are written when the iterator ends. Closing it early
+        leaves the writes of `num_committed` whole iterations in the store, and no threads.
 
         Raises:
-            ConfigError: another run has the memory.
-            DataError: a node, time or feature is out of range, or memory is no longer finite; a note says
-                in which stage and iteration.
+            ConfigError: another run uses the memory.
+            DataError: a node, time or feature is out of range, or memory is no longer finite; a
+                note gives the stage and iteration.
             CommError: the memory's server does not answer.
         """
         return self._run(batches, is_training=True)
 
     def score(self, batches: Iterable[Batch]) -> Generator[Output, None, None]:
-        """As `train`, without gradients and with the model as in evaluations; memory moves on all the same.
+        """Yields as `train`, without gradients and with the model in evaluation mode.
 
-        Reads what is stored, and no stale state, in any mode.
+        The memory is updated too. Runs in mode "sync", whatever the pipeline's mode: never stale.
         """
         return self._run(batches, is_training=False)
 
@@ -186,12 +188,12 @@ class Pipeline:
             stages.write(work, rows)
 
     def _overlap(self, stages: Stages, batches: Iterator[Batch]) -> Iterator[Output]:
-        # A write that waits for the fetches it must not be seen by needs room for them.
+        # With is_fixed a write waits for fetches that must not see it: the lane must hold those.
         is_fixed = stages.mode.is_stale and self.is_fixed
         room = max(_ROOM, self.max_staleness or 0) if is_fixed else _ROOM
         works = StageThreads()
         to_fetch, to_train, to_write = Lane(_ROOM), Lane(room), Lane(self.depth)
-        fetched: list[int] = []  # iterations whose memory was
+        fetched: list[int] = []  # iterations whose memory was fetched
         schedule = Schedule(self.max_staleness) if stages.mode.is_stale else None
 
         def sample() -> None:
@@ -251,7 +253,7 @@ class Pipeline:
     def _await_memory(
         self, stages: Stages, works: StageThreads, work: Iteration, schedule: Schedule | None
     ) -> None:
-        """Waits until the store has what this iteration needs of it."""
+        """Waits until the store has the writes that this iteration's fetch needs."""
         index = work.index
         if schedule is not None:
             least = index + 1 - schedule.most_staleness
@@ -263,7 +265,7 @@ class Pipeline:
         works.wait(lambda: stages.num_committed >= least)
 
     def _gather(self, output: Output, batch: Batch) -> Output:
-        """What all workers scored of a batch, of which each has a slice."""
+        """A whole batch's output, gathered from the workers' slices."""
         if self.workers.size == 1:
             return output
         loss = self.workers.gather(output.loss[None]).mean()

@@ -1,4 +1,4 @@
-"""What a pipeline did: seconds by stage, how far from the ideal, how stale, and a timeline."""
+"""Report of a pipeline's run: stage durations, period against the ideal, staleness, timeline."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Report", "Span"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stage of one iteration, or a wait for something: seconds from the start of the run."""
+    """A stage of one iteration: its start and end in seconds from the start of the run."""
 
     stage: str
     iteration: int
@@ -26,21 +26,22 @@ class Span:
 
 @dataclass(kw_only=True)
 class Report:
-    """Figures of one run, growing as it goes.
+    """Figures of one run, updated while it runs.
 
     Attributes:
-        mode: of the pipeline.
-        spans: stages as they ran.
-        waits: by reason, seconds that training waited.
-        staleness: of each iteration, how many iterations ago the oldest write was that it could miss,
-            1 if it missed none.
-        num_rows_read, num_rows_forwarded: from the store, and from the ring.
-        num_rows_written, num_updates_dropped: written, and those among them whose state did not know
-            a write before it.
-        read_bytes, written_bytes: between the store, or its cache, and here.
-        ring_bytes: the most that rows in the ring took at once.
-        num_mixed: rows whose stale state was mixed with others'.
-        weight: that a stale state had in the mix last; None where none was.
+        mode: mode of the pipeline.
+        spans: start and end of each stage that ran.
+        waits: seconds that training waited, by reason.
+        staleness: for each iteration 1 if its fetch missed no write of the rows it read, else 1
+            plus the number of iterations whose writes were not in the store at the fetch.
+        num_rows_read: rows read from the store.
+        num_rows_forwarded: rows taken from the ring of written rows instead.
+        num_rows_written: rows written to the store.
+        num_updates_dropped: rows written that overwrote a write which their state had missed.
+        read_bytes, written_bytes: bytes read from and written to the store, or its cache.
+        ring_bytes: largest size of the ring of written rows.
+        num_mixed: stale rows that were mixed with those of similar nodes.
+        weight: latest weight of a stale row's own state in the mix; None if none was mixed.
     """
 
     mode: str
@@ -58,27 +59,27 @@ class Report:
     weight: float | None = None
 
     def seconds(self, stage: str) -> list[float]:
-        """Of every iteration."""
+        """Durations of a stage in seconds, by iteration."""
         return [span.end_s - span.begin_s for span in self.spans if span.stage == stage]
 
     @property
     def num_iterations(self) -> int:
-        """Whose memory was fetched."""
+        """Number of iterations whose memory was fetched."""
         return len(self.staleness)
 
     @property
     def stage_s(self) -> tuple[float, ...]:
-        """Medians, in the order of `STAGES`."""
+        """Median durations of the stages in seconds, in the order of `STAGES`."""
         return tuple(median(self.seconds(stage) or [0.0]) for stage in STAGES)
 
     @property
     def plan(self) -> Plan:
-        """What these stages allow."""
+        """Plan for the median stage durations: ideal period and the staleness it needs."""
         return plan(self.stage_s)
 
     @property
     def elapsed_s(self) -> float:
-        """From the first stage's begin to the last one's end."""
+        """Seconds from the start of the first stage to the end of the last."""
         if not self.spans:
             return 0.0
         return max(s.end_s for s in self.spans) - min(s.begin_s for s in self.spans)
@@ -92,7 +93,7 @@ class Report:
 
     @property
     def stall_share(self) -> float:
-        """Of the time from the first training on, what training waited."""
+        """Share of the time from the first training to the end of the last that training waited."""
         trained = [span for span in self.spans if span.stage == "train"]
         if not trained:
             return 0.0
@@ -101,12 +102,12 @@ class Report:
 
     @property
     def histogram(self) -> dict[int, int]:
-        """Iterations by staleness."""
+        """Number of iterations by staleness."""
         return dict(sorted(Counter(self.staleness).items()))
 
     @property
     def dropped_share(self) -> float:
-        """Of all rows written, those whose update replaced one that it did not know."""
+        """Share of the rows written that overwrote a write which their state had missed."""
         return self.num_updates_dropped / self.num_rows_written if self.num_rows_written else 0.0
 
     def __str__(self) -> str:

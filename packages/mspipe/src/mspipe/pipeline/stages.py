@@ -1,7 +1,7 @@
 """The five stages of an iteration: sample, fetch features, fetch memory, train, write back.
 
-A stage looks at one iteration at a time and neither waits nor starts threads; `Pipeline` says when each
-runs, and in which thread.
+A stage processes one iteration at a time and neither waits nor starts threads; `Pipeline` schedules
+when and in which thread each runs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["NeighborSampler", "Stages"]
 
 @runtime_checkable
 class NeighborSampler(Protocol):
-    """A sampler: of events that are there from the start, or of a graph that grows."""
+    """A sampler of neighbours, over a fixed list of events or a growing graph."""
 
     def sample(
         self, nodes: Int64[Tensor, " num_roots"], times: Shaped[Tensor, " num_roots"]
     ) -> Sampled:
-        """Roots in the order given, with their neighbours."""
+        """The roots in the order given, with neighbours from before each one's time."""
         ...
 
 
@@ -49,14 +49,14 @@ class Stages:
 
     Args:
         model, memory, sampler, features, workers, mitigation, depth: see `Pipeline`.
-        mode: how stages overlap, which decides where rows come from that are not in the store yet.
-        report: takes the figures of the run.
+        mode: how stages overlap, which decides the source of rows that are not in the store yet.
+        report: updated with the figures of the run.
         is_training: compute gradients.
 
     Attributes:
-        num_committed: iterations whose writes the store has, whole.
-        streams: on which rows are copied.
-        stored: on a GPU, the end of the last write; None before the first.
+        num_committed: number of iterations whose rows are all in the store.
+        streams: GPU streams on which rows are copied.
+        stored: on a GPU, event at the end of the last write; None before the first.
         report, is_training: as given.
     """
 
@@ -84,13 +84,13 @@ class Stages:
         self._start_s = time.perf_counter()
 
     def close(self) -> None:
-        """Waits for copies under way, and drops the rows that were kept."""
+        """Waits for copies under way and drops the kept rows."""
         self.streams.join()
         self._written_rows.clear()
 
     @contextmanager
     def timed(self, name: str, index: int) -> Iterator[None]:
-        """Measures a stage of an iteration; an error in it gets a note that says where it was."""
+        """Times a stage of an iteration; adds a note with both to an error in it."""
         begin = time.perf_counter()
         try:
             yield
@@ -113,8 +113,9 @@ class Stages:
             sampled = self.sampler.sample(*slice_.roots)
             if len(sampled.nodes) and int(sampled.nodes[-1]) >= self._written_rows.num_nodes:
                 raise DataError(
-                    f"batch {index}: expected nodes below {self._written_rows.num_nodes}, the memory's, got "
-                    f"{int(sampled.nodes[-1])}; memory.grow makes room before a run"
+                    f"batch {index}: expected nodes below {self._written_rows.num_nodes}, as the "
+                    f"memory has them, got {int(sampled.nodes[-1])}; memory.grow makes room before a "
+                    f"run"
                 )
             writes = self.model.writes(sampled, len(slice_.events))
             owners, places = self._written_rows.find_owners(sampled.nodes)
@@ -126,7 +127,7 @@ class Stages:
             )  # fmt: skip
 
     def _find_written(self, batch: Batch) -> Tensor:
-        """Nodes that a whole batch writes, where this worker has a slice of it."""
+        """Nodes that the whole batch writes, of which this worker has a slice."""
         events = batch.events
         ends = torch.cat([events.src, events.dst])
         if not self.model.writes_neighbors:
@@ -149,7 +150,7 @@ class Stages:
             work.features = edges, own
 
     def fetch_memory(self, work: Iteration) -> None:
-        """Fetches the rows of the sampled nodes that the store has, and of similar ones."""
+        """Fetches the rows of the sampled nodes that the store has, and those of similar nodes."""
         with self.timed("memory", work.index):
             work.num_committed = self.num_committed
             is_missing = work.is_missing
@@ -174,14 +175,14 @@ class Stages:
             report.staleness.append(1 if is_exact else work.index - work.num_committed + 1)
 
     def _fetch_similar(self, work: Iteration, mitigation: Mitigation) -> int:
-        """Rows of nodes that stale ones are mixed with; how many."""
+        """Fetches rows of nodes similar to stale ones; returns their number."""
         assert work.rows is not None, "rows were fetched before"
         sampled = work.sampled
         is_root = torch.zeros(len(sampled.nodes), dtype=torch.bool)
         is_root[sampled.roots] = True
         now = work.batch.events.t[-1].double()
         state = self.memory.layout.unpack(work.rows)
-        # Nodes that nothing was written of are of the greatest age, and stand for no state.
+        # Nodes that were never written have the greatest age but no state to mix.
         is_root &= newest_mail(state)[0].cpu()
         age = now - state.memory_times.cpu()
         stale, asked = mitigation.asked(sampled.nodes, is_root, age)
@@ -190,7 +191,7 @@ class Stages:
         return len(rows)
 
     def _mix(self, work: Iteration, state: State, mitigation: Mitigation) -> State:
-        """The state with what is most stale mixed; and what that teaches about the mix."""
+        """Returns the state with the stalest rows mixed, and fits the weight of the mix."""
         assert work.similar is not None, "rows of similar nodes were fetched before"
         stale, asked, rows = work.similar
         if not len(stale):
@@ -202,7 +203,7 @@ class Stages:
         mix, is_mixed, mean = mitigation.mixed(own, state.memory_times[here], others, is_there)
         self.report.num_mixed += int(is_mixed.sum())
         self.report.weight = mitigation.weight
-        # What the writes that it missed brought is known by now.
+        # The writes that the fetch missed are computed by now: fit the weight to them.
         for owner in range(work.num_committed, work.index):
             is_known = ((work.owners[stale] == owner).to(self._device) & is_mixed).nonzero()[:, 0]
             kept = self._written_rows.get(owner)
@@ -215,9 +216,9 @@ class Stages:
     def train(self, work: Iteration) -> tuple[Output, Tensor]:
         """Computes the loss of an iteration, and the rows that it writes.
 
-        The caller times it, since the caller's own backward pass belongs to the stage.
+        The caller times this stage, since it includes the training loop's backward pass.
         """
-        # Not around the caller's part of the loop, whose own setting that is.
+        # Only here: the training loop's own code keeps its own gradient setting.
         with torch.set_grad_enabled(self.is_training):
             return self._compute(work)
 
@@ -254,12 +255,12 @@ class Stages:
         embedded = self.model.embed(sampled, updated, work.features[0])
         count, negatives = len(events), work.batch.negatives
         src, dst, others = embedded.split([count, count, negatives.numel()])
-        # At once, so that what depends on sources alone is computed once.
+        # In one call, so that the head computes terms of the sources alone once.
         ends = torch.cat([dst[:, None], others.unflatten(0, negatives.shape)], 1)
         pos, neg = self.model.head(src[:, None], ends).tensor_split([1], 1)
         pos = pos[:, 0]
-        # -log(sigmoid(x)) is softplus(-x), and -log(1 - sigmoid(x)) is softplus(x). Events of a slice count
-        # as much as those of the largest one.
+        # -log(sigmoid(x)) is softplus(-x), and -log(1 - sigmoid(x)) is softplus(x). The share gives
+        # events of all slices the same weight, whatever the slices' sizes.
         share = self.workers.size / work.num_events
         loss = F.softplus(-pos).sum() * share
         if negatives.numel():
@@ -269,7 +270,7 @@ class Stages:
         return Output(loss, pos, neg, work.batch), rows
 
     def _merge(self, work: Iteration, rows: Tensor) -> Tensor:
-        """Rows that the batch writes, where slices of it were looked at."""
+        """Rows that the whole batch writes, merged from the workers' slices."""
         sampled, count = work.sampled, len(work.batch.events)
         is_end = torch.zeros(len(sampled.nodes), dtype=torch.bool)
         is_end[sampled.roots[: 2 * count]] = True
@@ -283,13 +284,13 @@ class Stages:
         )
 
     def _forward_rows(self, work: Iteration, is_missing: Tensor) -> None:
-        """Puts in the rows that the store did not have yet, from what iterations before this one wrote."""
+        """Fills in the rows missing from the store with those that earlier iterations wrote."""
         assert work.rows is not None, "rows were fetched before"
         for owner in range(work.num_committed, work.index):
             mine = (work.owners == owner).nonzero()[:, 0]
             if len(mine):
                 kept, device = self._written_rows.get(owner), self._device
-                assert kept is not None, "no write of the last `depth` iterations is waited for"
+                assert kept is not None, "the rows of the last `depth` iterations are kept"
                 work.rows[mine.to(device)] = kept[work.places[mine].to(device)]
         self.report.num_rows_forwarded += int(is_missing.sum())
 

@@ -1,7 +1,7 @@
-"""When a stale fetch begins: as late as training permits, so that it reads memory as new as it can.
+"""Start times of stale fetches: as late as training permits, so that they read the newest memory.
 
-After MSPipe's delayed fetch: the bound is the predicted end of the training before, less the fetch's
-own time. Should the newest write be done sooner, there is nothing to wait for.
+After MSPipe's delayed fetch: the bound is the predicted end of the previous training, less the
+fetch's own duration. If the previous iteration's write ends sooner, the fetch starts then.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from mspipe.planner import STAGES, plan
 __all__ = ["Schedule"]
 
 _MOST = 8
-_WINDOW = 16  # iterations whose seconds count
-_GUARD = 0.05  # of a fetch, begun sooner than the prediction has it
+_WINDOW = 16  # number of latest iterations whose durations are averaged
+_GUARD = 0.05  # safety margin, as a share of the fetch's duration
 
 
 class Schedule:
-    """Predicts from the seconds that stages took lately.
+    """Predicts the latest start of fetches from recent stage durations.
 
     Args:
         max_staleness: see `Pipeline`.
 
     Attributes:
-        most_staleness: as given, or, if None, what the stages need as far as they are known.
+        most_staleness: `max_staleness` if given, else the least that the measured durations need.
     """
 
     def __init__(self, max_staleness: int | None) -> None:
@@ -39,7 +39,7 @@ class Schedule:
         self._started = index, time.perf_counter()
 
     def observe(self, report: Report) -> None:
-        """Updates the predicted seconds of the stages from the last iterations."""
+        """Updates the predicted stage durations from the last iterations."""
         spans = report.spans[-len(STAGES) * _WINDOW :]
         found: dict[str, list[float]] = {}
         for span in spans:
@@ -51,13 +51,13 @@ class Schedule:
             self.most_staleness = min(_MOST, plan(self._stage_s).k_min)
 
     def latest_s(self, index: int) -> float:
-        """The time of `time.perf_counter` at which the fetch of an iteration's memory has to begin."""
+        """The latest start of an iteration's fetch of memory, as a time of `time.perf_counter`."""
         last, begin_s = self._started
         if self._stage_s is None or last < 0:
             return 0.0
         _, features_s, memory_s, train_s, _ = self._stage_s
-        end_s = begin_s + (index - last) * train_s  # of the training before it
+        end_s = begin_s + (index - last) * train_s  # end of the previous training
         own = end_s - memory_s
-        # The link is to be free again for what the next training needs.
+        # The link must also be free in time for the next iteration's fetches.
         rest = end_s + train_s - features_s - 2 * memory_s
         return min(own, rest) - _GUARD * memory_s

@@ -1,12 +1,12 @@
-"""Several workers on one stream: each trains its slice of every batch, and each learns what all wrote.
+"""Data-parallel workers on one stream: each trains a slice of every batch and writes all rows.
 
-A batch reads memory as of the events before it, whoever looks at which of them, so that a slice's rows
-are those of the whole batch. What slices write is merged in order of events: the result, up to rounding,
-is that of one worker with the whole batch. (MSPipe's public code writes the first worker's rows only.)
+A batch reads the memory as of the events before it, so that a slice reads the same rows as the
+whole batch. The rows that slices write are merged in order of events: up to rounding, the result is
+that of one worker with the whole batch. (MSPipe's public code writes only the first worker's rows.)
 
-Whatever is exchanged is exchanged by the thread that trains, in lockstep, so that threads which run
-ahead by different amounts need not agree on anything. For that the ids that a batch writes are found
-without a message; each worker has all of the stream.
+Only the training thread communicates, in lockstep, so that the other threads may run ahead by
+different amounts. Therefore the nodes that a batch writes are found without communication; each
+worker has the whole stream.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ __all__ = ["WorkerSlices"]
 
 
 class WorkerSlices:
-    """The slices of a batch, one for each worker, and what workers exchange about them.
+    """The slices of a batch, one for each worker, and the communication between workers.
 
     Args:
-        group: all of them; None for a process alone.
+        group: group of all workers; None for a single process.
 
     Attributes:
-        rank, size: which one this is, of how many.
+        rank: this worker's rank.
+        size: number of workers.
     """
 
     def __init__(self, group: Group | None) -> None:
@@ -45,17 +46,17 @@ class WorkerSlices:
         self.rank, self.size = (0, 1) if group is None else (group.rank, group.world_size)
 
     def slice(self, batch: Batch) -> Batch:
-        """This worker's events of a batch, one run of them; none where they do not suffice for all."""
+        """This worker's contiguous share of a batch's events; may be empty for small batches."""
         if self._group is None:
             return batch
         begin, end = (len(batch.events) * at // self.size for at in (self.rank, self.rank + 1))
         return replace(batch, events=batch.events[begin:end], negatives=batch.negatives[begin:end])
 
     def check_memory(self, memory: NodeMemory) -> None:
-        """Checks that no two workers share a memory: one that lags would overwrite newer rows.
+        """Checks that no two workers share a memory: a slower one would overwrite newer rows.
 
         Raises:
-            ConfigError: two have the same shared memory or server.
+            ConfigError: two workers use the same shared memory or server.
         """
         if self._group is None:
             return
@@ -64,12 +65,13 @@ class WorkerSlices:
         found = torch.stack(all_gather(self._group, here.to(self._group.device)))[:, 0].tolist()
         if len(set(found)) < len(found):
             raise ConfigError(
-                f"group: expected a memory of its own for each of {self.size} workers, but several have "
-                f"one in common, place={memory.place!r} here; use place='cpu', or a name or server each"
+                f"group: expected a memory of its own for each of {self.size} workers, got one "
+                f"that several share, place={memory.place!r} here; use place='cpu', or a name or "
+                f"server for each"
             )
 
     def fingerprint(self, batch: Batch) -> Tensor | None:
-        """Sums by which workers compare their batches; None for a worker alone."""
+        """Sums that identify a batch, to compare those of all workers; None for a single worker."""
         if self._group is None:
             return None
         events = batch.events
@@ -82,7 +84,7 @@ class WorkerSlices:
         """Checks that all workers are at the same batch with the same weights.
 
         Raises:
-            DataError: they are not, or a weight is no number.
+            DataError: they are not, or a weight is not finite.
         """
         if self._group is None:
             return
@@ -110,15 +112,18 @@ class WorkerSlices:
         is_end: Tensor,
         layout: RowLayout,
     ) -> Float[Tensor, "num_written words"]:
-        """Merges what all workers write, each node once.
+        """Merges the rows that all workers write, one row per node.
 
         Args:
-            written: the nodes that the batch writes, rising.
+            written: nodes that the whole batch writes, in ascending order.
             nodes: those of them that this slice writes.
-            rows: theirs, with the slice's messages.
-            num_new: messages among each row's that came from this slice.
-            is_end: [num_here], whether the slice has an event of the node, and not only mail for it.
-            layout: of a row.
+            rows: rows of `nodes`, with the slice's messages.
+            num_new: number of each row's messages that came from this slice.
+            is_end: [num_here], whether the slice has an event of the node, not only mail for it.
+            layout: layout of a row.
+
+        Returns:
+            Rows of `written`, the same on all workers.
         """
         if self._group is None:
             return rows
@@ -129,11 +134,11 @@ class WorkerSlices:
         is_there = torch.zeros(len(written), dtype=torch.bool, device=rows.device)
         for part in parts:
             place, num_new, is_end = part[:, -3].long(), part[:, -2].long(), part[:, -1].bool()
-            # A view would keep the stride of parts, and times are read as pairs of words.
+            # Contiguous, because reading times as pairs of words requires it.
             later = part[:, :-3].clone(memory_format=torch.contiguous_format).view(torch.float32)
             both = layout.unpack(merged[place])
             joined = layout.pack(_join(both, layout.unpack(later), num_new, is_end))
-            # Not where: what was not there yet may be no number.
+            # In places not written yet `joined` is not a valid row: take `later`.
             merged[place] = torch.where(is_there[place, None], joined, later)
             is_there[place] = True
         return merged
@@ -145,7 +150,7 @@ class WorkerSlices:
         return torch.cat(all_gather_v(self._group, slices))
 
     def average(self, loss: Tensor, model: nn.Module) -> None:
-        """Makes `loss.backward()` end with the mean of all workers' gradients."""
+        """Has `loss.backward()` replace gradients by their means over all workers at its end."""
         if self._group is None:
             return
         group = self._group
@@ -153,7 +158,7 @@ class WorkerSlices:
         def average_gradients() -> None:
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             if not grads:
-                return  # somebody asked for gradients without having them kept
+                return  # torch.autograd.grad, which leaves p.grad unset
             flat = torch.cat([grad.flatten() for grad in grads])
             all_reduce(group, flat)
             flat /= self.size
@@ -162,20 +167,20 @@ class WorkerSlices:
 
         def last(grad: Tensor) -> None:
             del grad
-            engine: Any = Variable._execution_engine  # as torch's own data parallelism does it
+            engine: Any = Variable._execution_engine  # as torch's DistributedDataParallel does
             engine.queue_callback(average_gradients)
 
         loss.register_hook(last)
 
 
 def _join(before: State, later: State, num_new: Tensor, is_end: Tensor) -> State:
-    """Rows with what a later slice brings: its states of ends, and its new messages behind the others."""
+    """Rows updated with a later slice's states of its events' ends, and with its new messages."""
     memory = torch.where(is_end[:, None], later.memory, before.memory)
     times = torch.where(is_end, later.memory_times, before.memory_times)
     if before.mail_times.ndim == 1:  # one message a node: the later one
         return State(memory, times, later.mail, later.mail_times)
     slots = before.mail_times.shape[1]
-    # Place j of a row is taken from [its messages | the later slice's], moved on by the new ones.
+    # Slot j is taken from [earlier messages | later slice's messages], shifted by num_new slots.
     source = torch.arange(slots, device=num_new.device) + num_new[:, None]
     source = torch.where(source < slots, source, source - num_new[:, None] + slots)
     mail_times = torch.cat([before.mail_times, later.mail_times], 1).gather(1, source)

@@ -1,7 +1,7 @@
-"""Which iteration writes a row last, and the rows of the last iterations, for those that need them.
+"""The last writer of each row, and the rows of the latest iterations, for forwarding.
 
-An iteration claims the rows that it will write when it is sampled, before they are computed, so that
-every later one knows whom to ask for a row that the store does not have yet.
+An iteration claims the rows that it will write when it is sampled, before they are computed, so
+that later iterations know which one has a row that is not in the store yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class WrittenRows:
     """The claims of all iterations of a run, and a ring of the rows that the last ones wrote.
 
     Args:
-        num_nodes: of the memory.
+        num_nodes: number of nodes of the memory.
 
     Attributes:
         num_nodes: as given.
@@ -36,7 +36,7 @@ class WrittenRows:
         return self._last_writer[nodes], self._last_place[nodes]
 
     def claim(self, nodes: Int64[Tensor, " n"], index: int) -> Int64[Tensor, " n"]:
-        """Notes that an iteration writes these nodes, in this order; returns who claimed them before."""
+        """Records that an iteration writes these nodes, in this order; returns the last claims."""
         before = self._last_writer[nodes]
         self._last_writer[nodes] = index
         self._last_place[nodes] = torch.arange(len(nodes))
@@ -54,7 +54,7 @@ class WrittenRows:
         return 4 * sum(kept.numel() for kept in self._ring.values())
 
     def get(self, index: int) -> Float[Tensor, "n words"] | None:
-        """The rows of an iteration in the order of its claim; None where they are not kept."""
+        """The rows of an iteration in the order of its claim; None if they are not kept."""
         return self._ring.get(index)
 
     def clear(self) -> None:

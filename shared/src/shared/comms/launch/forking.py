@@ -1,10 +1,10 @@
-"""Ranks forked from a process that has imported torch, which a rank would take seconds to import.
+"""Ranks forked from a template process that has imported torch, which takes seconds to import.
 
-Each process that opens pools keeps such a template, until it ends: its pools after the first start
-at once, and their ranks share the memory of what the template has imported (and the order of sets of
-strings, which differs between fresh processes). A template has the environment and the rights that
-its ranks are to have, since libraries read theirs when they are loaded; ranks for which there is
-none, as in a network namespace, are started as fresh processes (see `pool`).
+Each process that opens pools keeps its template until it ends: pools after the first start at once,
+and their ranks share the memory of the modules that the template has imported (and its string hash
+seed, which differs between fresh processes). A template has the environment variables and the
+rights of its ranks, since libraries read the environment when they are loaded. Ranks that no
+template can fork, as those in a network namespace, are started as fresh processes (see `pool`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["NUMBER", "Forked", "fork"]
 
 NUMBER = struct.Struct("i")
 
-# What differs between ranks, or between one test and the next, and is not read by libraries.
+# Variables that differ between ranks or tests and that libraries do not read when loaded.
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
 _MOST_TEMPLATES = 2
 
@@ -41,20 +41,20 @@ _lock = threading.Lock()
 
 def _forget() -> None:
     global _lock
-    _lock = threading.Lock()  # another thread of the parent's may have held it
+    _lock = threading.Lock()  # a thread of the parent may have held it at the fork
     _templates.clear()
     _retired.clear()
 
 
-# What a process forks by itself has no templates: they are its parent's.
+# A child that the process forks otherwise has no templates: they belong to its parent.
 os.register_at_fork(after_in_child=_forget)
 
 
 class Forked:
-    """A forked process, with what a pool asks of a `subprocess.Popen`."""
+    """A forked process, with the part of `subprocess.Popen`'s interface that a pool uses."""
 
     def __init__(self, status: int) -> None:
-        """Takes the pipe from which its process id can be read, and once it ended its exit code."""
+        """Takes the read end of a pipe that yields the process id, and at its end the exit code."""
         self._status = status
         self._lock = threading.Lock()
         self.pid = self._read()
@@ -67,16 +67,16 @@ class Forked:
         return NUMBER.unpack(data)[0]
 
     def poll(self) -> int | None:
-        """How it ended, a signal as its negative number; None while it runs."""
+        """The exit code, negative for the number of a fatal signal; None while it runs."""
         with suppress(subprocess.TimeoutExpired):
             return self.wait(0.0)
         return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end, at most so many seconds.
+        """Waits at most `timeout` seconds for the end and returns the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: if it runs on.
+            subprocess.TimeoutExpired: if it is still running then.
         """
         with self._lock:
             if self.returncode is None:
@@ -85,7 +85,7 @@ class Forked:
                 try:
                     self.returncode = self._read()
                 except EOFError:
-                    # The kernel kills it with its template.
+                    # The template has ended, and the kernel kills its ranks with it.
                     self.returncode = -signal.SIGKILL
                 os.close(self._status)
             return self.returncode
@@ -104,22 +104,23 @@ class Forked:
 def fork(
     control: int, args: Sequence[object], env: Mapping[str, str], limit_s: float
 ) -> Forked | None:
-    """Starts a rank from a template with its environment, which is started where there is none.
+    """Forks a rank from the template of its environment, starting the template if there is none.
 
     Args:
         control: descriptor of the rank's control socket, which stays open here.
-        args: of the rank; see `rank.main`.
-        env: all of the rank's environment.
-        limit_s: how long a template may take to come up.
+        args: command line arguments of the rank's entry point; the template drops the first, the
+            descriptor's number here, and passes the rest to `rank.main`.
+        env: all environment variables of the rank.
+        limit_s: seconds that the template may take to start and fork the rank.
 
     Returns:
         The rank, or None if none can be forked here: start a fresh process.
 
     Raises:
-        TimeoutError: if the template, or the rank, does not come up in time.
+        TimeoutError: if the template does not fork the rank in time.
     """
     if sys.platform != "linux":
-        return None  # other systems' libraries do not bear a fork after they were loaded
+        return None  # other systems' libraries do not support a fork once they are loaded
     with _lock:
         _retired[:] = [template for template in _retired if template.is_running]
         try:
@@ -135,7 +136,7 @@ def fork(
             if isinstance(error, EOFError | OSError) and not isinstance(error, TimeoutError):
                 return None
             raise
-        _templates[key] = template  # the latest comes last
+        _templates[key] = template  # most recently used last
         while len(_templates) > _MOST_TEMPLATES:
             _retire(_templates.pop(next(iter(_templates))))
     return forked
@@ -147,7 +148,7 @@ def _retire(template: _Template) -> None:
 
 
 def _rights() -> tuple:
-    """What a process inherits, and no rank could take back."""
+    """Inherited attributes of this process (ids, limits, namespaces) that a rank cannot regain."""
     status = Path("/proc/thread-self/status").read_text().splitlines()
     inherited = ("Uid", "Gid", "Groups", "Umask", "NoNewPrivs", "Seccomp", "CapEff")
     limits = (getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
@@ -194,7 +195,7 @@ class _Template:
             request = pickle.dumps(
                 (os.getcwd(), os.sched_getaffinity(0), dict(env), [str(arg) for arg in args])
             )
-            # Where it writes errors may have changed since the template started.
+            # This process's standard error may have been redirected since the template started.
             socket.send_fds(self._socket, [request], [control, theirs, 2])
             os.close(theirs)
             theirs = -1
@@ -208,7 +209,7 @@ class _Template:
             raise
 
     def retire(self) -> None:
-        """Asks nothing more of it; it ends with the last of its ranks."""
+        """Closes the request socket; the template ends with the last of its ranks."""
         self._socket.close()
 
     def _leave(self) -> None:

@@ -1,17 +1,16 @@
-"""Ranks as processes of this machine: started once, given one function after another.
+"""Ranks as processes of this machine: started once, then running one function after another.
 
-Functions travel as (module, file, qualified name), so that they may live in a test, in a benchmark
-or in an installed module. A rank that raises, dies or hangs ends the pool: the others get a short
-while to report what they saw, then they are stopped, and the parent raises one RankFailure that
-tells it all. A rank never outlives its parent (see `rank`). Where it can be, a rank is forked from a
-process that has imported torch already (see `forking`).
+Functions are sent as (module, file, qualified name), so that they may be defined in a test, a
+benchmark or an installed module. A rank that raises, dies or hangs ends the pool: the others get a
+short grace period to report their errors, then they are stopped, and the parent raises one
+RankFailure with all reports. A rank never outlives its parent (see `rank`). If possible, a rank is
+forked from a process that has imported torch already (see `forking`).
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import shutil
 import signal
 import socket
 import subprocess
@@ -31,23 +30,27 @@ from typing import Any
 from shared.comms.launch.forking import Forked, fork
 from shared.comms.launch.shipping import shipped
 from shared.errors import ConfigError, RankFailure
-from shared.process_mark import is_alive, mark
+from shared.process_mark import (
+    make_marked_folder,
+    remove_marked_folder,
+    sweep_marked_folders,
+)
 
 __all__ = ["KEEP_MEMORY", "RankPool", "RunResult"]
 
 _FOLDER = "meshyard-ranks-"
 
-# How long ranks may report, or stop by themselves, once one has failed or the pool is closed.
+# How long ranks may take to report, or to stop, once one has failed or the pool is closed.
 _GRACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
-    """What a function returned on each rank, and how long it took there.
+    """Return value and duration of a function on each rank.
 
     Attributes:
         results: return values, by rank.
-        seconds: time inside the function, after a barrier, by rank.
+        seconds: time spent in the function, which starts after a barrier, by rank.
     """
 
     results: list[Any]
@@ -61,7 +64,7 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Report:
-    """How one rank ended; `order` tells which report of a failed run is its cause."""
+    """How one rank ended; the report of lowest `order` is taken as the cause of a failed run."""
 
     rank: int
     order: int
@@ -70,9 +73,9 @@ class _Report:
 
 _DIED, _RAISED, _COMM_ERROR, _HUNG = range(4)
 
-# A tensor of many megabytes that malloc maps and returns for each operation costs more in page
-# faults than in arithmetic (a ReLU of 25 MB: 15 to 24 ms, else 2). Ranks keep what they freed, and
-# torch asks for huge pages; set in the environment, because both are read once, at the start.
+# A tensor of many megabytes that malloc maps and unmaps in each operation costs more in page faults
+# than in arithmetic (a ReLU of 25 MB: 15 to 24 ms, without them 2). With these, malloc keeps freed
+# memory and torch asks for huge pages. Both read the environment once, when the process starts.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**31),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
@@ -81,7 +84,7 @@ KEEP_MEMORY = {
 
 
 class RankPool:
-    """Some gloo ranks on this machine, as a context manager.
+    """gloo ranks on this machine, as a context manager.
 
     After a failed run the pool is closed; open another.
 
@@ -107,17 +110,18 @@ class RankPool:
 
         Args:
             num_ranks: number of processes.
-            timeout: for the start, for each run without a timeout of its own, and for each
+            timeout: how long the start may take, each run that is given no timeout, and each
                 message between ranks.
             threads_per_rank: threads that torch and numba use in each rank.
-            env: variables set in every rank over the parent's; the ranks are fresh processes then,
-                as libraries read variables when they are loaded.
+            env: environment variables that override the parent's in every rank; the ranks are
+                fresh processes then, as libraries read variables when they are loaded.
             prefix: for each rank the words before its command, as ["ip", "netns", "exec", "a"];
-                they must end in replacing themselves by the command.
-            ranks_per_host: what LOCAL_WORLD_SIZE says; all ranks by default.
+                the prefix must exec the command, not run it as a child.
+            ranks_per_host: value of LOCAL_WORLD_SIZE, which groups consecutive ranks into hosts;
+                all ranks by default.
 
         Raises:
-            ConfigError: if a number is below one or the prefixes are not one a rank.
+            ConfigError: if a number is below one or there is not one prefix for each rank.
         """
         ranks_per_host = num_ranks if ranks_per_host is None else ranks_per_host
         if num_ranks < 1 or threads_per_rank < 1 or ranks_per_host < 1:
@@ -133,10 +137,10 @@ class RankPool:
         self._ranks_per_host = ranks_per_host
         self._env = dict(env or {})
         self._prefix = [list(words) for words in prefix] if prefix else [[]] * num_ranks
-        # A template for an environment of one's own would serve no other pool.
+        # A template for a custom environment would serve no other pool.
         self._may_fork = not prefix and not env
         if sys.platform == "linux" and not prefix:
-            # The host's name may resolve to an address that is not there.
+            # By default gloo uses the hostname's address, which may belong to no interface here.
             self._env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._processes: list[subprocess.Popen[bytes] | Forked] = []
         self._controls: list[Connection] = []
@@ -144,10 +148,8 @@ class RankPool:
         self._is_open = False
 
     def __enter__(self) -> RankPool:
-        for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
-            if not is_alive(folder.name.removeprefix(_FOLDER)):
-                shutil.rmtree(folder, ignore_errors=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{mark()}-"))
+        sweep_marked_folders(tempfile.gettempdir(), _FOLDER)
+        self._folder = make_marked_folder(tempfile.gettempdir(), _FOLDER)
         try:
             for rank in range(self.num_ranks):
                 self._start(rank, self._folder)
@@ -176,29 +178,29 @@ class RankPool:
         return [process.pid for process in self._processes]
 
     def exit_code(self, rank: int) -> int | None:
-        """How a rank's process ended, a signal as its negative number; None while it runs."""
+        """A rank's exit code, negative for the number of a fatal signal; None while it runs."""
         return self._processes[rank].poll()
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout: timedelta | None = None
     ) -> RunResult:
-        """Call a function on every rank and collect what it returns.
+        """Call a function on every rank and collect the return values.
 
-        Ranks meet in a barrier first, and torch.distributed is initialised: the function may use
-        `Group.world()`.
+        torch.distributed is initialised, so the function may use `Group.world()`; a barrier
+        precedes the call.
 
         Args:
-            function: defined at the top level of a file.
-            *args: what each rank calls it with; pickled.
-            timeout: for the whole run; the pool's by default.
+            function: function defined at the top level of a file.
+            *args: its arguments, the same on each rank; pickled.
+            timeout: how long the run may take; the pool's by default.
 
         Returns:
             Results and seconds by rank.
 
         Raises:
             ConfigError: if the pool is closed or the function or its arguments cannot be shipped.
-            RankFailure: if a rank raised, died or did not finish in time, with its traceback and
-                what the other ranks reported; the pool is closed then.
+            RankFailure: if a rank raised, died or did not finish in time; the message has its
+                traceback and the other ranks' reports. The pool is closed then.
         """
         if not self._is_open:
             raise ConfigError(
@@ -211,12 +213,12 @@ class RankPool:
         except Exception as error:
             raise ConfigError(
                 f"the arguments of {qualname} cannot be pickled ({error}); pass tensors and plain "
-                f"data, and make everything else in the rank"
+                f"data, and create other objects in the rank"
             ) from error
         self._is_open = False
         try:
             for control in self._controls:
-                # A rank that died in between is found by its closed connection below.
+                # A rank that died since the last run is detected by its closed connection below.
                 with suppress(OSError):
                     control.send(("run", name, file, qualname, payload))
             messages = self._collect(f"running {qualname}", timeout or self.timeout)
@@ -236,7 +238,7 @@ class RankPool:
         env = {
             **KEEP_MEMORY,
             **os.environ,
-            # What the parent can import a rank can, though it starts in no folder of its own.
+            # A rank can import what the parent can; `-P` keeps its start folder off sys.path.
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "OMP_NUM_THREADS": str(self._threads),
             "MKL_NUM_THREADS": str(self._threads),
@@ -271,13 +273,13 @@ class RankPool:
             ],
             env=env,
             stdin=subprocess.DEVNULL,
-            stdout=2,  # a parent's standard output belongs to its own results
+            stdout=2,  # standard output is reserved for the parent's own results
             pass_fds=[args[0]],
             start_new_session=True,  # so that a rank's own children can be stopped too
         )
 
     def _collect(self, doing: str, timeout: timedelta) -> list[tuple]:
-        """One message from each rank, or the RankFailure that stands for the run."""
+        """One message from each rank; raises a RankFailure if a rank failed or did not answer."""
         deadline = time.monotonic() + timeout.total_seconds()
         messages: dict[int, tuple] = {}
         reports: list[_Report] = []
@@ -312,7 +314,7 @@ class RankPool:
         return [messages[rank] for rank in range(self.num_ranks)]
 
     def _tell_of_deaths(self, reports: list[_Report], waiting: list[Connection]) -> None:
-        # A rank that failed ends; who sends to it would otherwise wait for the timeout.
+        # A rank blocked on sending to the dead one would otherwise wait for the timeout.
         for control in waiting:
             for report in reports:
                 with suppress(OSError):
@@ -335,12 +337,12 @@ class RankPool:
         return RankFailure("\n".join(lines), rank=cause.rank)
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Where ranks that did not answer are; faulthandler writes it when they are signalled."""
+        """Stacks of ranks that did not answer; faulthandler writes them on a signal."""
         stacks = dict.fromkeys(ranks, "(no stack: it does not answer signals)")
         assert self._folder is not None, "ranks run, so their folder was made"
         files = {rank: self._folder / f"stack-{rank}" for rank in ranks}
         for rank, file in files.items():
-            # Without the file the handler is not there yet and the signal would kill.
+            # Without the file the handler is not registered yet and the signal would kill the rank.
             if file.exists() and self._processes[rank].poll() is None:
                 self._processes[rank].send_signal(signal.SIGUSR1)
         seen = dict.fromkeys(ranks, "")
@@ -349,7 +351,7 @@ class RankPool:
             time.sleep(0.05)
             for rank, file in list(files.items()):
                 text = file.read_text() if file.exists() else ""
-                # It is written line by line: whole when nothing came since the last look.
+                # Written line by line: the file is complete when it did not grow since last time.
                 if text and text == seen[rank]:
                     stacks[rank] = text.rstrip()
                     del files[rank]
@@ -357,25 +359,25 @@ class RankPool:
         return stacks
 
     def _stop(self, grace_s: float) -> None:
-        """End every rank and remove what the pool made; ranks get `grace_s` to end themselves."""
+        """End every rank and remove the pool's folder; ranks get `grace_s` to end by themselves."""
         self._is_open = False
         deadline = time.monotonic() + grace_s
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
-            # The rank leads a process group, which may have members after its own end; that of a
-            # forked rank has been ended with it, and its number may be another's.
+            # A rank leads a process group, which may have members after the rank's own end. The
+            # template kills a forked rank's group at its end, after which the id may be reused.
             if not isinstance(process, Forked) or process.poll() is None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # it may not lead a group yet
+            process.kill()  # it may not lead a process group yet
             process.wait()
         for control in self._controls:
             control.close()
         self._processes, self._controls = [], []
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_marked_folder(self._folder)
             self._folder = None
 
 
@@ -384,7 +386,7 @@ def _unpickled(rank: int, data: bytes) -> Any:
         return pickle.loads(data)
     except Exception as error:
         raise RankFailure(
-            f"what rank {rank} returned cannot be read here ({type(error).__name__}: {error}); "
-            f"return tensors and plain data",
+            f"the result of rank {rank} cannot be unpickled here ({type(error).__name__}: "
+            f"{error}); return tensors and plain data",
             rank=rank,
         ) from error

@@ -1,8 +1,8 @@
 """Entry point of one rank of a RankPool: `python -m shared.comms.launch.rank`, or a template's fork.
 
-The first thing it does, before torch is imported, is to tie its life to the parent's: the kernel
-kills it when the parent's thread ends, and a thread ends it when the control socket is closed.
-Then it joins the process group and runs one function after another, as the parent sends them.
+Before it imports torch it ties its life to the parent's: the kernel kills it when the parent's
+thread ends, and a listening thread exits it when the control socket is closed. Then it joins the
+process group and runs the functions that the parent sends, one after another.
 """
 
 import atexit
@@ -28,13 +28,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int, is_main_thread: bool) -> None:
-    """Has the kernel kill this process when its parent ends, or the parent's main thread.
+    """Has the kernel kill this process when its parent, or the parent's main thread, ends.
 
     Args:
-        parent_pid: of the parent that is meant; if that is gone already, this process exits.
-        is_main_thread: whether it is the main thread that has started this process.
+        parent_pid: process id of the parent; if the parent has ended already, this process exits.
+        is_main_thread: whether the parent's main thread started this process.
     """
-    # The signal comes when the parent's *thread* ends, which only the main thread may not outlive.
+    # The signal is sent when the starting *thread* ends: only the main thread surely lives as long
+    # as the pool.
     if sys.platform == "linux" and is_main_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -42,7 +43,7 @@ def die_with_parent(parent_pid: int, is_main_thread: bool) -> None:
 
 
 def _listen(control: Connection, commands: queue.SimpleQueue) -> None:
-    """Pass commands on; act at once on a dead peer, and on the parent's own end."""
+    """Queue commands; handle a peer's death and the parent's end immediately."""
     while True:
         try:
             command = control.recv()
@@ -74,7 +75,7 @@ def _serve(control: Connection, commands: queue.SimpleQueue) -> None:
             return
         name, file, qualname, args = rest
         function = found(name, file, qualname)
-        # Only now, as the arguments may be of classes that the function's file defines.
+        # After `found`, as the arguments may be of classes that the function's file defines.
         arguments = pickle.loads(args)
         dist.barrier()
         start = time.perf_counter()
@@ -86,11 +87,11 @@ def _serve(control: Connection, commands: queue.SimpleQueue) -> None:
 
 
 def main(args: list[str]) -> None:
-    """Runs a rank to its end.
+    """Runs a rank until it is told to stop or fails, then exits the process.
 
     Args:
-        args: descriptor of the control socket, rank, number of ranks, threads, seconds that a
-            message may take, folder of the pool.
+        args: descriptor of the control socket, rank, number of ranks, number of threads, timeout of
+            a message in seconds, folder of the pool.
     """
     fd, rank, num_ranks, threads = (int(arg) for arg in args[:4])
     timeout_s, folder = float(args[4]), args[5]
@@ -113,19 +114,19 @@ def main(args: list[str]) -> None:
         control.send(("ready",))
         _serve(control, commands)
         leave()
-        # What registered for the exit gets it; taking torch apart would cost half a second.
+        # Run exit handlers, but skip the interpreter's teardown: torch's takes half a second.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)
-    except BaseException as error:  # noqa: BLE001 - told to the parent, which raises it
-        # The frames of this file tell a reader nothing.
+    except BaseException as error:  # noqa: BLE001 - sent to the parent, which raises it
+        # Leave out the frames of this file.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
         control.send(("error", type(error).__name__, text))
         sys.stdout.flush()
-        # Without a teardown: the closed connections are what tells the peers.
+        # Without a teardown: peers detect the failure by the closed connections.
         os._exit(1)
 
 

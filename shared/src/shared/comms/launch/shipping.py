@@ -1,8 +1,8 @@
-"""Functions and classes by where they are defined, so that another process finds them.
+"""References to functions and classes by module and file, resolved in another process.
 
-Pickle names a module, which a test file, a script or a benchmark is not under its own name in
-another process. Here goes the file too: what can be imported is imported, the rest is loaded by its
-path, once, under the name it had.
+Pickle refers to a module by name, under which another process cannot import a test file, a script
+or a benchmark. These references carry the file too: a module that can be imported is imported, any
+other is loaded from its path, once, under its original name.
 """
 
 import importlib
@@ -20,7 +20,7 @@ __all__ = ["found", "shipped"]
 
 
 def shipped(target: Callable[..., Any]) -> tuple[str, str | None, str]:
-    """A function or class as module name, file and qualified name.
+    """The module name, file and qualified name of a function or class.
 
     Raises:
         ConfigError: if it is not defined at the top level of a file.
@@ -47,7 +47,7 @@ def shipped(target: Callable[..., Any]) -> tuple[str, str | None, str]:
 
 
 def found(name: str, file: str | None, qualname: str) -> Any:
-    """What `shipped` described, in this process.
+    """The function or class that `shipped` described, in this process.
 
     Raises:
         ImportError: if its module can neither be imported nor loaded.
@@ -59,15 +59,15 @@ def found(name: str, file: str | None, qualname: str) -> Any:
 
 
 def _module(name: str, file: str | None) -> ModuleType:
-    """The module a function was defined in: imported where it can be, else loaded by its path."""
+    """The module that defines a function: imported if possible, else loaded from its path."""
     if name == "__main__":
         ours = getattr(sys.modules[name], "__file__", None)
         if file is not None and ours is not None and os.path.abspath(ours) == file:
-            return sys.modules[name]  # shipped to where it came from
-        # As multiprocessing does: the script's own guard must not start the script again.
+            return sys.modules[name]  # this process runs the same script
+        # As multiprocessing does, so that the script's `__main__` guard does not run it again.
         name = "__mp_main__"
         if not _replaced:
-            # multiprocessing has put this process's own main module under that name.
+            # multiprocessing registers this process's own main module under that name.
             sys.modules.pop(name, None)
     if name in sys.modules:
         return sys.modules[name]
@@ -89,12 +89,12 @@ def _module(name: str, file: str | None) -> ModuleType:
         sys.modules["__main__"] = module
     spec.loader.exec_module(module)
     if name == "__mp_main__":
-        module.__spec__ = None  # as a script's; multiprocessing would import it by that name
+        module.__spec__ = None  # as for a script; else multiprocessing imports it by that name
     return module
 
 
 def _load_parent(name: str, file: str) -> None:
-    """Makes the package that a module's relative imports look in, by the folder it lies in."""
+    """Loads or makes the parent package that a module's relative imports need, from its folder."""
     parent = name.rpartition(".")[0]
     path = Path(file)
     folder = path.parent.parent if path.stem == "__init__" else path.parent
@@ -109,4 +109,4 @@ def _load_parent(name: str, file: str) -> None:
     sys.modules[parent].__path__ = [str(folder)]
 
 
-_replaced: list[ModuleType] = []  # this process's own main module runs on under no name
+_replaced: list[ModuleType] = []  # keeps this process's replaced main module alive

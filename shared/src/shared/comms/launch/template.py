@@ -1,7 +1,7 @@
 """Entry point of a template: `python -m shared.comms.launch.template`.
 
-It imports what every rank needs, then forks a rank for each request, and tells how each has ended.
-It has one thread and runs nothing of a user's. It ends with its parent, and its ranks with it.
+It imports what every rank needs, then forks a rank for each request and reports each rank's exit
+code. It has one thread and runs no user code. It ends with its parent, and its ranks with it.
 """
 
 import gc
@@ -23,13 +23,13 @@ __all__: list[str] = []
 
 _MOST_REQUEST_BYTES = 1 << 20
 _LOOK_S = 2.0
-"""How often to look whether the parent is there, where the kernel would not tell."""
+"""Seconds between checks that the parent lives, for when the kernel sends no signal at its end."""
 
 
 def _main() -> None:
     fd, parent_pid, is_main_thread = (int(arg) for arg in sys.argv[1:4])
     rank.die_with_parent(parent_pid, bool(is_main_thread))
-    # A parent that blocks the signal in its threads has passed that on.
+    # A parent that blocks SIGCHLD passes that on; ranks get the inherited mask back.
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
@@ -42,7 +42,7 @@ def _main() -> None:
 
     import shared.comms.init  # noqa: F401
 
-    # What is there now will stay; collecting it would have each rank copy its pages.
+    # Objects made so far stay alive; frozen, a rank's garbage collector does not copy their pages.
     gc.collect()
     gc.freeze()
     ready = select.poll()
@@ -53,7 +53,8 @@ def _main() -> None:
     while running or not is_retired:
         found = dict(ready.poll(_LOOK_S * 1000))
         if os.getppid() != parent_pid:
-            # Its ranks end with it. Not the closed socket tells: another process may hold it.
+            # The kernel ends its ranks with it. The parent's end cannot be seen by a closed socket
+            # alone, which another process may hold open.
             os._exit(1)
         if woken in found:
             os.read(woken, 4096)
@@ -62,7 +63,7 @@ def _main() -> None:
             data, fds, _, _ = socket.recv_fds(requests, _MOST_REQUEST_BYTES, 3)
             if data:
                 ours = [*running.values(), fd, woken, wakes]
-                with suppress(OSError, ValueError):  # the other side learns of it by closed pipes
+                with suppress(OSError, ValueError):  # the parent detects it by closed pipes
                     _answer(data, fds, running, ours, mask)
                 for received in set(fds) - set(running.values()):
                     os.close(received)
@@ -75,7 +76,7 @@ def _main() -> None:
 def _answer(
     data: bytes, fds: list[int], running: dict[int, int], ours: list[int], mask: set
 ) -> None:
-    """Forks a rank, and tells its process id."""
+    """Forks a rank and writes its process id to the status pipe."""
     control, status, errors = fds
     template = os.getpid()
     pid = os.fork()
@@ -90,12 +91,12 @@ def _tell_ends(running: dict[int, int]) -> None:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return
-        # What it started ends with it, while its number is not given to others.
+        # Kill the rank's process group before reaping the rank, while its id cannot be reused.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(ended.si_pid, signal.SIGKILL)
         _, status = os.waitpid(ended.si_pid, 0)
         told = running.pop(ended.si_pid)
-        with suppress(BrokenPipeError):  # its pool does not look any more
+        with suppress(BrokenPipeError):  # its pool has closed the pipe
             os.write(told, NUMBER.pack(os.waitstatus_to_exitcode(status)))
         os.close(told)
 
@@ -103,10 +104,10 @@ def _tell_ends(running: dict[int, int]) -> None:
 def _run(
     template: int, data: bytes, control: int, errors: int, not_its: list[int], mask: set
 ) -> NoReturn:
-    """Becomes a rank."""
+    """Runs the rank in the forked process."""
     try:
         rank.die_with_parent(template, is_main_thread=True)
-        os.setsid()  # as a fresh rank, so that its own children can be stopped too
+        os.setsid()  # as for a fresh rank, so that its own children can be stopped too
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -120,16 +121,16 @@ def _run(
         os.sched_setaffinity(0, cores)
         os.environ.clear()
         os.environ.update(env)
-        importlib.invalidate_caches()  # folders may have come since
+        importlib.invalidate_caches()  # files may have been added since the template started
         _reseed()
         rank.main([str(control), *args[1:]])
-    except BaseException:  # noqa: BLE001 - ends here in any case, and not as a second template
+    except BaseException:  # noqa: BLE001 - must exit here, never return into the template's loop
         traceback.print_exc()
     os._exit(1)
 
 
 def _reseed() -> None:
-    # Python's own generator does so by itself; these would draw the same on every rank.
+    # Python reseeds `random` after a fork; these would draw the same numbers on every rank.
     sys.modules["torch"].default_generator.seed()
     numpy = sys.modules.get("numpy")
     if numpy is not None:

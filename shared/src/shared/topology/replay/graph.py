@@ -1,9 +1,9 @@
-"""Operations and what they wait for, read once so that replays only move numbers.
+"""Operations and their dependencies as integer-indexed lists, built once for many replays.
 
-On a queue in the given order, each operation waits for the one listed before it just as it waits
-for its dependencies, so a cycle among dependencies and a deadlock between queue order and
-dependencies are one thing here: a circle of waiting operations. The order in which nobody waits for
-a later one is found after Kahn ("Topological sorting of large networks", 1962).
+On a queue in the given order, each operation waits for the one listed before it just as for its
+dependencies. A cycle among dependencies and a deadlock between queue order and dependencies are
+therefore the same here: a cycle of waiting operations. The topological order is found after Kahn
+("Topological sorting of large networks", 1962).
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from shared.errors import ConfigError, DataError
 __all__ = ["Operation", "OperationGraph", "Order"]
 
 Order = Literal["given", "readiness", "priority"]
-"""Whose turn it is on a queue: the next listed, the longest ready, or the ready one of least
-`priority`."""
+"""Which operation a queue runs next: the next listed, the one ready for longest, or the ready one
+of least `priority`."""
 
-# More operations of a circle than this are counted and not named.
+# Operations of a cycle beyond this number are counted instead of named in the error.
 _MAX_NAMED = 12
 
 
 class Operation(NamedTuple):
-    """Something that takes time on one queue, or on several at once.
+    """An operation that holds one queue, or several at once, for some time.
 
     Attributes:
         name: unique among the operations; a text, or a tuple such as `("F", stage, micro_batch)`.
-        queue: what it holds from start to end; a tuple of queues for one that needs them together,
-            as a message holds the sender's way out and the receiver's way in.
-        duration_s: seconds it holds them.
+        queue: queue that it holds from start to end; a tuple of queues to hold several together,
+            as a message holds the sender's outgoing and the receiver's incoming link.
+        duration_s: seconds for which it holds them.
         after: names of operations that must have ended; a mapping gives the seconds that must have
             passed since each one's end.
-        earliest_s: seconds before which it does not start.
-        priority: least goes first where its queue asks for it: always on a "priority" queue, among
-            operations that became ready together on a "readiness" queue.
+        earliest_s: earliest start in seconds.
+        priority: the lowest runs first, on a "priority" queue among all that are ready, on a
+            "readiness" queue among those that became ready at the same time.
     """
 
     name: Hashable
@@ -51,22 +51,22 @@ class Operation(NamedTuple):
 
 
 class OperationGraph:
-    """Operations by number, in the order listed.
+    """The dependency graph of operations, which are numbered in the order listed.
 
     Attributes:
         operations: as listed.
         index: an operation's number by its name.
-        queues: names; a queue's number is its place here.
+        queues: names of the queues; a queue's number is its index here.
         held: by operation, the numbers of its queues.
-        lined: by operation, those of its queues on which it waits in line, since their order is
-            not given; None when no queue is of that kind.
-        by_priority: by queue, whether its line is sorted by priority before readiness.
+        lined: by operation, those of its queues whose order is not given, in whose waiting line it
+            stands; None if every queue's order is given.
+        by_priority: by queue, whether its waiting line is sorted by priority before readiness.
         needs: by operation, numbers of those that must have ended, among them the one listed before
             it on a queue in the given order.
-        lagged: by operation that waits for some longer than to their end, their numbers and the
-            seconds of lag; `needs` holds them too.
+        lagged: for operations with lags, the numbers of those that they follow with a lag, and the
+            lags in seconds; `needs` holds these numbers too.
         duration_s, earliest_s, priority: by operation.
-        order: numbers such that nobody waits for a later one.
+        order: numbers of all operations in topological order.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class OperationGraph:
         self.order = range(len(self.operations)) if is_sorted else self._sorted()
 
     def _link(self) -> bool:
-        """Fills `held`, `needs` and `lagged`; says whether nobody waits for a later one."""
-        # One pass with everything at hand: most of what a single replay costs is spent here.
+        """Fills `held`, `needs` and `lagged`; returns whether the listed order is topological."""
+        # One pass over all: most of the time of a single replay is spent here.
         index, number = self.index, {queue: i for i, queue in enumerate(self.queues)}
         held_by: dict[str | tuple[str, ...], tuple[int, ...]] = {}
         last: dict[int, int] = {}  # on a queue in the given order
@@ -117,7 +117,7 @@ class OperationGraph:
                 except KeyError as error:
                     raise DataError(self._unknown(name, after)) from error
                 is_sorted = is_sorted and max(needed) < i
-                # Asking a tuple whether it is a Mapping costs as much as all of the above.
+                # isinstance(after, Mapping) on a tuple would cost as much as all of the above.
                 if type(after) not in (tuple, list):
                     self._keep_lags(i, needed, after)
             for q in held:
@@ -211,7 +211,7 @@ class OperationGraph:
 
     @cached_property
     def followers(self) -> list[list[int]]:
-        """By operation, those that wait for it: `needs` turned."""
+        """By operation, those that wait for it: the inverse of `needs`."""
         found: list[list[int]] = [[] for _ in self.operations]
         for i, needed in enumerate(self.needs):
             for other in needed:
@@ -220,7 +220,7 @@ class OperationGraph:
 
     @cached_property
     def laggards(self) -> dict[int, list[tuple[int, float]]]:
-        """By operation that has such, those that wait for it with a lag: `lagged` turned."""
+        """By operation, those that wait for it with a lag: the inverse of `lagged`."""
         found: dict[int, list[tuple[int, float]]] = {}
         for i, pairs in self.lagged.items():
             for other, lag_s in pairs:
@@ -228,7 +228,7 @@ class OperationGraph:
         return found
 
     def dependencies(self, i: int) -> dict[int, float]:
-        """Numbers of the operations that operation `i` is said to come after, with their lags."""
+        """Numbers of the operations in operation `i`'s `after`, with their lags in seconds."""
         after = self.operations[i].after
         lag_s = after if isinstance(after, Mapping) else dict.fromkeys(after, 0.0)
         return {self.index[name]: float(lag) for name, lag in lag_s.items()}
@@ -246,7 +246,7 @@ class OperationGraph:
         return order
 
     def _circle(self, unmet: list[int]) -> str:
-        """Says who waits for whom, from some operation that is never met back to itself."""
+        """Error text that names the operations of one cycle, each with the one it waits for."""
         path: list[int] = []
         place: dict[int, int] = {}
         i = next(i for i, count in enumerate(unmet) if count)

@@ -16,25 +16,25 @@ __all__ = ["Replay"]
 class Replay:
     """Operations ready to be replayed, with their own durations or with others.
 
-    An operation starts as soon as its earliest start has come, what it depends on has ended (and
-    the lag has passed) and each of its queues has come to it. It waits in the lines of its queues
-    from the moment it is ready, keeps its place in all of them, and starts when it is first in each
-    and all are idle: nobody behind it in one line overtakes it while it waits for another queue.
-    On a queue in the given order it is ready no sooner than the one before it has ended. Among
-    equals the one listed first goes first. An operation that takes no time holds its queues for no
-    time, but those that it makes ready at that instant come after those that already were.
+    An operation is ready at its earliest start, once its dependencies have ended (and the lags have
+    passed) and, on a queue in the given order, the operation listed before it has ended. It then
+    waits in the lines of its other queues, and starts when it is first in each and all are idle: no
+    operation behind it in one line overtakes it while it waits for another queue. Ties go to the
+    operation listed first. An operation of zero duration holds its queues for no time, but
+    operations that it makes ready at that instant come after those that were ready already.
 
-    Reading the operations costs as much as a replay or more: keep this where only durations change.
+    Building this costs as much as a replay or more: reuse it if only durations change.
 
     Args:
         operations: in any order; on a queue in the given order they run as listed here.
-        queues: the order of each queue by its name, also the order of rows in a trace. When it is
-            left out, queues are those that operations name, all in the given order.
+        queues: the order of each queue by its name; traces list queues as here. If None, the queues
+            are those that operations name, all in the given order.
 
     Raises:
         DataError: if two operations share a name, one names an unknown operation or queue or one
-            queue twice, a time is negative or not finite, or operations wait in a circle.
-        ConfigError: if an order is unknown, or an operation holds queues of readiness and priority.
+            queue twice, a time is negative or not finite, or operations wait in a cycle.
+        ConfigError: if an order is unknown, or an operation holds both a "readiness" and a
+            "priority" queue.
 
     Example:
         >>> replay = Replay([
@@ -52,10 +52,10 @@ class Replay:
         self._graph = OperationGraph(operations, queues)
 
     def run(self, duration_s: Sequence[float] | np.ndarray | None = None) -> Timeline:
-        """When each operation starts and ends.
+        """The start and end of each operation.
 
-        O(operations + dependencies) where all queues are in the given order, else times the
-        logarithm of how many wait at once.
+        O(operations + dependencies) if all queues are in the given order, else times the logarithm
+        of the number of operations that wait at once.
 
         Args:
             duration_s: seconds of each operation, in the order listed, in place of its own.
@@ -95,17 +95,17 @@ def _longest_paths(
 def _events(
     graph: OperationGraph, durations: list[float], lined: list[tuple[int, ...]]
 ) -> tuple[list[float], list[float], list[int]]:
-    """Start, end and the order in which these were settled.
+    """Starts, ends and the order in which they were computed.
 
-    An operation that waits in no line is settled once what it waits for is, ahead of the clock.
-    The others have two events: they become ready, and they end.
+    An operation that waits in no line is computed as soon as its dependencies are, ahead of the
+    clock. The others have two events: becoming ready, and ending.
     """
     num = len(durations)
     start, end, ready = [0.0] * num, [0.0] * num, list(graph.earliest_s)
     priority, by_priority = graph.priority, graph.by_priority
     followers, laggards, unmet = graph.followers, graph.laggards, list(map(len, graph.needs))
     order: list[int] = []
-    events: list[tuple[float, int]] = []  # at which time, an end; or num higher, a readiness
+    events: list[tuple[float, int]] = []  # (time, i) is the end of i, (time, num + i) its readiness
     lines: list[list[tuple[float, float, int]]] = [[] for _ in graph.queues]
     is_idle = [True] * len(graph.queues)
     started: list[int] = []
@@ -154,12 +154,12 @@ def _events(
         for q in touched:
             if is_idle[q] and lines[q]:
                 i = lines[q][0][2]
-                # Two that are first in all their lines share no queue: either may be asked first.
+                # Operations that are first in all their lines share no queue: any order will do.
                 if len(lined[i]) == 1 or all(is_idle[r] and lines[r][0][2] == i for r in lined[i]):
                     for r in lined[i]:
                         heappop(lines[r])
                         is_idle[r] = False
                     start[i] = now
                     started.append(i)
-    assert len(order) == num, "lines whose operations all go by one key cannot block one another"
+    assert len(order) == num, "lines sorted by the same key cannot block one another"
     return start, end, order

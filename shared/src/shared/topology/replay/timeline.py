@@ -1,4 +1,4 @@
-"""What came of a replay: times, how busy each queue was, and what the last end hung on."""
+"""Result of a replay: start and end times, utilisation of queues, critical path, Chrome trace."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["CriticalStep", "QueueUse", "Timeline"]
 
 
 class QueueUse(NamedTuple):
-    """How one queue spent its time.
+    """Utilisation of one queue.
 
     Attributes:
-        num_operations: that held it.
-        busy_s: seconds during which one did.
-        first_s: start of the first one, 0 if there was none.
-        last_s: end of the last one, 0 if there was none.
-        idle_share: of the makespan, from 0 to 1.
-        idle_share_within: of the time from `first_s` to `last_s`.
+        num_operations: number of operations that held it.
+        busy_s: seconds during which it was held.
+        first_s: start of its first operation, 0 if there was none.
+        last_s: end of its last operation, 0 if there was none.
+        idle_share: idle share of the makespan, from 0 to 1.
+        idle_share_within: idle share of the time from `first_s` to `last_s`, from 0 to 1.
     """
 
     num_operations: int
@@ -40,14 +40,14 @@ class CriticalStep(NamedTuple):
     """An operation of the critical path, and why it did not start earlier.
 
     Attributes:
-        name: of the operation.
-        start_s, end_s: when it ran.
-        cause: "dependency" when what it depends on ended just then, "queue" when its queue became
-            free just then, "release" when neither: its earliest start, or 0. Where several hold,
-            the first of these is told.
-        behind: name of the operation it waited for; None after a release.
-        lag_s: seconds between that one's end and its own start.
-        queue: the queue it waited for; None when it did not.
+        name: name of the operation.
+        start_s, end_s: its start and end in seconds.
+        cause: "dependency" if it started when a dependency ended (and its lag had passed), "queue"
+            if it started when a queue of its became free, "release" if it started at its earliest
+            start or at 0. If several hold, the first of these.
+        behind: name of the operation it waited for; None for a release.
+        lag_s: the dependency's lag: seconds between that operation's end and this one's start.
+        queue: the queue it waited for; None if the cause is not "queue".
     """
 
     name: Hashable
@@ -65,7 +65,8 @@ class Timeline:
 
     Attributes:
         start_s, end_s: seconds by operation, in the order listed.
-        order: numbers of the operations in an order that agrees with every wait.
+        order: numbers of the operations in an order in which none waits for a later one.
+        graph: the operations replayed.
     """
 
     start_s: Float[np.ndarray, " operations"]
@@ -89,7 +90,7 @@ class Timeline:
         """
         i = self.graph.index.get(name)
         if i is None:
-            raise DataError(f"no operation is called {name!r}; take a name from those replayed")
+            raise DataError(f"no operation is called {name!r}; use the name of a replayed one")
         return float(self.start_s[i]), float(self.end_s[i])
 
     @cached_property
@@ -98,7 +99,7 @@ class Timeline:
         return {queue: self._use(q) for q, queue in enumerate(self.graph.queues)}
 
     def gaps_s(self, queue: str) -> Float[np.ndarray, "gaps 2"]:
-        """Start and end of each time within the makespan when nobody held a queue, in order.
+        """Start and end in seconds of each idle interval of a queue within the makespan, in order.
 
         Raises:
             DataError: if there is no such queue.
@@ -116,11 +117,12 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> list[CriticalStep]:
-        """Operations that the makespan hangs on, in order, each waiting for the one before it.
+        """Operations that determine the makespan, in order, each waiting for the one before it.
 
         The first one's start, the durations and the lags add up to the makespan. Of several such
-        paths it is one, ending at the first listed of those that end last. After Kelley and Walker
-        ("Critical-path planning and scheduling", 1959), with queues as a further cause of waiting.
+        paths this is one that ends at the first listed of the operations that end last. After
+        Kelley and Walker ("Critical-path planning and scheduling", 1959), with queues as a further
+        cause of waiting.
         """
         if not len(self.end_s):
             return []
@@ -134,8 +136,9 @@ class Timeline:
     def to_chrome_trace(self) -> dict[str, Any]:
         """The timeline in the Trace Event Format, for chrome://tracing and ui.perfetto.dev.
 
-        Queues are its threads, in their order; times are in microseconds. An operation that holds
-        several queues stands in the row of each. Category `critical` marks the critical path.
+        Queues are threads of the trace, in their order; times are in microseconds. An operation
+        that holds several queues appears in each one's row. Category `critical` marks the critical
+        path.
         """
         events: list[dict[str, Any]] = []
         for q, queue in enumerate(self.graph.queues):
@@ -168,7 +171,7 @@ class Timeline:
 
     @cached_property
     def _previous(self) -> list[tuple[int | None, ...]]:
-        """By operation, who held each of its queues before it."""
+        """By operation, the operation that held each of its queues before it, or None."""
         last: list[int | None] = [None] * len(self.graph.queues)
         previous: list[tuple[int | None, ...]] = [()] * len(self.graph.operations)
         for i in self.order:
@@ -208,7 +211,7 @@ class Timeline:
 
 
 def _share(part_s: float, whole_s: float) -> float:
-    # Rounding of a sum can leave a little less than nothing.
+    # Rounding of a sum can give a slightly negative difference.
     return max(part_s, 0.0) / whole_s if whole_s > 0 else 0.0
 
 

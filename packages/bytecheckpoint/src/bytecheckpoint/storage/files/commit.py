@@ -1,10 +1,10 @@
-"""When a checkpoint exists: the steps by which a save appears, is found again and goes away.
+"""Commits, finds and removes checkpoints atomically.
 
-A save writes into a data folder of its own, which nobody reads. When all of it would survive a
-power loss, one file appears by one atomic act: the manifest. It is the commit, whether the storage
-renames (a file system) or puts (an object store). Removal goes the other way: the manifest first.
-So at any moment, and after a crash at any moment, a manifest that can be seen names a whole
-checkpoint. Nothing points at the newest one: it is found by looking.
+A save writes into a new data folder, which no reader opens yet. When all of it would survive a
+power loss, the manifest appears in one atomic operation, a rename (file system) or a put (object
+store): that is the commit. Removal deletes the manifest first. So at any time, also after a crash,
+a visible manifest names a complete checkpoint. No file points at the newest checkpoint: it is found
+by listing.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _STEP = re.compile(r"step_(\d{8,})")
 _DATA = re.compile(r"data-[0-9a-f]{12}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _HASH = re.compile(r"[0-9a-f]{32}")
-# Left by a publish that died; see LocalStorage.
+# Left by a killed publish; see LocalStorage.
 _UNPUBLISHED = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]{{12}}")
 
 
 def format_step(step: int) -> str:
-    """Where the checkpoint of a training step lies below the root."""
+    """Name of the folder below the root with the checkpoint of a training step."""
     return f"step_{step:08d}"
 
 
 def parse_step(name: str) -> int | None:
-    """The step whose folder has this name; None if no step's has."""
+    """The step whose folder has this name; None if it is not a step's folder."""
     found = _STEP.fullmatch(name)
     return int(found[1]) if found else None
 
@@ -71,17 +71,17 @@ def draw_folder_name() -> str:
 
 
 def describe_file(name: str, content: bytes) -> FileRecord:
-    """What a manifest says of an index or extra file with this content."""
+    """The manifest's record of an index or extra file with this content."""
     digest = xxhash.xxh3_128_hexdigest(content)
     return FileRecord(name=name, num_bytes=len(content), xxh3_128=digest)
 
 
 def read_manifest(storage: Storage, path: str) -> Manifest:
-    """The manifest of a checkpoint, if its own bytes are whole; other files are not looked at.
+    """Reads and verifies the manifest of a checkpoint, without looking at other files.
 
     Args:
-        storage: where it lies.
-        path: of the checkpoint's folder, "" for the root itself.
+        storage: storage that holds it.
+        path: path of the checkpoint's folder, "" for the root itself.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or not yet.
@@ -121,10 +121,10 @@ def read_index(storage: Storage, path: str, manifest: Manifest) -> Index:
 
 
 def check_listed(index: Index, files: list[FileRecord], where: str) -> None:
-    """Checks that an index and its manifest are of the same files.
+    """Checks that an index and its manifest list the same files.
 
     Raises:
-        DataError: they are not.
+        DataError: they list different files.
     """
     listed = [(file.name, file.num_bytes) for file in index.files]
     if listed != [(file.name, file.num_bytes) for file in files]:
@@ -132,7 +132,7 @@ def check_listed(index: Index, files: list[FileRecord], where: str) -> None:
 
 
 def read_contents(storage: Storage, path: str, manifest: Manifest) -> tuple[bytes, bytes]:
-    """The contents of the index file and of the file of everything that is no tensor.
+    """The contents of the index file and of the file of non-tensor values.
 
     Raises:
         DataError: one is missing or damaged.
@@ -142,7 +142,7 @@ def read_contents(storage: Storage, path: str, manifest: Manifest) -> tuple[byte
 
 
 def read_extra(storage: Storage, path: str, manifest: Manifest) -> bytes:
-    """The content of the file of everything that is no tensor.
+    """The content of the file of non-tensor values.
 
     Raises:
         DataError: it is missing or damaged.
@@ -152,10 +152,10 @@ def read_extra(storage: Storage, path: str, manifest: Manifest) -> bytes:
 
 
 def check_files(storage: Storage, path: str, manifest: Manifest) -> None:
-    """Checks that every file a manifest names is there with its size, by one listing if all are.
+    """Checks that every file of a manifest exists with its size; needs one listing if all do.
 
     Raises:
-        DataError: names the first file that is not.
+        DataError: a file is missing or has another size; the message names the first one.
     """
     _check_sizes(storage, path, manifest, [manifest.index, manifest.extra, *manifest.files])
 
@@ -163,28 +163,28 @@ def check_files(storage: Storage, path: str, manifest: Manifest) -> None:
 def commit(
     storage: Storage, path: str, manifest: Manifest, index: bytes, extra: bytes, *, overwrite: bool
 ) -> None:
-    """Makes a checkpoint exist, for good; called by one rank when all sinks are finished.
+    """Commits a checkpoint durably; called by one rank when all sinks are finished.
 
     Args:
-        storage: where the data files lie.
-        path: of the checkpoint's folder, "" for the root itself.
+        storage: storage that holds the data files.
+        path: path of the checkpoint's folder, "" for the root itself.
         manifest: names the data files, and the two files below with their sizes and hashes.
         index: content of the index file.
-        extra: content of the file of everything that is no tensor.
+        extra: content of the file of non-tensor values.
         overwrite: whether to replace a checkpoint at the same path, whose data are then removed.
 
     Raises:
         DataError: a data file is missing or has another size than the manifest says.
         FileExistsError: there is a checkpoint and `overwrite` is False; it stays as it is.
-        OSError: the storage failed. The manifest may have appeared all the same, if only the last
-            sync or answer failed; so give the data up by `discard`, not by removing them.
+        OSError: the storage failed. The manifest may exist nevertheless, if only the last sync or
+            answer failed; so remove the data by `discard`, which checks for it.
     """
     _check_sizes(storage, path, manifest, manifest.files)
     data = _join(path, manifest.data)
     for file, content in ((manifest.index, index), (manifest.extra, extra)):
         assert file == describe_file(file.name, content), f"{file.name} is not as the manifest says"
         _write_whole(storage, _join(data, file.name), content)
-    # Folders above the path may be new as well, or left unsynced by a save that died.
+    # Folders above the path may also be new, or left unsynced by a killed save.
     storage.sync_folders([data, *_list_upwards(path)])
     replaced = _find_data_folder(storage, path) if overwrite else None
     storage.publish(_join(path, MANIFEST_NAME), manifest.encode(), overwrite=overwrite)
@@ -196,11 +196,11 @@ def commit(
 
 
 def discard(storage: Storage, path: str, data: str) -> None:
-    """Removes what a save that failed has written, unless its manifest appeared all the same.
+    """Removes the files of a failed save, unless its manifest has appeared nevertheless.
 
     Args:
-        storage: where it lies.
-        path: of the checkpoint's folder, "" for the root itself.
+        storage: storage that holds it.
+        path: path of the checkpoint's folder, "" for the root itself.
         data: name of the data folder of that save.
     """
     try:
@@ -217,12 +217,12 @@ def discard(storage: Storage, path: str, data: str) -> None:
 def discard_on_error(
     storage: Storage, path: str, data: str, *, may_appear: bool = False
 ) -> Iterator[None]:
-    """Around writing or committing: discards what a save wrote when it fails.
+    """Context manager around writing or committing: discards a save's files when it fails.
 
     Args:
         storage, path, data: see `discard`.
-        may_appear: whether `commit` is called within. An object store may still make a manifest
-            appear whose put seemed to fail; its data then stay, for `garbage` to find.
+        may_appear: whether `commit` is called within. In an object store a manifest whose put
+            seemed to fail may still appear, so its data stay, for `find_garbage` to find.
     """
     try:
         yield
@@ -240,7 +240,7 @@ def discard_on_error(
 def list_steps(storage: Storage) -> list[int]:
     """Steps with a checkpoint, ascending: a whole manifest, and all its files with their sizes."""
     found = [name for name in storage.list("") if parse_step(name) is not None]
-    # An object store answers each question late, but many at once.
+    # Requests to an object store have a long latency: make many at once.
     with ThreadPoolExecutor(max_workers=8) as threads:
         there = threads.map(lambda name: _is_checkpoint(storage, name), found)
     return sorted(
@@ -257,14 +257,14 @@ def remove_checkpoint(storage: Storage, path: str) -> None:
 
 
 def find_garbage(storage: Storage, path: str = "") -> list[str]:
-    """What saves that never were committed left behind, and removals that did not finish.
+    """Files left by saves that were not committed, and by removals that did not finish.
 
-    A save that is under way looks the same: ask only when none is. A folder with a damaged
-    manifest is nobody's garbage: its data may be wanted. Neither is what we do not write, such as
-    a folder of another format that is named as ours are.
+    A save in progress looks the same: call this only when there is none. A folder with a damaged
+    manifest is not garbage, because its data may be wanted, nor are files that we do not write,
+    such as a folder of another format with a name like ours.
 
     Args:
-        storage: where to look.
+        storage: storage to search.
         path: a folder of steps, or of one checkpoint.
 
     Returns:
@@ -284,13 +284,13 @@ def find_garbage(storage: Storage, path: str = "") -> list[str]:
 
 
 def remove_garbage(storage: Storage, paths: Iterable[str]) -> None:
-    """Removes what `garbage` found."""
+    """Removes the paths that `find_garbage` returned."""
     for path in paths:
         folder, name = posixpath.split(path)
         if parse_step(name) is not None:
             remove_checkpoint(storage, path)
         else:
-            # The manifest that replaced this folder's may not have been synced before a crash.
+            # The manifest that replaced this folder's may be unsynced after a crash.
             storage.sync_folders([folder])
             storage.remove_tree(path)
 
@@ -330,7 +330,7 @@ def _check_sizes(
     for file in records:
         size = there.get(file.name)
         if size != file.num_bytes:
-            # NFS lists late what other hosts wrote, but knows a file that it is asked for.
+            # NFS may list other hosts' files late, but finds a file when it is opened.
             with suppress(FileNotFoundError):
                 size = storage.size(_join(folder, file.name))
         if size != file.num_bytes:

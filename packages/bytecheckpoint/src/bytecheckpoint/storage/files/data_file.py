@@ -31,9 +31,9 @@ __all__ = [
 ALIGN_BYTES = 4096
 TABLE_NAME = "__xxh3__"
 
-# The table's entry says how many blocks there are, and those count the header: room for any number.
+# The table's entry contains the number of blocks, which depends on the header: room for any number.
 _MAX_TABLE_ENTRY_BYTES = 128
-# What safetensors readers accept.
+# The largest header in bytes that safetensors readers accept.
 _MAX_HEADER_BYTES = 100_000_000
 
 _Bytes = TypeVar("_Bytes", int, np.ndarray)
@@ -63,7 +63,7 @@ def encode_header(
         The length, the JSON and spaces, a multiple of ALIGN_BYTES.
 
     Raises:
-        DataError: there are so many chunks that no safetensors reader would take the header.
+        DataError: the header of so many chunks exceeds `max_bytes`.
     """
     texts, position = [], 0
     for name, dtype, box in entries:

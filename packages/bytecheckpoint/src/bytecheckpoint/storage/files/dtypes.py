@@ -6,7 +6,7 @@ from shared.errors import DataError
 
 __all__ = ["SAFETENSORS_NAMES", "get_dtype_name", "get_safetensors_name", "parse_dtype"]
 
-# What strict safetensors headers can say; any other type is stored there as bytes (U8).
+# Types with a name in strict safetensors headers; any other type is stored as bytes (U8).
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -62,5 +62,5 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def get_safetensors_name(dtype: torch.dtype) -> str | None:
-    """What safetensors calls the type, None where it has no name for it."""
+    """The name of the type in safetensors, None if it has none."""
     return SAFETENSORS_NAMES.get(dtype)

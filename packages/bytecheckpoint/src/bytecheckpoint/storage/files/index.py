@@ -1,9 +1,10 @@
 """The index of a checkpoint: which bytes of which file hold which box of which tensor.
 
 After ByteCheckpoint (arXiv 2407.20143): tensors have names, types and global shapes, chunks are
-boxes of them, and nothing says which rank or mesh wrote them. Chunks are columns of numbers rather
-than objects, so that ten thousand ranks' plans fit through one process. Every field may come from a
-hostile file: `check` refuses what does not describe whole, disjoint tensors inside their files.
+boxes of them, and the index does not depend on the ranks or mesh that wrote them. Chunks are
+columns of numbers rather than objects, so that one process can handle the plans of ten thousand
+ranks. Every field may come from a hostile file: `check` accepts only whole, disjoint tensors inside
+their files.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
-# Checksums are of blocks of this size, counted from the start of the file.
+# Number of bytes in a checksummed block, counted from the start of the file.
 BLOCK_BYTES = 256 * 1024
 
 _MAX_BYTES = 2**62
-# Up to so many chunks a tensor, comparing tuples is faster than calling numpy.
+# Number of chunks in a tensor up to which comparing tuples is faster than calling numpy.
 _FEW_CHUNKS = 64
 # Manifests of our own allow fewer; folders of others are read as they are.
 _PLAIN_NAME = re.compile(r"\w[\w .\-]*(/\w[\w .\-]*)*")
@@ -48,10 +49,10 @@ def count_blocks(num_bytes: int) -> int:
 
 
 def check_file_name(name: object, where: str) -> str:
-    """A file name that a checkpoint may refer to, before anything is opened by it.
+    """Checks a file name from a checkpoint before a file of that name is opened.
 
     Raises:
-        DataError: it is no text, leads out of the folder, or might to some storage.
+        DataError: it is not a string, or could lead out of the folder in some storage.
     """
     if not isinstance(name, str) or not _PLAIN_NAME.fullmatch(name):
         raise DataError(
@@ -116,8 +117,8 @@ class File:
     Attributes:
         name: path within the checkpoint.
         num_bytes: its size.
-        hashed_bytes: how many bytes from its start the table of block checksums covers; the table
-            lies there, 8 bytes a block. None where a file of another format has no checksums.
+        hashed_bytes: number of bytes from the start that the checksum table covers; the table
+            follows them, 8 bytes per block. None in files of other formats, without checksums.
     """
 
     name: str
@@ -145,7 +146,7 @@ class Index:
     """Every chunk of every tensor of a checkpoint.
 
     Attributes:
-        names: of the tensors.
+        names: names of the tensors.
         dtypes: torch's names of their element types, by tensor.
         shapes: global shapes, by tensor.
         chunks: the boxes, sorted by tensor.
@@ -246,8 +247,8 @@ class Index:
         """The chunks that hold elements of a box, and the part of it each holds.
 
         Args:
-            name: of the tensor, or a tied name.
-            box: in the tensor's global index space.
+            name: name of the tensor, or a tied name.
+            box: box in the tensor's global index space.
 
         Returns:
             Rows of chunks and intersections, in the order of the rows.

@@ -1,6 +1,6 @@
 """The manifest: the one file whose appearance makes a checkpoint exist.
 
-It names every other file with its size and hash, and ends with the hash of its own bytes before,
+It lists every other file with its size and hash, and ends with a hash of its own preceding bytes,
 so that no flipped bit in it goes unseen. Data files are hashed by blocks (see `index`); the manifest
 holds the hash of each table of block hashes, which completes the chain.
 """
@@ -27,7 +27,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         name: path under the folder of the manifest.
         num_bytes: its size.
-        xxh3_128: hex; of a data file's table of block hashes, of any other file's whole content.
+        xxh3_128: hash in hex, of a data file's table of block hashes or another file's content.
     """
 
     name: str
@@ -36,16 +36,16 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a checkpoint consists of.
+    """The list of a checkpoint's files.
 
     Attributes:
         format: "bytecheckpoint".
-        version: of the format.
-        step: the training step, None where none was given.
+        version: version of the format.
+        step: the training step, None if none was given.
         world_size: ranks that wrote it.
         data: folder of the other files, beside the manifest.
         index: the index file.
-        extra: the file of everything that is no tensor.
+        extra: the file of non-tensor values.
         files: the data files, in the order of the index.
     """
 
@@ -59,7 +59,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     files: list[FileRecord]
 
     def encode(self) -> bytes:
-        """JSON, a line a member, sealed with its own hash."""
+        """JSON with one line per member, ending with a hash of the preceding bytes."""
         body = msgspec.json.format(msgspec.json.encode(self), indent=1).removesuffix(b"\n}")
         return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + _END
 

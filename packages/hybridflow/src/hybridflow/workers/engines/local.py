@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
 import struct
@@ -26,6 +25,7 @@ from hybridflow.workers.engines.shared_memory import SharedMemory, make_folder
 from shared.comms.group import Group
 from shared.comms.launch import RankPool
 from shared.errors import RankFailure
+from shared.process_mark import remove_marked_folder
 
 __all__ = ["READ_BYTES", "LocalEngine", "StreamLink"]
 
@@ -108,7 +108,7 @@ class LocalEngine:
         try:
             self._pool.__enter__()
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_marked_folder(self._folder)
             raise
         self._runner = threading.Thread(target=self._run, name="hybridflow-ranks", daemon=True)
         self._poll = select.poll()
@@ -215,7 +215,7 @@ class LocalEngine:
         self._pool.__exit__(None, None, None)
         for link in self._links:
             link.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_marked_folder(self._folder)
 
 
 def _serve(address: str, folder: str) -> None:

@@ -12,7 +12,6 @@ import fcntl
 import itertools
 import mmap
 import os
-import shutil
 import tempfile
 import weakref
 from collections import deque
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.workers.engines.packing import SMALL_BYTES, decode, encode
-from shared.process_mark import is_alive, mark
+from shared.process_mark import make_marked_folder, sweep_marked_folders
 
 __all__ = ["PackedValue", "SharedMemory", "make_folder"]
 
@@ -53,10 +52,8 @@ class PackedValue:
 def make_folder() -> Path:
     """A folder in shared memory, after those of processes that were killed are removed."""
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    for folder in base.glob(f"{_PREFIX}*"):
-        if not is_alive(folder.name.removeprefix(_PREFIX)):
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{mark()}-", dir=base))
+    sweep_marked_folders(base, _PREFIX)
+    return make_marked_folder(base, _PREFIX)
 
 
 class SharedMemory:

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import copy
 import queue
-import shutil
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from hybridflow.workers.engines.packing import decode, encode
 from hybridflow.workers.engines.shared_memory import PackedValue, SharedMemory, make_folder
 from hybridflow.workers.engines.tcp import PeerLink, connect
 from shared.errors import CommError
+from shared.process_mark import remove_marked_folder
 
 __all__ = ["CONTROLLER", "PlacedStore", "StoreAddress", "StoredValue"]
 
@@ -146,7 +147,7 @@ class PlacedStore:
         """
         near = [place.folder for owner, place in self.places.items() if self._is_near(owner)]
         for folder in {self.folder, *near}:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_marked_folder(Path(folder))
 
     def _is_near(self, owner: int) -> bool:
         return (
