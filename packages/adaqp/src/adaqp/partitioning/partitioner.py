@@ -167,11 +167,7 @@ def partition(
         for rank, tensors in enumerate(layout.files()):
             path = fresh / f"part{rank}.safetensors"
             header = {"fingerprint": fingerprint, "rank": rank, "parts": parts, "format": FORMAT}
-            # safetensors makes files of mode 0600, whatever the umask.
-            path.touch()
-            mode = path.stat().st_mode
             save_file(tensors, path, {key: str(value) for key, value in header.items()})
-            path.chmod(mode)
             infos.append(layout.info(rank, tensors, path.stat().st_size))
         report = PartitionReport(
             out=folder,

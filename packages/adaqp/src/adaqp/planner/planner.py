@@ -17,7 +17,7 @@ from jaxtyping import Float64, Int64
 from adaqp.planner import greedy, milp
 from adaqp.planner.explanation import explain
 from adaqp.planner.problem import Assignment, Numbers, fields_from_json
-from adaqp.planner.solvers import SOLVERS, Answer
+from adaqp.planner.solvers import SOLVERS, SolverAnswer
 from shared.errors import ConfigError, DataError
 
 __all__ = ["Assignment", "MessageGroups", "Solution", "assign", "group_messages"]
@@ -124,13 +124,13 @@ def assign(problem: Assignment, solver: str = "greedy", time_limit_s: float = 10
     return _solution(problem, SOLVERS.get(solver)(problem, time_limit_s))
 
 
-def by_greedy(problem: Assignment, time_limit_s: float) -> Answer:
+def by_greedy(problem: Assignment, time_limit_s: float) -> SolverAnswer:
     """The greedy solver's answer; it needs no time limit."""
     found = greedy.solve(problem)
-    return Answer(found.choice, found.bound, "greedy")
+    return SolverAnswer(found.choice, found.bound, "greedy")
 
 
-def by_milp(problem: Assignment, time_limit_s: float) -> Answer:
+def by_milp(problem: Assignment, time_limit_s: float) -> SolverAnswer:
     """HiGHS's answer, or the greedy one where HiGHS ran out of time before it found a better one."""
     started_s = time.perf_counter()
     quick = by_greedy(problem, time_limit_s)
@@ -139,9 +139,9 @@ def by_milp(problem: Assignment, time_limit_s: float) -> Answer:
     bound = max(quick.bound, exact.bound)
     if exact.choice is None or problem.objective(exact.choice) >= problem.objective(quick.choice):
         name = "milp" if exact.is_optimal else "greedy, milp out of time"
-        return Answer(quick.choice, bound, name)
+        return SolverAnswer(quick.choice, bound, name)
     name = "milp" if exact.is_optimal else "milp, stopped at its time limit"
-    return Answer(exact.choice, bound, name)
+    return SolverAnswer(exact.choice, bound, name)
 
 
 def group_messages(beta_per_message: Numbers, group_size: int) -> MessageGroups:
@@ -176,7 +176,7 @@ def group_messages(beta_per_message: Numbers, group_size: int) -> MessageGroups:
     return MessageGroups(order, np.append(starts, beta.size), total)
 
 
-def _solution(problem: Assignment, answer: Answer) -> Solution:
+def _solution(problem: Assignment, answer: SolverAnswer) -> Solution:
     choice = answer.choice
     objective = problem.objective(choice)
     bound = min(answer.bound, objective)

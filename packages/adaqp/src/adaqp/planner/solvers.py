@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from adaqp.planner.problem import Assignment
 
-__all__ = ["SCOPES", "SOLVERS", "Answer"]
+__all__ = ["SCOPES", "SOLVERS", "SolverAnswer"]
 
 
-class Answer(NamedTuple):
+class SolverAnswer(NamedTuple):
     """What a solver found.
 
     Attributes:
@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
 
 # Functions (problem, seconds it may take) -> answer.
-SOLVERS: Registry[str, "Callable[[Assignment, float], Answer]"] = Registry("solver")
+SOLVERS: Registry[str, "Callable[[Assignment, float], SolverAnswer]"] = Registry("solver")
 SOLVERS.add("greedy", "adaqp.planner.planner:by_greedy", "milliseconds, with a proven gap")
 SOLVERS.add("milp", "adaqp.planner.planner:by_milp", "HiGHS, until it is done or out of time")
 
