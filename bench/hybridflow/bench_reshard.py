@@ -207,7 +207,11 @@ def bench_one_host(benchmark, record_claim):
     _, planned, counted, _ = found[0]
     for name, way, aim in (
         ("weights of a 60 M model from 1-4-2 to 1-2, eight ranks on one host", "all-gather", 2.0),
-        ("weights of a 60 M model, 1-4-2 to 1-2, beside torch's own", "torch's all-gather", None),
+        (
+            "the 60 M model's shards from 1-4-2 to 1-2, eight ranks, one host",
+            "torch's all-gather",
+            None,
+        ),
     ):
         record_claim(
             Claim(
