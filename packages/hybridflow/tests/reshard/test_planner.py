@@ -33,13 +33,16 @@ def test_a_plan_of_one_group_of_each_kind_is_the_plan_of_all(train, generate):
 
 
 def test_groups_of_a_thousand_ranks_are_planned_once_for_each_kind(monkeypatch):
-    planned, plan_group = [], planner._plan_group
+    planned, plan = [], planner.reshard.plan
     monkeypatch.setattr(
-        planner, "_plan_group", lambda *given: planned.append(1) or plan_group(*given)
+        planner.reshard,
+        "plan",
+        lambda *given, **options: planned.append(1) or plan(*given, **options),
     )
     found = planner.plan("4-8-32", "1-8", {**LLAMA_70B, "num_hidden_layers": 4})
     assert len(found) == 1024
-    assert len(planned) == len(generation_groups(Layout.parse("4-8-1"), "1-8").micro_dp)
+    num_kinds = len(generation_groups(Layout.parse("4-8-1"), "1-8").micro_dp)
+    assert len(planned) == num_kinds * len(found.transfers)
     (received,) = set(found.received_bytes[:8])
     assert received > 0
     assert found.received_bytes[:32] * 32 == found.received_bytes

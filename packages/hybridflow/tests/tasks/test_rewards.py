@@ -286,11 +286,15 @@ def is_running(pid):
 @pytest.mark.slow
 def test_a_worker_process_stands_by_where_calls_have_a_time_limit(theirs, tmp_path):
     roll = make_roll("6", path=np.array([str(tmp_path / "child")], dtype=object))
-    theirs.busy(roll, CHARS)
-    standing_by = theirs.busy._workers._spares[0].process.pid
-    theirs.busy(roll, CHARS)
-    assert theirs.busy._workers._workers[0].process.pid == standing_by
+    others = {child.pid for child in multiprocessing.active_children()}
+    found = []
+    for _ in range(2):
+        theirs.busy(roll, CHARS)
+        found.append({child.pid for child in multiprocessing.active_children()} - others)
     theirs.busy.close()
+    # Each call's own worker was killed: there are the one that stood by, and a new one.
+    assert [len(pids) for pids in found] == [2, 2]
+    assert len(found[0] & found[1]) == 1
 
 
 @pytest.mark.slow

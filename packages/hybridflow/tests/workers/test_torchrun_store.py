@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from hybridflow import Batch
-from hybridflow.workers.engines import tcp
 from hybridflow.workers.engines.rank import take_rows
 from hybridflow.workers.engines.tcp import Listener, PeerLink, connect
 from hybridflow.workers.engines.torchrun_rank import Member
@@ -106,11 +105,9 @@ def test_an_address_that_others_can_not_use_is_not_the_only_one():
     )  # no address of this machine
 
 
-def test_callers_that_say_nothing_keep_others_out_for_a_moment_only(monkeypatch):
-    monkeypatch.setattr(tcp, "_PROOF_S", 0.3)
-    monkeypatch.setattr(tcp, "_MAX_UNPROVEN", 2)
+def test_callers_that_say_nothing_keep_others_out_for_a_moment_only():
     before = threading.active_count()
-    listener = Listener(_HERE, _KEY, lambda link: link.close())
+    listener = Listener(_HERE, _KEY, lambda link: link.close(), proof_s=0.3, max_unproven=2)
     silent = [socket.create_connection((_HERE, listener.port)) for _ in range(6)]
     dripping = socket.create_connection((_HERE, listener.port))
     dripping.sendall(b"x")

@@ -31,6 +31,11 @@ class Cache:
 
         self._prompts, self._own = empty(num_prompts, prompt_width), empty(num_slots, num_own)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(tensor.nbytes for tensor in (*self._prompts, *self._own))
+
     def reading(self, rows: slice) -> Attend:
         """Causal attention over some prompts, whose keys and values are kept."""
 

@@ -30,8 +30,6 @@ _SIZE = struct.Struct("<Q")
 _PROOF_BYTES = 32
 _PROOF_S = 10.0
 """How long the other side may take to prove itself."""
-_MAX_UNPROVEN = 64
-"""Connections that may be proving themselves at once; the others wait to be taken."""
 
 # A machine that is switched off closes nothing; asked 10 s after its last word and every 5 s then,
 # it is given up after three silences.
@@ -90,7 +88,15 @@ class PeerLink:
 class Listener:
     """Takes connections on a free port, each in a thread of its own."""
 
-    def __init__(self, host: str, key: bytes, answer: Callable[[PeerLink], None]) -> None:
+    def __init__(
+        self,
+        host: str,
+        key: bytes,
+        answer: Callable[[PeerLink], None],
+        *,
+        proof_s: float = _PROOF_S,
+        max_unproven: int = 64,
+    ) -> None:
         """Begins to listen.
 
         Args:
@@ -98,12 +104,14 @@ class Listener:
             key: of the job.
             answer: serves one connection, or leaves it to another thread; when it raises that the
                 other side is gone, the connection is closed.
+            proof_s: seconds that a caller may take to prove that it knows the key.
+            max_unproven: callers that may be proving it at once; others wait to be accepted.
 
         Raises:
             OSError: if the host is no address of this machine.
         """
-        self._key, self._answer = key, answer
-        self._unproven = threading.Semaphore(_MAX_UNPROVEN)
+        self._key, self._answer, self._proof_s = key, answer, proof_s
+        self._unproven = threading.Semaphore(max_unproven)
         if not host and socket.has_dualstack_ipv6():
             self._socket = socket.create_server(
                 ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
@@ -131,7 +139,7 @@ class Listener:
     def _serve(self, connection: socket.socket) -> None:
         try:
             try:
-                _introduce(connection, self._key, b"called", b"caller")
+                _introduce(connection, self._key, b"called", b"caller", self._proof_s)
             finally:
                 self._unproven.release()
             self._answer(PeerLink(connection))
@@ -162,17 +170,19 @@ def connect(address: tuple[str, int], key: bytes, limit_s: float) -> PeerLink:
     """
     connection = socket.create_connection(address, limit_s)
     try:
-        _introduce(connection, key, b"caller", b"called")
+        _introduce(connection, key, b"caller", b"called", _PROOF_S)
     except BaseException:
         connection.close()
         raise
     return PeerLink(connection)
 
 
-def _introduce(connection: socket.socket, key: bytes, me: bytes, peer: bytes) -> None:
+def _introduce(
+    connection: socket.socket, key: bytes, me: bytes, peer: bytes, limit_s: float
+) -> None:
     """Proves to each other, by a number that the other has drawn, that both know the key."""
-    deadline = time.monotonic() + _PROOF_S
-    connection.settimeout(_PROOF_S)
+    deadline = time.monotonic() + limit_s
+    connection.settimeout(limit_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
