@@ -81,6 +81,7 @@ def test_pairs_teach_an_order_on_one_rank_and_the_same_on_two(pair):
 
 
 @pytest.mark.slow
+@pytest.mark.unchecked
 @pytest.mark.parametrize("name", ["ppo", "safe"])
 def test_what_a_reward_model_prefers_is_learnt(name):
     """A reward model is trained on pairs, and then a policy against it."""
