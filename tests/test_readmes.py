@@ -1,12 +1,17 @@
 """What the pages promise is there. Sybil runs their Python blocks beside this."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from rules.package import read_words
+
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
 HOMES = [ROOT / "shared", *(path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml")))]
 READMES = [ROOT / "README.md", *(home / "README.md" for home in HOMES)]
@@ -67,17 +72,11 @@ def test_the_two_commands_stand_in_the_readme():
     assert "pip install -c constraints.txt" in text
 
 
-def words_outside_code(text):
-    """Words that a reader sees: the keys that tables are filled by stand in comments."""
-    code_or_comment = r"^```.*?^```|<!--.*?-->"
-    return re.sub(code_or_comment, "", text, flags=re.MULTILINE | re.DOTALL).split()
-
-
 @pytest.mark.parametrize("home", **named(HOMES))
 def test_a_readme_of_a_package_can_be_read_at_once(home):
-    assert len(words_outside_code((home / "README.md").read_text(encoding="utf-8"))) <= 500
+    assert len(read_words((home / "README.md").read_text(encoding="utf-8"))) <= 500
 
 
 def test_words_are_counted_outside_code():
     text = "one two\n```python\nx = 1\n```\n<!-- claims\na: b | c\n-->\nthree\n"
-    assert len(words_outside_code(text)) == 3
+    assert len(read_words(text)) == 3

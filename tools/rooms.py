@@ -25,7 +25,14 @@ from rules.checks import (
     check_privates,
     check_tracked_files,
 )
-from rules.package import Package, find_packages, our_names, tracked_files, yard_files
+from rules.package import (
+    Package,
+    find_packages,
+    our_names,
+    read_words,
+    tracked_files,
+    yard_files,
+)
 
 __all__ = ["main"]
 
@@ -62,7 +69,7 @@ def row(package: Package, violations: list[Violation], rules: list[int]) -> str:
         max((len(list(f.glob("*.py"))) - 1 for f in folders if f != package.home), default=0),
         len(package.circles),
         sum(len(circle.rooms) for circle in package.circles),
-        len(readme.read_text(encoding="utf-8").split()) if readme.exists() else 0,
+        len(read_words(readme.read_text(encoding="utf-8"))) if readme.exists() else 0,
     ]
     return f"{package.name:<16}{''.join(f'{n:>8}' for n in numbers)}{counts(violations, rules)}"
 
@@ -102,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{YARD:<16}{'':>40}{counts(found[YARD], rules)}")
     print("entries: at the top level; largest: files of the largest folder below it;")
     print("circles: groups of rooms that import each other; in them: rooms in these groups;")
-    print("words: of the README; rule N: violations")
+    print("words: of the README outside code; rule N: violations")
     return 1 if shown else 0
 
 

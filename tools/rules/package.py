@@ -1,6 +1,7 @@
 """Reads a package of the yard: its files, top-level entries, imports, exported names and classes."""
 
 import ast
+import re
 import shutil
 import subprocess
 from collections import defaultdict
@@ -28,6 +29,7 @@ __all__ = [
     "our_names",
     "python_files",
     "read_class_names",
+    "read_words",
     "tracked_files",
     "yard_files",
 ]
@@ -169,6 +171,12 @@ def all_names(module: Module) -> set[str]:
         for constant in ast.walk(node.value)
         if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
     }
+
+
+def read_words(text: str) -> list[str]:
+    """Returns the words of a page outside code blocks and comments, where tables' keys stand."""
+    code_or_comment = r"^```.*?^```|<!--.*?-->"
+    return re.sub(code_or_comment, "", text, flags=re.MULTILINE | re.DOTALL).split()
 
 
 def _module_level(body: list[ast.stmt]) -> Iterator[ast.stmt]:
