@@ -99,8 +99,7 @@ class RayEngine:
             ray.get([actor.join.remote(world) for actor in self._actors], timeout=limit_s)
         except RayError as error:
             raise RankFailure(
-                f"Ray's actors did not form {self.num_ranks} ranks within {limit_s:g} s: "
-                f"{error}"
+                f"Ray's actors did not form {self.num_ranks} ranks within {limit_s:g} s: {error}"
             ) from error
 
     def submit(self, rank: int, task: RankTask) -> None:
