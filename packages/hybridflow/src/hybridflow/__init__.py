@@ -1,4 +1,4 @@
-"""RLHF as straight-line code on any placement of its models, resharded without a byte kept twice."""
+"""RLHF as straight-line code on any placement of its models, with zero-redundancy resharding."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -104,7 +104,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes a second to import, which `hybridflow --help` has no use for.
+    # Lazy, because torch takes a second to import, and `hybridflow --help` does not need it.
     if name in _HOME_OF:
         return getattr(import_module(f"hybridflow.{_HOME_OF[name]}"), name)
     if name in _MODULES:

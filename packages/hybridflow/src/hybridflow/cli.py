@@ -1,4 +1,4 @@
-"""The command line; a subcommand imports torch when it runs, not before."""
+"""The command line; subcommands import torch only when they run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# Given several times, all count; tyro would otherwise take the last without a word.
+# If given several times, all values count; by default tyro silently keeps the last.
 _Changes = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
 
 _ABOUT = """RLHF as straight-line code on any placement of its models.
 
-Begin with: hybridflow train grpo-sort
+Start with: hybridflow train grpo-sort
 
 Built-in recipes: {recipes}.
 
@@ -39,25 +39,26 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Train:
-    """Train by a recipe: a YAML file, or the name of one that comes with the package.
+    """Train by a recipe: a YAML file, or the name of a built-in one.
 
     Example: hybridflow train ppo-sort --set steps=200 optimizer.lr=5e-4 --out run1
 
-    With --checkpoint DIR an interrupted run goes on, on the same ranks or others, to the same end.
+    With --checkpoint DIR an interrupted run resumes, on the same ranks or others, with the same
+    result.
 
     `hybridflow --help` lists the recipes and algorithms.
     """
 
     recipe: tyro.conf.Positional[str]
-    """File or name."""
+    """YAML file, or name of a built-in recipe."""
     set: _Changes = ()
-    """KEY=VALUE pairs that replace the recipe's, as optimizer.lr=1e-4."""
+    """KEY=VALUE pairs that replace the recipe's, such as optimizer.lr=1e-4."""
     out: Path | None = None
     """Folder for metrics.jsonl and TensorBoard's files."""
     checkpoint: Path | None = None
-    """Folder to go on from, and to save to."""
+    """Folder to resume from, and to save checkpoints to."""
     every: int = 50
-    """Steps between saves."""
+    """Steps between saved checkpoints."""
 
     def execute(self) -> None:
         """Trains, with a progress bar on stderr, and prints the final accuracy."""
@@ -91,21 +92,21 @@ class Train:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReshard(JsonOption):
-    """Say what each rank receives when a model changes from training's layout to generation's.
+    """Print the bytes each rank receives when a model moves from training's to generation's layout.
 
     Example: hybridflow plan 1-4-2 1-2 --model ./llama
     """
 
     train: tyro.conf.Positional[str]
-    """p-t-d."""
+    """Layout of training, p-t-d: pipeline stages, tensor shards, replicas."""
     generate: tyro.conf.Positional[str]
-    """p-t, or p-t-d."""
+    """Layout of generation, p-t or p-t-d."""
     model: str = "config:small-llama"
     """A local Hugging Face folder, or config:NAME."""
     itemsize: int = 2
     """Bytes of a weight's element."""
     sharded: bool = False
-    """Training's replicas share the weights out (FSDP2)."""
+    """Training's replicas shard the weights (FSDP2)."""
 
     def execute(self) -> None:
         """Prints groups and bytes."""
@@ -145,8 +146,8 @@ class Map(JsonOption):
 
     Example: hybridflow map --actor 13B --critic 70B --gpus 128
 
-    With --recipe the models and the step are a recipe's, and --out writes the recipe placed:
-    hybridflow map --recipe ppo-sort --gpus 8 --out placed.yaml
+    With --recipe the search takes models and workload from a recipe, and --out writes that recipe
+    with the placement found: hybridflow map --recipe ppo-sort --gpus 8 --out placed.yaml
     """
 
     recipe: str = ""
@@ -156,36 +157,36 @@ class Map(JsonOption):
     out: Path | None = None
     """File for the recipe with its models placed."""
     engine: Annotated[str, choice(ENGINES)] = "local"
-    """What starts the ranks of the recipe placed."""
+    """Engine that starts the ranks, written to the placed recipe."""
     actor: Annotated[str, choice(LLAMA_SIZES)] = "7B"
-    """Llama of actor and reference."""
+    """Llama size of actor and reference."""
     critic: Annotated[str, choice(LLAMA_SIZES)] = "7B"
-    """Llama of critic and reward model."""
+    """Llama size of critic and reward model."""
     algorithm: Annotated[str, choice(STEPS)] = "ppo"
-    """Whose models and stages."""
+    """Algorithm whose models and stages are placed."""
     gpus: int = 16
-    """GPUs, in hosts of `per_host`."""
+    """Number of GPUs, in hosts of `per_host`."""
     per_host: int = 8
-    """GPUs of a host."""
+    """GPUs per host."""
     device: str = "A100_80"
-    """Name of a preset."""
+    """Name of a device preset."""
     cluster: Path | None = None
-    """YAML of a cluster, instead of the three above."""
+    """YAML file of a cluster, instead of the three above."""
     batch: int = 1024
-    """Responses a step."""
+    """Responses per step."""
     prompt: int = 1024
     """Tokens of a prompt."""
     response: int = 1024
     """Tokens of a response."""
     group: int = 8
-    """Of grpo: responses to a prompt."""
+    """Responses per prompt, for algorithms that compare a group."""
 
     def execute(self) -> None:
-        """Prints the mapping and why it was chosen."""
+        """Prints the mapping and its estimated times."""
         from hybridflow.mapping import search
 
         if self.out is not None and not self.recipe:
-            raise ConfigError("out: expected --recipe too, which is what is written")
+            raise ConfigError("out: expected --recipe too, as --out writes that recipe; add it")
         if not self.recipe:
             found = search(self._models(), self._cluster(), self._workload())
             print(found.to_json() if self.json else found)
@@ -212,9 +213,11 @@ class Map(JsonOption):
         if self.cluster is not None:
             return Cluster.from_yaml(self.cluster)
         if self.device not in PRESETS:
-            raise ConfigError(f"device: expected one of {', '.join(PRESETS)}: {self.device!r}")
+            raise ConfigError(f"device: expected one of {', '.join(PRESETS)}, got {self.device!r}")
         if min(self.gpus, self.per_host) < 1 or self.gpus % min(self.gpus, self.per_host):
-            raise ConfigError(f"gpus: {self.gpus} are no whole hosts of {self.per_host}")
+            raise ConfigError(
+                f"gpus: expected whole hosts of {self.per_host} GPUs, got {self.gpus} GPUs"
+            )
         return Cluster.uniform(
             -(-self.gpus // self.per_host), min(self.gpus, self.per_host),
             PRESETS[self.device], local=Link.from_rate(300 * GB, alpha_s=1e-5),
@@ -225,7 +228,7 @@ class Map(JsonOption):
         from hybridflow.mapping import ModelSpec
 
         kind = STEPS.get(self.algorithm)
-        # Names of models after the first of a role say which of its role it is.
+        # A model's name tells apart several models of one role.
         models = [("actor", "actor"), ("reference", "reference")]
         models += [("critic", name) for name in kind.critics[:1]]
         models += [("reward", "reward"), *([("cost", "cost")] if kind.has_cost else [])]
@@ -248,19 +251,19 @@ class Map(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Measure a recipe's step here, on the ranks it asks for: all of it, and each model's part.
+    """Measure the time of a recipe's step on this machine, in all and by model.
 
     Example: hybridflow bench grpo-sort --set placement.engine=local placement.num_ranks=2
     """
 
     recipe: tyro.conf.Positional[str]
-    """File or name."""
+    """YAML file, or name of a built-in recipe."""
     set: _Changes = ()
     """KEY=VALUE pairs that replace the recipe's."""
     steps: int = 10
-    """Steps that are measured; two more come before."""
+    """Steps to measure, after two warm-up steps."""
     out: Path | None = None
-    """Folder for bench.json, and timeline.svg of which rank did what in the last steps."""
+    """Folder for bench.json, and timeline.svg of the calls on each rank in the last steps."""
 
     def execute(self) -> None:
         """Prints a table."""
@@ -287,16 +290,16 @@ class Export:
     recipe: tyro.conf.Positional[str]
     """The recipe that the checkpoint was made with."""
     checkpoint: Path
-    """Its folder."""
+    """Folder of the checkpoint."""
     out: Path
-    """Folder that is made."""
+    """Folder to write; must be empty or not exist."""
     set: _Changes = ()
-    """KEY=VALUE pairs that replaced the recipe's."""
+    """KEY=VALUE pairs that replaced the recipe's in training."""
     group: str = "actor"
-    """Which of its models."""
+    """Model to export, by its name in the checkpoint."""
 
     def execute(self) -> None:
-        """Loads, and writes."""
+        """Loads the checkpoint and writes the folder."""
         from hybridflow.roles.state.export import export
         from hybridflow.training.checkpoints.checkpoint import Checkpoint
         from hybridflow.training.config import read_recipe
@@ -306,14 +309,16 @@ class Export:
         with start_workers(recipe) as workers:
             run = Run.set_up(recipe, workers)
             if self.group not in run.groups:
-                raise ConfigError(f"group: expected one of {', '.join(run.groups)}: {self.group!r}")
+                raise ConfigError(
+                    f"group: expected one of {', '.join(run.groups)}, got {self.group!r}"
+                )
             Checkpoint(self.checkpoint).load(run.groups)
             print(export(run.groups[self.group], self.out))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """Train PPO and GRPO on digits to sort, and time both generation and training.
+    """Train PPO and GRPO to sort digits, and measure the time of generation and training.
 
     Example: hybridflow demo --out report/hybridflow
     """
@@ -321,7 +326,7 @@ class Demo:
     out: Path = Path("report/hybridflow")
     """Folder for demo.json and a picture."""
     full: bool = False
-    """The long form: three digits, more repeats."""
+    """Run the long form: three digits, more repeats."""
 
     def execute(self) -> int:
         """Runs the demo and prints its claims."""

@@ -240,7 +240,7 @@ def test_replicas_send_alike(replicas):
 
 
 def test_plans_that_can_not_be_are_refused():
-    with pytest.raises(ConfigError, match="say is_disjoint=True"):
+    with pytest.raises(ConfigError, match="pass is_disjoint=True"):
         plan("1-2-2", "1-1-2", tree())
     with pytest.raises(ConfigError, match="takes 3 ranks, and there are 4"):
         plan("1-2-2", "1-3", tree())

@@ -264,7 +264,7 @@ def test_a_full_disk_loses_nothing(saved, tmp_path):
 def test_a_failed_rank_does_not_end_the_others(pair, tmp_path):
     groups = on(pair, "1-2-1")
     writer = partial(dcp.FileSystemWriter, thread_count="none")
-    with pytest.raises(RankFailure, match=r"can not be written: TypeError.*\(rank 0\)"):
+    with pytest.raises(RankFailure, match=r"cannot be written: TypeError.*\(rank 0\)"):
         Checkpoint(tmp_path, storage_writer=writer).save(1, groups, {})
     assert groups["actor"].num_updates().result() == 0
 

@@ -100,9 +100,9 @@ def test_what_has_no_rows_stays_a_table():
     assert rows_of(batch.repeat(3)) == rows_of(batch.reorder([])) == rows_of(batch.rows(0, 4)) == []
     assert rows_of(Batch.concat([batch, batch_of([(1, [2], "a")]), batch])) == [(1, [2], "a")]
     assert rows_of(batch | batch_of([])) == []
-    with pytest.raises(DataError, match=r"0 rows do not make 1 parts .*pad_to\(1\)"):
+    with pytest.raises(DataError, match=r"1 parts, got 0 rows.*pad_to\(1\)"):
         batch.chunk(1)
-    with pytest.raises(DataError, match="an empty batch can not be filled up"):
+    with pytest.raises(DataError, match="an empty batch cannot be padded"):
         batch.pad_to(2)
     assert len(Batch()) == 0
     assert (Batch() | batch).keys() == batch.keys()

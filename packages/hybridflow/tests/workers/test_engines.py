@@ -306,7 +306,7 @@ def test_mini_batches_of_joined_futures_make_up_the_whole(toy, count):
 
 
 def test_more_mini_batches_than_rows_are_refused(toy):
-    with pytest.raises(DataError, match="3 rows do not make that many parts"):
+    with pytest.raises(DataError, match="3 rows are too few for that many parts"):
         toy.add(toy.add(_rows(3)).share(0, 5)).result()
     with pytest.raises(ConfigError, match=r"part of 0\.\.2, got 3"):
         toy.add(_rows(3)).share(3, 3)
@@ -496,7 +496,7 @@ def test_removed_groups_are_closed_and_answer_no_more(toy):
     other = WorkerGroup(Toy, toy.pool)
     toy.remove()
     assert sorted(line for log in other.log().result() for line in log) == ["closed 0", "closed 1"]
-    with pytest.raises(ConfigError, match=r"Toy\S* was taken off its ranks"):
+    with pytest.raises(ConfigError, match=r"Toy\S* was removed from its ranks"):
         toy.peek(1)
 
 
@@ -538,9 +538,9 @@ def test_ranks_are_free_again_after_their_groups_were_taken_off(workers):
     before = WorkerGroup(Toy, ResourcePool(workers, (0, 1)))
     workers.clear()
     after = WorkerGroup(Toy, workers.pool(2))
-    with pytest.raises(ConfigError, match="there are 0 of 2"):
+    with pytest.raises(ConfigError, match="at most the 0 free of 2"):
         workers.pool(1)
-    with pytest.raises(ConfigError, match="was taken off its ranks"):
+    with pytest.raises(ConfigError, match="was removed from its ranks"):
         before.peek(1)
     assert after.peek(1).result() == [1, 1]
     workers.clear()

@@ -152,7 +152,9 @@ def test_bad_protocols_of_users_are_refused(changes, message):
 
 
 def test_unknown_protocols_are_refused_with_what_there_is():
-    with pytest.raises(ConfigError, match=r"no protocol '4d'; built in are one-to-all, 3d,"):
+    with pytest.raises(
+        ConfigError, match=r"no protocol '4d'; use a built-in one \(one-to-all, 3d,"
+    ):
         remote(protocol="4d")
 
 

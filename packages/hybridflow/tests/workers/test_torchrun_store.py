@@ -194,10 +194,10 @@ def test_an_owner_that_is_gone_is_named():
         3: StoreAddress(3, "127.0.0.1", listener.port, gone.folder),
     }
     handle = gone.pack(torch.ones(100_000))
-    with pytest.raises(CommError, match="a value of rank 3 can not be read"):
+    with pytest.raises(CommError, match="a value of rank 3 cannot be read"):
         store.load(handle)
     listener.close()
-    with pytest.raises(CommError, match="a value of rank 3 can not be read"):
+    with pytest.raises(CommError, match="a value of rank 3 cannot be read"):
         store.load(handle)
     store.remove()
     gone.remove()

@@ -1,7 +1,7 @@
 """Algorithms, each a file of straight-line code over worker groups; copy one to change it.
 
-An algorithm has two parts, so that loops may run them one after the other or at once: `rollout`
-draws responses to prompts, and `learn` makes a training step of them.
+An algorithm has two parts, which loops run in turn or at once: `rollout` generates responses to
+prompts, and `learn` runs a training step on them.
 """
 
 from importlib import import_module
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The command line reads the registry beside these, which import torch.
+    # Lazy, because the command line reads only the registry, and these import torch.
     if name not in _HOME_OF:
         raise AttributeError(f"module 'hybridflow.algorithms' has no attribute {name!r}")
     return getattr(import_module(f"hybridflow.algorithms.{_HOME_OF[name]}"), name)

@@ -1,4 +1,4 @@
-"""What algorithms share: how rewards reach tokens, and what is told of a batch."""
+"""Functions that algorithms share: rewards of tokens, and metrics of a batch."""
 
 from __future__ import annotations
 
@@ -35,41 +35,41 @@ __all__ = [
 ]
 
 Score = Callable[[Batch], Any]
-"""From a rollout to a batch (or the future of one) with "scores" [rows] or "rewards" [rows, W].
+"""Function of a rollout to a batch (or its future) with "scores" [rows] or "rewards" [rows, W].
 
-Rows that "is_dropped" [rows] marks have none: they are left out of everything that is computed.
+Rows marked by a column "is_dropped" [rows] have no score, and are left out of every computation.
 """
 
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """What loops run."""
+    """Interface of algorithms to loops."""
 
     actor: Actor
 
     def rollout(
         self, prompts: Batch, step: int, generator: Generator | None = None
     ) -> Future | Joined:
-        """Draws responses to prompts, by the actor or who else has its weights; waits for nothing."""
+        """Starts generating responses, by the actor or `generator`; returns without waiting."""
 
     def learn(self, roll: Batch | Future | Joined) -> Mapping[str, float]:
-        """One training step."""
+        """Runs one training step; returns its metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmInputs:
-    """What a recipe gives to the algorithm that it names.
+    """Inputs of an algorithm that a recipe provides.
 
     Attributes:
         actor: the model that is trained.
-        score: of responses.
+        score: reward of responses.
         sampling: how responses are drawn.
-        num_updates: optimizer steps a training step.
-        clip: how far below and above 1 the ratio of a token may go.
-        reference: the model that the actor is held near; None without a penalty.
-        beta: weight of the penalty for leaving the reference.
-        critics: by name, those that the algorithm's step has.
-        cost: of responses; None if the step has none.
+        num_updates: optimizer steps per training step.
+        clip: how far below and above 1 a token's probability ratio may go.
+        reference: model of the KL penalty; None without a penalty.
+        beta: weight of the KL penalty.
+        critics: critics of the algorithm's step, by name.
+        cost: cost of responses; None if the step has none.
     """
 
     actor: Actor
@@ -90,7 +90,7 @@ class AlgorithmInputs:
 
     @property
     def penalty(self) -> dict[str, Any]:
-        """The fields of algorithms whose rewards have a penalty for leaving the reference."""
+        """The fields of algorithms whose rewards include a KL penalty."""
         return {"reference": self.reference, "beta": self.beta, "clip": self.clip}
 
 
@@ -99,9 +99,9 @@ class AlgorithmSpec:
     """An algorithm that recipes can name; an entry of `hybridflow.algorithms.registry`.
 
     Attributes:
-        step: a name of `hybridflow.mapping.steps.STEPS`: its models and what is generated.
-        build: makes the algorithm of what a recipe gives.
-        has_reference: whether it takes a penalty for leaving a reference.
+        step: a name of `hybridflow.mapping.steps.STEPS`, which has its models and stages.
+        build: makes the algorithm from a recipe's inputs.
+        has_reference: whether it supports a KL penalty against a reference.
     """
 
     step: str
@@ -110,29 +110,28 @@ class AlgorithmSpec:
 
     @property
     def kind(self) -> StepKind:
-        """What its step asks for."""
+        """The models and stages of its step."""
         return STEPS.get(self.step)
 
 
 def score_batch(roll: Batch, score: Score, names: Sequence[str] = ("rewards", "scores")) -> Batch:
-    """A rollout with what a score makes of it, waited for.
+    """Computes the scores of a rollout, and returns it with their column.
 
     Args:
         roll: the rollout; a row that it marks as dropped stays so.
-        score: gives at least one of the columns.
-        names: of these columns; "rewards" has a number for each token, any other one for each row.
+        score: function that returns at least one of the columns.
+        names: accepted columns; "rewards" has a number per token, any other one per row.
 
     Raises:
-        DataError: if it gives none of them, or another shape than theirs, or a number that is not
-            finite.
+        DataError: if the score returns none of them, a wrong shape, or a number that is not finite.
     """
     found = score(roll)
     found = found if isinstance(found, Batch) else found.result()
     name = next((name for name in names if name in found), None)
     if name is None or len(found) != len(roll):
         raise DataError(
-            f"expected a reward to give {' or '.join(map(repr, names))} for {len(roll)} rows, got "
-            f"{found!r}"
+            f"expected a reward to return {' or '.join(map(repr, names))} for {len(roll)} rows, "
+            f"got {found!r}"
         )
     shape = roll["tokens"].shape if name == "rewards" else roll["tokens"].shape[:1]
     if not isinstance(found[name], Tensor) or found[name].shape != shape:
@@ -169,7 +168,7 @@ def mask_counted(batch: Batch) -> Tensor:
 
 
 def average_kept(values: Tensor, batch: Batch) -> float:
-    """Mean of one number a row [rows] over rows that are not dropped; 0 where all are."""
+    """Mean of values [rows] over rows that are not dropped; 0 if all are."""
     kept = values[is_kept(batch)].double()
     return float(kept.sum() / max(1, len(kept)))
 
@@ -177,13 +176,13 @@ def average_kept(values: Tensor, batch: Batch) -> float:
 def token_rewards(
     batch: Batch, *, beta: float = 0.0, kind: str = "k1", score: str = "scores"
 ) -> tuple[Tensor, Tensor | None]:
-    """The reward of each token, less the penalty for leaving the reference.
+    """The reward of each token, minus the KL penalty.
 
     Args:
-        batch: a rollout with "rewards" [rows, W] or scores [rows] of the last token, and with
-            "ref_log_probs" where there is a penalty.
+        batch: a rollout with "rewards" [rows, W], or with scores [rows] for the last token, and
+            with "ref_log_probs" if there is a penalty.
         beta: weight of the penalty.
-        kind: its estimate.
+        kind: estimator of the divergence, a name of `hybridflow.rl.kl`.
         score: name of the column of scores.
 
     Returns:
@@ -194,7 +193,7 @@ def token_rewards(
         ours, reference = batch["old_log_probs"], batch["ref_log_probs"]
         divergence = kl.estimate(ours, reference, batch["mask"], kind=kind)
     elif beta:
-        raise ConfigError("a penalty for leaving the reference needs one; give `reference`")
+        raise ConfigError("beta: a KL penalty needs a reference, got none; pass `reference`")
     if "rewards" in batch and score == "scores":
         rewards = batch["rewards"].to(batch["old_log_probs"].dtype)
         return (rewards if divergence is None else rewards - beta * divergence), divergence
@@ -203,14 +202,14 @@ def token_rewards(
 
 
 def select_learnt(batch: Batch, **columns: Tensor) -> Batch:
-    """What an update wants beside the rollout; dropped rows have no weight in it."""
+    """Columns of an update besides the rollout's; dropped rows get weight 0."""
     if "is_dropped" in batch:
         columns["is_dropped"] = batch["is_dropped"]
     return Batch(columns)
 
 
 def measure_unmoved(gains: Tensor, group: Tensor) -> float:
-    """Share of groups that teach nothing: all equal, or with one response or none left.
+    """Share of groups without a gradient: all advantages are 0, or at most one response is left.
 
     Args:
         gains: advantages [rows].
@@ -222,7 +221,7 @@ def measure_unmoved(gains: Tensor, group: Tensor) -> float:
 
 
 def summarize_step(batch: Batch, metrics: Mapping[str, float], **more: float) -> dict[str, float]:
-    """What a step says: of the batch, of the actor's update, and whatever else is given."""
+    """Metrics of a step: of the batch, of the actor's update, and any others given."""
     rewards = batch["rewards"].sum(1) if "rewards" in batch else batch["scores"]
     if "is_dropped" in batch:
         more["num_dropped"] = float(batch["is_dropped"].sum())

@@ -1,4 +1,4 @@
-"""Group relative policy optimization (Shao et al., arXiv 2402.03300) and what came of it.
+"""Group relative policy optimization (Shao et al., arXiv 2402.03300) and its variants.
 
 `normalize_std=False` with mode "seq-mean-token-sum-norm" is Dr. GRPO (2503.20783); the losses `gspo`
 (2507.18071, mode "seq-mean-token-mean") and `cispo` (2506.13585) of `hybridflow.rl.losses` fit too.
@@ -37,7 +37,7 @@ __all__ = ["CISPO_SPEC", "DR_GRPO_SPEC", "GRPO", "GRPO_SPEC", "GSPO_SPEC"]
 
 @dataclass(kw_only=True)
 class GRPO:
-    """Several responses a prompt; each is worth what it is above the others of its group."""
+    """Several responses per prompt; advantages are relative to the response's group."""
 
     actor: Actor
     score: Score
@@ -58,11 +58,11 @@ class GRPO:
             raise ConfigError("kl_coefficient and reference go together: give both or neither")
 
     def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
-        """Draws a group of responses to each prompt."""
+        """Generates a group of responses to each prompt."""
         return (generator or self.actor).generate(prompts, self.sampling, step)
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
-        """One step of the actor."""
+        """Runs one training step of the actor."""
         reference = (
             None
             if self.reference is None

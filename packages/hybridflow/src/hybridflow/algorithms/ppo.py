@@ -29,7 +29,7 @@ __all__ = ["PPO", "PPO_SPEC"]
 
 @dataclass(kw_only=True)
 class PPO:
-    """Rewards of tokens, less a penalty for leaving the reference; advantages by a critic (GAE)."""
+    """Rewards of tokens minus a KL penalty; advantages by a critic (GAE)."""
 
     actor: Actor
     critic: Critic
@@ -44,11 +44,11 @@ class PPO:
     num_epochs: int = 1
 
     def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
-        """Draws responses to prompts."""
+        """Generates responses to prompts."""
         return (generator or self.actor).generate(prompts, self.sampling, step)
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
-        """One step of critic and actor, which are asked, as the reference is, before any answers."""
+        """Runs one training step of critic and actor; independent calls run at once."""
         values = self.critic.values(roll)
         reference = (
             None

@@ -1,7 +1,7 @@
-"""The algorithms that a recipe can name; recipes, checks and the command line read this list.
+"""Registry of the algorithms that a recipe can name; recipes, checks and the CLI read it.
 
-An algorithm of your own is added by `ALGORITHMS.add(name, spec, about)`; see `AlgorithmSpec`.
-Entries are imported when they are first used, as they import torch.
+`ALGORITHMS.add(name, spec, about)` adds an algorithm of your own; see `AlgorithmSpec`. Entries are
+imported on first use, because they import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""REINFORCE with a baseline of the other samples, or of the batch.
+"""REINFORCE with a baseline from the group's other samples, or from the batch.
 
 RLOO (Ahmadian et al., arXiv 2402.14740) and REINFORCE++ (Hu et al., arXiv 2501.03262).
 """
@@ -35,7 +35,7 @@ __all__ = ["REINFORCE_PLUS_PLUS_SPEC", "RLOO", "RLOO_SPEC", "ReinforcePlusPlus"]
 
 @dataclass(kw_only=True)
 class _Reinforce:
-    """What both have: a model, a reward, a penalty for leaving the reference in the reward."""
+    """Base of both: an actor, and a reward that includes a KL penalty."""
 
     actor: Actor
     score: Score
@@ -47,11 +47,11 @@ class _Reinforce:
     num_epochs: int = 1
 
     def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
-        """Draws responses to prompts."""
+        """Generates responses to prompts."""
         return (generator or self.actor).generate(prompts, self.sampling, step)
 
     def _rewarded(self, roll: Batch | Future | Joined) -> Batch:
-        """The rollout with the rewards of its tokens."""
+        """Returns the rollout with the rewards of its tokens."""
         reference = (
             None
             if self.reference is None
@@ -78,7 +78,7 @@ class _Reinforce:
 
 @dataclass(kw_only=True)
 class RLOO(_Reinforce):
-    """A response is worth its score less the mean of the group's others."""
+    """The advantage of a response is its reward minus the mean of its group's others."""
 
     def __post_init__(self) -> None:
         if self.sampling.num_samples < 2:
@@ -94,7 +94,7 @@ class RLOO(_Reinforce):
 
 
 class ReinforcePlusPlus(_Reinforce):
-    """A token is worth the rewards after it, measured against the whole batch."""
+    """The advantage of a token is its return, normalised over the whole batch."""
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
         """One step of the actor."""

@@ -28,7 +28,7 @@ __all__ = ["REMAX_SPEC", "ReMax"]
 
 @dataclass(kw_only=True)
 class ReMax:
-    """One response a prompt, and one more greedy generation as its baseline; no critic."""
+    """One response per prompt, with the greedy response's reward as its baseline; no critic."""
 
     actor: Actor
     score: Score
@@ -38,16 +38,18 @@ class ReMax:
 
     def __post_init__(self) -> None:
         if self.sampling.num_samples != 1:
-            raise ConfigError("sampling.num_samples: ReMax draws 1 response a prompt")
+            raise ConfigError(
+                f"sampling.num_samples: expected 1 for ReMax, got {self.sampling.num_samples}"
+            )
 
     def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Joined:
-        """Draws a response to each prompt, and takes the likeliest one beside it."""
+        """Generates a sampled and a greedy response to each prompt."""
         model = generator or self.actor
         roll = model.generate(prompts, self.sampling, step)
         return roll | model.greedy(prompts, self.sampling, step)
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
-        """One step of the actor."""
+        """Runs one training step of the actor."""
         batch = roll if isinstance(roll, Batch) else roll.result()
         batch |= self._baseline(batch)
         batch = score_batch(batch, self.score)
@@ -66,7 +68,7 @@ class ReMax:
         return summarize_step(batch, metrics, greedy_reward=average_kept(baseline, batch))
 
     def _baseline(self, batch: Batch) -> Batch:
-        """What the likeliest responses are worth; where one has no reward, the row is dropped."""
+        """Scores the greedy responses; if one has no reward, its row is dropped."""
         made = ("tokens", "lengths", "mask")
         if "greedy_tokens" not in batch:
             raise ConfigError("expected column greedy_tokens; draw responses by ReMax.rollout")

@@ -1,7 +1,7 @@
-"""Safe RLHF (Dai et al., arXiv 2310.12773): reward against cost, weighed by a multiplier.
+"""Safe RLHF (Dai et al., arXiv 2310.12773): reward against cost, weighted by a multiplier.
 
-PPO with two critics. The multiplier rises while responses cost more than is allowed; half of the
-penalty for leaving the reference is taken from the reward and half added to the cost.
+PPO with two critics. The Lagrange multiplier rises while the mean cost exceeds its limit; half of
+the KL penalty is subtracted from the reward, and half added to the cost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["SAFE_RLHF_SPEC", "SafeRLHF"]
 
 @dataclass(kw_only=True)
 class SafeRLHF:
-    """PPO for reward, held to a bound on cost; `cost` gives "costs" [rows]."""
+    """PPO for the reward with a bound on the cost; `cost` returns "costs" [rows]."""
 
     actor: Actor
     critic: Critic
@@ -50,11 +50,11 @@ class SafeRLHF:
     num_updates: int = 1
 
     def rollout(self, prompts: Batch, step: int, generator: Generator | None = None) -> Future:
-        """Draws responses to prompts."""
+        """Generates responses to prompts."""
         return (generator or self.actor).generate(prompts, self.sampling, step)
 
     def learn(self, roll: Batch | Future | Joined) -> dict[str, float]:
-        """One step of the multiplier, both critics and the actor."""
+        """Runs one training step of the multiplier, both critics and the actor."""
         asked = (self.critic.values(roll), self.cost_critic.values(roll))
         reference = (
             None

@@ -1,7 +1,7 @@
-"""The plain way, to compare with: GRPO as a loop around a transformers model, without this package.
+"""The demo's baseline: GRPO as a plain loop around a transformers model, without this package.
 
-Generation is the model's own `generate`, training its own forward and torch's AdamW. Advantages are
-computed by the same few lines of torch that anybody would write.
+Generation is the model's own `generate`, training its own forward pass and torch's AdamW.
+Advantages are a few lines of torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PlainGRPO:
     """The same model, data and updates as a run's, in plain transformers and torch."""
 
     def __init__(self, run: Run) -> None:
-        """Takes over the run's weights as they are."""
+        """Copies the run's weights."""
         from transformers import AutoModelForCausalLM
 
         self._run, self._recipe = run, run.recipe
@@ -42,7 +42,7 @@ class PlainGRPO:
 
     @torch.no_grad()
     def generate(self, prompts: Batch, *, is_greedy: bool = False) -> Tensor:
-        """Tokens [prompts x samples, W]; prompts are all of one length."""
+        """Generates tokens [prompts x samples, W]; all prompts must have one length."""
         asked = prompts["prompts"].repeat_interleave(self._sampling.num_samples, 0)
         choice = {"do_sample": False} if is_greedy else {"do_sample": True, "top_k": 0}
         return self._model.generate(
@@ -51,11 +51,11 @@ class PlainGRPO:
         )  # fmt: skip
 
     def step(self, prompts: Batch) -> None:
-        """Generates, and takes the recipe's updates."""
+        """Generates responses, and takes the recipe's optimizer steps on them."""
         self._learn(prompts, self.generate(prompts))
 
     def _learn(self, prompts: Batch, tokens: Tensor) -> list[float]:
-        """The norm of the gradients of each update."""
+        """Trains on responses; returns the gradient norm of each update."""
         n, start = self._sampling.num_samples, prompts["prompts"].shape[1]
         rows = prompts.repeat(n)
         wanted = [sorted(digits) for digits in rows["digits"]]
@@ -90,7 +90,7 @@ class PlainGRPO:
         return norms
 
     def _rate(self) -> float:
-        """The recipe's warm-up and cosine."""
+        """The learning rate by the recipe's warm-up and cosine schedule."""
         settings = self._recipe.optimizer
         total = self._recipe.steps * self._recipe.num_updates
         warmup = round(settings.warmup_share * total)
@@ -104,15 +104,15 @@ class PlainGRPO:
         return logits.float().log_softmax(-1).gather(2, tokens[:, start:, None])[..., 0]
 
     def generates_as(self, prompts: Batch) -> bool:
-        """Whether the run's likeliest responses are these."""
+        """Whether the run's greedy responses are the same."""
         sampling = replace(self._sampling, temperature=0)
         ours = self._run.algorithm.actor.generate(prompts, sampling).result()
         return torch.equal(ours["tokens"], self.generate(prompts, is_greedy=True))
 
     def learns_as(self, prompts: Batch) -> bool:
-        """Whether a step on the same responses has the same gradients; both models take it.
+        """Whether a step on the same responses has the same gradients; both models take the step.
 
-        Their norms are compared: the loss itself is about 0, as a group's advantages add up to 0.
+        Compares gradient norms, as the loss is about 0: a group's advantages add up to 0.
         """
         roll = self._run.algorithm.rollout(prompts, 0)
         tokens = roll.result()["tokens"]

@@ -1,7 +1,7 @@
-"""`hybridflow demo`: PPO and GRPO teach a Llama made from nothing to sort digits, for real.
+"""`hybridflow demo`: trains a randomly initialised Llama by PPO and GRPO to sort digits.
 
-Beside it, generation and a whole GRPO step are timed against the plain way: transformers' `generate`
-and a training loop around the same Hugging Face model, on the same prompts, in turns.
+It also times generation and a whole GRPO step against transformers' `generate` and a plain training
+loop around the same Hugging Face model, on the same prompts, alternately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared.claims import Claim, finish
 __all__ = ["run"]
 
 _SOURCE = "hybridflow demo"
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can distinguish too.
 _COLOURS = {"PPO": "#0072B2", "GRPO": "#D55E00"}
 
 
@@ -60,7 +60,7 @@ def run(out: Path, *, is_full: bool) -> bool:
 
 
 def _learnt(name: str, recipe: Recipe, least: float, console: Console) -> tuple[list[float], Claim]:
-    """Trains, and compares with the same model as it was before: a control that learns nothing."""
+    """Trains, and compares with the untrained model as a control."""
     rewards, begun = [], time.perf_counter()
     with Workers.inline() as workers, Progress(console=console, transient=True) as progress:
         bar = progress.add_task(f"hybridflow: {name} sorts digits", total=recipe.steps)
@@ -87,7 +87,7 @@ def _learnt(name: str, recipe: Recipe, least: float, console: Console) -> tuple[
 
 
 def _against_transformers(repeats: int) -> list[Claim]:
-    """Generation and a GRPO step, ours and the plain way, in turns on the same prompts."""
+    """Times generation and a GRPO step, ours and the baseline's, alternately on equal prompts."""
     from hybridflow.demo.baseline import PlainGRPO
 
     recipe = replace(read_recipe("grpo-sort"), steps=1000)
@@ -135,7 +135,7 @@ def _against_transformers(repeats: int) -> list[Claim]:
 
 
 def _in_turns(runs: list[Callable[[int], Any]], repeats: int) -> list[float]:
-    """Median seconds of each, after one untimed turn."""
+    """Median seconds of each function over alternating calls, after one untimed call of each."""
     times: list[list[float]] = [[] for _ in runs]
     for turn in range(repeats + 1):
         for run, taken in zip(runs, times, strict=True):

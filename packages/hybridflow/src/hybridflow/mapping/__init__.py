@@ -1,7 +1,7 @@
-"""Where the models of an RLHF step run: a search over placements and layouts, all simulated.
+"""Search over placements and layouts of the models of an RLHF step; all times are simulated.
 
 After the auto-mapping of "HybridFlow: A Flexible and Efficient RLHF Framework" (arXiv 2409.19256).
-Describe the models, the cluster and one step; `search` returns a plan that explains itself.
+Describe the models, the cluster and one step; `search` returns a plan with an explanation.
 
 Names are imported lazily, so that the command line lists models and steps without numpy.
 """

@@ -1,10 +1,10 @@
-"""Seconds that one model takes for its part of a step: closed forms, nothing is measured.
+"""Analytic cost model: simulated seconds of one model's part of a step, without measurements.
 
 Training and forward passes are bound by arithmetic, decoding by reading weights and caches, after
-HybridFlow's analytic simulators (arXiv 2409.19256); the forms are our own. Every time is
-simulated. A replica's micro-batches go through its stages one after another, so m of them take
-m + p - 1 turns. Gradients are reduced while the last micro-batch goes backwards, and what does not
-fit behind it counts. Sequences are of equal length.
+HybridFlow's analytic simulators (arXiv 2409.19256); the formulas are our own. A replica's
+micro-batches are pipelined over its stages, so m of them take m + p - 1 turns. Gradients are
+reduced during the last micro-batch's backward pass, and only the time that exceeds it counts. All
+sequences have equal length.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class CostModel:
     """Times on given hardware for a given workload.
 
     Attributes:
-        hardware: what a set of GPUs is made of.
-        workload: one step.
-        efficiency: reached shares of peaks.
+        hardware: the cluster's hosts, devices and links.
+        workload: of one step.
+        efficiency: achieved shares of peak rates.
     """
 
     hardware: Hardware
@@ -73,7 +73,7 @@ class CostModel:
     def num_waves(
         self, model: ModelSpec, layout: Layout, generation: GenerationLayout, kv_bytes: int
     ) -> int | None:
-        """How many times a replica fills its cache of `kv_bytes`; None if no sequence fits."""
+        """Number of times a replica fills its cache of `kv_bytes`; None if no sequence fits."""
         per_sequence = memory.kv_bytes_per_sequence(model, generation, self.workload)
         capacity = kv_bytes // per_sequence
         if capacity < 1:
@@ -81,7 +81,7 @@ class CostModel:
         return math.ceil(self.replica_sequences(layout, generation) / capacity)
 
     def replica_sequences(self, layout: Layout, generation: GenerationLayout) -> int:
-        """Sequences that the fullest generation replica generates."""
+        """Most sequences that a generation replica generates."""
         num_replicas = layout.num_ranks // (generation.pp * generation.tp)
         return math.ceil(self.workload.num_generated / num_replicas)
 
@@ -111,7 +111,7 @@ class CostModel:
         return all_gather_s(link, shard_bytes, merged_pp * merged_tp)
 
     def transfer_s(self, num_gpus: int) -> float:
-        """Seconds in which a model away from the actor gets its sequences and returns scores."""
+        """Seconds in which a model in another set receives its sequences and returns scores."""
         num_bytes = self.workload.num_generated * (
             _TOKEN_ID_BYTES * self.workload.sequence_tokens
             + _SCORE_BYTES * self.workload.response_tokens
@@ -138,7 +138,7 @@ class CostModel:
         Each tensor rank sends its part of the activations to the next stage.
         """
         width = model.num_heads * model.head_size
-        # Queries with keys, weights with values: 2 tokens each, halved because of the causal mask.
+        # Two products (queries by keys, weights by values), halved by the causal mask.
         attention = 2 * model.num_layers * width * tokens
         flops = sequences * tokens * (2 * model.num_params + attention)
         share = layer_share(layout, model) / layout.tp
@@ -151,7 +151,7 @@ class CostModel:
         return flops * share / flops_per_s, link_s
 
     def _hop(self, layout: Layout) -> Link:
-        """Between two stages of a replica: the slowest there is."""
+        """The slowest link between two stages of a replica."""
         is_local = layout.pp * layout.tp <= self.hardware.devices_per_host
         return self.hardware.local if is_local else self.hardware.network
 
@@ -169,7 +169,7 @@ class CostModel:
     def _decode_step_s(
         self, model: ModelSpec, generation: GenerationLayout, sequences: int, hop: Link
     ) -> float:
-        """One token for every sequence of a replica.
+        """Seconds of one token for every sequence of a replica.
 
         The sequences are divided among the stages, which all work at once; a step is over when
         each part has gone through each stage.
@@ -177,7 +177,7 @@ class CostModel:
         part = math.ceil(sequences / generation.pp)
         share = math.ceil(model.num_layers / generation.pp) / model.num_layers / generation.tp
         per_sequence = memory.kv_bytes_per_sequence(model, generation, self.workload)
-        # On the mean half of the response is cached.
+        # On average half of the response is cached.
         cached = 1 - self.workload.response_tokens / self.workload.sequence_tokens / 2
         num_bytes = memory.WEIGHT_BYTES * model.num_params * share + part * per_sequence * cached
         device = self.hardware.device

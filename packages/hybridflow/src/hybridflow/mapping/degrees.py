@@ -1,9 +1,9 @@
 """Layouts of one model on the GPUs of its set: pipeline, tensor and data parallelism.
 
-A model takes all GPUs of its set, so the product of its degrees is the set's size. Tensor groups
-stay within a host and split heads evenly. The actor generates in a layout of its own on the same
-GPUs, with fewer and larger shards (p_g divides p and t_g divides t), which makes d_g = p t / (p_g
-t_g) generation replicas of each training replica: HybridFlow's 3D-HybridEngine (arXiv 2409.19256).
+A model uses all GPUs of its set, so the product of its degrees is the set's size. Tensor groups
+stay within a host and split heads evenly. The actor generates in another layout on the same GPUs,
+with fewer and larger shards (p_g divides p and t_g divides t), which gives d_g = p t / (p_g t_g)
+generation replicas per training replica: HybridFlow's 3D-HybridEngine (arXiv 2409.19256).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GenerationLayout:
 
 
 def layer_share(layout: Layout, model: ModelSpec) -> float:
-    """Share of a model's layers that the fullest stage of a layout has."""
+    """Share of a model's layers in the largest stage of a layout."""
     return math.ceil(model.num_layers / layout.pp) / model.num_layers
 
 
@@ -42,13 +42,13 @@ def layouts(model: ModelSpec, num_gpus: int, devices_per_host: int, max_dp: int)
     """Every layout of a model on all of `num_gpus` GPUs.
 
     Args:
-        model: what is laid out.
+        model: the model to lay out.
         num_gpus: GPUs of the set.
-        devices_per_host: tensor groups divide it, so that none straddles two hosts.
+        devices_per_host: GPUs per host; t divides it, so that no tensor group spans two hosts.
         max_dp: most replicas.
 
     Returns:
-        Layouts with t | heads, p <= layers and d <= max_dp, by t and then p; perhaps none.
+        Layouts with t | heads, p <= layers and d <= max_dp, ordered by t and then p; may be empty.
     """
     found = []
     for tp in _divisors(math.gcd(num_gpus, devices_per_host, model.num_heads)):

@@ -1,10 +1,10 @@
 """The best division of a cluster's GPUs among the sets of one partition, without enumerating them.
 
-A stage is as slow as its slowest set, so for a stage alone the sets need no more than the least
-numbers of GPUs that keep each of them within a time: going through the times gives the best
-division of any number of GPUs at once. Sets that only score take part in one stage and are divided
-so. Sets that are trained take part in two or three; their ways are paired in a table, in which
-every cell leaves a number of GPUs to the scoring sets.
+A stage takes as long as its slowest set. So for a single stage and a given time, each set needs the
+least number of GPUs that keeps it within that time, and going through all times gives the best
+division for every number of GPUs. Sets that only score take part in one stage and are divided in
+this way. Sets that are trained take part in two or three stages; a table pairs their ways, and
+every cell leaves the remaining GPUs to the scoring sets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridflow.mapping.hardware import Hardware
 
 __all__ = ["Curve", "Division", "divide", "lower_bound_s"]
 
-# Cells of the table that are in memory at once.
+# Most cells of the table in memory at once.
 _CELLS = 1 << 20
 
 _Choices = tuple[Choice, ...]
@@ -30,10 +30,10 @@ _Choices = tuple[Choice, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Curve:
-    """Ways of one or more sets, by the GPUs they take together.
+    """Ways to run one or more sets, by their total number of GPUs.
 
     Attributes:
-        num_gpus: [ways] ascending.
+        num_gpus: [ways] GPUs in all, ascending.
         stage_s: [ways, 3] seconds of the stages.
         choices: [ways] for each set a choice for each of its models.
     """
@@ -47,7 +47,7 @@ class Curve:
 
     @classmethod
     def over(cls, fronts: Dictionary[int, Front]) -> Curve:
-        """The ways of one set over the numbers of GPUs it may have, less those that lose."""
+        """The ways of one set for all numbers of GPUs it may have, without dominated ones."""
         rows = [
             (num_gpus, *seconds)
             for num_gpus, front in fronts.items()
@@ -68,7 +68,7 @@ class Curve:
         )
 
     def beside(self, other: Curve, num_gpus: int) -> Curve:
-        """The ways of these sets and others beside each other on at most `num_gpus` GPUs."""
+        """Combines the ways of these and other sets on at most `num_gpus` GPUs in all."""
         total = self.num_gpus[:, None] + other.num_gpus[None, :]
         mine, theirs = np.nonzero(total <= num_gpus)
         slowest = np.maximum(self.stage_s[mine], other.stage_s[theirs])
@@ -100,21 +100,21 @@ class Division:
 
 
 def lower_bound_s(curves: Sequence[Curve], hardware: Hardware) -> float:
-    """Seconds that no division goes below: each stage on GPUs divided best for it alone.
+    """Lower bound of a step's seconds: each stage with the division that is best for it alone.
 
-    Infinite if the sets have no room beside each other.
+    Infinite if the sets together do not fit.
     """
     return sum(float(_least_slowest_s(curves, stage, hardware.num_gpus)[-1]) for stage in range(3))
 
 
 def divide(curves: Sequence[Curve], hardware: Hardware) -> Division | None:
-    """The best division; None if the sets have no room beside each other.
+    """The best division; None if the sets together do not fit.
 
     O(ways of the actor's set x ways of the other trained sets), plus O(ways of two trained sets
     multiplied, times those kept) where three or more sets are trained.
     """
     num_gpus = hardware.num_gpus
-    # Only the actor generates; critics are trained, and what neither does only scores.
+    # Only the actor generates, actor and critics are trained, and other models only score.
     acting = next(curve for curve in curves if curve.stage_s[:, 0].any())
     scoring = [curve for curve in curves if not curve.stage_s[:, [0, 2]].any()]
     others = [curve for curve in curves if curve is not acting and curve.stage_s[:, 2].any()]
@@ -154,7 +154,7 @@ def _least_slowest_s(curves: Sequence[Curve], stage: int, num_gpus: int) -> np.n
     times_s = np.unique(np.concatenate([curve.stage_s[:, stage] for curve in curves]))
     needed = np.zeros(len(times_s))
     for curve in curves:
-        # The last entry is for a time that no way keeps.
+        # The last entry stands for a time within which no way is.
         sizes = np.append(curve.num_gpus.astype(np.float64), np.inf)
         needed += sizes[curve.first_within(stage, times_s)]
     # The longer the time, the fewer GPUs: the first time whose need can be met is the least.

@@ -1,7 +1,7 @@
-"""The price of one set of models in given layouts, one model after another.
+"""Cost of one set of models in given layouts, computed model by model.
 
-The search finds its ways with arrays; what it reports is priced here again, so that a plan and a
-hand-made set are held against each other by the same sums.
+The search computes with arrays; the costs that it reports are computed again here, so that a plan
+and a hand-made set are compared by the same formulas.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["evaluate"]
 
 
 def evaluate(costs: CostModel, choices: Sequence[Choice], first_rank: int = 0) -> SetPlan:
-    """Price a set of models in given layouts.
+    """Compute bytes and seconds of a set of models in given layouts.
 
     Args:
         costs: hardware, workload and efficiency.
@@ -31,7 +31,7 @@ def evaluate(costs: CostModel, choices: Sequence[Choice], first_rank: int = 0) -
         The set with bytes and simulated seconds of each model.
 
     Raises:
-        TopologyError: the models do not fit into the memory of their GPUs, or their layouts are of
+        TopologyError: the models do not fit into the memory of their GPUs, or their layouts have
             different numbers of GPUs.
     """
     sizes = {choice.layout.num_ranks for choice in choices}

@@ -1,9 +1,9 @@
-"""The ways to run a set of models on n GPUs, and those of them that no other way beats.
+"""Pareto fronts of the ways to run a set of models on n GPUs.
 
-The layouts of a set's models depend on one another through memory only: what the others leave
-decides into how many waves the actor's cache cuts generation. A way is a layout for each model. Its
-seconds of the three stages are three criteria, because a stage is as slow as its slowest set and
-which set that is turns out later; so a set has a Pareto front of ways and not one best way.
+A way is a layout for each model of the set. Layouts depend on one another through memory only: the
+memory left by the other models decides how many waves the actor's cache needs for generation. The
+seconds of the three stages are three criteria, because a stage takes as long as its slowest set,
+which is not known yet; so a set has a Pareto front of ways instead of one best way.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Choice", "Front", "Ways", "pareto"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A model in its layout.
+    """A model in a layout.
 
     Attributes:
-        model: which.
+        model: the model.
         layout: its degrees.
-        generation: the actor's degrees in generation; None for the others.
+        generation: the actor's degrees in generation; None for other models.
     """
 
     model: ModelSpec
@@ -44,7 +44,7 @@ class Front:
     Attributes:
         stage_s: [ways, 3] seconds of the stages.
         choices: [ways] a choice for each model.
-        least_bytes: bytes a GPU needs at least; more than is usable if there is no way.
+        least_bytes: least bytes per GPU of any way; above the usable bytes if there is no way.
     """
 
     stage_s: Float64[np.ndarray, "ways 3"]
@@ -72,10 +72,10 @@ class _ActorTable:
 
 
 class Ways:
-    """Fronts of sets, each found once.
+    """Fronts of sets, cached.
 
     Args:
-        costs: seconds and bytes of one model.
+        costs: cost model of seconds and bytes.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -90,7 +90,7 @@ class Ways:
         O(ways of the actor x front of the others' bytes and seconds) with arrays.
 
         Args:
-            models: the set, in the same order whenever it is asked for.
+            models: the set, always in the same order.
             num_gpus: GPUs of the set.
         """
         actors = [model for model in models if model.role == "actor"]
@@ -121,7 +121,7 @@ class Ways:
         resident = resident + other_resident
         updating = resident + np.maximum(working, other_working)
         cache = self._costs.usable_bytes - resident - weights
-        # A cache that nothing fits into would only disturb the division.
+        # Negative caches hold no sequence, and must not enter the division.
         capacity = np.floor(np.maximum(cache, 0.0) / per_sequence)
         fits = (updating <= self._costs.usable_bytes) & (capacity >= 1)
         row, column = np.nonzero(fits)
@@ -145,7 +145,7 @@ class Ways:
     def _generation(
         self, own: _ActorTable, num_gpus: int, row: np.ndarray, num_waves: np.ndarray
     ) -> np.ndarray:
-        # One whole number for each pair: unique pairs would be sorted row by row.
+        # Encodes each pair as one integer, as np.unique over pairs sorts row by row.
         span = int(num_waves.max(initial=0)) + 1
         keys, inverse = np.unique(row * span + num_waves, return_inverse=True)
         seconds = np.empty(len(keys))
@@ -220,7 +220,7 @@ class Ways:
 
 
 def pareto(points: Float64[np.ndarray, "points criteria"]) -> Int64[np.ndarray, " kept"]:
-    """Indices of points that no other is at or below in every criterion.
+    """Indices of the Pareto-optimal (smallest) points.
 
     Of equal points one is kept. O(points x kept) with arrays.
 
@@ -230,7 +230,7 @@ def pareto(points: Float64[np.ndarray, "points criteria"]) -> Int64[np.ndarray, 
     left, total = np.ascontiguousarray(points.T), points.sum(axis=1)
     index = np.arange(len(points))
     kept = []
-    # A point that beats another has no larger sum, so the smallest sum is beaten by none.
+    # A point that dominates another has a sum no larger, so the smallest sum is not dominated.
     while index.size:
         least = total.argmin()
         kept.append(index[least])

@@ -1,8 +1,8 @@
-"""The cluster as the search sees it, and how much of its peaks programs reach.
+"""The cluster as the search sees it, and the shares of its peak rates that programs achieve.
 
-Every device, host and link inside a host must be alike: the time of a model on n GPUs then does not
-depend on which ones. The network link is that of a host: what its devices send out at once shares
-it, as on machines with one network card.
+All devices, hosts and links inside hosts must be equal, so that a model's time on n GPUs does not
+depend on which ones. The network link is per host: all devices of a host share it, as on machines
+with one network card.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ __all__ = ["Efficiency", "Hardware"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Reached shares of peaks, and overheads; a profiler may put measured ones here.
+    """Achieved shares of peak rates, and overheads; may be replaced by measured ones.
 
     Attributes:
-        training: of the matrix peak, communication not counted. Large dense matrix products in
-            mixed precision reach 0.6 to 0.7; norms, attention and the optimizer bring it to half.
-        inference: of the matrix peak in forward passes and prefill, as in training.
-        memory_bandwidth: of the memory's rate when weights and caches are read. Streaming kernels
-            reach 0.85 to 0.9, attention over a paged cache less.
-        memory: of the capacity that weights, states, activations and caches may fill; the rest is
-            the runtime's, the collectives' buffers and fragmentation.
-        decode_step_s: seconds of host work for each decode step: launches of some hundred kernels.
-        decode_sequence_s: seconds of host work for each sequence of a decode step: to schedule it,
-            pick its token and extend its cache.
+        training: share of the matrix peak, without communication. Large dense matrix products in
+            mixed precision reach 0.6 to 0.7; norms, attention and the optimizer reduce it to half.
+        inference: share of the matrix peak in forward passes and prefill, as in training.
+        memory_bandwidth: share of the memory's rate in reading weights and caches. Streaming
+            kernels reach 0.85 to 0.9, attention over a paged cache less.
+        memory: share of the capacity for weights, states, activations and caches; the rest is for
+            the runtime, buffers of collectives and fragmentation.
+        decode_step_s: seconds of host work per decode step: launches of some hundred kernels.
+        decode_sequence_s: seconds of host work per sequence of a decode step: scheduling, sampling
+            and extending its cache.
     """
 
     training: float = 0.5
@@ -44,12 +44,12 @@ class Efficiency:
             value = getattr(self, item.name)
             if not 0 < value <= 1:
                 raise ConfigError(
-                    f"efficiency.{item.name}: expected a share in (0, 1], not {value}"
+                    f"efficiency.{item.name}: expected a share in (0, 1], got {value}"
                 )
         for item in fields(self)[4:]:
             value = getattr(self, item.name)
             if not value >= 0:
-                raise ConfigError(f"efficiency.{item.name}: expected seconds >= 0, not {value}")
+                raise ConfigError(f"efficiency.{item.name}: expected seconds >= 0, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +57,11 @@ class Hardware:
     """Equal hosts of equal devices.
 
     Attributes:
-        num_hosts: hosts.
-        devices_per_host: GPUs of each.
-        device: every GPU.
-        local: between two GPUs of a host.
-        network: of a host to all others.
+        num_hosts: number of hosts.
+        devices_per_host: GPUs per host.
+        device: the type of every GPU.
+        local: link between two GPUs of a host.
+        network: link of a host to all others.
     """
 
     num_hosts: int
@@ -72,7 +72,7 @@ class Hardware:
 
     @classmethod
     def of(cls, cluster: Cluster) -> Hardware:
-        """What is alike in the cluster.
+        """Reads the equal hosts, devices and links of a cluster.
 
         Raises:
             TopologyError: hosts, devices or links differ.
@@ -103,15 +103,15 @@ class Hardware:
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all hosts."""
+        """Number of GPUs of all hosts."""
         return self.num_hosts * self.devices_per_host
 
     def set_sizes(self) -> list[int]:
-        """How many GPUs a set of models may get, ascending.
+        """Allowed numbers of GPUs of a set of models, ascending.
 
-        Whole hosts, or a host divided by its smallest prime factor again and again (4, 2 and 1 of
-        8). Each size divides the next one within a host, so that sets laid out by falling size
-        always fit: none straddles a host or shares one with a set that spans several.
+        Whole hosts, or a host repeatedly divided by its smallest prime factor (4, 2 and 1 of 8).
+        Within a host each size divides the next, so that sets placed by descending size always fit:
+        no set of part of a host spans two hosts, or shares one with a set of several hosts.
         """
         sizes = [self.devices_per_host * hosts for hosts in range(self.num_hosts, 0, -1)]
         while sizes[-1] > 1:
@@ -121,12 +121,12 @@ class Hardware:
         return sizes[::-1]
 
     def ring(self, num_ranks: int, stride: int, per_host: int | None = None) -> Link:
-        """The link that bounds a ring when every rank of the set takes part in one like it.
+        """The slowest link of a ring, when all ranks of the set are in such rings at once.
 
         Args:
             num_ranks: ranks of the ring.
-            stride: distance between two neighbours' ranks.
-            per_host: ranks of the ring in each host; by the stride unless given.
+            stride: difference of two neighbours' rank numbers.
+            per_host: ranks of the ring in each host; derived from the stride when not given.
         """
         if num_ranks * stride <= self.devices_per_host:
             return self.local

@@ -1,9 +1,9 @@
-"""Bytes that a model takes of each GPU: what stays, what its work needs, what a sequence caches.
+"""Bytes of a model on each GPU: resident state, working memory, and cache per sequence.
 
-What stays is summed over the models of a set; what work needs is taken by one model at a time, so
-only the largest counts. Shares are those of the fullest pipeline stage. Parameters of embeddings
-and head are spread over the stages like layers, which is right on the mean and not for each stage.
-Bytes are whole, so that sums come out alike in whatever order they are taken.
+Resident bytes are summed over the models of a set; working bytes are used by one model at a time,
+so only the largest counts. Shares are those of the largest pipeline stage. Parameters of embeddings
+and head are spread evenly over the stages like layers, an approximation that is exact only on
+average. Bytes are integers, so that sums do not depend on their order.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from hybridflow.workers.batch.layout import Layout
 __all__ = ["generation_bytes", "kv_bytes_per_sequence", "resident_bytes", "working_bytes"]
 
 WEIGHT_BYTES = 2
-"""Of each parameter, in bfloat16; activations and cached keys and values are of it too."""
+"""Bytes of a parameter in bfloat16, the type of activations and cached keys and values too."""
 
 GRADIENT_BYTES = 4
-"""Of each parameter, in float32."""
+"""Bytes of a parameter's gradient, in float32."""
 
 OPTIMIZER_STEP_BYTES = 30
-"""Of each parameter, read and written by a step of Adam.
+"""Bytes per parameter that a step of Adam reads and writes.
 
-Read are gradient, master copy and moments; written are master copy, moments and the weight.
+It reads gradient, master copy and moments, and writes master copy, moments and the weight.
 """
 
 # Weights, gradients, and the optimizer's master copy and two moments in float32.
@@ -34,20 +34,19 @@ _TRAINED_BYTES = WEIGHT_BYTES + GRADIENT_BYTES + 3 * 4
 
 
 def resident_bytes(model: ModelSpec, layout: Layout) -> int:
-    """Bytes a GPU holds all the time: 18 a parameter when trained, 2 when not."""
+    """Bytes that a GPU always holds: 18 per parameter if the model is trained, else 2."""
     per_param = _TRAINED_BYTES if model.is_trained else WEIGHT_BYTES
     return math.ceil(per_param * model.num_params * layer_share(layout, model) / layout.tp)
 
 
 def working_bytes(model: ModelSpec, layout: Layout, workload: Workload) -> int:
-    """Bytes of activations, of training for trained models and of a forward pass for others.
+    """Bytes of activations: of training for trained models, of a forward pass for others.
 
-    A token keeps per layer, in bfloat16, the inputs and outputs of both norms, queries, keys,
+    A token stores per layer, in bfloat16, the inputs and outputs of both norms, queries, keys,
     values and the output of attention (6 h + 2 h_kv) and the three products of the feed-forward
-    part; attention keeps no scores and sequence parallelism divides everything by t. The first
-    stage of a one-forward-one-backward pipeline keeps as many micro-batches as there are stages,
-    if there are as many. Logits are held twice in float32, and in a forward pass once, next to one
-    layer.
+    part; attention stores no scores, and sequence parallelism divides everything by t. The first
+    stage of a 1F1B pipeline stores at most as many micro-batches as there are stages. Logits are
+    stored twice in float32; a forward pass stores them once, and one layer.
     """
     num_tokens = micro_batch_sequences(workload) * workload.sequence_tokens
     kv_size = model.num_kv_heads * model.head_size
@@ -62,7 +61,7 @@ def working_bytes(model: ModelSpec, layout: Layout, workload: Workload) -> int:
 
 
 def generation_bytes(model: ModelSpec, layout: Layout, generation: GenerationLayout) -> int:
-    """Bytes of generation weights beyond the training shard, which is part of them."""
+    """Bytes of generation's weights minus the training shard, which they include."""
     stage = math.ceil(model.num_layers / generation.pp) / model.num_layers
     share = stage / generation.tp - layer_share(layout, model) / layout.tp
     return math.ceil(WEIGHT_BYTES * model.num_params * share)
@@ -71,7 +70,7 @@ def generation_bytes(model: ModelSpec, layout: Layout, generation: GenerationLay
 def kv_bytes_per_sequence(
     model: ModelSpec, generation: GenerationLayout, workload: Workload
 ) -> int:
-    """Bytes that keys and values of a whole sequence take of each GPU of a replica."""
+    """Bytes of a whole sequence's keys and values on each GPU of a replica."""
     num_layers = math.ceil(model.num_layers / generation.pp)
     num_heads = math.ceil(model.num_kv_heads / generation.tp)
     per_token = 2 * WEIGHT_BYTES * num_layers * num_heads * model.head_size

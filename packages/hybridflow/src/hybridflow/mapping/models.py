@@ -1,7 +1,7 @@
-"""What the search knows of a model: its role in the algorithm and the numbers of a transformer.
+"""A model as the search sees it: its role in the algorithm, and a transformer's sizes.
 
-Parameters are counted as in a dense decoder with a gated feed-forward part and no biases, which is
-what Llama and its relatives are; a few norms and biases more or less do not change a plan.
+Parameters are counted as in a dense decoder with a gated feed-forward part and no biases, such as
+Llama; some more norms and biases do not change a plan.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from shared.registry import Registry
 __all__ = ["LLAMA_SIZES", "ROLES", "ModelSpec"]
 
 ROLES = ("actor", "critic", "reference", "reward", "cost")
-"""What a model may do in a step."""
+"""Roles of models in a step."""
 
 LLAMA_SIZES: Registry[str, tuple[int, ...]] = Registry("size")
-"""Layers, hidden, heads, KV heads and feed-forward of what `ModelSpec.llama` knows."""
+"""Sizes of `ModelSpec.llama`: layers, hidden, heads, KV heads and feed-forward."""
 LLAMA_SIZES.add("7B", (32, 4096, 32, 32, 11008), "Llama 2 7B")
 LLAMA_SIZES.add("13B", (40, 5120, 40, 40, 13824), "Llama 2 13B")
 LLAMA_SIZES.add("34B", (48, 8192, 64, 8, 22016), "Code Llama 34B")
@@ -33,10 +33,10 @@ class ModelSpec:
         name: unique among the models that are placed together.
         role: one of `ROLES`; actors and critics are trained.
         num_params: parameters, embeddings and head included.
-        num_layers: transformer layers, of which a pipeline stage gets whole ones.
+        num_layers: transformer layers; a pipeline stage has whole ones.
         hidden_size: width of the residual stream.
         num_heads: query heads; tensor parallelism splits them evenly.
-        num_kv_heads: key and value heads; replicated where there are fewer than ranks.
+        num_kv_heads: key and value heads; replicated if there are fewer than tensor ranks.
         head_size: width of one head.
         ffn_size: inner width of the feed-forward part.
         vocab_size: width of the logits of an actor or reference.
@@ -67,7 +67,7 @@ class ModelSpec:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model {self.name!r}: expected num_heads {self.num_heads} to be a multiple of "
-                f"num_kv_heads {self.num_kv_heads}; look at the model's config"
+                f"num_kv_heads {self.num_kv_heads}; check the model's config"
             )
 
     @property
@@ -77,7 +77,7 @@ class ModelSpec:
 
     @property
     def logits_size(self) -> int:
-        """Outputs a token: the vocabulary for a policy, one number for everything else."""
+        """Outputs per token: the vocabulary for a policy, one number for other models."""
         return self.vocab_size if self.role in ("actor", "reference") else 1
 
     @classmethod
@@ -110,13 +110,13 @@ class ModelSpec:
                 `intermediate_size` and `vocab_size`; `num_key_value_heads`, `head_dim` and
                 `tie_word_embeddings` are read where they are present.
             role: one of `ROLES`.
-            name: its role unless given.
-            num_params: what the config leads to unless given; needed for a model whose
-                feed-forward part is not a gated one.
+            name: its role when not given.
+            num_params: computed from the config when not given; needed for a model whose
+                feed-forward part is not gated.
 
         Raises:
-            ConfigError: an attribute is missing, or the model is a mixture of experts, whose
-                parameters are not all at work on every token.
+            ConfigError: an attribute is missing, or the model is a mixture of experts, where a
+                token uses only some of the parameters.
         """
         experts = ("num_local_experts", "num_experts", "n_routed_experts")
         if any((getattr(config, key, None) or 1) > 1 for key in experts):

@@ -1,7 +1,7 @@
-"""The plan that a search returns: who runs where, in which layout, how long and in how much memory.
+"""The plan that a search returns: each model's GPUs, layout, seconds and bytes.
 
-A plan is plain data. It goes to JSON and back with a format number, and keys it does not know are
-refused, so that a plan from elsewhere is either understood or turned down.
+A plan is plain data, written to and read from JSON with a format number; unknown keys and other
+formats are refused.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class ModelPlan:
         name: of the model.
         role: of the model.
         pp: pipeline stages.
-        tp: ranks that share each layer.
+        tp: tensor shards.
         dp: replicas.
         generation_pp: the actor's pipeline stages in generation; None for other models.
-        generation_tp: the actor's tensor parallelism in generation; None for other models.
-        num_waves: how often the actor's replicas fill their cache; None for other models.
-        resident_bytes: bytes of each GPU that stay.
-        working_bytes: bytes of each GPU that its training or forward passes need besides.
-        generation_bytes: bytes of each GPU that gathered weights and a wave's cache need besides.
+        generation_tp: the actor's tensor shards in generation; None for other models.
+        num_waves: number of times the actor's replicas fill their cache; None for other models.
+        resident_bytes: bytes that each GPU always holds.
+        working_bytes: further bytes on each GPU in its training or forward passes.
+        generation_bytes: further bytes on each GPU for gathered weights and a wave's cache.
         stage_s: simulated seconds of the stages.
     """
 
@@ -59,7 +59,7 @@ class SetPlan:
     Attributes:
         first_rank: the first of the set's GPUs.
         num_gpus: their number; their ranks are contiguous.
-        models: what runs on each of them.
+        models: the models, each on all of these GPUs.
         stage_s: simulated seconds of the stages: the sum of the models', and of the transfers
             between them and the actor if it is in another set.
     """
@@ -76,7 +76,7 @@ class SetPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of each GPU at the fullest moment: one model works, the states of all stay."""
+        """Peak bytes of each GPU: resident bytes of all models, working bytes of the largest."""
         work = max(max(model.working_bytes, model.generation_bytes) for model in self.models)
         return sum(model.resident_bytes for model in self.models) + work
 
@@ -98,17 +98,16 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mapping:
-    """Where each model runs and how.
+    """The GPUs and layout of each model.
 
     Attributes:
         num_gpus: GPUs of the cluster; sets may leave some idle.
         usable_bytes: bytes of each GPU that models may fill.
-        sets: by falling number of GPUs.
+        sets: by descending number of GPUs.
         stage_s: simulated seconds of the stages, each of its slowest set.
         alternatives: the best of each kind, by number of sets.
-        num_placements: ways to divide models into sets and GPUs among these.
-        num_ruled_out: of those, how many a lower bound or memory excluded without a look at the
-            division of GPUs.
+        num_placements: number of ways to divide models into sets, and GPUs among the sets.
+        num_ruled_out: how many of those a lower bound or memory excluded before GPUs were divided.
     """
 
     num_gpus: int
@@ -140,8 +139,7 @@ class Mapping:
         """Read what `to_json` wrote.
 
         Raises:
-            ConfigError: the text is no JSON, the format is another, or keys are missing or
-                unknown.
+            ConfigError: the text is not JSON, has another format, or keys are missing or unknown.
         """
         try:
             tree = json.loads(text)
@@ -167,8 +165,8 @@ def explain(mapping: Mapping) -> str:
     """Describe a mapping in some lines; all times are simulated.
 
     Returns:
-        Per set its GPUs, models, layouts, memory and seconds; the stages with the set that bounds
-        each; the best of the other kinds; and how many placements there were.
+        GPUs, models, layouts, memory and seconds of each set; the stages, each with its slowest
+        set; the best mappings of other kinds; and the number of placements.
     """
     lines = [f"Simulated step: {format_s(mapping.step_s)} on {mapping.num_gpus} GPUs."]
     for found in mapping.sets:

@@ -1,14 +1,15 @@
-"""The mapping of RLHF models to GPUs with the least simulated time of a step.
+"""Finds the mapping of RLHF models to GPUs with the least simulated time of a step.
 
 After the auto-mapping of "HybridFlow: A Flexible and Efficient RLHF Framework" (arXiv 2409.19256):
 every partition of the models into sets, every division of the GPUs among the sets, every layout of
-each model. A step is the sum over its stages of the slowest set, and a set the sum of its models.
-We differ in that a set is a Pareto front of ways instead of one best way a model, and in that the
-division of GPUs is not enumerated: models that only score need the least number of GPUs that keeps
-them within a time, which leaves a table over the sets that are trained. Both keep the result exact.
+each model. The time of a step is the sum over its stages of the slowest set's time; that of a set
+is the sum over its models. We differ in two ways, both exact: a set has a Pareto front of ways
+instead of one best way per model; and the division of GPUs is not enumerated, since models that
+only score need the least number of GPUs that keeps them within a time, which leaves a table over
+the sets that are trained.
 
-Sets have a multiple of a host's GPUs, or a host divided by its prime factors
-(`Hardware.set_sizes`): the one restriction of the space. GPUs of the cluster may stay idle.
+Sets have whole hosts, or a host divided by its prime factors (`Hardware.set_sizes`): the only
+restriction of the search space. GPUs of the cluster may stay idle.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["search"]
 
 _Partition = tuple[tuple[ModelSpec, ...], ...]
 
-# Larger clusters that are tried when one is too small.
+# Number of larger clusters to try when the cluster is too small, for the error message.
 _LARGER = 64
 
 
@@ -49,13 +50,13 @@ def search(
     divisions, sizes being the possible numbers of GPUs of a set.
 
     Args:
-        models: what the algorithm runs, in any order.
+        models: the algorithm's models, in any order.
         cluster: equal hosts of equal GPUs.
-        workload: one step.
-        efficiency: reached shares of the peaks; defaults unless given.
+        workload: of one step.
+        efficiency: achieved shares of peak rates; defaults when not given.
 
     Returns:
-        The plan, of all that fit into memory the one with the least `step_s`.
+        The plan with the least `step_s` of all that fit into memory.
 
     Raises:
         ConfigError: the models are not the algorithm's.
@@ -66,7 +67,7 @@ def search(
     workload.check(models)
     hardware = Hardware.of(cluster)
     costs = CostModel(hardware=hardware, workload=workload, efficiency=efficiency or Efficiency())
-    # In one order whatever order they come in, so that ties fall alike.
+    # Sorted, so that ties are broken in the same way whatever the order given.
     ordered = tuple(sorted(models, key=lambda model: model.name))
     partitions = list(_partitions(ordered))
     curves = _curves(partitions, Ways(costs), hardware)
@@ -75,7 +76,7 @@ def search(
     best: dict[_Partition, Division] = {}
     least_s = np.inf
     for part in sorted(possible, key=lambda part: bounds[part]):
-        # Kinds that the plan is compared with are divided even if they cannot be the best.
+        # Partitions of the alternatives are divided even if they cannot be the best.
         if len(part) > 2 and len(part) < len(models) and bounds[part] >= least_s:
             continue
         found = divide([curves[group] for group in part], hardware)
@@ -136,7 +137,7 @@ def _mapping(
 
 def _laid_out(division: Division, costs: CostModel) -> tuple[SetPlan, ...]:
     sets, first_rank = [], 0
-    # By falling size each set starts at a multiple of its size: see Hardware.set_sizes.
+    # By descending size, each set starts at a multiple of its size: see Hardware.set_sizes.
     for choices in sorted(
         division.choices, key=lambda choices: (-choices[0].layout.num_ranks, choices[0].model.name)
     ):
@@ -155,7 +156,7 @@ def _slowest(sets: Sequence[SetPlan]) -> tuple[float, float, float]:
 def _alternatives(
     best: dict[_Partition, Division], num_models: int, costs: CostModel
 ) -> tuple[Alternative, ...]:
-    # Of one model or two, the kinds are the same: the first name in the plan's order counts.
+    # With one or two models some kinds coincide, and the last name here is used.
     kinds = {num_models: "standalone", 2: "split", 1: "colocated"}
     found = []
     for num_sets, kind in sorted(kinds.items()):
@@ -172,7 +173,7 @@ def _alternatives(
 
 
 def _num_divisions(hardware: Hardware, num_models: int) -> list[int]:
-    """How many divisions of at most all GPUs there are, by the number of sets."""
+    """Number of divisions of at most all GPUs, by the number of sets."""
     sizes = hardware.set_sizes()
     ending = [1] + [0] * hardware.num_gpus
     counts = [1]
@@ -194,7 +195,7 @@ def _too_small(models: tuple[ModelSpec, ...], costs: CostModel) -> TopologyError
         f"of a GPU ({costs.efficiency.memory:.0%} of {format_bytes(hardware.device.memory_bytes)}),"
         f" got {format_bytes(wanted)} with all models on all GPUs"
     )
-    # One host after another; larger steps where the cluster is already large.
+    # Adds host after host; in larger steps if the cluster is large.
     steps = -(-hardware.num_hosts // 8)
     hosts = range(hardware.num_hosts + steps, hardware.num_hosts + _LARGER * steps + 1, steps)
     for larger in (number * hardware.devices_per_host for number in hosts):

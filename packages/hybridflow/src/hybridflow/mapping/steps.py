@@ -1,7 +1,7 @@
 """The kinds of RLHF steps that the search can simulate, by name.
 
-The kinds differ in the models they have and in what is generated: ReMax adds one greedy response a
-prompt, GRPO draws a group of responses for each (HybridFlow, arXiv 2409.19256, section 2).
+The kinds differ in their models and in the responses they generate: ReMax adds one greedy response
+per prompt, GRPO a group of responses (HybridFlow, arXiv 2409.19256, section 2).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ __all__ = ["STEPS", "StepKind"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepKind:
-    """What one step of an algorithm asks for.
+    """Models and responses of one step of an algorithm.
 
     Attributes:
         critics: names of its critics.
-        has_cost: whether a cost model may score responses beside the reward.
-        has_greedy: whether it draws one more response a prompt, greedily, which is scored only.
-        is_grouped: whether it compares the responses to one prompt, so that it needs two or more.
+        has_cost: whether a cost model may score responses besides the reward model.
+        has_greedy: whether it adds one greedy response per prompt, which is only scored.
+        is_grouped: whether it compares the responses to one prompt, and so needs two or more.
     """
 
     critics: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What one step of an RLHF algorithm asks of its models: sequences, tokens, updates.
+"""The workload of one step of an RLHF algorithm: sequences, tokens, updates.
 
 A step generates, prepares (one forward pass of every model that scores) and trains, after the
 stages of HybridFlow (arXiv 2409.19256). `hybridflow.mapping.steps` lists the algorithms.
@@ -25,15 +25,15 @@ class Workload:
     """One step.
 
     Attributes:
-        algorithm: a name of `STEPS`; decides about critics, cost models and greedy responses.
-        global_batch_size: sequences that a step trains on, all of a group counted.
+        algorithm: a name of `STEPS`; determines critics, cost models and greedy responses.
+        global_batch_size: sequences that a step trains on, including all of a group.
         prompt_tokens: tokens of each prompt.
-        response_tokens: tokens of each response, the longest as well as the mean.
-        num_updates: optimizer steps (mini-batches) of a step.
-        num_epochs: how often each sequence is trained on.
-        micro_batch_tokens: tokens of one forward pass of a replica; at least one sequence goes.
+        response_tokens: tokens of each response; all have this length.
+        num_updates: optimizer steps (mini-batches) per step.
+        num_epochs: number of times each sequence is trained on.
+        micro_batch_tokens: most tokens of one forward pass of a replica, but at least one sequence.
         group_size: responses to one prompt, which is prefilled once for all of them.
-        recomputes_log_probs: whether the actor too takes a forward pass before training.
+        recomputes_log_probs: whether the actor too runs a forward pass before training.
     """
 
     algorithm: str = "ppo"
@@ -70,7 +70,7 @@ class Workload:
 
     @property
     def kind(self) -> StepKind:
-        """What the algorithm's step asks for."""
+        """Models and responses of the algorithm's step."""
         return STEPS.get(self.algorithm)
 
     @property
@@ -85,7 +85,7 @@ class Workload:
 
     @property
     def num_greedy(self) -> int:
-        """Greedy responses beside the sampled ones, which are generated and scored only."""
+        """Greedy responses besides the sampled ones; they are generated and scored only."""
         return self.global_batch_size // self.group_size if self.kind.has_greedy else 0
 
     @property
@@ -94,13 +94,13 @@ class Workload:
         return self.global_batch_size + self.num_greedy
 
     def num_prepared(self, model: ModelSpec) -> int:
-        """Sequences that the model takes forward in the preparation stage."""
+        """Sequences of the model's forward passes in the preparation stage."""
         if model.role == "actor":
             return self.global_batch_size if self.recomputes_log_probs else 0
         return self.num_generated if model.role in ("reward", "cost") else self.global_batch_size
 
     def max_dp(self, model: ModelSpec) -> int:
-        """Most replicas of which none is without a sequence."""
+        """Most replicas such that each has a sequence."""
         return self.sequences_per_update if model.is_trained else self.global_batch_size
 
     def check(self, models: Sequence[ModelSpec]) -> None:

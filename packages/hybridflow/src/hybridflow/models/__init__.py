@@ -1,1 +1,1 @@
-"""The models: decoders of the Llama family over any layout, with a vocabulary or a scalar on top."""
+"""The models: decoders of the Llama family in any layout, with a vocabulary or a scalar head."""

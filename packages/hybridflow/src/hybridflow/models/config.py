@@ -1,7 +1,7 @@
-"""What a decoder of the Llama family is made of, as Hugging Face's config.json says it.
+"""Configuration of a decoder of the Llama family, read from Hugging Face's config.json.
 
-Llama, Mistral, Qwen2 and Qwen3 differ in biases, in norms of queries and keys, and in how positions
-are scaled. What is not known here is refused by name, never guessed.
+Llama, Mistral, Qwen2 and Qwen3 differ in biases, in norms of queries and keys, and in scaling of
+positions. Unsupported values are refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FAMILIES = {
     "qwen2": ("num_key_value_heads",),
     "qwen3": ("num_key_value_heads", "head_dim"),
 }
-"""Families, and fields that must be there because Hugging Face fills in numbers of its own."""
+"""Families, and fields that are required because Hugging Face's defaults for them vary."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny-llama": {
@@ -39,12 +39,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }  # fmt: skip
-"""Models made from nothing, by the name after "config:"; fields as in config.json."""
+"""Configurations of randomly initialised models, by NAME in "config:NAME"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes and kinds; names as Hugging Face's, but for what is shorter here.
+    """Sizes and variants; some of Hugging Face's names are shortened.
 
     Attributes:
         has_qkv_bias: queries, keys and values have biases, as in Qwen2.
@@ -81,7 +81,7 @@ class DecoderConfig:
         """Reads the fields of a config.json, or of a configuration's `to_dict()`.
 
         Raises:
-            ConfigError: if the family, or something in it, is not known here; with the way out.
+            ConfigError: if the family, or a field's value, is not supported.
         """
         family = tree.get("model_type")
         if family not in FAMILIES:
@@ -92,8 +92,8 @@ class DecoderConfig:
         absent = [name for name in FAMILIES[family] if name not in tree]
         if absent:
             raise ConfigError(
-                f"{where}: {', '.join(absent)} not there; what a {family} without has is not the "
-                f"same everywhere, so write it out (null is a value too)"
+                f"{where}: expected {', '.join(absent)}, got none; defaults for {family} vary, so "
+                f"write the value explicitly (null is a value too)"
             )
         activation = tree.get("hidden_act", "silu")
         if activation != "silu" or tree.get("mlp_bias") or tree.get("pretraining_tp", 1) != 1:
@@ -151,7 +151,7 @@ def read_config(model: Any) -> DecoderConfig:
         path = Path(model) / "config.json"
         if not path.is_file():
             raise ConfigError(
-                f"model: {path} is not there; give a local folder that save_pretrained wrote, or "
+                f"model: {path} is not there; pass a local folder that save_pretrained wrote, or "
                 f"config:NAME for one of {', '.join(PRESETS)}. Nothing is downloaded"
             )
         return DecoderConfig.parse(json.loads(path.read_text()), str(path))
@@ -178,10 +178,10 @@ def _rope(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def inverse_frequencies(config: DecoderConfig) -> list[float]:
-    """Radians by which a position turns each pair of a head's dimensions; float64, [head_dim / 2].
+    """Rotary angles per position, in radians, of each pair of a head's dimensions [head_dim / 2].
 
-    The llama3 scaling is the one that Llama 3.1 came with: long waves are stretched by a factor,
-    short ones kept, those between blended.
+    The llama3 scaling is that of Llama 3.1: long wavelengths are stretched by a factor, short ones
+    kept, those between interpolated.
     """
     rope, dim = config.rope, config.head_dim
     plain = [float(rope["rope_theta"]) ** (-k / dim) for k in range(0, dim, 2)]

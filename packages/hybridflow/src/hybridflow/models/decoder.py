@@ -1,11 +1,11 @@
-"""A decoder of the Llama family, or one rank's share of it.
+"""A decoder of the Llama family, or one rank's part of it.
 
-One rank holds a stage of the layers and a shard of each: heads of attention, rows of the feed-forward
-net and of the vocabulary. Key and value heads are repeated where there are fewer of them than shards.
-Queries, keys and values are one product, gate and up another, because small products wait for
-memory; `hybridflow.models.pieces` says which part of them is which Hugging Face weight. Sequences lie
-left-aligned and are filled up on the right, so that plain causal attention needs no mask: what stands
-after a sequence's end sees it, and is seen by none.
+One rank holds a stage of the layers and a shard of each: attention heads, rows of the feed-forward
+net and of the vocabulary. Key and value heads are replicated if there are fewer than shards.
+Queries, keys and values are one fused product, gate and up another, because small products are
+bound by memory; `hybridflow.models.pieces` maps them to Hugging Face's weights. Sequences are
+left-aligned and padded on the right, so that causal attention needs no further mask: no real token
+attends to padding.
 
 Shapes: B sequences, T tokens, D hidden, H query heads and K key heads of this shard, E a head's size.
 """
@@ -29,20 +29,20 @@ from shared.errors import ConfigError
 __all__ = ["Attend", "Decoder", "Layer", "Shard", "attend_causally", "see_causally"]
 
 Attend = Callable[["Layer", Tensor, Tensor, Tensor], Tensor]
-"""From a layer, its heads of queries, keys and values [B, T, H + 2 K, E], not turned yet, and cosine
-and sine of the tokens' angles [B or 1, T, 1, E / 2]: what queries see, [B, T, H, E]."""
+"""Attention: function of a layer, its queries, keys and values [B, T, H + 2 K, E] before rotation,
+and cosine and sine of the tokens' angles [B or 1, T, 1, E / 2]; returns [B, T, H, E]."""
 
 
 class Shard:
-    """Which part of a model a rank holds.
+    """The part of a model that a rank holds.
 
     Attributes:
-        pp, num_stages: stage and how many there are.
-        tp, num_shards: shard and how many there are.
+        pp, num_stages: index of the stage, and number of stages.
+        tp, num_shards: index of the shard, and number of shards.
         group: the ranks of the stage's other shards; None when there is one shard.
         layers: indices of the stage's layers.
-        num_heads, num_kv_heads: of this shard.
-        first_kv_head: of the whole model's.
+        num_heads, num_kv_heads: heads of this shard.
+        first_kv_head: index of its first key head in the whole model.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Shard:
         num_shards: int = 1,
         group: Group | None = None,
     ) -> None:
-        """Cuts a model.
+        """Computes a rank's part of a model.
 
         Raises:
             ConfigError: if shards do not divide heads, feed-forward rows or vocabulary, or there
@@ -77,12 +77,12 @@ class Shard:
             )
         if config.vocab_size % t:
             raise ConfigError(
-                f"{t} tensor shards do not divide a vocabulary of {config.vocab_size}; fill it up "
+                f"{t} tensor shards do not divide a vocabulary of {config.vocab_size}; pad it "
                 f"to {-(-config.vocab_size // t) * t} with resize_token_embeddings"
             )
         if num_stages > config.num_layers:
             raise ConfigError(
-                f"{num_stages} pipeline stages want a layer each, and there are {config.num_layers}"
+                f"{num_stages} pipeline stages need a layer each, and there are {config.num_layers}"
             )
         self.layers = stage_layers(config.num_layers, num_stages, pp)
         self.num_heads, self.num_kv_heads = heads // t, max(1, kv_heads // t)
@@ -90,17 +90,17 @@ class Shard:
 
     @property
     def is_first(self) -> bool:
-        """Whether it begins with tokens."""
+        """Whether this is the first stage, whose input is tokens."""
         return self.pp == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends with hidden states for a head."""
+        """Whether this is the last stage, which has the head."""
         return self.pp == self.num_stages - 1
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward net, each after a norm and beside a shortcut."""
+    """Attention and feed-forward net, each with a pre-norm and a residual connection."""
 
     def __init__(self, config: DecoderConfig, shard: Shard, index: int, **kind) -> None:
         super().__init__()
@@ -114,19 +114,19 @@ class Layer(nn.Module):
         self.qkv_bias = nn.Parameter(empty(rows)) if config.has_qkv_bias else None
         self.q_norm = nn.Parameter(empty(head)) if config.has_qk_norm else None
         self.k_norm = nn.Parameter(empty(head)) if config.has_qk_norm else None
-        # Input-major: a shard of what is split by input is then rows, which lie together.
+        # Input-major, so that a shard of a weight split by input is contiguous rows.
         self.output = nn.Parameter(empty(self.num_heads * head, width))
         self.post_norm = nn.Parameter(empty(width))
         self.gate_up = nn.Parameter(empty(2 * ffn, width))
         self.down = nn.Parameter(empty(ffn, width))
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """One layer.
+        """Runs one layer.
 
         Args:
             x: [B, T, D].
             cos, sin: of the tokens' positions, [B or 1, T, 1, E / 2].
-            attend: what attention looks at.
+            attend: attention over keys and values; see `Attend`.
         """
         h, k = self.num_heads, self.num_kv_heads
         normed = copy_to(F.rms_norm(x, x.shape[-1:], self.input_norm, self.eps), self.group)
@@ -144,10 +144,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One rank's share of a decoder with a head: a vocabulary, or a scalar a token.
+    """One rank's part of a decoder with a head: a vocabulary, or a scalar per token.
 
     Attributes:
-        config, shard: of what it is made.
+        config, shard: configuration of the model, and the part of it held here.
         head_kind: "vocabulary" or "scalar".
     """
 
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
         device: str | torch.device = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Allocates weights, without values; see `hybridflow.models.pieces`."""
+        """Allocates uninitialised weights; `hybridflow.models.pieces` fills them."""
         super().__init__()
         self.config, self.shard, self.head_kind = config, shard or Shard(config), head
         shard = self.shard
@@ -201,11 +201,11 @@ class Decoder(nn.Module):
         return weight
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the embedding, [B, T, D], from tokens [B, T]."""
+        """Embeddings [B, T, D] of tokens [B, T]."""
         assert self.embedding is not None, "asked of the first stage"
         if self.shard.group is None:
             return F.embedding(tokens, self.embedding)
-        # Each shard looks up its own rows; the others add nothing.
+        # Each shard looks up the tokens in its own rows, and adds 0 for others.
         local = tokens - self.shard.tp * len(self.embedding)
         is_ours = (local >= 0) & (local < len(self.embedding))
         found = F.embedding(local.clamp(0, len(self.embedding) - 1), self.embedding)
@@ -214,7 +214,7 @@ class Decoder(nn.Module):
     def forward(
         self, x: Tensor, attend: Attend | None = None, positions: Tensor | None = None
     ) -> Tensor:
-        """The stage's layers.
+        """Runs the stage's layers.
 
         Args:
             x: tokens int64 [B, T] on the first stage, hidden states [B, T, D] on the others.
@@ -229,7 +229,7 @@ class Decoder(nn.Module):
         if positions is None:
             if x.shape[1] > len(self.cos):
                 raise ConfigError(
-                    f"{x.shape[1]} tokens, and the model knows {len(self.cos)} positions "
+                    f"{x.shape[1]} tokens, and the model has {len(self.cos)} positions "
                     f"(max_position_embeddings); shorten prompts or responses"
                 )
             cos, sin = self.cos[None, : x.shape[1]], self.sin[None, : x.shape[1]]
@@ -243,12 +243,12 @@ class Decoder(nn.Module):
 
 
 def attend_causally(layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each token sees itself and those before it; as `Attend`."""
+    """Causal attention over the tokens of `qkv`; an `Attend`."""
     return see_causally(*rotate(qkv, cos, sin, layer.num_heads, layer.num_kv_heads))
 
 
 def see_causally(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What queries [B, T, H, E] see of their own and earlier keys and values [B, T, K, E]."""
+    """Causal attention of queries [B, T, H, E] over keys and values [B, T, K, E]."""
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     seen = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]

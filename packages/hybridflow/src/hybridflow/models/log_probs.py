@@ -1,7 +1,8 @@
-"""Log-probabilities and entropies of chosen tokens, without keeping the logits.
+"""Log-probabilities and entropies of given tokens, without storing the logits.
 
-Logits are made in blocks, and made again going back, so that memory grows with the hidden size and
-not with the vocabulary; with a sharded vocabulary four sums a row cross ranks, never logits.
+Logits are computed in blocks, and recomputed in the backward pass, so that memory grows with the
+hidden size instead of the vocabulary. With a sharded vocabulary ranks exchange four sums per row
+instead of logits.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ def token_log_probs(
     temperature: float = 1.0,
     group: Group | None = None,
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """The log-probability of one token a row, and the entropy of the row's distribution.
+    """The log-probability of one token per row, and the entropy of the row's distribution.
 
     Args:
-        hidden: states that the head is applied to.
+        hidden: hidden states, the head's input.
         weight: the head, or this rank's rows of it.
-        tokens: of the whole vocabulary.
-        temperature: logits are divided by it.
-        group: ranks that hold the vocabulary's other rows, in order and as many each.
+        tokens: token ids in the whole vocabulary.
+        temperature: divides the logits.
+        group: ranks that hold the vocabulary's rows, in order and equally many each.
 
     Returns:
         Both in float32, or float64 if the states are; differentiable in both arguments.

@@ -1,7 +1,7 @@
-"""One optimizer step on a decoder that several ranks hold: gradients, their norm, AdamW, a schedule.
+"""Optimizer steps on a sharded decoder: reduction of gradients, their norm, AdamW, a schedule.
 
-All gradients are one buffer, so that replicas add them up in one message and the norm is one sum. A
-step whose gradients are not finite changes nothing and is counted; several in a row end the run.
+All gradients are views of one buffer, so that replicas reduce them in one message. A step whose
+gradients are not finite changes nothing and is counted; several in a row raise an error.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class AdamW:
     """Settings of AdamW and of its learning rate.
 
     Attributes:
-        lr: after the warm-up.
-        betas, eps, weight_decay: as torch's.
-        max_grad_norm: gradients are scaled down to this norm; None: never.
-        schedule: "constant", or "linear" or "cosine" to 0 at `num_steps`.
-        num_warmup_steps: over which the rate rises from 0.
-        num_steps: of the schedule; a step is one call of the optimizer.
-        max_skipped: steps in a row that may be skipped for gradients that are not finite.
+        lr: learning rate after the warm-up.
+        betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        max_grad_norm: norm to which larger gradients are scaled down; None: no clipping.
+        schedule: "constant", or decay "linear" or "cosine" to 0 at `num_steps`.
+        num_warmup_steps: optimizer steps over which the rate rises from 0.
+        num_steps: length of the schedule in optimizer steps.
+        max_skipped: most steps in a row that may be skipped because gradients are not finite.
     """
 
     lr: float = 1e-6
@@ -56,9 +56,14 @@ class AdamW:
                 f"{self.schedule!r}"
             )
         if self.schedule != "constant" and self.num_steps is None:
-            raise ConfigError(f"optimizer.num_steps: a {self.schedule} schedule needs its length")
+            raise ConfigError(
+                f"optimizer.num_steps: a {self.schedule} schedule needs a length, got None; set it"
+            )
         if not self.lr >= 0 or self.num_warmup_steps < 0:
-            raise ConfigError("optimizer: lr and num_warmup_steps must not be negative")
+            raise ConfigError(
+                f"optimizer: expected lr and num_warmup_steps of 0 or more, got {self.lr} and "
+                f"{self.num_warmup_steps}"
+            )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -74,11 +79,11 @@ class AdamW:
 
 
 class Optimizer:
-    """AdamW over one rank's share of a decoder.
+    """AdamW over one rank's part of a decoder.
 
     Attributes:
-        num_steps: taken.
-        num_skipped: of those, how many changed nothing as gradients were not finite.
+        num_steps: number of steps taken.
+        num_skipped: how many of those were skipped because gradients were not finite.
     """
 
     def __init__(
@@ -87,10 +92,10 @@ class Optimizer:
         """Allocates gradients and state.
 
         Args:
-            model: whose parameters are trained.
+            model: the model to train.
             settings: of AdamW.
-            dp: the ranks that hold the same share; None when this is the only one.
-            pp: the ranks that hold the other stages of this shard; None when there are none.
+            dp: the replicas of this rank's part; None if there is only one.
+            pp: the ranks of this shard's pipeline stages; None if there is one stage.
         """
         self.model, self.settings, self._dp, self._pp = model, settings, dp, pp
         self._named = dict(model.named_parameters())
@@ -102,7 +107,7 @@ class Optimizer:
         self._kv_twins, self._tied = self._twins(), self._tied_stages()
 
     def _twins(self) -> Group | None:
-        """The ranks that hold the same key heads, where there are fewer heads than shards."""
+        """The ranks that hold the same key heads, if there are fewer heads than shards."""
         shard, config = self.model.shard, self.model.config
         copies = shard.num_shards // config.num_kv_heads
         if copies <= 1 or shard.group is None:
@@ -112,7 +117,7 @@ class Optimizer:
         return Group.of(ranks, members_only=True)
 
     def _tied_stages(self) -> Group | None:
-        """The first and the last stage, where both hold the embedding."""
+        """The first and the last stage, if both hold the embedding."""
         shard, is_tied = self.model.shard, self.model.config.is_tied
         is_end = shard.is_first or shard.is_last
         if self._pp is None or not is_tied or not is_end or self.model.head_kind != "vocabulary":
@@ -120,7 +125,7 @@ class Optimizer:
         return Group.of([self._pp.ranks[0], self._pp.ranks[-1]], members_only=True)
 
     def zero_grad(self) -> None:
-        """Forgets gradients."""
+        """Sets gradients to zero."""
         if self._is_sharded:
             for parameter in self._parameters:
                 parameter.grad = None
@@ -136,19 +141,19 @@ class Optimizer:
         return local(grad), self._dp.rank * -(-len(grad) // self._dp.world_size)
 
     def _kv_rows(self, name: str) -> Tensor:
-        """The rows of a gradient of queries, keys and values that belong to the latter two."""
+        """The rows of keys and values in a fused gradient of queries, keys and values."""
         grad, start = self._local_grad(name)
         first = self.model.shard.num_heads * self.model.config.head_dim
         return grad[min(max(0, first - start), len(grad)) :]
 
     def step(self) -> dict[str, float]:
-        """Adds up gradients over replicas and takes a step, unless they are not finite.
+        """Sums gradients over replicas and takes a step; skips it if they are not finite.
 
         Returns:
             "grad_norm", "lr", and "is_skipped" as 0 or 1.
 
         Raises:
-            DataError: when more steps in a row were skipped than the settings allow.
+            DataError: if more steps in a row were skipped than `max_skipped`.
         """
         for name in self._named:
             leaf = name.rpartition(".")[2]
@@ -157,7 +162,7 @@ class Optimizer:
             if self._tied is not None and leaf == "embedding":
                 all_reduce(self._tied, self._local_grad(name)[0])
             if self.model.shard.group is not None and leaf in ("q_norm", "k_norm"):
-                # A shard has seen its own heads only.
+                # Each shard has the gradient of its own heads only.
                 all_reduce(self.model.shard.group, self._local_grad(name)[0])
         if self._dp is not None and not self._is_sharded:
             all_reduce(self._dp, self._grads)
@@ -178,7 +183,7 @@ class Optimizer:
             if self._in_a_row > self.settings.max_skipped:
                 raise DataError(
                     f"gradients were not finite in {self._in_a_row} steps in a row; the weights are "
-                    f"those before them. Look at rewards and log-probabilities, or lower the "
+                    f"those before them. Check rewards and log-probabilities, or lower the "
                     f"learning rate of {rate:g}"
                 )
         return {"grad_norm": norm, "lr": rate, "is_skipped": float(not is_finite)}
@@ -187,8 +192,8 @@ class Optimizer:
     def _adam(self, rate: float) -> None:
         states = [self.state_of(name) for name in self._named]
         beta1, beta2 = self.settings.betas
-        # The function behind torch's class, which would compile nothing but load what compiles:
-        # four seconds of every rank's start.
+        # The function behind torch.optim.AdamW; the class would import torch's compiler, which
+        # takes four seconds of every rank's start.
         adamw(
             [local(parameter.data) for parameter in self._parameters], self._all_local(),
             [state["exp_avg"] for state in states], [state["exp_avg_sq"] for state in states],
@@ -198,7 +203,7 @@ class Optimizer:
         )  # fmt: skip
 
     def _norm(self) -> Tensor:
-        """Of the whole model's gradients; what several shards hold counts once."""
+        """Norm of the whole model's gradients; values that several shards hold count once."""
         shard, config = self.model.shard, self.model.config
         dp = self._dp if self._is_sharded else None
         if shard.group is None and self._pp is None and dp is None:
@@ -225,7 +230,7 @@ class Optimizer:
         return [self._local_grad(name)[0] for name in self._named]
 
     def state_of(self, name: str) -> dict[str, Tensor]:
-        """AdamW's state of a parameter by torch's names, where it lies; made if there is none."""
+        """AdamW's state of a parameter by torch's names, without a copy; allocated if missing."""
         if name not in self._state:
             held = local(self._named[name].data)
             self._state[name] = {
@@ -237,18 +242,18 @@ class Optimizer:
 
     @property
     def counters(self) -> dict[str, int]:
-        """What a resumed run needs beside AdamW's state."""
+        """Counters that a resumed run needs besides AdamW's state."""
         return {"num_steps": self.num_steps, "num_skipped": self.num_skipped,
                 "num_skipped_in_a_row": self._in_a_row}  # fmt: skip
 
     def resume(self, counters: dict[str, int]) -> None:
-        """Goes on from counters, once AdamW's state has been written to."""
+        """Restores counters; AdamW's state must have been restored before."""
         self.num_steps, self.num_skipped = counters["num_steps"], counters["num_skipped"]
         self._in_a_row = counters["num_skipped_in_a_row"]
 
 
 def _one_buffer(parameters: list[torch.nn.Parameter]) -> Tensor:
-    """Gives parameters gradients that lie in one tensor, and returns that."""
+    """Sets the parameters' gradients to views of one tensor, and returns that."""
     total = sum(parameter.numel() for parameter in parameters)
     grads = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
     at = 0

@@ -1,7 +1,8 @@
-"""The two exchanges of tensor parallelism, and a stage's share of the layers.
+"""The two collectives of tensor parallelism, and a stage's layers.
 
 After Megatron-LM (arXiv 1909.08053): a block's first products are split by output and its last by
-input, so that one sum over the group ends it going forward, and one begins it going back.
+input, so that it needs one all-reduce at its end in the forward pass, and one at its start in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -45,19 +46,20 @@ def _summed(values: Tensor, group: Group) -> Tensor:
 
 
 def copy_to(values: Tensor, group: Group | None) -> Tensor:
-    """The same values, whose gradient is summed over the group; the entry of a split block."""
+    """Returns the values; sums their gradient over the group. For the start of a split block."""
     return values if group is None else _CopyTo.apply(values, group)
 
 
 def sum_from(values: Tensor, group: Group | None) -> Tensor:
-    """The sum over the group, whose gradient goes to all; the end of a split block."""
+    """Sums the values over the group; copies the gradient to all. For the end of a split block."""
     return values if group is None else _SumFrom.apply(values, group)
 
 
 def stage_layers(num_layers: int, num_stages: int, stage: int) -> range:
-    """The layers of a stage: consecutive, as many on each or one more where it does not divide.
+    """The layers of a stage: consecutive; the numbers of stages' layers differ by at most one.
 
-    Stages lie inside those of any number of stages that divides theirs, as generation's need.
+    If a smaller number of stages divides `num_stages`, its stages are unions of these, which
+    generation layouts require.
     """
     start, stop = (-(-k * num_layers // num_stages) for k in (stage, stage + 1))
     return range(start, stop)

@@ -1,8 +1,8 @@
-"""Which part of which Hugging Face weight lies where in a decoder, and moving values by that.
+"""Maps parts of Hugging Face's weights to a decoder's parameters.
 
-A piece is a name as Hugging Face writes it, the box of that weight, and the rows of the parameter
-that hold it. Everything that crosses layouts (loading, generation's layout, other pools, checkpoints,
-export) works on pieces and knows nothing of fused or sharded parameters.
+A piece is a Hugging Face name, a box of that weight, and the rows of the parameter that hold it.
+All code that converts layouts (loading, resharding, weight sync, checkpoints, export) works on
+pieces, independently of fused and sharded parameters.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Piece(NamedTuple):
     """A part of a weight.
 
     Attributes:
-        name: Hugging Face's.
-        box: in the whole weight as Hugging Face lays it out.
-        parameter: the decoder's that holds it.
-        rows: of that parameter.
-        is_transposed: whether the parameter lies the other way round.
+        name: Hugging Face's name of the weight.
+        box: position in the whole weight in Hugging Face's layout.
+        parameter: name of the decoder's parameter that holds it.
+        rows: rows of that parameter.
+        is_transposed: whether the parameter holds the transpose.
     """
 
     name: str
@@ -42,12 +42,12 @@ class Piece(NamedTuple):
     is_transposed: bool = False
 
     def view(self, model: Decoder) -> Tensor:
-        """Where its values lie in a decoder, of the box's shape."""
+        """A view of its values in a decoder, of the box's shape."""
         found = local(model.get_parameter(self.parameter).data)
         return found[self.rows].t() if self.is_transposed else found[self.rows]
 
     def cut(self, rows: range) -> Piece | None:
-        """The part of it in some rows of the parameter, which then are all that is held."""
+        """The part of it in some rows of the parameter, for a rank that holds only these rows."""
         start, stop = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
         if start >= stop:
             return None
@@ -60,7 +60,7 @@ class Piece(NamedTuple):
 
 
 def local(values: Any) -> Tensor:
-    """This rank's part of a tensor that ranks share out (a DTensor), or the tensor."""
+    """This rank's part of a DTensor; any other tensor as it is."""
     return values.to_local() if hasattr(values, "to_local") else values
 
 
@@ -97,8 +97,8 @@ def pieces(model: Decoder, share: tuple[int, int] = (0, 1)) -> list[Piece]:
 
     Args:
         model: a decoder on any device.
-        share: index and number of the replicas that share its parameters out, as FSDP2 does: each
-            holds ceil(rows / number) consecutive rows, the last ones fewer or none.
+        share: this rank's index among the replicas that shard the parameters (FSDP2), and their
+            number: each holds ceil(rows / number) consecutive rows, the last ones fewer or none.
     """
     index, count = share
     if count == 1:
@@ -163,9 +163,9 @@ def _pieces(model: Decoder) -> Iterator[Piece]:
 
 @torch.no_grad()
 def initialize(model: Decoder, seed: int) -> None:
-    """Random weights: norms one, biases zero, the rest normal; the same in every layout.
+    """Initialises weights: norms one, biases zero, the rest normal; the same in every layout.
 
-    Before a model's replicas share its parameters out.
+    Call it before `hybridflow.models.sharding.shard_over`.
     """
     names = list(weight_shapes(model.config, model.head_kind))
     shapes = weight_shapes(model.config, model.head_kind)
@@ -178,7 +178,7 @@ def initialize(model: Decoder, seed: int) -> None:
         else:
             key = stream_key(seed, names.index(piece.name)) & (2**63 - 1)
             draw = torch.Generator().manual_seed(key)
-            # In float32 whatever the model's type: a model in float64 starts from the same values.
+            # Always in float32, so that a model in float64 starts from the same values.
             whole = torch.randn(shapes[piece.name], generator=draw)
             whole *= model.config.initializer_range
             view.copy_(whole[piece.box.within(Box((0,) * whole.dim(), tuple(whole.shape)))])
@@ -191,12 +191,12 @@ def load(
     """Fills a decoder piece by piece.
 
     Args:
-        model: whose weights are written.
-        read: gives a box of a named weight, or None where there is no such weight.
-        share: as of `pieces`.
+        model: the decoder to fill.
+        read: function that returns a box of a named weight, or None if there is no such weight.
+        share: as in `pieces`.
 
     Returns:
-        Names that were not found; their values are left as they were.
+        Names that were not found; their values are unchanged.
 
     Raises:
         DataError: if a weight has another shape.
@@ -219,14 +219,14 @@ def load(
 def folder_reader(
     folder: str | Path, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> Callable[[str, Box], Tensor | None]:
-    """Reads boxes of the safetensors files that `save_pretrained` wrote, and nothing beside them.
+    """Returns a reader of boxes in the safetensors files of `save_pretrained`; reads only boxes.
 
     Args:
-        folder: of the files.
-        shapes: of whole weights, as config.json has them; the reader then refuses others.
+        folder: folder of the files.
+        shapes: of whole weights by config.json; the reader then refuses other shapes.
 
     Raises:
-        DataError: if the folder has none.
+        DataError: if the folder has no such files.
     """
     from safetensors import safe_open
 
@@ -239,14 +239,14 @@ def folder_reader(
     def read(name: str, box: Box) -> Tensor | None:
         expected = None if shapes is None else shapes[name]
         if name not in holding:
-            # A bare decoder, as of a sequence classifier's base, has no prefix.
+            # Files of a base model without a head have no prefix.
             name = name.removeprefix("model.")
         if name not in holding:
             return None
         part = holding[name].get_slice(name)
         if expected is not None and tuple(part.get_shape()) != expected:
             raise DataError(
-                f"{folder}: {name} is {list(part.get_shape())}, and config.json makes it "
+                f"{folder}: {name} is {list(part.get_shape())}, and by config.json "
                 f"{list(expected)}; the files belong to another model"
             )
         return part[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
@@ -262,7 +262,7 @@ def num_bytes(config: DecoderConfig, itemsize: int, head: str = "vocabulary") ->
 def shard_boxes(
     config: DecoderConfig, shard: Shard, head: str = "vocabulary", share: tuple[int, int] = (0, 1)
 ) -> dict[str, list[Box]]:
-    """The boxes that a rank holds, by name; without allocating them; arguments as `pieces`."""
+    """The boxes that a rank holds, by name, without allocating them; `share` as in `pieces`."""
     found: dict[str, list[Box]] = {}
     for piece in pieces(Decoder(config, shard, head, device="meta"), share):
         found.setdefault(piece.name, []).append(piece.box)

@@ -1,9 +1,9 @@
-"""Micro-batches through the stages of a pipeline, or through a model that is whole.
+"""Runs micro-batches through the stages of a pipeline, or through a model with one stage.
 
-One forward, one backward (PipeDream-Flush, arXiv 2006.09503; the 1F1B of Megatron-LM, 2104.04473): a
-stage runs ahead by as many micro-batches as there are stages behind it and then alternates, so that
-it never keeps the activations of more than that. Where both directions meet, one round sends and
-receives at once; two neighbours that both only sent would wait for each other.
+One forward, one backward (PipeDream-Flush, arXiv 2006.09503; the 1F1B of Megatron-LM, 2104.04473):
+a stage first runs as many forward passes as there are stages after it and then alternates, which
+bounds the activations that it stores. Where both directions meet, one round sends and receives at
+once, because two neighbours that both only send would deadlock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["run_forward", "train"]
 
 
 class KeptMicroBatch(NamedTuple):
-    """What a micro-batch's backward needs: the stage's input, and its output or loss."""
+    """Inputs of a micro-batch's backward pass: the stage's input, and its output or loss."""
 
     x: Tensor
     out: Tensor
@@ -35,14 +35,14 @@ def train(
     micro_batches: Sequence[Tensor],
     loss_of: Callable[[int, Tensor], Tensor],
 ) -> None:
-    """Forward and backward of micro-batches; gradients are left in the parameters.
+    """Forward and backward passes of micro-batches; gradients are added to the parameters'.
 
     Args:
         model: this rank's stage.
-        group: the ranks of all stages, in order; None where the model is whole.
+        group: the ranks of all stages, in order; None if there is one stage.
         micro_batches: tokens int64 [rows, width] of each; the same on all stages.
-        loss_of: on the last stage, from a micro-batch's position and its hidden states
-            [rows, width, dim] the loss, whose sum over micro-batches is minimised.
+        loss_of: function of a micro-batch's index and hidden states [rows, width, dim] to its
+            loss, called on the last stage; the sum over micro-batches is minimised.
     """
     if group is None:
         for k, tokens in enumerate(micro_batches):
@@ -75,9 +75,9 @@ def run_forward(
     use: Callable[[int, Tensor], None],
     attend: Callable[[int], Attend] = lambda k: attend_causally,
 ) -> None:
-    """Forward of micro-batches only; `use` gets the hidden states on the last stage.
+    """Forward passes of micro-batches; `use` receives the hidden states on the last stage.
 
-    `attend` gives what attention does in a micro-batch, from its position.
+    `attend` returns a micro-batch's attention, by its index.
     """
     if group is None:
         for k, tokens in enumerate(micro_batches):
@@ -93,7 +93,7 @@ def run_forward(
 
 
 class Stage:
-    """One stage's exchanges with its neighbours; the ends of the pipeline exchange nothing."""
+    """One stage's messages to and from its neighbours; no messages beyond the pipeline's ends."""
 
     def __init__(self, model: Decoder, group: Group, micro_batches: Sequence[Tensor]) -> None:
         self._model, self._group, self._micro_batches = model, group, micro_batches
@@ -137,7 +137,7 @@ class Stage:
         return grad
 
     def exchange_with_previous(self, grad: Tensor | None, k: int | None) -> Tensor | None:
-        """Sends a micro-batch's gradient, and receives the input of a later one, if there is."""
+        """Sends a micro-batch's gradient, and receives the input of a later one, if any."""
         if self._is_first:
             return None if k is None else self._micro_batches[k]
         assert grad is not None, "its input was received, so it has a gradient"
@@ -157,6 +157,6 @@ class Stage:
 
 
 def run_backward(kept: KeptMicroBatch, grad: Tensor | None) -> Tensor | None:
-    """Goes back through a stage; returns the gradient of its input."""
+    """Runs the backward pass of a stage; returns the gradient of its input."""
     kept.out.backward(grad)
     return kept.x.grad

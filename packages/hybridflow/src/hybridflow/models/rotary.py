@@ -1,7 +1,7 @@
-"""Rotary positions (Su et al., arXiv 2104.09864), applied to queries and keys of one product.
+"""Rotary positions (Su et al., arXiv 2104.09864), applied to a fused product's queries and keys.
 
-Written into one buffer forward and one gradient backward: as separate slices, products and
-concatenations the same takes a third of a small layer's time.
+Forward writes into one buffer and backward into one gradient: separate slices, products and
+concatenations would take a third of a small layer's time.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ def rotate(
     num_heads: int,
     num_kv_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns the first heads (queries, then keys) by their positions, and leaves values.
+    """Rotates queries and keys by their positions; values are unchanged.
 
-    A head's first half and second half are the two coordinates of its pairs, as Hugging Face has
-    them.
+    A head's first and second half are the two coordinates of its pairs, as in Hugging Face's code.
 
     Args:
-        qkv: heads of queries, keys and values, one after another.
+        qkv: heads of queries, keys and values, concatenated.
         cos, sin: of each token's angles.
-        num_heads, num_kv_heads: of queries, and of keys as of values.
+        num_heads, num_kv_heads: number of query heads, and of key (and value) heads.
 
     Returns:
         Queries, keys and values [batch, tokens, heads, dim].
@@ -57,7 +56,7 @@ class _Rotate(torch.autograd.Function):
         of_q, of_k, of_v = grads
         turning = num_heads + num_kv_heads
         grad = of_q.new_empty(*of_q.shape[:2], turning + num_kv_heads, of_q.shape[3])
-        # Turned back: a rotation's transpose is the rotation the other way.
+        # Rotated back: a rotation's transpose is its inverse.
         _turn(of_q, cos, -sin, grad[:, :, :num_heads])
         _turn(of_k, cos, -sin, grad[:, :, num_heads:turning])
         grad[:, :, turning:] = of_v

@@ -1,7 +1,7 @@
-"""Sequences as they are trained on: micro-batches by tokens, and what a model says of each token.
+"""Micro-batches by number of tokens, and a model's outputs for each token of a sequence.
 
-What a model says of token t comes from the state before it: log-probabilities and values stand at
-the token's own position, and only where a mask asks for them.
+The output for token t comes from the hidden state before it: log-probabilities and values are
+stored at the token's own position, and only where a mask selects it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["generated_mask", "log_probs", "micro_batches", "scores", "select_ask
 def generated_mask(
     prompt_lengths: Int64[Tensor, " rows"], lengths: Int64[Tensor, " rows"], width: int
 ) -> Bool[Tensor, "rows width"]:
-    """Where tokens were generated."""
+    """The mask of generated tokens."""
     at = torch.arange(width, device=lengths.device)
     return (at >= prompt_lengths[:, None]) & (at < lengths[:, None])
 
 
 def micro_batches(lengths: Int64[Tensor, " rows"], max_tokens: int) -> Iterator[Tensor]:
-    """Rows that go together: of like lengths, at most so many tokens with what fills them up.
+    """Groups rows of similar length, with at most `max_tokens` tokens including padding.
 
-    A row longer than that goes alone.
+    A longer row is a micro-batch of its own.
 
     Yields:
-        Positions of rows; each row once.
+        Indices of rows; each row once.
     """
     order = torch.argsort(lengths, stable=True, descending=True)
     start = 0
@@ -44,7 +44,7 @@ def micro_batches(lengths: Int64[Tensor, " rows"], max_tokens: int) -> Iterator[
 
 
 def select_asked(tokens: Int64[Tensor, "rows width"], mask: Bool[Tensor, "rows width"]) -> Tensor:
-    """The tokens that a model is to be given: up to the last but one that is asked for."""
+    """The tokens that a model has to read: all before the last masked one."""
     columns = torch.nonzero(mask.any(0))
     return tokens[:, : max(1, int(columns[-1]))] if len(columns) else tokens[:, :1]
 
@@ -59,13 +59,13 @@ def log_probs(
     """Log-probability of each masked token given those before it, and the entropy there.
 
     Args:
-        model: whose head is applied.
-        hidden: states of the tokens that `asked` gives.
+        model: decoder whose head is applied.
+        hidden: hidden states of the tokens that `select_asked` returns.
         tokens, mask: whole rows.
-        temperature: logits are divided by it.
+        temperature: divides the logits.
 
     Returns:
-        Both 0 elsewhere. The first token has nothing before it: its mask is not looked at.
+        Both, 0 elsewhere. The mask of the first token is ignored, as no state precedes it.
     """
     wanted = mask[:, 1 : hidden.shape[1] + 1]
     found = token_log_probs(
@@ -85,7 +85,7 @@ def values(
     tokens: Int64[Tensor, "rows width"],
     mask: Bool[Tensor, "rows width"],
 ) -> Float[Tensor, "rows width"]:
-    """The scalar head before each masked token; 0 elsewhere; arguments as `log_probs`."""
+    """The scalar head's output before each masked token, else 0; arguments as in `log_probs`."""
     wanted = mask[:, 1 : hidden.shape[1] + 1]
     return _spread(hidden[wanted] @ model.head_weight[0], wanted, tokens.shape[1])
 
@@ -95,12 +95,12 @@ def scores(
     hidden: Float[Tensor, "rows states dim"],
     lengths: Int64[Tensor, " rows"],
 ) -> Float[Tensor, " rows"]:
-    """The scalar head at each sequence's last token, as a sequence classifier's."""
+    """The scalar head's output at each sequence's last token, as in a sequence classifier."""
     last = hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
     return last @ model.head_weight[0]
 
 
 def _spread(values: Tensor, wanted: Tensor, width: int) -> Tensor:
-    """Values of wanted positions at their tokens' places, one to the right of their states'."""
+    """Puts values at their tokens' positions, one to the right of their hidden states'."""
     where = torch.nn.functional.pad(wanted, (1, width - 1 - wanted.shape[1]))
     return values.new_zeros(where.shape).masked_scatter(where, values)

@@ -1,6 +1,6 @@
-"""Parameters shared out among replicas by FSDP2, which is imported when it is used.
+"""Sharding of parameters over replicas by FSDP2.
 
-It takes as long to import as torch itself, and every rank would wait for it.
+FSDP2 is imported on first use, because its import takes as long as torch's own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["is_sharded", "shard_over"]
 
 
 def shard_over(model: Decoder, group: Group) -> None:
-    """Has a group's replicas share a decoder's parameters out, layer by layer."""
+    """Shards a decoder's parameters over a group's replicas, layer by layer."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = group.device_mesh()
@@ -24,6 +24,6 @@ def shard_over(model: Decoder, group: Group) -> None:
 
 
 def is_sharded(model: Decoder) -> bool:
-    """Whether `shard_over` was called with it."""
+    """Whether `shard_over` has sharded this model."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)

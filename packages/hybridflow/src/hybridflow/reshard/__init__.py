@@ -1,4 +1,4 @@
-"""Moving a model's weights between two layouts: what each rank receives, in place, or to other ranks."""
+"""Moves a model's weights between two layouts: plans transfers, in place or to other ranks."""
 
 from hybridflow.reshard.planner import Plan, plan
 from hybridflow.reshard.transition import Transition

@@ -1,10 +1,10 @@
 """A rank's side of sending weights from one group's ranks to another's.
 
-The plan is the one of all layouts: each element once to each rank that wants it, from the holder
-with the least to send. Weights travel in buckets of whole layers, and both sides compute a checksum
-of each. Before each bucket all ranks of both sides agree that none has raised: a rank that raised
-alone would leave the others waiting for its messages until they time out. So all ranks stop at the
-same bucket, and the exchange can run again.
+The plan is that of `hybridflow.reshard.planner`: a rank receives each element it needs once, from
+the holder with the least to send. Weights are sent in buckets of whole layers, and both sides
+compute a checksum of each. Before each bucket all ranks of both sides agree that none has raised:
+otherwise the others would wait for a failed rank's messages until they time out. So all ranks stop
+at the same bucket, and the exchange can run again.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from shared.topology.boxes import Box, intersect
 __all__ = ["GIVEN_UP", "Exchange", "Holding", "WeightRoute", "checksum"]
 
 GIVEN_UP = "the exchange of weights was given up"
-"""Begins the error of a rank that stopped because another rank raised."""
+"""Prefix of the error of a rank that stopped because another rank raised."""
 
 _CHUNK = 1 << 22
-"""Elements whose checksum is taken at once: it takes 24 bytes for each."""
+"""Elements whose checksum is computed at once, with 24 bytes of memory each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """What a group's ranks hold of a model.
+    """Describes the weights that a group's ranks hold.
 
     Attributes:
         name: of the group.
         ranks: in the world.
         layout: of training, or of the rollout.
-        is_sharded: whether replicas share the parameters out.
+        is_sharded: whether replicas shard the parameters (FSDP2).
         dtype: of the weights.
         config: of the model.
     """
@@ -59,7 +59,7 @@ class Holding:
     config: DecoderConfig = field(compare=False, repr=False)
 
     def boxes(self, world_rank: int) -> dict[str, list[Box]]:
-        """What a rank of the world holds; nothing if it is none of these."""
+        """Boxes that a rank of the world holds; none if it is not in the group."""
         if world_rank not in self.ranks:
             return {}
         rank = self.ranks.index(world_rank)
@@ -68,11 +68,11 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightRoute:
-    """From one group's ranks to another's.
+    """A transfer of weights from one group's ranks to another's.
 
     Attributes:
-        src, dst: the two.
-        bucket_bytes: of the weights that travel together, on the rank with the most.
+        src, dst: weights of the sending and of the receiving group.
+        bucket_bytes: about the most bytes of a bucket, on the rank that receives most.
     """
 
     src: Holding
@@ -81,21 +81,21 @@ class WeightRoute:
 
     @property
     def ranks(self) -> list[int]:
-        """Of both, in the world; a plan's rank is a position in this list."""
+        """Ranks of both groups in the world; a plan's rank is an index into this list."""
         return sorted((*self.src.ranks, *self.dst.ranks))
 
     def plan(self) -> Plan:
-        """Who sends what to whom."""
+        """Plans which rank sends which boxes to which rank."""
         sources = [self.src.boxes(rank) for rank in self.ranks]
         wanted = [self.dst.boxes(rank) for rank in self.ranks]
         return plan_boxes(sources, wanted, self.src.dtype.itemsize)
 
 
 class Exchange:
-    """One rank's side of a route, which can be gone many times."""
+    """One rank's side of a route; it can run many times."""
 
     def __init__(self, route: WeightRoute) -> None:
-        """Plans it."""
+        """Plans the transfers of a route."""
         self._ranks = route.ranks
         self._plan = route.plan()
         self._buckets = [sorted(names) for names in buckets(self._plan, route.bucket_bytes)]
@@ -107,22 +107,22 @@ class Exchange:
 
         Args:
             held: the pieces of this rank's shard.
-            prepare: gives the model in which their values lie, or are to lie. What it raises is
-                raised here, once the other ranks know.
-            is_source: whether they are sent.
+            prepare: returns the model that holds, or is to receive, the pieces' values. Its
+                exceptions are raised here, once the other ranks know.
+            is_source: whether this rank sends.
 
         Returns:
-            The model; and by bucket, sender and receiver (positions among the route's ranks) the
+            The model; and by bucket, sender and receiver (indices into the route's ranks) the
             checksum of what this rank sent or received.
 
         Raises:
             ConfigError: if the engine has no process groups.
-            CommError: if another rank raised, died, or did not come.
+            CommError: if another rank raised, died, or did not take part.
         """
         if not Group.exists():
             raise ConfigError(
                 "weights are synced by messages between ranks, which the inline engine does not "
-                "offer; use Workers.local, or let the actor generate"
+                "support; use Workers.local, or let the actor generate"
             )
         group = Group.of(self._ranks, members_only=True)
         with _together(group, self._ranks):
@@ -147,31 +147,31 @@ class Exchange:
                         if group.rank in (src, dst):
                             found = checksum(_at(move.held or move.wanted, box))
                             key = (number, src, dst)
-                            # Both ends go through the transfers in the same order.
+                            # Sender and receiver add up the transfers in the same order.
                             sums[key] = (3 * sums.get(key, 0) + found) % 2**64
         return model, sums
 
 
 @contextmanager
 def _together(group: Group, ranks: Sequence[int]) -> Iterator[None]:
-    """Ends when all ranks have come through; where one has raised, the others raise too."""
+    """Waits at its end for all ranks; if the body raised on one rank, all raise."""
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - raised as soon as the others know
+    except Exception as error:  # noqa: BLE001 - raised once the other ranks know
         failure = error
     number = 0 if failure is None else group.rank + 1
     told = int(all_reduce(group, torch.tensor([number], device=group.device), "max"))
     if failure is not None:
         raise failure
     if told:
-        raise CommError(f"{GIVEN_UP} when rank {ranks[told - 1]} raised; its own error tells why")
+        raise CommError(f"{GIVEN_UP} when rank {ranks[told - 1]} raised; see that rank's error")
 
 
 def checksum(values: Tensor) -> int:
-    """A number below 2^64 that no change of a single element leaves as it is.
+    """A 64-bit checksum that any change of a single element changes.
 
-    The sum of the elements' bits, each times an odd number of its position.
+    It is the sum of the elements' bits, element k times 2 k + 1, modulo 2^64.
     """
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = values.reshape(-1).contiguous().view(kinds[values.element_size()])

@@ -1,9 +1,9 @@
-"""Who sends which part of which weight to whom, between any two layouts.
+"""Plans which rank sends which part of which weight to which rank, between any two layouts.
 
-Generation inside training, in the groups of HybridFlow's 3D-HybridEngine (arXiv 2409.19256), needs
-no more than each rank's generation shard less its training shard: nothing is received twice, and
-nothing that is there already. The same holds here for every pair of layouts, as the plan is made of
-boxes: what a rank wants less what it has, each element from the holder with the least to send.
+In the groups of HybridFlow's 3D-HybridEngine (arXiv 2409.19256) a rank receives just its generation
+shard minus its training shard: no element twice, and none that it holds. Here this is so for every
+pair of layouts, because the plan consists of boxes: those that a rank needs minus those that it
+holds, each element from the holder with the least to send.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.topology.boxes import Box
 __all__ = ["Boxes", "Plan", "find_held_boxes", "plan"]
 
 Boxes = Mapping[str, Sequence[Box]]
-"""What a rank holds: by a weight's Hugging Face name, boxes of it."""
+"""Boxes of weights that a rank holds, by the weight's Hugging Face name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +31,9 @@ class Plan:
     """Transfers of every weight; iterating gives the bytes that each rank receives.
 
     Attributes:
-        num_ranks: of both layouts together.
+        num_ranks: number of ranks of both layouts together.
         itemsize: bytes of an element.
-        transfers: by weight, in the order in which they run; local ones included.
+        transfers: by weight, in the order in which they run; local copies included.
         held, wanted: by rank, bytes before and after.
     """
 
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def received_bytes(self) -> list[int]:
-        """By rank, from others."""
+        """Bytes that each rank receives from others."""
         received = [0] * self.num_ranks
         for found in self.transfers.values():
             for src, dst, box in found:
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def sent_bytes(self) -> list[int]:
-        """By rank, to others."""
+        """Bytes that each rank sends to others."""
         sent = [0] * self.num_ranks
         for found in self.transfers.values():
             for rank, count in enumerate(reshard.sent_bytes(found, self.itemsize, self.num_ranks)):
@@ -62,7 +62,7 @@ class Plan:
         return sent
 
     def pair_bytes(self) -> dict[tuple[int, int], int]:
-        """By sender and receiver."""
+        """Bytes sent, by sender and receiver."""
         pairs: dict[tuple[int, int], int] = {}
         for found in self.transfers.values():
             for src, dst, box in found:
@@ -93,16 +93,16 @@ def plan(
 
     Args:
         src_layout: "p-t-d" of training.
-        dst_layout: "p-t" or "p-t-g-d": in HybridFlow's groups inside training's ranks where the
-            layouts divide, otherwise with ranks in the usual order; or "p-t-d", in that order.
-        model: what `read_config` takes.
+        dst_layout: "p-t" or "p-t-g-d", in HybridFlow's groups inside training's ranks if it divides
+            training's layout, else with ranks in the default order; or "p-t-d", in that order.
+        model: as accepted by `read_config`.
         itemsize: bytes of an element.
-        is_sharded: training's replicas share the weights out, row by row, as FSDP2 does.
-        is_disjoint: the destination's ranks come after the source's, and are not the same.
+        is_sharded: whether training's replicas shard the weights by rows, as FSDP2 does.
+        is_disjoint: whether the destination has other ranks, numbered after the source's.
 
     Returns:
-        The plan. Of groups whose ranks hold and want the same, as replicas' do, one is planned and
-        the others do as it does: O(weights x different groups x (ranks and boxes of a group)), and
+        The plan. Of groups whose ranks hold and need the same, such as replicas', one is planned and
+        its transfers are reused: O(weights x different groups x (ranks and boxes of a group)), plus
         writing the transfers down.
 
     Raises:
@@ -122,8 +122,8 @@ def plan(
         sources, wanted = [*sources, *({} for _ in wanted)], [*({} for _ in sources), *wanted]
     elif len(sources) != len(wanted):
         raise ConfigError(
-            f"{src} takes {len(sources)} ranks and {dst_layout} {len(wanted)}; say is_disjoint=True "
-            f"if they are different ranks"
+            f"expected layouts of equally many ranks, got {src} with {len(sources)} and "
+            f"{dst_layout} with {len(wanted)}; pass is_disjoint=True if they are different ranks"
         )
     is_grouped = groups is not None and not is_sharded and not is_disjoint
     domains = groups.micro_dp if is_grouped else None
@@ -136,15 +136,15 @@ def plan_boxes(
     itemsize: int,
     domains: Sequence[Sequence[int]] | None = None,
 ) -> Plan:
-    """Plans from what each rank holds and wants.
+    """Plans transfers from the boxes that each rank holds and needs.
 
     Args:
-        sources, wanted: by rank.
+        sources, wanted: boxes held and needed, by rank.
         itemsize: bytes of an element.
-        domains: groups of ranks inside which everything stays; all ranks are one when None.
+        domains: groups of ranks with no transfers between them; None: one group of all ranks.
 
     Raises:
-        DataError: if something that is wanted is held by no rank of the domain.
+        DataError: if no rank of the domain holds a box that a rank needs.
     """
     num_ranks = len(sources)
     different = {id(boxes): boxes for boxes in (*sources, *wanted)}
@@ -227,13 +227,13 @@ def _all_wanted_boxes(
 def find_held_boxes(
     config: DecoderConfig, layout: Layout, rank: int, *, is_sharded: bool = False
 ) -> dict[str, list[Box]]:
-    """What a rank of training holds.
+    """Boxes of weights that a rank holds in training.
 
     Args:
         config: of the model.
         layout: of training.
-        rank: in it.
-        is_sharded: replicas share the parameters out, as FSDP2 does.
+        rank: rank in the layout.
+        is_sharded: whether replicas shard the parameters, as FSDP2 does.
     """
     pp, tp, dp = layout.coordinates(rank)
     shard = Shard(config, pp, layout.pp, tp, layout.tp)
@@ -243,7 +243,7 @@ def find_held_boxes(
 def find_wanted_boxes(
     config: DecoderConfig, groups: GenerationGroups, rank: int
 ) -> dict[str, list[Box]]:
-    """What a rank of training holds for generation."""
+    """Boxes of weights that a rank of training holds in generation."""
     at = groups.coordinates(rank)
     return shard_boxes(config, Shard(config, at.pp, groups.pp_size, at.tp, groups.tp_size))
 

@@ -1,11 +1,11 @@
-"""Between training's layout and generation's, in place: a bucket at a time, nothing kept twice.
+"""Resharding in place between training's and generation's layouts, bucket by bucket.
 
-A bucket of weights is allocated in generation's layout, filled from this rank's training shard and
-from the others of its group, and the training shard is let go; on the way back the training shard is
-cut out of what generation held. So the most there is at once is the generation shard and one bucket,
-where keeping the training shards beside (as gathering into fresh memory does) would take M / (t p)
-more (after HybridFlow, arXiv 2409.19256, section 5). There is no copy, then, to go back to when a
-move is broken off: weights that are half here and half there are refused from then on.
+A bucket of weights is allocated in generation's layout and filled from the training shards of this
+rank and of others in its group; then its training shard is freed. On the way back the training
+shard is cut out of generation's. So peak memory is the generation shard and one bucket; keeping the
+training shards as well (as gathering into fresh memory does) would take M / (t p) more (after
+HybridFlow, arXiv 2409.19256, section 5). No copy remains to restore after an interrupted move:
+weights split between the layouts are refused from then on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Side:
     """One of the two decoders: its pieces, and allocating and releasing its parameters.
 
     Attributes:
-        live_bytes: that its weights take now.
+        live_bytes: bytes that its weights take now.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Side:
     ) -> None:
         self.model, self._device, self._is_kept = model, device, is_kept
         self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
-        # Walking a parameter's path for each weight of each move would show in its time.
+        # Resolved once, as doing so for each weight of each move takes measurable time.
         self._owners = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
             for name in self._shapes
@@ -53,24 +53,24 @@ class Side:
         self.live_bytes = sum(w.numel() * w.element_size() for w in map(local, weights))
 
     def parameters_of(self, names: set[str]) -> set[str]:
-        """Parameters that hold some weights."""
+        """Names of the parameters that hold the named weights."""
         return {piece.parameter for name in names for piece in self.pieces.get(name, ())}
 
     def views(self, name: str) -> list:
-        """Boxes of a weight and where their values lie."""
+        """Boxes of a weight, and views of their values."""
         return [(piece.box, piece.view(self.model)) for piece in self.pieces.get(name, ())]
 
     def rows(self, name: str) -> Tensor:
-        """The rows of a parameter that hold the one piece of a weight, one after another."""
+        """The consecutive rows of a parameter that hold the one piece of a weight."""
         (piece,) = self.pieces[name]
         return getattr(*self._owners[piece.parameter]).data[piece.rows]
 
     def allocate(self, names: set[str]) -> None:
-        """Allocates the parameters that hold some weights."""
+        """Allocates the parameters that hold the named weights."""
         self._set({name: self._shapes[name] for name in self.parameters_of(names)})
 
     def release(self, names: set[str]) -> None:
-        """Frees the parameters that hold some weights."""
+        """Frees the parameters that hold the named weights."""
         self._set({name: torch.Size([0]) for name in self.parameters_of(names)})
 
     def _set(self, shapes: dict[str, torch.Size]) -> None:
@@ -83,7 +83,7 @@ class Side:
             if parameter.device == fresh.device:
                 self.live_bytes -= parameter.numel() * parameter.element_size()
                 parameter.data = fresh
-            else:  # from "meta", which a parameter can only leave as a whole
+            else:  # a parameter on "meta" has to be replaced to change its device
                 setattr(*self._owners[name], torch.nn.Parameter(fresh, requires_grad=False))
 
 
@@ -91,11 +91,11 @@ class Transition:
     """Moves the values of one decoder into another that shares no memory with it, and back.
 
     Attributes:
-        plan, plan_back: of the way to generation's layout, and of the way back.
+        plan, plan_back: transfers to generation's layout, and back.
         training, generation: the two decoders' pieces and memory.
         buckets: names of the weights that move together, in the order in which they move.
-        peak_bytes: the most that weights and a bucket's messages have taken at once, so far.
-        is_generating: which of the two holds the values.
+        peak_bytes: most bytes that weights and a bucket's messages have taken at once so far.
+        is_generating: whether generation holds the values, else training.
     """
 
     def __init__(
@@ -108,19 +108,20 @@ class Transition:
         share: tuple[int, int] = (0, 1),
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
-        """Plans both ways.
+        """Plans the moves in both directions.
 
         Args:
-            training: holds the values.
-            generation: made on the device "meta"; its weights are there while generating only.
-            sources, wanted: what the group's ranks hold, by rank in it.
-            group: ranks that exchange weights; None where this one is alone.
-            share: index and number of the replicas that share training's parameters out, as FSDP2
-                does. Their parts, 1 / number of a shard, then stay where they are.
-            bucket_bytes: of generation's weights, about; a layer is never cut.
+            training: decoder that holds the values.
+            generation: decoder on the device "meta"; its weights are allocated only to generate.
+            sources, wanted: boxes that the group's ranks hold in training and in generation.
+            group: ranks that exchange weights; None if this one is alone.
+            share: this rank's index among the replicas that shard training's parameters (FSDP2),
+                and their number. Their parts, 1 / number of a shard, then stay allocated.
+            bucket_bytes: about the bytes of a bucket in generation's layout; a layer is never
+                split.
 
         Raises:
-            DataError: if a weight that generation wants is held by no rank of the group.
+            DataError: if no rank of the group holds a weight that generation needs.
         """
         first = next(training.parameters())
         self._group = group
@@ -147,10 +148,10 @@ class Transition:
         self._is_under_way = False
 
     def to_generation(self) -> None:
-        """Fills generation's weights and lets training's go; nothing if that is so already.
+        """Fills generation's weights and frees training's; does nothing if generation has them.
 
         Raises:
-            RankFailure: if an earlier move was broken off, either way.
+            RankFailure: if an earlier move, in either direction, was interrupted.
         """
         self._refuse_if_broken_off()
         if not self.is_generating:
@@ -158,10 +159,10 @@ class Transition:
         self.is_generating = True
 
     def to_training(self) -> None:
-        """Restores training's weights and lets generation's go; nothing if that is so already.
+        """Restores training's weights and frees generation's; does nothing if training has them.
 
         Raises:
-            RankFailure: if an earlier move was broken off, either way.
+            RankFailure: if an earlier move, in either direction, was interrupted.
         """
         self._refuse_if_broken_off()
         if self.is_generating and self._is_kept:
@@ -174,8 +175,8 @@ class Transition:
     def _refuse_if_broken_off(self) -> None:
         if self._is_under_way:
             raise RankFailure(
-                "the weights lie between training's layout and generation's, as moving them was "
-                "broken off by an error that was told before; start again from the last checkpoint"
+                "the weights lie between training's layout and generation's, because an earlier "
+                "error interrupted moving them; start again from the last checkpoint"
             )
 
     @torch.no_grad()
@@ -194,7 +195,7 @@ class Transition:
             with self._group.ledger.phase("reshard"):
                 parts = [(dst.rows(name), src.rows(name)) for name in sorted(gathered)]
                 all_gather_into(self._group, parts)
-        # The views end with this call: one that lived on would keep what is released after it.
+        # Views must not outlive this call: they would keep released memory alive.
         moves = [
             reshard.Move(
                 transfers=plan.transfers[name], held=src.views(name), wanted=dst.views(name)
@@ -223,9 +224,9 @@ class Transition:
 
 
 def _tile(sources: Sequence[Sequence[Box]], wanted: Sequence[Sequence[Box]]) -> bool:
-    """Whether all ranks want one box, which their own, of one size and in their order, make up.
+    """Whether all ranks need one box that is their own boxes, equal in size, in rank order.
 
-    An all-gather then moves what the plan moves, straight to its place.
+    An all-gather straight into the destination then does what the plan does.
     """
     if any(len(boxes) != 1 for boxes in (*sources, *wanted)):
         return False
@@ -253,11 +254,11 @@ def _copy_locally(move: reshard.Move) -> None:
 
 
 def buckets(plan: Plan, bucket_bytes: int) -> Iterator[set[str]]:
-    """Weights that move together: whole layers, about so many bytes on the rank with the most.
+    """Splits weights into buckets of whole layers, of about `bucket_bytes` on the largest rank.
 
-    All ranks cut alike, because messages of a bucket are packed together.
+    All ranks make the same buckets, because a bucket's messages are packed together.
     """
-    # Of weights that replicas share out, a plan may have a layer's in several places.
+    # If replicas shard the weights, a layer's weights may not be adjacent in a plan.
     layers: dict[str, set[str]] = {}
     for name in plan.transfers:
         layers.setdefault(_layer(name), set()).add(name)

@@ -1,10 +1,10 @@
-"""Gives a rollout on other ranks the actor's weights: the controller's side.
+"""Sends the actor's weights to a rollout on other ranks: the controller's side.
 
-Weights are received into a second copy of the rollout's shard, which replaces the first one only
-when all ranks have all of it: a sync that fails leaves the old version serving, and no replica ever
+Weights are received into a second copy of the rollout's shard, which replaces the first only once
+all ranks have received all of it: a failed sync leaves the old version in use, and no replica ever
 mixes two versions. Receiving in place, bucket by bucket, would save that copy, but would leave an
-interrupted replica with parts of two versions. A rank runs one call after another, so it does not
-generate meanwhile; the second copy is released when the sync ends.
+interrupted replica with parts of two versions. A rank runs one call at a time, so it does not
+generate during a sync; the second copy is released when the sync ends.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Receiver(Protocol):
 
 
 def plan_sync(actor: Sender, rollout: Receiver) -> Plan:
-    """Who sends which weight to whom in `sync_weights`, and how many bytes.
+    """Plans the transfers of `sync_weights`, and their bytes.
 
     Returns:
-        The plan; its ranks are positions among both groups' ranks in ascending order.
+        The plan; its ranks are indices into both groups' ranks in ascending order.
 
     Raises:
         ConfigError: as `sync_weights`.
@@ -66,24 +66,24 @@ def plan_sync(actor: Sender, rollout: Receiver) -> Plan:
 
 
 def sync_weights(actor: Sender, rollout: Receiver, *, bucket_bytes: int = 64 << 20) -> int:
-    """Gives a rollout the actor's weights, after all calls that both received before.
+    """Sends the actor's weights to a rollout, after all calls that both received before.
 
-    The two sides can not deadlock: every rank runs its calls in the order in which the program made
+    The two sides cannot deadlock: every rank runs its calls in the order in which the program made
     them, and each call waits only for earlier ones.
 
     Args:
         actor: the group that sends its weights.
         rollout: the group that receives them, on other ranks.
-        bucket_bytes: bytes of the weights that travel together; a layer is never cut.
+        bucket_bytes: bytes of the weights that are sent together; a layer is never split.
 
     Returns:
-        Their version, the actor's optimizer steps.
+        Their version: the actor's number of optimizer steps.
 
     Raises:
-        ConfigError: if they share ranks, or differ in model or type of weights.
-        RankFailure: if a rank raised. The rollout's old version goes on serving, and weights can be
-            synced again; but if a message was broken off, these ranks need a new start before that.
-        CommError: if a checksum differs. The rollout's old version goes on serving.
+        ConfigError: if the groups share ranks, or differ in model or dtype.
+        RankFailure: if a rank raised. The rollout keeps its old version, and weights can be synced
+            again; but if a message was interrupted, these ranks have to be restarted first.
+        CommError: if a checksum differs. The rollout keeps its old version.
     """
     route = _route(actor, rollout, bucket_bytes)
     under_way = (actor.call("send_weights", route), rollout.call("stage_weights", route))

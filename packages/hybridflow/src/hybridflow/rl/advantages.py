@@ -1,10 +1,9 @@
-"""How much better than expected each token was.
+"""Estimators of advantages.
 
-By a critic: GAE (arXiv 1506.02438). By other responses to the prompt: GRPO (2402.03300), Dr. GRPO
-(2503.20783), RLOO (2402.14740). By the greedy response: ReMax (2310.10505). By the batch:
-REINFORCE++ (2501.03262). Masked tokens, such as a tool's inside a response, are transparent: what
-comes after them passes to what came before as though they were not there. Everything here is a
-constant to the gradient.
+With a critic: GAE (arXiv 1506.02438). Relative to other responses to the prompt: GRPO (2402.03300),
+Dr. GRPO (2503.20783), RLOO (2402.14740); to the greedy response: ReMax (2310.10505); to the batch:
+REINFORCE++ (2501.03262). Masked tokens, such as a tool's inside a response, are skipped: results
+are as if they were not there. All results are constants, without gradient.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[Float[Tensor, "batch tokens"], Float[Tensor, "batch tokens"]]:
-    """A_t = delta_t + gamma lam A_next, delta_t = r_t + gamma V_next - V_t; next counts.
+    """A_t = delta_t + gamma lam A_next, delta_t = r_t + gamma V_next - V_t; next is unmasked.
 
     Args:
         rewards: of tokens.
-        values: V, by the critic, before each token.
+        values: V, the critic's value before each token.
         mask: of tokens that count.
         gamma: discount of a token, in [0, 1].
-        lam: lambda, in [0, 1]; 1 trusts the rewards alone, 0 the critic.
+        lam: lambda, in [0, 1]; 1 uses rewards only, 0 relies on the critic most.
 
     Returns:
         Advantages, not whitened, and returns A + V; both 0 where masked.
@@ -75,10 +74,10 @@ def grpo(
 
     Args:
         scores: of responses.
-        group: ids of the prompts they answer: any numbers, in any order.
-        is_dropped: responses that have no score. Their advantage is 0, and the others' what it is
-            without them; so is that of a single one that is left.
-        normalize_std: whether the standard deviation divides.
+        group: ids of the responses' prompts: any integers, in any order.
+        is_dropped: responses that have no score. They are ignored and get advantage 0, as does a
+            response that is the only one left in its group.
+        normalize_std: whether to divide by the standard deviation.
 
     Raises:
         ConfigError: a group has one response only, dropped ones included.
@@ -119,7 +118,7 @@ def rloo(
 def remax(
     rewards: Float[Tensor, "batch tokens"], mask: Mask, greedy_scores: Float[Tensor, " batch"]
 ) -> Float[Tensor, "batch tokens"]:
-    """Rewards from a token on, less the score of the greedy response to the same prompt.
+    """Sum of rewards from a token on, minus the score of the greedy response to the prompt.
 
     Raises:
         DataError: a greedy score is not finite.
@@ -133,7 +132,7 @@ def reinforce_plus_plus(
 ) -> Float[Tensor, "batch tokens"]:
     """Discounted rewards from a token on, whitened over the batch.
 
-    Where the batch is spread over ranks, whiten `reward_to_go` by the moments of all.
+    If the batch is spread over ranks, whiten `reward_to_go` by the moments of all ranks instead.
 
     Raises:
         ConfigError: gamma is out of range.
@@ -157,7 +156,7 @@ def reward_to_go(
 
 @torch.no_grad()
 def moments(values: Float[Tensor, "batch tokens"], mask: Mask) -> Float64[Tensor, " 3"]:
-    """Sum, sum of squares and number of what counts; additive, so ranks can all-reduce them."""
+    """Sum, sum of squares and number of unmasked values; additive, so ranks can all-reduce them."""
     own = masked(values, mask).double()
     return torch.stack([own.sum(), own.square().sum(), mask.bool().sum().double()])
 
@@ -170,17 +169,16 @@ def whiten(
     shift_mean: bool = True,
     global_moments: Float64[Tensor, " 3"] | None = None,
 ) -> Float[Tensor, "batch tokens"]:
-    """(v - mean) / sqrt(var + 1e-8), with the unbiased variance of what counts.
+    """(v - mean) / sqrt(var + 1e-8), with the unbiased variance of unmasked values.
 
     Args:
         values: v, of tokens.
         mask: of tokens that count.
-        shift_mean: whether the mean becomes 0; otherwise it stays as it is.
-        global_moments: of the whole batch where this is a rank's part of it: `moments`, summed
-            over ranks.
+        shift_mean: whether the mean becomes 0; otherwise it is kept.
+        global_moments: `moments` summed over ranks, if `values` is one rank's part of the batch.
 
     Returns:
-        Whitened values, 0 where masked; the values as they came where fewer than two count.
+        Whitened values, 0 where masked; the values unchanged if fewer than two count.
     """
     total, squares, count = (
         moments(values, mask) if global_moments is None else global_moments
@@ -200,16 +198,16 @@ def token_rewards(
     kl: Float[Tensor, "batch tokens"] | None = None,
     beta: float = 0.0,
 ) -> Float[Tensor, "batch tokens"]:
-    """A response's score at its last token that counts, less beta * kl at each.
+    """A response's score at its last unmasked token, minus beta * kl at each.
 
     Args:
-        scores: of responses; that of one without any token that counts is dropped.
+        scores: of responses; ignored for a response without unmasked tokens.
         mask: of tokens that count.
         kl: estimates of the divergence from the reference.
-        beta: what a nat costs.
+        beta: penalty per nat.
 
     Raises:
-        ConfigError: there is a beta, but no kl.
+        ConfigError: `beta` is not 0, and `kl` is missing.
         DataError: a score is not finite.
     """
     _check_scores(scores)
@@ -223,12 +221,12 @@ def token_rewards(
 
 @torch.no_grad()
 def expand(values: Float[Tensor, " batch"], mask: Mask) -> Float[Tensor, "batch tokens"]:
-    """A response's number at each of its tokens that count, else 0."""
+    """Copies a response's value to each of its unmasked tokens; 0 elsewhere."""
     return masked(values[:, None].expand(mask.shape), mask)
 
 
 def _scan(x: Tensor, factor: Tensor) -> Tensor:
-    """y_t = x_t + factor_t y_{t+1}, from the last token back; one operation a token."""
+    """y_t = x_t + factor_t y_{t+1}, from the last token back; one operation per token."""
     y, found = x.new_zeros(len(x)), []
     for here, decay in zip(reversed(x.unbind(1)), reversed(factor.unbind(1)), strict=True):
         y = torch.addcmul(here, decay, y)
@@ -237,7 +235,7 @@ def _scan(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _decay(mask: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """The factor at tokens that count; 1 at others, which let everything through."""
+    """The factor at tokens that count; 1 at masked ones, which are skipped."""
     return torch.ones_like(mask, dtype=dtype).masked_fill(mask.bool(), factor)
 
 
@@ -245,9 +243,9 @@ def _decay(mask: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
 def _centered(
     scores: Tensor, group: Tensor, is_dropped: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores less their groups' means, each one's group, and how many are left of groups.
+    """Scores minus their groups' means, each response's group index, and the groups' sizes.
 
-    Those that are dropped have 0, and count nowhere.
+    Dropped responses have 0, and are not counted.
     """
     is_kept = torch.ones_like(group, dtype=torch.bool) if is_dropped is None else ~is_dropped
     scores = torch.where(is_kept, scores, 0)
@@ -260,7 +258,7 @@ def _centered(
         )
     zeros = scores.new_zeros(len(ids))
     counts = zeros.index_add(0, index, is_kept.to(scores.dtype))
-    # The mean of n equal numbers need not be that number; that of n zeros is zero.
+    # Shifted by the minimum: the rounded mean of n equal numbers may differ from them, of 0s not.
     least = zeros.scatter_reduce(0, index[is_kept], scores[is_kept], "amin", include_self=False)
     raised = torch.where(is_kept, scores - least[index], 0)
     mean = zeros.index_add(0, index, raised) / counts.clamp(min=1)
@@ -273,7 +271,7 @@ def _check_scores(scores: Tensor) -> None:
         row = int(is_bad.nonzero()[0])
         raise DataError(
             f"scores: expected finite numbers, got {float(scores[row])} in row {row}; "
-            "drop the sample or mend its reward"
+            "drop the sample or fix its reward"
         )
 
 

@@ -1,10 +1,10 @@
-"""From losses of tokens to one number, the same however a batch is cut.
+"""Aggregation of token losses to one number, independent of how a batch is split.
 
-A mean over micro-batches of means is not the mean of the batch when their lengths differ. So a
+The mean of micro-batches' means is not the mean of the batch if their lengths differ. So a
 denominator is computed once per optimizer step for the global batch, by an all-reduce of
-`denominator`, and each micro-batch of each rank returns its sum over that number: what they return
-adds up to the value of the whole batch. Gradients of ranks are then to be summed; where they are
-averaged, multiply by the number of ranks.
+`denominator`, and each micro-batch of each rank returns its sum divided by that number: the results
+add up to the loss of the whole batch. Gradients of ranks must then be summed; if they are averaged,
+multiply by the number of ranks.
 
 "Token-mean" is DAPO's (arXiv 2503.14476), "seq-mean-token-mean" GRPO's (arXiv 2402.03300),
 "seq-mean-token-sum-norm" Dr. GRPO's (arXiv 2503.20783).
@@ -33,9 +33,9 @@ Mode = Literal[
 
 
 def masked(values: Float[Tensor, "batch tokens"], mask: Mask) -> Float[Tensor, "batch tokens"]:
-    """The values where the mask is not 0, elsewhere 0 with no gradient, whatever stands there.
+    """The values where the mask is not 0, elsewhere 0 without gradient, even for NaN and infinity.
 
-    A product with the mask would keep NaN, and infinity times 0 is NaN: in values and in gradients.
+    A product with the mask would turn these into NaN, in values and in gradients.
     """
     return torch.where(mask.bool(), values, 0)
 
@@ -52,11 +52,11 @@ def aggregate(
         losses: of tokens.
         mask: of tokens that count; not 0 where they do.
         mode: one of `Mode`.
-        denominator: of the optimizer step's global batch, as `denominator` computes it and an
-            all-reduce adds it up; by default this mask is the whole batch. "token-sum" has none.
+        denominator: of the optimizer step's global batch: the function `denominator`, summed by an
+            all-reduce; by default this mask is the whole batch. Ignored by "token-sum".
 
     Returns:
-        The share; 0 with a gradient of 0 where nothing counts.
+        The share; 0 with a gradient of 0 if no token counts.
 
     Raises:
         ConfigError: the mode is none of these.
@@ -67,7 +67,7 @@ def aggregate(
     kept = masked(losses, mask)
     if mode == "seq-mean-token-mean":
         kept = kept / mask.bool().sum(1, keepdim=True).clamp(min=1)
-    # In float64, as many small shares are to add up to the whole.
+    # In float64, because many small shares add up to the whole.
     total = kept.sum(dtype=torch.float64)
     if mode != "token-sum":
         divisor = torch.as_tensor(denominator, dtype=torch.float64, device=losses.device)
@@ -76,16 +76,16 @@ def aggregate(
 
 
 def denominator(mask: Mask, mode: str, norm: float | None = None) -> Float[Tensor, ""]:
-    """What a batch adds to the divisor of its optimizer step; additive over batches and ranks.
+    """A batch's contribution to the divisor of its optimizer step; additive over batches and ranks.
 
-    Tokens for the modes of tokens ("token-sum" divides by nothing, but 0 then still says that
-    nothing counts), for the others sequences that have any token that counts.
+    Token modes count tokens ("token-sum" does not divide, but 0 still means that no token counts);
+    the others count sequences that have any token that counts.
 
     Args:
         mask: of tokens that count.
         mode: one of `Mode`.
         norm: constant divisor of "seq-mean-token-sum-norm", in tokens; by default the padded
-            width, so give it where batches of one step are padded to different widths.
+            width, so pass it if batches of one step are padded to different widths.
 
     Returns:
         A float64 number.

@@ -1,12 +1,12 @@
-"""The sampler is not quite the trainer's policy: what its tokens are worth to the trainer.
+"""Corrections for the mismatch between the sampler's and the trainer's policy.
 
-Kernels and precision differ, so that log-probabilities of the same weights do. Truncated importance
-weights min(pi_old / pi_rollout, C) multiply losses of tokens; rejection takes tokens or sequences
-out whose ratio is out of bounds.
+Kernels and precision differ between the two, and so do log-probabilities under the same weights.
+Truncated importance weights min(pi_old / pi_rollout, C) multiply the losses of tokens; rejection
+removes tokens or sequences whose ratio is out of bounds.
 
-What was rejected still counts in the denominator, as otherwise a batch of which more is rejected
-would weigh the rest more: give the mask that `keep` returns to the loss function, which is 0
-outside it, and the mask from before to `aggregate` and `denominator`.
+Rejected tokens still count in the denominator; otherwise a batch with more rejections would give
+the rest more weight. So pass the mask that `keep` returns to the loss function, which is 0 outside
+it, and the original mask to `aggregate` and `denominator`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def weights(
     level: str = "token",
     cap: float = 2.0,
 ) -> Float[Tensor, "batch tokens"]:
-    """Truncated importance weights, as constants: a factor for the losses of tokens.
+    """Truncated importance weights: constant factors of token losses.
 
     Args:
-        old_logp: log-probabilities by the trainer, of the weights that sampled.
-        rollout_logp: by the sampler itself.
+        old_logp: log-probabilities computed by the trainer with its weights before the update.
+        rollout_logp: log-probabilities computed by the sampler.
         mask: of tokens that count.
-        level: "token" by the ratio of each, "sequence" by the product of a sequence's ratios.
-        cap: C, the most a weight can be.
+        level: "token" uses the ratio of each token, "sequence" the product over its sequence.
+        cap: C, upper bound of a weight.
 
     Returns:
         Weights; 0 where masked.
@@ -70,8 +70,8 @@ def keep(
         old_logp: as of `weights`.
         rollout_logp: as of `weights`.
         mask: of tokens that count.
-        level: what is rejected, by the ratio of each token or by the product over a sequence.
-        bounds: least and greatest ratio that is kept.
+        level: "token" rejects tokens by their ratio, "sequence" sequences by the product of ratios.
+        bounds: smallest and largest ratio that is kept.
 
     Raises:
         ConfigError: the level is neither, or the bounds are not ordered.
@@ -89,7 +89,7 @@ def mismatch(
     rollout_logp: Float[Tensor, "batch tokens"],
     mask: Mask,
 ) -> dict[str, Float[Tensor, ""]]:
-    """How far the sampler is from the trainer, as sums that add up over batches and ranks.
+    """Measures of the mismatch of sampler and trainer, as sums additive over batches and ranks.
 
     Returns:
         The number of "tokens"; sums over them of "k1" and "k3", estimates of
@@ -107,7 +107,7 @@ def mismatch(
 
 
 def _ratio(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Of each token, by itself or by its sequence; 1 where masked on the level of tokens."""
+    """Ratio of each token or its sequence; at token level 1 where masked."""
     if level not in get_args(Level):
         raise ConfigError(f"level: expected one of {', '.join(get_args(Level))}, got {level!r}")
     log_ratio = masked(old_logp - rollout_logp, mask)

@@ -1,8 +1,8 @@
-"""How far a policy is from a reference, estimated from log-probabilities of sampled tokens.
+"""Estimators of a policy's KL divergence from a reference, by log-probabilities of sampled tokens.
 
 With x = log pi - log ref: k1 = x, k2 = x^2 / 2, k3 = e^-x + x - 1 (Schulman, "Approximating KL
-Divergence", 2020). In expectation k1 and k3 are the divergence, but their gradients are not its
-gradient, and k2's is; a "+" after a name takes its value and k2's gradient. The adaptive
+Divergence", 2020). In expectation the values of k1 and k3 are the divergence, but only k2's
+gradient is the divergence's; a "+" after a name combines its value with k2's gradient. The adaptive
 coefficient is after "Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593).
 """
 
@@ -27,12 +27,12 @@ def k1(
     ref_logp: Float[Tensor, "batch tokens"],
     mask: Mask | None = None,
 ) -> Float[Tensor, "batch tokens"]:
-    """x: without bias, of high variance, negative for many tokens.
+    """x: unbiased, with high variance, negative for many tokens.
 
     Args:
         logp: log-probabilities of sampled tokens under the policy, in nats.
         ref_logp: the same under the reference.
-        mask: of tokens that count; where given, the rest is 0 with no gradient, whatever is there.
+        mask: of tokens that count; the result is 0 without gradient at others. None: all count.
     """
     x = logp - ref_logp
     return x if mask is None else masked(x, mask)
@@ -77,13 +77,13 @@ def estimate(
     *,
     kind: str = "k3",
 ) -> Float[Tensor, "batch tokens"]:
-    """The estimate of a name: "k1", "abs", "k2" or "k3", or one of them with "+" after it.
+    """The estimate by name: "k1", "abs", "k2" or "k3", or one of them with "+" appended.
 
     Args:
         logp: as of `k1`.
         ref_logp: as of `k1`.
         mask: as of `k1`.
-        kind: the name; "+" gives the estimate k2's gradient.
+        kind: the name; "+" replaces the gradient by k2's.
 
     Raises:
         ConfigError: there is no such name.
@@ -101,18 +101,18 @@ def estimate(
 
 
 def sequence_mean(kl: Float[Tensor, "batch tokens"], mask: Mask) -> Float[Tensor, ""]:
-    """Mean over sequences of the means of their tokens, which `AdaptiveKL` is steered by."""
+    """Mean over sequences of their tokens' means; the input of `AdaptiveKL.update`."""
     return aggregate(kl, mask, "seq-mean-token-mean")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptiveKL:
-    """A coefficient that rises while the divergence is above a target; a fixed one is a float.
+    """A KL coefficient that rises while the divergence is above a target, and falls below it.
 
     Attributes:
         beta: the coefficient.
         target: divergence to keep, in nats per token.
-        horizon: sequences over which a full error changes beta by a fifth of itself.
+        horizon: sequences over which an error of 20 % or more changes beta by a fifth.
 
     Raises:
         ConfigError: a number is not positive and finite.
@@ -136,7 +136,8 @@ class AdaptiveKL:
 
         Raises:
             DataError: the divergence is NaN.
-            ConfigError: beta would not stay positive, as the horizon is too short for the batch.
+            ConfigError: beta would not stay positive, because the horizon is too short for the
+                batch.
         """
         measured = float(kl)
         if math.isnan(measured):
@@ -145,7 +146,7 @@ class AdaptiveKL:
         return replace(self, beta=self.beta * (1 + error * num_sequences / self.horizon))
 
     def state_dict(self) -> dict[str, float]:
-        """All there is, as numbers."""
+        """The state as numbers, by name."""
         return asdict(self)
 
     @classmethod

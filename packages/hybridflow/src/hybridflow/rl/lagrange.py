@@ -1,8 +1,8 @@
 """A reward under a constraint on a cost, after "Safe RLHF" (arXiv 2310.12773).
 
-The policy maximises reward - lambda * cost, and lambda rises while the expected cost is above what
-is allowed. Dividing by 1 + lambda keeps the scale of advantages. The multiplier moves in its
-logarithm, so that it stays positive: d ln lambda = alpha * lambda * J_C, with J_C = E[cost] + d.
+The policy maximises reward - lambda * cost, and lambda rises while the expected cost is above its
+limit. Dividing by 1 + lambda keeps the scale of advantages. The update is in the logarithm of
+lambda, which keeps it positive: d ln lambda = alpha * lambda * J_C, with J_C = E[cost] + d.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ def combine(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Multiplier:
-    """Lambda and how it moves.
+    """The Lagrange multiplier lambda and its update.
 
     Attributes:
         value: lambda.
-        lr: alpha, the rate of ln lambda.
-        offset: d; the constraint is E[cost] + d <= 0, so minus the cost that is allowed.
-        minimum: of lambda, as from nearly 0 it would not come back.
-        maximum: of lambda, as its growth feeds itself; at 100 the reward's share is 1 in 101.
+        lr: alpha, the learning rate of ln lambda.
+        offset: d; the constraint is E[cost] + d <= 0, so it is minus the limit of the cost.
+        minimum: lower bound of lambda, which near 0 would hardly grow again.
+        maximum: upper bound of lambda, whose growth is self-reinforcing; at 100 the reward's
+            share is 1 in 101.
 
     Raises:
         ConfigError: a number is out of range.
@@ -84,13 +85,13 @@ class Multiplier:
         if not math.isfinite(cost):
             raise DataError(f"mean_cost: expected a finite number, got {cost}; skip such a batch")
         log_value = math.log(self.value) + self.lr * self.value * (cost + self.offset)
-        # Bounded before the exponential, which a large cost would overflow, and after it, as the
-        # logarithm of a bound is rounded.
+        # Bounded before the exponential, which would overflow for a large cost, and after it,
+        # because the logarithm of a bound is rounded.
         grown = math.exp(min(log_value, math.log(self.maximum)))
         return replace(self, value=max(self.minimum, min(grown, self.maximum)))
 
     def state_dict(self) -> dict[str, float]:
-        """All there is, as numbers."""
+        """The state as numbers, by name."""
         return asdict(self)
 
     @classmethod

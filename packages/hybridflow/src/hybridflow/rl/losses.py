@@ -1,10 +1,10 @@
-"""Losses of tokens: policies' by the ratio to the policy that sampled, and the critic's.
+"""Token losses of policies, by the ratio to the policy that sampled, and of critics.
 
-Each returns [batch, tokens], 0 with no gradient where masked, and `aggregate` makes a number of
-them. Those of policies begin alike (logp, old_logp, advantages, mask), so that
-`functools.partial(ppo, clip=(0.2, 0.28))` can stand for any. Log-ratios are bounded to +-20.
+Each returns [batch, tokens], 0 without gradient where masked; `aggregate` reduces them to a number.
+Policy losses have the same first arguments (logp, old_logp, advantages, mask), so that one can
+replace another, also as `functools.partial(ppo, clip=(0.2, 0.28))`. Log-ratios are bounded to +-20.
 
-PPO (arXiv 1707.06347) with two bounds as of DAPO (2503.14476) and a dual clip (1912.09729); GSPO
+PPO (arXiv 1707.06347) with two bounds as in DAPO (2503.14476) and a dual clip (1912.09729); GSPO
 (2507.18071); CISPO (2506.13585).
 """
 
@@ -32,12 +32,12 @@ def ppo(
     """max(-r A, -clip(r, 1 - low, 1 + high) A), and where A < 0 at most -dual_clip * A.
 
     Args:
-        logp: log-probabilities of the tokens under the policy that learns.
+        logp: log-probabilities of the tokens under the policy that is trained.
         old_logp: under the policy that sampled; a constant.
         advantages: A, constants.
         mask: of tokens that count.
-        clip: low and high, how far the ratio r can go before its gradient ends.
-        dual_clip: the ratio at which a bad token's gradient ends; None for no such end.
+        clip: low and high: distances of the ratio r below and above 1 beyond which it is clipped.
+        dual_clip: ratio beyond which a token with A < 0 has no gradient; None: no such bound.
 
     Raises:
         ConfigError: a bound is negative or NaN, or `dual_clip` is not above 1.
@@ -60,8 +60,8 @@ def gspo(
 ) -> Float[Tensor, "batch tokens"]:
     """PPO's loss with the geometric mean of a sequence's ratios in place of each token's.
 
-    Its value is the sequence's, its gradient the token's own, so that "seq-mean-token-mean", which
-    it is to be aggregated by, has the sequence's gradient.
+    Its value is the sequence's, its gradient the token's own, so that aggregation by
+    "seq-mean-token-mean" gives the sequence's gradient.
 
     Args:
         logp: as of `ppo`.
@@ -75,7 +75,7 @@ def gspo(
     """
     log_ratio, scale = _log_ratio(logp, old_logp, mask), masked(advantages, mask)
     mean = log_ratio.sum(1, keepdim=True) / mask.bool().sum(1, keepdim=True).clamp(min=1)
-    # Above e^10 a sequence is lost, and a loss without a second bound would be of it alone.
+    # Where A < 0 the loss has no upper clip, so a single sequence with a huge ratio would dominate.
     ratio = (mean.detach() + log_ratio - log_ratio.detach()).clamp(max=10).exp()
     return torch.maximum(-ratio * scale, -_clipped(ratio, clip) * scale)
 
@@ -87,14 +87,15 @@ def cispo(
     mask: Mask,
     clip: tuple[float, float] = (0.2, 0.2),
 ) -> Float[Tensor, "batch tokens"]:
-    """-clip(r) A log pi with the clipped ratio as a constant: no token's gradient ends.
+    """-clip(r) A log pi with the clipped ratio as a constant: every token keeps a gradient.
 
     Args:
         logp: as of `ppo`.
         old_logp: as of `ppo`.
         advantages: as of `ppo`.
         mask: as of `ppo`.
-        clip: low and high of the weight; a low of 1 is no lower bound, as in the paper.
+        clip: low and high bounds of the ratio around 1; a low of 1 means no lower bound, as in the
+            paper.
 
     Raises:
         ConfigError: a bound is negative or NaN.
@@ -109,7 +110,7 @@ def reinforce(
     advantages: Float[Tensor, "batch tokens"],
     mask: Mask,
 ) -> Float[Tensor, "batch tokens"]:
-    """-A log pi; `old_logp` is not looked at. Other arguments as of `ppo`."""
+    """-A log pi; `old_logp` is ignored. Other arguments as in `ppo`."""
     return -masked(advantages, mask) * masked(logp, mask)
 
 
@@ -123,11 +124,11 @@ def value(
     """max((v - R)^2, (clip(v, v_old +- clip) - R)^2) / 2, of the critic.
 
     Args:
-        values: v, by the critic that learns.
-        old_values: v_old, by the critic as it was when advantages were computed.
+        values: v, by the critic that is trained.
+        old_values: v_old, by the critic's weights when advantages were computed.
         returns: R.
         mask: of tokens that count.
-        clip: how far v can go from v_old before its gradient ends; None for any distance.
+        clip: distance of v from v_old beyond which v is clipped; None: no clipping.
 
     Raises:
         ConfigError: the clip is negative or NaN.
@@ -151,11 +152,11 @@ def diagnostics(
     clip: tuple[float, float] = (0.2, 0.2),
     dual_clip: float | None = 3.0,
 ) -> dict[str, Float[Tensor, ""]]:
-    """What an update did to the policy, as sums that add up over batches and ranks.
+    """Measures of how an update changed the policy, as sums additive over batches and ranks.
 
     Returns:
-        The number of "tokens", of those "clipped" and of those "dual_clipped", whose gradient has
-        ended; sums over tokens of "ratio" and of "k1" and "k3", estimates of KL(old || policy).
+        The number of "tokens", of those "clipped" and of those "dual_clipped", which have no
+        gradient; sums over tokens of "ratio" and of "k1" and "k3", estimates of KL(old || policy).
     """
     log_ratio, scale = _log_ratio(logp, old_logp, mask), masked(advantages, mask)
     ratio = log_ratio.exp()

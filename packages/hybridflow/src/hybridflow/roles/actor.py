@@ -18,39 +18,39 @@ __all__ = ["Actor", "Generator"]
 
 
 class Generator(WorkerGroup):
-    """A model that answers; its workers are `ActorWorker`s."""
+    """Base of models that generate: `Actor`, `Rollout` and `ServedRollout`."""
 
     def generate(self, batch: Batch | Future | Joined, sampling: Sampling, step: int = 0) -> Future:
-        """Draws responses.
+        """Generates responses.
 
         Args:
             batch: columns prompts [B, P], prompt_lengths [B], sample_ids [B]; others are kept.
-            sampling: what is drawn.
-            step: of training, which random numbers depend on.
+            sampling: how tokens are drawn.
+            step: training step; random numbers differ between steps.
 
         Returns:
-            The future of B x num_samples rows, those of a prompt one after another: the prompts'
-            columns and tokens [., P + max_new_tokens], lengths, mask of generated tokens,
-            rollout_log_probs, versions (of the weights that made a token), group.
+            The future of B x num_samples rows, those of a prompt adjacent: the prompts' columns and
+            tokens [., P + max_new_tokens], lengths, mask of generated tokens, rollout_log_probs,
+            versions (of the weights that made a token), group.
         """
         return self.call("generate", batch, sampling, step)
 
     def greedy(self, batch: Batch | Future | Joined, sampling: Sampling, step: int = 0) -> Future:
-        """Takes the likeliest responses, to be joined with those that were drawn.
+        """Generates greedy responses, named so that they can be joined with sampled ones.
 
         Args:
-            batch: as of `generate`.
-            sampling: as of `generate`, but for its temperature and number of samples.
-            step: as of `generate`.
+            batch: as in `generate`.
+            sampling: as in `generate`; its temperature and number of samples are ignored.
+            step: as in `generate`.
 
         Returns:
-            The future of one row a prompt: greedy_tokens, greedy_lengths and greedy_mask.
+            The future of one row per prompt: greedy_tokens, greedy_lengths and greedy_mask.
         """
         return self.call("greedy", batch, sampling, step)
 
 
 class Actor(Generator, ModelGroup):
-    """The model that is trained to answer.
+    """The policy: the model that generates and is trained.
 
     Example:
         >>> actor = Actor("config:tiny-llama", pool, optimizer=AdamW(lr=1e-3))  # doctest: +SKIP
@@ -76,20 +76,20 @@ class Actor(Generator, ModelGroup):
         Args:
             model: a folder that `save_pretrained` wrote, "config:NAME", a mapping of config.json's
                 fields, or a Hugging Face model.
-            pool: its ranks; share one with other models to colocate them.
-            train: "p-t-d"; all replicas when not given.
-            generate: "p-t"; as training when not given.
-            optimizer: settings; None if it is not trained.
-            dtype: "float32", "float64" or "bfloat16".
-            seed: of weights that are drawn.
-            max_tokens: in a micro-batch of a rank.
-            is_sharded: replicas share parameters, gradients and optimizer state out (FSDP2).
-            cache_bytes: that keys and values of a generation may take on a rank; prompts go in waves
-                that fit. None: all prompts at once.
+            pool: its ranks; models on one pool are colocated.
+            train: layout "p-t-d" of training; all ranks are replicas when not given.
+            generate: layout "p-t" of generation; as in training when not given.
+            optimizer: settings; None if the model is not trained.
+            dtype: of weights: "float32", "float64" or "bfloat16".
+            seed: of randomly initialised weights.
+            max_tokens: most tokens in a rank's micro-batch, padding included.
+            is_sharded: whether replicas shard parameters, gradients and optimizer state (FSDP2).
+            cache_bytes: bytes that keys and values of a generation may take on a rank; prompts are
+                generated in waves that fit. None: all prompts at once.
             name: of the group.
 
         Raises:
-            ConfigError: if the layouts do not fit pool or model, before anything is built.
+            ConfigError: if the layouts do not fit pool or model; raised before a model is built.
         """
         super().__init__(
             ActorWorker, pool, model, optimizer=optimizer, dtype=dtype, seed=seed,
@@ -109,16 +109,16 @@ class Actor(Generator, ModelGroup):
         num_epochs: int = 1,
         **settings: Any,
     ) -> Metrics:
-        """Trains on a batch, mini-batch after mini-batch.
+        """Trains on a batch, with one optimizer step for each mini-batch.
 
         Args:
-            batch: what `generate` gave, with old_log_probs and advantages [., W]; ref_log_probs
-                where there is a KL term; loss_weights [., W] if tokens weigh differently.
-            num_updates: mini-batches, consecutive rows; an optimizer step each.
-            num_epochs: times that all of them are gone through.
-            **settings: of `PolicyUpdate`.
+            batch: columns of `generate`, with old_log_probs and advantages [., W]; ref_log_probs
+                if there is a KL term; loss_weights [., W] if tokens have different weights.
+            num_updates: number of mini-batches of consecutive rows.
+            num_epochs: passes over all mini-batches.
+            **settings: fields of `PolicyUpdate`.
 
         Returns:
-            Means over the steps, as a mapping that waits when it is looked at.
+            Means over the steps, as a mapping that waits when it is read.
         """
         return steps(self, batch, PolicyUpdate(**settings), num_updates, num_epochs)

@@ -1,7 +1,7 @@
 """One rank of an actor: generates, computes log-probabilities, and takes optimizer steps.
 
 Generation may have another layout than training. The weights then move between the two layouts in
-place (see `hybridflow.reshard`), when the first call that needs the other layout comes.
+place (see `hybridflow.reshard`), on the first call that needs the other layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["ActorWorker", "PolicyLoss", "PolicyUpdate"]
 
 @runtime_checkable
 class PolicyLoss(Protocol):
-    """A loss of tokens, [rows, tokens] from [rows, tokens] each; `hybridflow.rl.losses` has some."""
+    """A loss per token, such as those of `hybridflow.rl.losses`; all tensors are [rows, tokens]."""
 
     def __call__(self, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
         """The loss of each token."""
@@ -44,13 +44,13 @@ class PolicyUpdate:
     """The objective of an optimizer step.
 
     Attributes:
-        loss: gives the loss of each token; see `PolicyLoss`.
-        mode: how token losses become one number, a name of `hybridflow.rl.aggregate`.
+        loss: function that returns the loss of each token; see `PolicyLoss`.
+        mode: aggregation of token losses, a name of `hybridflow.rl.aggregate`.
         norm: constant divisor, in tokens, of the mode that has one; None for the others.
         kl_coefficient: weight of the divergence from column "ref_log_probs"; 0 leaves it out.
         kl_kind: estimator of the divergence, a name of `hybridflow.rl.kl`.
         entropy_coefficient: weight of the entropy bonus; 0 leaves it out.
-        temperature: at which responses were drawn.
+        temperature: at which responses were sampled; divides the logits of log-probabilities.
     """
 
     loss: Callable[..., Tensor] = losses.ppo
@@ -73,7 +73,7 @@ class ActorWorker(ModelWorker):
         cache_bytes: int | None = None,
         **settings: Any,
     ) -> None:
-        """Builds the training shard, and plans the move if generation has another layout."""
+        """Builds the training shard, and plans resharding if generation has another layout."""
         super().__init__(model, **settings)
         self.cache_bytes = cache_bytes
         self.generator = self.model
@@ -91,7 +91,7 @@ class ActorWorker(ModelWorker):
             self.generator = Decoder(
                 self.config, shard, device="meta", dtype=next(self.model.parameters()).dtype
             )
-            # Replicas that share parameters out gather them from all replicas.
+            # With FSDP2 each replica holds a part only, so weights come from all replicas.
             domains = [list(range(self.num_ranks))] if is_sharded else groups.micro_dp
             micro = next(ranks for ranks in domains if self.rank in ranks)
             self.transition = Transition(
@@ -106,10 +106,10 @@ class ActorWorker(ModelWorker):
 
     @remote(protocol="3d-all-micro-dp")
     def generate(self, batch: Batch, sampling: Sampling, step: int = 0) -> Batch:
-        """Responses to prompts; see `Actor.generate`."""
+        """Generates responses; see `Generator.generate`."""
         if self.transition is not None:
             self.transition.to_generation()
-        # Padding rows are generated too: all shards of a replica have the same rows.
+        # Generates for padding rows too, as all shards of a replica need the same rows.
         ids = sample_ids(batch, sampling.num_samples)
         found = native.generate(
             self.generator,
@@ -124,7 +124,7 @@ class ActorWorker(ModelWorker):
 
     @remote(protocol="3d-all-micro-dp")
     def greedy(self, batch: Batch, sampling: Sampling, step: int = 0) -> Batch:
-        """The likeliest responses; see `Generator.greedy`."""
+        """Generates greedy responses; see `Generator.greedy`."""
         return take_greedy(
             self.generate(batch, replace(sampling, temperature=0, num_samples=1), step)
         )
@@ -153,7 +153,7 @@ class ActorWorker(ModelWorker):
         """One optimizer step on a mini-batch; see `Actor.update`."""
         if self.optimizer is None:
             raise ConfigError(
-                f"{self.context.name}: expected a group with an optimizer, got one without; give "
+                f"{self.context.name}: expected a group with an optimizer, got one without; pass "
                 f"`optimizer` when you make it"
             )
         self._train_layout()
@@ -162,7 +162,7 @@ class ActorWorker(ModelWorker):
         )
         reference = batch["ref_log_probs"].to(self.device) if settings.kl_coefficient else None
         weights = batch["loss_weights"].to(self.device) if "loss_weights" in batch else None
-        # Rejected tokens lose their weight, not their place in the denominator.
+        # Rejected tokens have weight 0, but still count in the denominator.
         divisor, signal = self.summed(
             torch.stack([
                 denominator(mask, settings.mode, settings.norm),
@@ -189,7 +189,7 @@ class ActorWorker(ModelWorker):
                 got = type(of_tokens).__name__ if shape is None else f"shape {list(shape)}"
                 raise ConfigError(
                     f"loss: expected one number for each token, shape {list(found.shape)}, got "
-                    f"{got}; return what is summed, and let `mode` say how"
+                    f"{got}; return token losses, and choose their aggregation by `mode`"
                 )
             if weights is not None:
                 of_tokens = of_tokens * weights[at]
@@ -209,7 +209,7 @@ class ActorWorker(ModelWorker):
 
         step = self.train([select_asked(tokens[k], mask[k]) for k in rows], loss_of)
         if not sums:
-            return step  # not the last stage, whose answer is the one that is taken
+            return step  # only the last stage's metrics are used
         totals = self.summed(torch.stack(list(sums.values()))).tolist()
         told = dict(zip(sums, totals, strict=True))
         count, loss = max(1.0, told.pop("tokens")), told.pop("loss")
@@ -218,7 +218,7 @@ class ActorWorker(ModelWorker):
 
     @remote(protocol="rank-zero")
     def holding(self) -> Holding:
-        """Describes what these ranks hold, for senders and receivers of weights."""
+        """Describes the weights that these ranks hold, for senders and receivers."""
         return Holding(
             name=self.context.name,
             ranks=tuple(self.context.ranks),
@@ -230,7 +230,7 @@ class ActorWorker(ModelWorker):
 
     @remote(protocol="one-to-all")
     def send_weights(self, route: WeightRoute) -> tuple[int, dict[tuple[int, int, int], int]]:
-        """This rank's side of `hybridflow.reshard.sync_weights`: the version, and checksums."""
+        """Sends this rank's part in `reshard.sync_weights`; returns the version, and checksums."""
         _, sums = self.exchange(route).run(self.pieces, self._trained, is_source=True)
         return self.version, sums
 

@@ -1,4 +1,4 @@
-"""The critic: a decoder with a scalar on top that says what a token's state is worth."""
+"""The critic: a decoder with a scalar head that estimates the value of each token's state."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["Critic", "CriticWorker", "ValueUpdate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueUpdate:
-    """What a critic minimises.
+    """The objective of a critic's optimizer step.
 
     Attributes:
-        clip: how far values may move from the old ones before their gradient ends; None: no bound.
-        mode: how tokens become one number; see `hybridflow.rl.aggregate`.
+        clip: distance from the old value beyond which the gradient is cut; None: no clipping.
+        mode: aggregation of token losses, a name of `hybridflow.rl.aggregate`.
     """
 
     clip: float | None = 0.2
@@ -56,7 +56,10 @@ class CriticWorker(ModelWorker):
     def update(self, batch: Batch, settings: ValueUpdate) -> dict[str, float]:
         """One optimizer step on a mini-batch."""
         if self.optimizer is None:
-            raise ConfigError(f"{self.context.name} has no optimizer, so it can not be updated")
+            raise ConfigError(
+                f"{self.context.name} has no optimizer, so it cannot be updated; pass `optimizer` "
+                f"when you make it"
+            )
         tokens, mask, (lengths, old, returns) = self.read(batch, "lengths", "values", "returns")
         divisor = self.summed(denominator(mask, settings.mode))
         if not divisor:
@@ -77,7 +80,7 @@ class CriticWorker(ModelWorker):
 
 
 class Critic(ModelGroup):
-    """The model that values states; for PPO."""
+    """The model that estimates values, for PPO."""
 
     def __init__(
         self,
@@ -93,8 +96,8 @@ class Critic(ModelGroup):
     ) -> None:
         """Places a model on a pool; arguments as `Actor`'s.
 
-        A language model's folder does as well as a classifier's with one label: the scalar on top
-        then begins at zero.
+        The model is a classifier's folder with one label, or a language model's: the scalar head
+        then starts at zero.
         """
         super().__init__(
             CriticWorker, pool, model, head="scalar", optimizer=optimizer, dtype=dtype, seed=seed,
@@ -116,12 +119,12 @@ class Critic(ModelGroup):
         """Trains on a batch with columns values (before the update) and returns.
 
         Args:
-            batch: what `generate` gave, with these columns.
-            num_updates: mini-batches, an optimizer step each.
-            num_epochs: times that all of them are gone through.
-            **settings: of `ValueUpdate`.
+            batch: columns of `generate`, and these two.
+            num_updates: number of mini-batches, with one optimizer step each.
+            num_epochs: passes over all mini-batches.
+            **settings: fields of `ValueUpdate`.
 
         Returns:
-            Means over the steps, as a mapping that waits when it is looked at.
+            Means over the steps, as a mapping that waits when it is read.
         """
         return steps(self, batch, ValueUpdate(**settings), num_updates, num_epochs)

@@ -1,4 +1,4 @@
-"""Groups of workers that hold a model: a layout that does not fit it is refused here."""
+"""Groups of workers that hold a model; they check that the layout fits it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class ModelGroup(WorkerGroup):
         """Makes a worker on each rank.
 
         Args:
-            kind: of worker.
+            kind: class of the workers.
             pool: the ranks.
-            model: what `read_config` takes.
+            model: as accepted by `read_config`.
             layout: "p-t-d" of training; all ranks are replicas when not given.
-            **settings: of the worker and of `WorkerGroup`.
+            **settings: keyword arguments of the worker and of `WorkerGroup`.
 
         Raises:
             ConfigError: if the layout does not fill the pool, or its stages and shards do not
-                divide the model; before any rank is asked.
+                divide the model; raised before any worker is made.
             RankFailure: if a worker's `__init__` raises.
         """
         train = Layout(dp=pool.num_ranks) if layout is None else Layout.parse(layout)
         train.check(pool.num_ranks)
         config, at = read_config(model), Mesh.of(train, settings.get("generate")).generate
-        # Shards are alike in what they ask of a model.
+        # All shards make the same demands on a model, so one of each layout is checked.
         for num_stages, num_shards in ((train.pp, train.tp), (at.pp_size, at.tp_size)):
             Shard(config, 0, num_stages, 0, num_shards)
         super().__init__(kind, pool, model, layout=train, **settings)

@@ -1,4 +1,4 @@
-"""The base of workers that hold a model: building a shard, reading batches, saving state."""
+"""Base class of workers that hold a model: builds a shard, reads batches, saves state."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ModelWorker(Worker):
 
     Attributes:
         model: this rank's part.
-        version: optimizer steps that its weights have seen.
-        source: the folder that the model came from, or a preset's name; None if neither.
+        version: number of optimizer steps taken.
+        source: the folder that the model was loaded from, or a preset's name; None if neither.
     """
 
     def __init__(
@@ -53,13 +53,14 @@ class ModelWorker(Worker):
         """Builds and fills the model.
 
         Args:
-            model: what `read_config` takes; a folder's weights are loaded, a preset's drawn.
+            model: as accepted by `read_config`; weights are loaded from a folder, and randomly
+                initialised for a preset.
             head: "vocabulary" or "scalar".
             dtype: of the weights.
-            seed: of weights that are drawn.
+            seed: of randomly initialised weights.
             optimizer: settings; None for a model that is not trained.
-            max_tokens: tokens of a micro-batch at most, padding included.
-            is_sharded: replicas share parameters, gradients and optimizer state out (FSDP2).
+            max_tokens: most tokens of a micro-batch, padding included.
+            is_sharded: whether replicas shard parameters, gradients and optimizer state (FSDP2).
 
         Raises:
             ConfigError: if the model, its type or the layout does not fit.
@@ -96,18 +97,18 @@ class ModelWorker(Worker):
         else:
             pieces.initialize(self.model, seed)
             return
-        # A critic begins from a language model, which has no scalar on top.
+        # A critic may start from a language model, which has no scalar head.
         if missing == ["score.weight"]:
             piece = next(p for p in pieces.pieces(self.model) if p.name == "score.weight")
             piece.view(self.model).zero_()
         elif missing:
             raise DataError(
-                f"{model}: {len(missing)} weights are not there, the first {missing[0]!r}; is it a "
+                f"{model}: {len(missing)} weights are missing, the first {missing[0]!r}; is it a "
                 f"folder of a {'language model' if head == 'vocabulary' else 'classifier'}?"
             )
 
     def read(self, batch: Batch, *names: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Tokens, the mask of rows that count, and further columns, on this rank's device."""
+        """Tokens, the mask of tokens in the loss, and further columns, on this rank's device."""
         tokens = batch["tokens"].to(self.device)
         mask = batch["mask"].to(self.device)
         for name in (PADDING, "is_dropped"):
@@ -119,12 +120,12 @@ class ModelWorker(Worker):
     def evaluate(
         self, inputs: Sequence[Tensor], rows: Sequence[Tensor], use: Callable[[int, Tensor], Tensor]
     ) -> Tensor | None:
-        """What `use` makes of micro-batches' hidden states, in the order of their rows.
+        """Applies `use` to each micro-batch's hidden states; returns values in the order of rows.
 
         Args:
             inputs: tokens of each micro-batch.
-            rows: their positions.
-            use: from a micro-batch's number and states to values [rows, ...].
+            rows: row indices of each micro-batch in the batch.
+            use: function of a micro-batch's index and hidden states to values [rows, ...].
 
         Returns:
             On the last stage; None on the others.
@@ -132,7 +133,7 @@ class ModelWorker(Worker):
         found: list[Tensor] = []
         run_forward(self.model, self._pp, inputs, lambda k, hidden: found.append(use(k, hidden)))
         if self.share[1] > 1:
-            # What was gathered for this may be changed before it is gathered again.
+            # FSDP2 keeps gathered weights after a forward pass, which may change before the next.
             self.model.reshard()  # type: ignore[operator]
         if not found:
             return None
@@ -152,7 +153,7 @@ class ModelWorker(Worker):
     def _in_step(
         self, inputs: Sequence[Tensor], loss_of: Callable[[int, Tensor], Tensor]
     ) -> tuple[Sequence[Tensor], Callable[[int, Tensor], Tensor]]:
-        """Adds empty micro-batches, so that replicas that gather weights together do so equally often."""
+        """Adds empty micro-batches, so that all FSDP2 replicas gather weights equally often."""
         if self.share[1] == 1:
             return inputs, loss_of
         assert self._dp is not None, "several replicas"
@@ -161,7 +162,7 @@ class ModelWorker(Worker):
         filler = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
 
         def scaled(k: int, hidden: Tensor) -> Tensor:
-            # FSDP2 takes the mean of the replicas' gradients, and losses are to be added up.
+            # FSDP2 averages the replicas' gradients, but losses have to be summed.
             if k < len(inputs):
                 return loss_of(k, hidden) * self.share[1]
             return hidden.sum() * 0 + self.model.head_weight.sum() * 0
@@ -169,43 +170,43 @@ class ModelWorker(Worker):
         return [*inputs, *[filler] * missing], scaled
 
     def summed(self, values: Tensor) -> Tensor:
-        """The sum over replicas, so that what is divided by it does not depend on the split."""
+        """Sums over replicas; a divisor summed so does not depend on how rows are split."""
         return values if self._dp is None else all_reduce(self._dp, values)
 
     @remote(protocol="rank-zero")
     def num_updates(self) -> int:
-        """Optimizer steps that the weights have seen."""
+        """Number of optimizer steps taken."""
         return self.version
 
     @remote(protocol="one-to-all")
     def save_state(self, name: str, path: str, writer_of: WriterOf) -> None:
-        """Writes this rank's part of weights, optimizer and counters; see `hybridflow.training.checkpoints.checkpoint`.
+        """Writes this rank's part of weights, optimizer and counters; see `hybridflow.Checkpoint`.
 
         Args:
-            name: with which all names begin.
-            path: a folder that is not there yet.
-            writer_of: makes the storage of a path.
+            name: prefix of all tensors' names.
+            path: a folder that does not exist yet.
+            writer_of: function from a path to a storage writer.
         """
         self._state(name).save(path, writer_of, self.subgroup("all"))
 
     @remote(protocol="one-to-all")
     def load_state(self, name: str, path: str, reader_of: ReaderOf) -> None:
-        """Reads what `save_state` wrote, in whatever layout that was."""
+        """Reads what `save_state` wrote, whatever the layout at that time."""
         self.version = self._state(name).load(path, reader_of, self.subgroup("all"))
 
     def _state(self, name: str) -> ShardedState:
-        # torch's checkpoints take as long to import as torch itself.
+        # torch.distributed.checkpoint takes as long to import as torch itself.
         from hybridflow.roles.state.sharded_state import ShardedState
 
         self._train_layout()
         return ShardedState(name, self.model, self.pieces, self.optimizer, self.version)
 
     def _train_layout(self) -> None:
-        """Moves the weights into `model`, where a worker that generates may not have them."""
+        """Moves the weights into `model`; overridden by workers with another layout to generate."""
 
     @remote(protocol="one-to-all")
     def export_weights(self, folder: str, max_file_bytes: int) -> None:
-        """Writes whole weights and what goes with them on rank 0; see `hybridflow.roles.state.export`."""
+        """Writes a Hugging Face folder on rank 0; see `hybridflow.roles.state.export`."""
         self._train_layout()
         layout, kind = self.context.mesh.train, self.model.head_kind
         boxes = []

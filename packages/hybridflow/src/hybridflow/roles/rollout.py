@@ -1,7 +1,7 @@
-"""Generation on its own ranks: workers that only generate, with weights that an actor sends them.
+"""Generation on its own ranks: workers that only generate, with weights sent by an actor.
 
-After HybridFlow (arXiv 2409.19256), where models on disjoint pools run at once: while the actor is
-trained on one batch, these ranks make the next. `hybridflow.reshard.sync_weights` brings weights.
+After HybridFlow (arXiv 2409.19256), where models on disjoint pools run at once: while the actor
+trains on one batch, these ranks generate the next. `hybridflow.reshard.sync_weights` sends weights.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ class RolloutWorker(ActorWorker):
 
     @remote(protocol="one-to-all")
     def stage_weights(self, route: WeightRoute) -> dict[tuple[int, int, int], int]:
-        """Receives weights beside those that serve; returns checksums of what was received."""
+        """Receives weights into a second copy; returns their checksums."""
         self.staged = None
         self.staged, found = self.exchange(route).run(self.pieces, self._second, is_source=False)
         return found
 
     def _second(self) -> Decoder:
-        """Allocates a second copy of the shard, beside the one that serves."""
+        """Allocates a second copy of the shard, beside the one in use."""
         dtype = next(self.model.parameters()).dtype
         fresh = Decoder(self.config, self.model.shard, device=self.device, dtype=dtype)
         return fresh.requires_grad_(False)
 
     @remote(protocol="one-to-all")
     def use_weights(self, version: int) -> None:
-        """Serves with what was received."""
+        """Replaces the weights in use by the received ones."""
         if self.staged is None:
             raise ConfigError(f"{self.context.name} has received no weights; call sync_weights")
         self.model = self.generator = self.staged
@@ -49,7 +49,7 @@ class RolloutWorker(ActorWorker):
 
     @remote(protocol="one-to-all")
     def drop_weights(self) -> None:
-        """Frees what was received, and goes on serving the old weights."""
+        """Frees the received weights, and keeps the old ones in use."""
         self.staged = None
 
 
@@ -74,12 +74,12 @@ class Rollout(Generator, ModelGroup):
         """Places a model on a pool.
 
         Args:
-            model: as the actor's.
-            pool: not the actor's.
-            generate: "p-t"; there are as many replicas as the pool has room for.
-            dtype: as the actor's.
-            seed: of weights that are drawn; those of the actor come by `sync_weights`.
-            cache_bytes: as the actor's.
+            model: same as the actor's.
+            pool: must not be the actor's.
+            generate: layout "p-t"; as many replicas as fill the pool.
+            dtype: same as the actor's.
+            seed: of randomly initialised weights, used until `sync_weights` brings the actor's.
+            cache_bytes: same as the actor's.
             name: of the group.
 
         Raises:
@@ -93,9 +93,9 @@ class Rollout(Generator, ModelGroup):
         self.version = 0
 
     def take_weights(self, actor: Actor) -> int:
-        """Takes an actor's weights; see `hybridflow.reshard.sync_weights`.
+        """Receives an actor's weights; see `hybridflow.reshard.sync_weights`.
 
         Returns:
-            Their version, the actor's optimizer steps.
+            Their version: the actor's number of optimizer steps.
         """
         return sync_weights(actor, self)

@@ -1,7 +1,7 @@
-"""Models that are only asked: the reference policy, and models of reward and of cost.
+"""Models that only score: the reference policy, reward models and cost models.
 
-A reward model is a sequence classifier with one label, as preference training leaves it; `fit` does
-that training here, for small ones and for tests (Bradley and Terry's loss on pairs).
+A reward model is a sequence classifier with one label, trained on preferences; `fit` does that
+training here, for small models and tests (Bradley and Terry's loss on pairs).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["CostModel", "Reference", "RewardModel", "ScoreWorker"]
 
 
 class ScoreWorker(ModelWorker):
-    """One rank of a model that gives each sequence a number."""
+    """One rank of a model that gives each sequence a score."""
 
     @remote(protocol="3d")
     def scores(self, batch: Batch, column: str) -> Batch | None:
-        """The number of each sequence."""
+        """The score of each sequence."""
         tokens, lengths = batch["tokens"].to(self.device), batch["lengths"].to(self.device)
         rows = list(micro_batches(lengths, self.max_tokens))
         found = self.evaluate(
@@ -45,7 +45,10 @@ class ScoreWorker(ModelWorker):
     def fit(self, batch: Batch) -> dict[str, float]:
         """One step that ranks "chosen" above "rejected"; see `RewardModel.fit`."""
         if self.optimizer is None:
-            raise ConfigError(f"{self.context.name} has no optimizer, so it can not be fitted")
+            raise ConfigError(
+                f"{self.context.name} has no optimizer, so it cannot be fitted; pass `optimizer` "
+                f"when you make it"
+            )
         kept = batch.without_padding().to(self.device)
         count = self.summed(torch.tensor(float(len(kept)), dtype=torch.float64))
         told = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -58,7 +61,7 @@ class ScoreWorker(ModelWorker):
             told[0], told[1] = loss.detach(), (chosen > rejected).sum() / float(count)
             return loss
 
-        # Rows that only fill up are none; a rank may be left without a pair.
+        # Padding rows are left out, so a rank may have no pair.
         step = self.train([tokens[:, : int(both.max())]] if len(kept) else [], loss_of)
         loss, accuracy = self.summed(told).tolist()
         return {"loss": loss, "accuracy": accuracy, **step}
@@ -86,7 +89,7 @@ class _Scorer(ModelGroup):
         )  # fmt: skip
 
     def scores(self, batch: Batch | Future | Joined) -> Future:
-        """The number of each sequence [rows], in the column of this model's kind."""
+        """The score of each sequence [rows], in the column "scores" or "costs"."""
         return self.call("scores", batch, self.column)
 
     def fit(self, batch: Batch) -> dict[str, float]:
@@ -96,25 +99,25 @@ class _Scorer(ModelGroup):
             batch: columns chosen, rejected [rows, W], chosen_lengths, rejected_lengths [rows].
 
         Returns:
-            Loss, accuracy and what the optimizer says.
+            Loss, accuracy and the optimizer's metrics.
         """
         return self.call("fit", batch).result()[0]
 
 
 class RewardModel(_Scorer):
-    """Says how good a response is: column "scores"."""
+    """Scores how good a response is: column "scores"."""
 
     column = "scores"
 
 
 class CostModel(_Scorer):
-    """Says how harmful a response is: column "costs"; for Safe-RLHF."""
+    """Scores how harmful a response is: column "costs"; for Safe-RLHF."""
 
     column = "costs"
 
 
 class Reference(ModelGroup):
-    """The policy that the actor is kept near: column "ref_log_probs"."""
+    """The policy that a KL penalty keeps the actor close to: column "ref_log_probs"."""
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class Reference(ModelGroup):
         max_tokens: int = 16384,
         name: str = "reference",
     ) -> None:
-        """Places a model on a pool; arguments as `Actor`'s, the same seed for the same weights."""
+        """Places a model on a pool; arguments as `Actor`'s. Equal seeds give equal weights."""
         super().__init__(
             ReferenceWorker, pool, model, dtype=dtype, seed=seed, max_tokens=max_tokens,
             layout=train, name=name,

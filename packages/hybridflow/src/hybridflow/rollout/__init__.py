@@ -1,1 +1,1 @@
-"""Making responses: the sampler's settings, and the engines that generate."""
+"""Generation of responses: sampling settings, and the engines that generate."""

@@ -1,10 +1,10 @@
-"""Conversations of a policy with tools, turn by turn, as rows to train on.
+"""Multi-turn conversations of a policy with tools, as rows to train on.
 
-All conversations of a batch take their turns together, each turn one call of the generator. What a
-tool answers stands in the row and is not trained on: it is masked, and has log-probability 0 and
-version -1. A turn begins only where a whole one fits, so that how far a conversation gets does not
-depend on the others. Random numbers of a turn have a seed of their own, made from the sampling's
-and the turn; within it they belong to step, sample and position, as everywhere.
+All conversations of a batch run in lockstep; each turn is one call of the generator. Tools' answers
+are part of the row but masked from training, with log-probability 0 and version -1. A turn begins
+only if a turn of full length fits, so that a conversation's length does not depend on the others.
+Each turn has its own seed, derived from the sampling's seed and the turn's index; within a turn,
+random numbers depend on step, sample and position as in `hybridflow.rollout.sampling`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Generate(Protocol):
     def __call__(
         self, prompts: Sequence[Tensor], sampling: Sampling, *, sample_ids: Tensor, step: int
     ) -> Responses:
-        """Responses to prompts."""
+        """Generates responses to prompts."""
         ...
 
 
 def write_answers(answers: Sequence[str]) -> str:
-    """Text of answers in the order of their calls: <result>...</result> each."""
+    """Formats answers, in the order of their calls, as <result>...</result> each."""
     return "".join(f"<result>{answer}</result>" for answer in answers)
 
 
@@ -68,22 +68,22 @@ class _Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentLoop:
-    """A policy that answers, calls tools, reads their answers, and goes on.
+    """A loop in which a policy generates turns, calls tools, and reads their answers.
 
-    A conversation is over after a turn without a call, a turn that its length cut off, the last
-    turn allowed, or where another turn does not fit; its last token is always the policy's.
+    A conversation ends after a turn without a call, a turn cut off by its length, `max_turns`
+    turns, or when another turn does not fit; its last token is always the policy's.
 
     Attributes:
         generate: the policy's generator.
-        tokenizer: for the policy's text and for answers.
-        tools: functions from keywords to text, by name.
-        max_turns: of the policy in a conversation.
-        max_tokens: of a conversation after its prompt, answers included.
-        tool_timeout_s: for each call.
-        max_answer_tokens: that are kept of the answers to a turn.
-        parse: the calls in a turn's text; a ValueError's message is told to the policy.
-        write: the text of a turn's answers.
-        encode: its tokens, where the tokenizer's `encode` would put a begin token before them.
+        tokenizer: decodes the policy's turns and encodes answers.
+        tools: functions from keyword arguments to text, by name.
+        max_turns: most turns of the policy in a conversation.
+        max_tokens: most tokens of a conversation after its prompt, answers included.
+        tool_timeout_s: time limit of each call, in seconds.
+        max_answer_tokens: most tokens kept of the answers to one turn.
+        parse: finds the calls in a turn's text; the policy reads the message of a ValueError.
+        write: formats the answers to a turn as text.
+        encode: tokenizes that text; set it if the tokenizer's `encode` prepends a start token.
     """
 
     generate: Generate
@@ -105,19 +105,19 @@ class AgentLoop:
             )
 
     def run(self, batch: Batch, sampling: Sampling, *, step: int = 0, version: int = 0) -> Batch:
-        """Holds the conversations.
+        """Runs the conversations of a batch.
 
         Args:
             batch: columns prompts [B, P], prompt_lengths [B], sample_ids [B]; others are kept.
-            sampling: of each turn; its end token ends a turn, and max_new_tokens is a turn's.
-            step: of training, which random numbers depend on.
-            version: of the weights, where the generator does not tell it.
+            sampling: of each turn; its end token and max_new_tokens end a turn.
+            step: training step; random numbers differ between steps.
+            version: of the weights, used if the generator does not return versions.
 
         Returns:
-            B x num_samples rows, those of a prompt one after another: the prompts' columns and
-            tokens [., P + max_tokens], lengths, mask of the policy's tokens, rollout_log_probs,
-            versions (-1 where not the policy's), group, num_turns, and tool_errors, the number of
-            calls that gave the policy an error.
+            B x num_samples rows, those of a prompt adjacent: the prompts' columns and tokens
+            [., P + max_tokens], lengths, mask of the policy's tokens, rollout_log_probs, versions
+            (-1 for tools' tokens), group, num_turns, and tool_errors, the number of calls that
+            returned an error.
 
         Raises:
             ConfigError: if there is no end token, or not even one turn fits into max_tokens.
@@ -146,7 +146,7 @@ class AgentLoop:
             active = [talk for talk in talks if not talk.is_over]
             if not active:
                 break
-            # The first turn is what one generation without tools would be.
+            # The first turn keeps the seed, so that it equals a generation without tools.
             seed = stream_key(sampling.seed, turn) if turn else sampling.seed
             asked = replace(sampling, num_samples=1, seed=seed)
             dtype = self._turn(active, asked, step, version)
@@ -158,7 +158,7 @@ class AgentLoop:
     def _turn(
         self, active: list[_Conversation], sampling: Sampling, step: int, version: int
     ) -> torch.dtype:
-        """The policy's turn, and what it calls; returns the type of its log-probabilities."""
+        """Generates a turn and parses its calls; returns the dtype of the log-probabilities."""
         found = self.generate(
             [torch.tensor(talk.tokens) for talk in active],
             sampling,
@@ -193,7 +193,7 @@ class AgentLoop:
             talk.num_errors += sum(answer.is_error for answer in talk.answers)
 
     def _read(self, talk: _Conversation, limit: int) -> None:
-        """Lets a conversation read its answers, if a turn still fits after them."""
+        """Appends answers to a conversation if another turn still fits after them."""
         if talk.is_over:
             return
         text = self.write([answer.text for answer in talk.answers])

@@ -1,11 +1,11 @@
-"""Generation by a Hugging Face model's own `generate`, for models that ours does not know.
+"""Generation by a Hugging Face model's own `generate`, for models that our decoder lacks.
 
-Slower than `hybridflow.rollout.native.generator`: each sample reads its prompt again, and a batch lasts as
-long as its longest response. The tokens are drawn as there, from the same random numbers, and handed to
-`generate` as the only ones possible, so that its greedy search takes them; its own sampling draws
-from one generator for the whole batch. The model's generation settings (penalties, truncations,
-forced tokens) are put aside, as its log-probabilities would then be of another distribution than
-the trainer's.
+Slower than `hybridflow.rollout.native.generator`: each sample prefills its prompt again, and a
+batch lasts as long as its longest response. A logits processor draws each token from the same
+random numbers as there and masks all others, so that greedy search takes it; `generate`'s own
+sampling uses one generator for the whole batch. The model's generation settings (penalties,
+truncations, forced tokens) are ignored, because its log-probabilities would then be of another
+distribution than the trainer's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["generate"]
 
 
 class _Drawer:
-    """A logits processor that draws the token itself, and leaves no other.
+    """A logits processor that draws the token itself, and masks all others.
 
     Attributes:
         log_probs: of the drawn tokens, [rows] for each step.
@@ -40,7 +40,7 @@ class _Drawer:
         self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Takes the logits of the next token, [rows, vocabulary]."""
+        """Draws from the logits of the next token, [rows, vocabulary]; returns masked ones."""
         if not self._sampling.is_greedy:
             scores = scores / self._sampling.temperature
         step = len(self.log_probs)
@@ -68,21 +68,21 @@ def generate(
     """Generates responses to prompts; arguments and result as of `native.generate`.
 
     Args:
-        model: a causal language model of `transformers`; it should be in evaluation mode.
+        model: a causal language model of `transformers`, in evaluation mode.
         prompts: tokens of each; none may be empty.
-        sampling: what is drawn.
-        sample_ids: names of the samples, prompt by prompt; 0, 1, ... when not given.
-        step: of training; draws differ between steps.
+        sampling: how tokens are drawn.
+        sample_ids: ids of the samples, prompt by prompt; 0, 1, ... when not given.
+        step: training step; random numbers differ between steps.
         num_places: samples in a batch.
         on_token: called after each step with the number of samples that are done.
 
     Raises:
         DataError: if there is no prompt, or one is empty.
-        ConfigError: if the model is no decoder alone, or has too few positions.
+        ConfigError: if the model has an encoder, or too few positions.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError(
-            f"{type(model).__name__}: expected a decoder alone, got one that reads by an encoder"
+            f"{type(model).__name__}: expected a decoder alone, got an encoder-decoder model"
         )
     rows, ids = samples(prompts, sampling, sample_ids)
     longest = max(map(len, rows)) + sampling.max_new_tokens
@@ -104,7 +104,7 @@ def generate(
                 on_token(start + num_done)
 
         tokens, log_probs = _batch(model, rows[start:stop], sampling, ids[start:stop], step, after)
-        # The first token of a batch comes from its prompts' pass.
+        # The prefill yields the first token of a batch.
         num_steps += tokens.shape[1] - 1
         for row, values in zip(tokens.tolist(), log_probs.tolist(), strict=True):
             has_end = sampling.end_token in row
@@ -122,7 +122,7 @@ def _batch(
     step: int,
     after: Callable[[int], None],
 ) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities [rows, steps]; what follows a row's end token means nothing."""
+    """Tokens and log-probabilities [rows, steps]; values after a row's end token are undefined."""
     from transformers import GenerationConfig, LogitsProcessorList
 
     device = model.device
@@ -137,7 +137,7 @@ def _batch(
         numbers = uniforms(sampling.seed, step, ids.to(device), sampling.max_new_tokens)
     drawer = _Drawer(sampling, numbers, after)
     own = model.generation_config
-    # What a given configuration leaves open is taken from the model's: it must have nothing to say.
+    # `generate` fills unset settings from the model's generation_config, so that must be empty.
     model.generation_config = GenerationConfig()
     try:
         found = model.generate(

@@ -1,7 +1,7 @@
-"""Responses that were made one by one, as the rows of a table.
+"""Conversion of responses generated one by one into rows of a table.
 
-Engines that are not ours give a list of tokens for each sample; this is where those become what
-`hybridflow.rollout.native.generator` gives.
+External engines return a list of tokens for each sample; the functions here turn those into the
+`Responses` that `hybridflow.rollout.native.generator` returns.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class ServedResponses(Responses):
-    """Responses of a server that says which weights it has.
+    """Responses of a server that reports the version of its weights.
 
     Attributes:
-        versions: of the weights, one for all tokens of a response; int64 [samples].
+        versions: of the weights that made each response; int64 [samples].
     """
 
     versions: Tensor
@@ -47,10 +47,10 @@ def samples(
     sampling: Sampling,
     sample_ids: Int64[Tensor, " samples"] | None,
 ) -> tuple[list[Tensor], Int64[Tensor, " samples"]]:
-    """The prompt and the name of each sample.
+    """The prompt and the id of each sample.
 
     Raises:
-        DataError: if there is no prompt, one is empty, or there is not one name a sample.
+        DataError: if there is no prompt, one is empty, or there is not one id per sample.
     """
     empty = [k for k, prompt in enumerate(prompts) if not len(prompt)]
     if not prompts or empty:
@@ -79,11 +79,11 @@ def responses(
     """Rows of prompt and response.
 
     Args:
-        prompts: of each sample.
-        tokens: of each response.
-        log_probs: one for each token.
-        num_steps: see `Responses`.
-        versions: of the weights that made each response, where that is known.
+        prompts: prompt of each sample.
+        tokens: tokens of each response.
+        log_probs: log-probability of each of these tokens.
+        num_steps: number of decoding passes.
+        versions: of the weights that made each response; None if unknown.
     """
     rows = list(zip(prompts, tokens, log_probs, strict=True))
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -114,7 +114,7 @@ def prompt_rows(batch: Batch) -> list[Tensor]:
 
 
 def sample_ids(batch: Batch, num_samples: int) -> Int64[Tensor, " samples"]:
-    """The name of each response to a batch's prompts, the same wherever it is drawn."""
+    """The id of each response to a batch's prompts; it does not depend on the rank or batch."""
     ids = batch["sample_ids"].repeat_interleave(num_samples) * num_samples
     return ids + torch.arange(num_samples).repeat(len(batch))
 
@@ -124,11 +124,11 @@ def build_roll(batch: Batch, found: Responses, sampling: Sampling, version: int)
 
     Args:
         batch: the prompts.
-        found: `num_samples` responses to each, one after another.
-        sampling: what was drawn.
-        version: of the weights that drew.
+        found: `num_samples` responses to each, those of a prompt adjacent.
+        sampling: settings they were drawn with.
+        version: of the weights that made them.
     """
-    # A width that does not depend on what was drawn, so that ranks' rows go together.
+    # A width that does not depend on the responses, so that rows of all ranks can be joined.
     width = batch["prompts"].shape[1] + sampling.max_new_tokens
     missing = width - found.tokens.shape[1]
 
@@ -148,7 +148,7 @@ def build_roll(batch: Batch, found: Responses, sampling: Sampling, version: int)
 
 
 def take_greedy(roll: Batch) -> Batch:
-    """The columns of a greedy response, named so that they can be joined with a drawn one's."""
+    """The columns of greedy responses, renamed so that they can be joined with sampled ones."""
     kept = [PADDING] if PADDING in roll else []
     made = {f"greedy_{name}": roll[name] for name in ("tokens", "lengths", "mask")}
     return roll.select(*kept) | Batch(made)

@@ -1,7 +1,7 @@
-"""How tokens are drawn: settings, and random numbers that belong to a token and to nothing else.
+"""Sampling of tokens: settings, and counter-based random numbers.
 
-The number that draws a token is a function of seed, step, sample and position, so that it is the
-same on one rank and on many, whatever else is in the batch, and when a run is resumed.
+The random number that draws a token is a function of seed, step, sample and position, so that it is
+the same on one rank and on many, whatever else is in the batch, and when a run is resumed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["Sampling", "draw", "uniforms"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What is generated for each prompt.
+    """Settings of the sampler.
 
-    Truncations (top-k, top-p) are not offered: the sampler's log-probabilities would then be of
-    another distribution than the trainer's.
+    There is no truncation (top-k, top-p): the sampler's log-probabilities would then be of another
+    distribution than the trainer's.
 
     Attributes:
         max_new_tokens: longest response, its end token included.
         num_samples: responses for each prompt.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        end_token: ends a response and is its last token; None: only the length does.
+        temperature: divides the logits; 0 takes the likeliest token.
+        end_token: token that ends a response; None: only max_new_tokens does.
         seed: of the random numbers.
     """
 
@@ -50,14 +50,14 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is random."""
+        """Whether the likeliest token is always taken."""
         return self.temperature == 0
 
 
 def uniforms(
     seed: int, step: int, samples: Int64[Tensor, " samples"], num_positions: int
 ) -> Float[Tensor, "samples positions"]:
-    """Numbers in [0, 1), float64: one for each sample's id and position of its response."""
+    """Random numbers in [0, 1), float64: one for each sample's id and position of its response."""
     ids = samples.to(torch.int64)[:, None].expand(-1, num_positions)
     positions = torch.arange(num_positions, device=samples.device).expand(len(samples), -1)
     zeros = torch.zeros_like(ids)
@@ -69,18 +69,19 @@ def uniforms(
 def draw(
     logits: Float[Tensor, "rows vocabulary"], numbers: Float[Tensor, " rows"] | None
 ) -> tuple[Int64[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """A token for each row and its log-probability.
+    """Draws a token for each row; returns tokens and their log-probabilities.
 
     Args:
         logits: divided by the temperature already.
-        numbers: in [0, 1), where the cumulated probabilities are cut; the likeliest token if None.
+        numbers: in [0, 1), inverted through the cumulative distribution; None takes the likeliest
+            token.
     """
     log_p = torch.log_softmax(logits, -1)
     if numbers is None:
         tokens = logits.argmax(-1)
     else:
         total = log_p.exp().cumsum(-1, dtype=torch.float64)
-        # Against the last sum, which rounding keeps from being one exactly.
+        # Scaled by the last sum, which differs from one by rounding.
         tokens = torch.searchsorted(total, (numbers * total[:, -1])[:, None], right=True)[:, 0]
         tokens = tokens.clamp_(max=logits.shape[-1] - 1)
     return tokens, log_p.gather(1, tokens[:, None])[:, 0]

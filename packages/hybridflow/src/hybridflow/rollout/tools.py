@@ -1,9 +1,9 @@
-"""Tools that a policy calls: how a call is read from its text, and running it.
+"""Tools that a policy calls: parsing calls in its text, and running them.
 
-A tool is a plain function that takes keywords and returns text. Whatever goes wrong with it (an
-unknown name, wrong arguments, an exception, a result that is no text, no result in time) is told to
-the policy as text and never ends the run. A function that hangs can not be stopped: its thread is
-left behind, and does not keep the process from ending.
+A tool is a plain function from keyword arguments to text. Any failure (an unknown name, wrong
+arguments, an exception, a result that is not text, a timeout) is returned to the policy as text and
+never ends the run. A function that hangs cannot be stopped: its thread is abandoned, as a daemon
+that does not keep the process alive.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ _CALL = re.compile(r"<tool>(.*?)</tool>", re.DOTALL)
 
 
 class ToolCall(NamedTuple):
-    """A tool's name, and its keywords."""
+    """A tool's name, and its keyword arguments."""
 
     name: str
     arguments: Mapping[str, Any]
 
 
 class ToolAnswer(NamedTuple):
-    """What the policy is told, and whether it is an error."""
+    """Text that the policy reads, and whether it is an error."""
 
     text: str
     is_error: bool = False
 
 
 def parse_calls(text: str) -> list[ToolCall]:
-    r"""Reads calls of the form <tool>{"name": ..., "arguments": {...}}</tool>.
+    r"""Parses calls of the form <tool>{"name": ..., "arguments": {...}}</tool>.
 
     Example:
         >>> parse_calls('Let me see. <tool>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool>')
         [ToolCall(name='add', arguments={'a': 1, 'b': 2})]
 
     Raises:
-        ValueError: if what stands between the marks is something else; the message is for the
-            policy.
+        ValueError: if the text between the tags is not a call; the policy reads the message.
     """
     calls = []
     for inside in _CALL.findall(text):
@@ -70,16 +69,16 @@ def run_calls(
     timeout_s: float,
     num_threads: int = 32,
 ) -> list[ToolAnswer]:
-    """Runs calls, some at a time.
+    """Runs calls in threads.
 
     Args:
         calls: of any number of conversations.
-        tools: by name; they must bear being called from several threads.
-        timeout_s: for each call.
-        num_threads: calls at a time.
+        tools: by name; they must be thread-safe.
+        timeout_s: time limit of each call, in seconds.
+        num_threads: calls that run at once.
 
     Returns:
-        An answer to each.
+        An answer to each call, in order.
     """
     answers: list[ToolAnswer] = []
     for start in range(0, len(calls), num_threads):
@@ -114,7 +113,7 @@ def _run(call: ToolCall, tools: Mapping[str, Tool]) -> ToolAnswer:
         return ToolAnswer(f"no tool {call.name!r}; there are {', '.join(tools) or 'none'}", True)
     try:
         result = tools[call.name](**call.arguments)
-    except BaseException as error:  # noqa: BLE001 - whatever a tool raises is for the policy
+    except BaseException as error:  # noqa: BLE001 - whatever a tool raises goes to the policy
         return ToolAnswer(f"{call.name} failed: {type(error).__name__}: {error}", True)
     if not isinstance(result, str):
         return ToolAnswer(f"{call.name} returned {type(result).__name__}, and not text", True)

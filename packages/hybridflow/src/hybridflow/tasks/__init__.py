@@ -1,4 +1,4 @@
-"""Small problems with verifiable answers, on which an algorithm is seen to learn within a minute."""
+"""Small problems with verifiable answers, which a small model learns within about a minute."""
 
 from hybridflow.tasks.arithmetic import Arithmetic
 from hybridflow.tasks.base import QuestionTask, Task, match_each, match_fraction

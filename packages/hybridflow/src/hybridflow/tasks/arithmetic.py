@@ -1,6 +1,6 @@
 """Sums, differences and products: after "12+7=" the response is "19" and the end token.
 
-Responses differ in length, and one that does not end where the answer does is wrong.
+Responses differ in length; a right one ends where the answer does.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Arithmetic(QuestionTask):
     With fewer than 100 questions none is held out: they are evaluated as trained.
 
     Attributes:
-        max_number: both numbers are drawn evenly from 0 to it.
-        operations: some of + - *, drawn evenly.
+        max_number: both numbers are drawn uniformly from 0 to this number.
+        operations: some of + - *, drawn uniformly.
         seed: of the training prompts.
 
     Raises:
@@ -79,7 +79,7 @@ class Arithmetic(QuestionTask):
 
     @property
     def num_questions(self) -> int:
-        """How many different prompts there are."""
+        """Number of different prompts."""
         return (self.max_number + 1) ** 2 * len(self.operations)
 
     def question(self, source: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""What a task is: a source of prompts, and a score for the responses to them.
+"""Interface and base class of tasks: sources of prompts, with a score for responses.
 
 Every prompt is a pure function of seed, step and row. Questions are split by a hash of their text,
 about one in ten held out, so that no seed ever trains on a prompt of the evaluation; fewer than 100
@@ -22,13 +22,13 @@ from shared.errors import ConfigError
 
 __all__ = ["QuestionTask", "Task", "match_each", "match_fraction"]
 
-# Of fewer questions, a hash might leave one side empty.
+# With fewer questions, a split by hash might leave one side empty.
 _MIN_SPLIT = 100
 
 
 @runtime_checkable
 class Task(Protocol):
-    """Prompts, and what responses to them are worth."""
+    """Prompts, and scores of responses to them."""
 
     tokenizer: CharTokenizer
     score: Reward
@@ -53,17 +53,17 @@ class Task(Protocol):
         ...
 
     def evaluation(self, num: int) -> Batch:
-        """The same prompts always, held out from training where there are enough to split."""
+        """Always the same prompts, held out from training if there are enough to split."""
         ...
 
     def exact_match(self, roll: Batch) -> float:
-        """Share of rows whose response is wholly right."""
+        """Share of rows whose response is exactly right."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionTask(Task, ABC):
-    """What tasks have in common that draw one of many questions for each row.
+    """Base of tasks that draw one of many questions for each row.
 
     Attributes:
         seed: of the training prompts.
@@ -79,11 +79,11 @@ class QuestionTask(Task, ABC):
     @property
     @abstractmethod
     def num_questions(self) -> int:
-        """How many different prompts there are."""
+        """Number of different prompts."""
 
     @abstractmethod
     def question(self, source: random.Random) -> str:
-        """A prompt, drawn evenly from all."""
+        """A prompt, drawn uniformly from all."""
 
     @abstractmethod
     def columns(self, prompt: str) -> dict[str, str]:
@@ -107,7 +107,7 @@ class QuestionTask(Task, ABC):
         return (self.batch(step, batch_size) for step in range(start, start + steps))
 
     def evaluation(self, num: int) -> Batch:
-        """The same prompts for every seed, drawn from those held out; some twice if these are few.
+        """The same prompts for every seed, drawn from the held-out ones with repetition.
 
         Raises:
             ConfigError: there is no row.
@@ -136,7 +136,7 @@ class QuestionTask(Task, ABC):
 
 
 def match_fraction(text: str, wanted: str) -> float:
-    """Share of positions that are right, of the longer of both; 1 where both are empty."""
+    """Number of right positions over the longer length; 1 if both texts are empty."""
     same = sum(a == b for a, b in zip(text, wanted, strict=False))
     return same / max(len(text), len(wanted)) if text or wanted else 1.0
 

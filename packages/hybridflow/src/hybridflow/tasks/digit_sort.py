@@ -1,7 +1,7 @@
 """Sorting digits: after "409>" the response is "049".
 
-The length of the response is fixed, so that no end token is needed. A response that has special
-tokens among its digits is shorter as text, and so never wholly right.
+The length of the response is fixed, so that no end token is needed. A response with special tokens
+among its digits is shorter as text, and so never exactly right.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DigitSort(QuestionTask):
     With one digit there are ten prompts, too few to hold any out: they are evaluated as trained.
 
     Attributes:
-        k: how many digits a prompt has.
+        k: number of digits of a prompt.
         seed: of the training prompts.
 
     Raises:
@@ -72,7 +72,7 @@ class DigitSort(QuestionTask):
 
     @property
     def num_questions(self) -> int:
-        """How many different prompts there are."""
+        """Number of different prompts."""
         return 10**self.k
 
     def question(self, source: random.Random) -> str:

@@ -1,8 +1,8 @@
 """Prompts from a file or a list, as batches that are a function of the step alone.
 
-The rows of all epochs, one after another, are one endless stream, and step s takes the rows from
-s * batch_size on: each prompt comes once an epoch whatever the batch size, and a run resumes with
-nothing but the number of its next step. Each epoch's order is drawn from seed and epoch.
+The rows of all epochs form one endless stream, and step s takes the rows from s * batch_size on: so
+each prompt comes once per epoch whatever the batch size, and a run resumes from the number of its
+next step alone. Each epoch's order is a function of seed and epoch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _RESERVED = frozenset(
         "response_tokens",
     ]
 )
-# Tells this stream of random numbers from those that draw tokens with the same seed.
+# Separates this stream of random numbers from those that draw tokens with the same seed.
 _SHUFFLE = 0x5348
 
 
 class Prompts:
-    """Prompts in an order that depends on nothing but seed and epoch.
+    """Prompts in an order that depends only on seed and epoch.
 
     Attributes:
         num_too_long: prompts left out because they have more tokens than allowed.
@@ -71,16 +71,17 @@ class Prompts:
             source: a .jsonl or .parquet file, a list of rows (dicts), or a list of prompts.
             tokenizer: a `Tokenizer`, or one of transformers; for conversations one that has a chat
                 template.
-            column: where rows have the prompt. It and all other columns become object columns of
-                the batches; None where a row lacks one.
+            column: name of the prompts' column. It and all other columns become object columns of
+                the batches, with None for a missing value.
             batch_size: rows of a batch.
-            seed: of the orders.
-            max_prompt_tokens: longer prompts are left out, counted and logged once.
-            shuffle: whether each epoch has an order of its own, or that of the source.
+            seed: of the epochs' orders.
+            max_prompt_tokens: longest prompt in tokens; longer ones are left out, counted and
+                logged once.
+            shuffle: whether each epoch has its own order, or that of the source.
 
         Raises:
             ConfigError: a size is below 1, the file is of no known kind, or pyarrow is missing.
-            DataError: a row can not be used, or no prompt is left.
+            DataError: a row cannot be used, or no prompt is left.
         """
         if batch_size < 1 or max_prompt_tokens < 1:
             raise ConfigError(
@@ -119,7 +120,7 @@ class Prompts:
                 num_rows,
                 max_prompt_tokens,
             )
-        # As a dict, the names keep the order in which they came.
+        # A dict keeps the names in their first order.
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row))
         if taken := sorted(_RESERVED.intersection(self._columns)):
             raise DataError(
@@ -133,7 +134,7 @@ class Prompts:
         return self.batches()
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step, from 0 on; sample_ids are the rows' places in the stream.
+        """The batch of a step, from 0 on; sample_ids are the rows' positions in the stream.
 
         Raises:
             ConfigError: the step is negative.
@@ -147,7 +148,7 @@ class Prompts:
         return prompt_batch([self._tokens[k] for k in rows], places, **objects)
 
     def batches(self, steps: int | None = None, start: int = 0) -> Iterator[Batch]:
-        """The batches of some steps, from `start` on; without a number, for ever."""
+        """The batches of `steps` steps, from `start` on; endless if `steps` is None."""
         numbers = itertools.count(start) if steps is None else range(start, start + steps)
         return map(self.batch, numbers)
 
@@ -159,16 +160,16 @@ class Prompts:
 def prompt_batch(
     tokens: Sequence[Sequence[int]], sample_ids: Iterable[int], **objects: Any
 ) -> Batch:
-    """Prompts as the columns that a rollout takes.
+    """Makes a rollout's input columns from prompts.
 
     Args:
-        tokens: of each prompt.
-        sample_ids: of each row.
+        tokens: tokens of each prompt.
+        sample_ids: id of each row.
         **objects: further columns.
 
     Returns:
-        prompts, int64 [B, P], filled up with 0 on the right; prompt_lengths and sample_ids, int64
-        [B]; and the further columns.
+        prompts, int64 [B, P], padded with 0 on the right; prompt_lengths and sample_ids, int64 [B];
+        and the further columns.
     """
     rows = [torch.tensor(row, dtype=torch.int64) for row in tokens]
     return Batch(
@@ -179,17 +180,17 @@ def prompt_batch(
     )
 
 
-# A batch may lie in two epochs, and each row of it asks for its epoch's order.
+# A batch may span two epochs, and each of its rows needs its epoch's order.
 @functools.lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, num: int) -> Int64[Tensor, " num"]:
-    """Prompts by a random word each; equal words, of which there are hardly any, in their order."""
+    """Sorts prompts by a random word each; ties, which are rare, stay in order."""
     counter = torch.zeros(num, 4, dtype=torch.int64)
     counter[:, 0] = torch.arange(num)
     return philox(counter, stream_key(seed, epoch, _SHUFFLE))[:, 0].argsort(stable=True)
 
 
 def _read(source: Any, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Rows, and where each stands."""
+    """Yields rows, each with its place for messages."""
     if not isinstance(source, str | PathLike):
         for k, row in enumerate(source):
             yield f"row {k}", row if isinstance(row, Mapping) else {column: row}
@@ -215,7 +216,7 @@ def _read_json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 raise DataError(told) from error
             if not isinstance(row, dict):
                 got = type(row).__name__
-                raise DataError(f"{path}:{number}: expected a JSON object, got {got}; mend the row")
+                raise DataError(f"{path}:{number}: expected a JSON object, got {got}; fix the row")
             yield f"{path}:{number}", row
 
 

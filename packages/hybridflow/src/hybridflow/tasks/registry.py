@@ -1,4 +1,4 @@
-"""The tasks that a recipe can name as "NAME:NUMBER"; recipes and their checks read this list."""
+"""Registry of the tasks that a recipe can name as "NAME:NUMBER"."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from shared.registry import Registry
 __all__ = ["TASKS"]
 
 TASKS: Registry[str, Callable[[int, int], Task]] = Registry("task")
-"""By name, what makes a task of a recipe's number and seed."""
+"""By name, a function from a recipe's number and seed to a task."""
 TASKS.add("digit-sort", "hybridflow.tasks.digit_sort:make", "NUMBER digits to sort")
 TASKS.add("arithmetic", "hybridflow.tasks.arithmetic:make", "sums of numbers up to NUMBER")

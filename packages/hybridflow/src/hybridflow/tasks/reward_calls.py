@@ -1,9 +1,10 @@
-"""Calls of a function that may hang or crash: under an alarm here, or in worker processes.
+"""Calls of a function that may hang or crash: with an alarm here, or in worker processes.
 
-An alarm reaches only the main thread on Unix, and no code that never returns to the interpreter; a
-worker process is killed and replaced, and so are those whose answers nobody waits for any more. Each
-worker leads a process group, so that what its function has started is killed with it; where calls have
-a time limit another worker stands by, as starting one takes longer than most calls.
+An alarm works only in the main thread on Unix, and cannot interrupt code that does not return to
+the interpreter. A worker process that exceeds its limit, or whose caller stopped waiting, is killed
+and replaced. Each worker leads a process group, so that what its function has started is killed with
+it; if calls have a time limit a spare worker stands ready, as starting one takes longer than most
+calls.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RewardCall:
-    """One call of the function: a sample and a text, or if batched lists of them, for some rows."""
+    """One call of the function for some rows: a sample and a text, or lists of them if batched."""
 
     rows: range
     sample: Any
@@ -56,17 +57,17 @@ class RewardFailure:
 
 
 class OutOfTime(BaseException):
-    """Not an Exception, lest the function's own handlers take it."""
+    """Derives from BaseException, so that the function's `except Exception` does not catch it."""
 
 
 def out_of_time(limit_s: float | None) -> RewardFailure:
-    """What a row gets whose call took too long."""
+    """The failure of a row whose call took too long."""
     return RewardFailure(f"it took longer than time_limit_s={limit_s}")
 
 
 @contextlib.contextmanager
 def time_limit(limit_s: float | None) -> Iterator[None]:
-    """Raises OutOfTime here after a while; whatever alarm was set before goes on afterwards."""
+    """Raises OutOfTime in the body after `limit_s` seconds; then restores an earlier alarm."""
     if limit_s is None:
         yield
         return
@@ -81,7 +82,7 @@ def time_limit(limit_s: float | None) -> Iterator[None]:
     finally:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        finally:  # the alarm may ring just as it is stopped
+        finally:  # the alarm may fire while it is being stopped
             signal.signal(signal.SIGALRM, handler)
             if left_s:
                 left_s = max(1e-6, left_s - (time.monotonic() - start))
@@ -104,18 +105,19 @@ class CallLimits:
 
 
 class CallWorkers:
-    """Processes that are kept between calls, each with one call of the function at a time."""
+    """Processes that live between calls, and run one call of the function at a time each."""
 
     def __init__(self, pickled: bytes, num_workers: int, limits: CallLimits) -> None:
-        """Starts them.
+        """Starts the processes.
 
         Args:
-            pickled: from a `RewardCall` to what each of its rows gets, a `RewardFailure` or anything else.
-            num_workers: how many.
-            limits: of each call.
+            pickled: pickled function from a `RewardCall` to a list with each row's result, a
+                `RewardFailure` or any other value.
+            num_workers: number of processes.
+            limits: limits of each call.
         """
         self._pickled, self._limits = pickled, limits
-        # Two threads that shared a worker would get each other's answers.
+        # Two threads that used one worker at once would receive each other's answers.
         self._lock = threading.Lock()
         self._workers = [self._started() for _ in range(num_workers)]
         self._spares = [self._started()] if limits.time_s is not None else []
@@ -126,7 +128,7 @@ class CallWorkers:
         return _Worker(self._pickled, self._limits)
 
     def run(self, calls: list[RewardCall]) -> Iterator[tuple[RewardCall, list[Any]]]:
-        """Calls and what became of each row, in the order in which they end."""
+        """Yields calls with their rows' results, in the order in which calls end."""
         waiting, num_missing = deque(calls), len(calls)
         with self._lock:
             try:
@@ -138,7 +140,7 @@ class CallWorkers:
                             num_missing -= 1
                             yield ended
             except BaseException:
-                # Answers still under way would be taken for those of the next calls.
+                # Late answers of these workers would be taken for answers to the next calls.
                 for k, worker in enumerate(self._workers):
                     if worker.call is not None:
                         self._replace(k)
@@ -153,7 +155,7 @@ class CallWorkers:
                 self._workers[k].give(waiting[0], self._limits.time_s)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise DataError(
-                    f"reward: row {waiting[0].rows[0]}: its object columns can not be sent to a "
+                    f"reward: row {waiting[0].rows[0]}: its object columns cannot be sent to a "
                     f"worker process: {error}; drop them, or set in_process=True"
                 ) from error
             waiting.popleft()
@@ -183,7 +185,7 @@ class CallWorkers:
                 told = message.reason if isinstance(message, RewardFailure) else message
                 raise ConfigError(
                     f"reward: a worker process could not load the function: {told}; it must be "
-                    "importable there, and a script's own code must stand under "
+                    "importable there, and a script must run its own code under "
                     "`if __name__ == '__main__':`"
                 )
             return None
@@ -239,19 +241,19 @@ class _Worker:
 
 
 def _serve(link: connection.Connection, pickled: bytes, limits: CallLimits) -> None:
-    """A worker process: says None once it has the function, then answers calls."""
+    """A worker process: sends None once it has loaded the function, then answers calls."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's to handle
     try:
         answers = pickle.loads(pickled)
-    except Exception:  # noqa: BLE001 - told to the parent, which raises it
+    except Exception:  # noqa: BLE001 - sent to the parent, which raises it
         link.send(traceback.format_exc())
         return
     if limits.memory_bytes is not None:
         # Of the heap, not of addresses: libraries reserve many more than they touch.
         _lower(resource.RLIMIT_DATA, limits.memory_bytes)
     link.send(None)
-    with contextlib.suppress(EOFError):  # the parent is gone
+    with contextlib.suppress(EOFError):  # the parent has ended
         while True:
             call = link.recv()
             if limits.cpu_s is not None:
@@ -265,7 +267,7 @@ def _lower(kind: int, soft: int) -> None:
 
 
 def _portable(outcome: Any) -> Any:
-    """A failure whose cause any process can read: its traceback as text."""
+    """Makes a failure's cause picklable, as its traceback in text."""
     if isinstance(outcome, RewardFailure) and outcome.cause is not None:
         told = "".join(traceback.format_exception(outcome.cause))
         return RewardFailure(outcome.reason, RuntimeError(f"in the worker process:\n{told}"))

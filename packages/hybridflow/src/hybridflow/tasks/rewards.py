@@ -1,10 +1,10 @@
 """Rewards as plain functions of a sample and the text of its response.
 
-A function may be wrong about one sample of a thousand: it raises, hangs, or returns no number. The
-policy says what then: fail, naming the sample; give it 0; or mark its row to be dropped. In worker
-processes a function that hangs or crashes harms nothing else. In this process a time limit is an
-alarm, which only the main thread on Unix can have, and which code that never returns to the
-interpreter does not hear; `in_process=False` has neither restriction.
+A function may fail on a single sample: it raises, hangs, or does not return a number. `on_error`
+decides what follows: fail and name the sample, reward it with 0, or mark its row to be dropped. In
+worker processes a function that hangs or crashes affects nothing else. In this process a time limit
+is an alarm, which works only in the main thread on Unix, and cannot interrupt code that does not
+return to the interpreter; `in_process=False` has neither restriction.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class RewardOptions:
     """How a reward function is called.
 
     Attributes:
-        time_limit_s: of one call: a row, or all rows of a batched function; None: no limit.
-        on_error: what a row whose reward is wrong does: "fail", "zero" or "drop".
+        time_limit_s: seconds of one call (a row, or all rows if batched); None: no limit.
+        on_error: how a row without a valid reward is treated: "fail", "zero" or "drop".
         in_process: whether the function runs in this process, or in worker processes.
-        workers: how many processes, each with one row at a time.
-        batched: whether the function takes lists of samples and of texts, and returns a number each.
+        workers: number of processes, each with one row at a time.
+        batched: whether the function takes lists of samples and texts, and returns a list.
         per_token: whether it returns a number for each token of the response.
         cpu_limit_s: processor time of one call, and of each process that it starts, in seconds; the
             worker process is killed. None: no limit.
@@ -95,15 +95,15 @@ class RewardOptions:
                 )
         if self.workers < 1 or (self.workers > 1 and (self.in_process or self.batched)):
             raise ConfigError(
-                f"reward.workers: {self.workers} is not offered with in_process={self.in_process}, "
-                f"batched={self.batched}; several need in_process=False and one row a call"
+                f"reward.workers: {self.workers} is invalid with in_process={self.in_process}, "
+                f"batched={self.batched}; several need in_process=False and batched=False"
             )
         if self.batched and self.per_token:
             raise ConfigError("reward: batched and per_token exclude each other; choose one")
 
 
 class Reward:
-    """A function that rewards, and how it is called; made by `reward`."""
+    """A reward function and its options; made by `reward`."""
 
     def __init__(self, function: Callable[..., Any], options: RewardOptions) -> None:
         self.function, self.options = function, options
@@ -116,7 +116,7 @@ class Reward:
         return f"Reward({self.__qualname__}, {self.options})"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        # Where this object has taken the function's name, pickle can find it, but not the function.
+        # A decorated function's name refers to this object, so pickle finds it by that name.
         with contextlib.suppress(AttributeError, KeyError):
             if operator.attrgetter(self.__qualname__)(sys.modules[self.__module__]) is self:
                 return self.__qualname__
@@ -125,8 +125,8 @@ class Reward:
     def __call__(self, roll: Batch, tokenizer: Any) -> Batch:
         """Rewards each row's response.
 
-        The function gets a row's object columns as a dict, in which "response_tokens" is the list
-        of the response's token ids, end token included; and the response's text, without it.
+        The function receives a row's object columns as a dict, with "response_tokens", the list of
+        the response's token ids, end token included; and the response's text, without end token.
 
         Args:
             roll: with tokens [B, W], mask [B, W] of the response, and sample_ids [B].
@@ -138,8 +138,8 @@ class Reward:
             `meta["reward_errors"]` is the number of rows that failed, added to roll's.
 
         Raises:
-            DataError: a row's reward is wrong and the policy is "fail", or columns do not fit.
-            ConfigError: the time limit needs the main thread, or the function can not be imported.
+            DataError: a row's reward is invalid and the policy is "fail", or columns do not fit.
+            ConfigError: the time limit needs the main thread, or the function cannot be imported.
         """
         calls, counts = self._calls(roll, tokenizer), roll["mask"].sum(1).tolist()
         found: list[Any] = [None] * len(roll)
@@ -159,7 +159,7 @@ class Reward:
         rewarded = Batch(meta={"reward_errors": errors})
         mask = roll["mask"]
         if self.options.per_token:
-            # A mask takes its elements row by row, which is their order here.
+            # Indexing by a mask visits elements row by row, which is the order of the values here.
             rewards = torch.zeros(mask.shape, device=mask.device)
             rewards[mask] = flat.to(mask.device)
             rewarded["rewards"] = rewards
@@ -213,7 +213,7 @@ class Reward:
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ConfigError(
                     f"reward {self.__qualname__}: in_process=False needs a function that another "
-                    f"process can import, and {error}; define it at the top of a module, or use "
+                    f"process can import, got {error}; define it at the top of a module, or use "
                     "in_process=True"
                 ) from error
             options = self.options
@@ -225,12 +225,12 @@ class Reward:
             self._workers = CallWorkers(pickled, options.workers, limits)
         try:
             yield from self._workers.run(calls)
-        except ConfigError:  # none that can not start is kept
+        except ConfigError:  # workers that cannot start are not kept
             self.close()
             raise
 
     def _answers(self, call: RewardCall, limit_s: float | None = None) -> list[Any]:
-        """What each row of a call gets: its numbers, or a failure."""
+        """The result of each row of a call: its numbers, or a failure."""
         options = self.options
         try:
             with time_limit(limit_s):
@@ -246,7 +246,7 @@ class Reward:
             return [_checked(values)] if options.per_token else [_checked([one]) for one in values]
         except OutOfTime:
             return [out_of_time(limit_s)] * len(call.rows)
-        except Exception as error:  # noqa: BLE001 - what the policy makes of it is decided by the caller
+        except Exception as error:  # noqa: BLE001 - the caller applies the policy to it
             return [RewardFailure(f"it raised {type(error).__name__}: {error}", error)] * len(
                 call.rows
             )
@@ -272,19 +272,19 @@ class Reward:
 
 
 def reward(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Makes a function (sample, text) -> float a `Reward`; with or without options.
+    """Decorator that turns a function (sample, text) -> float into a `Reward`.
 
     Args:
-        function: called with a row's object columns and its response's text. If batched, with lists
-            of both, to return a number each; if per_token, to return a number for each token in
-            sample["response_tokens"].
-        **options: of `RewardOptions`.
+        function: called with a row's object columns and its response's text. If batched, it takes
+            lists of both and returns a list of numbers; if per_token, it returns a number for each
+            token in sample["response_tokens"].
+        **options: fields of `RewardOptions`.
 
     Returns:
         The `Reward`, or a decorator that makes one.
 
     Raises:
-        ConfigError: an option is out of range, or there is none of its name.
+        ConfigError: an option is unknown or out of range.
     """
     known = RewardOptions.__dataclass_fields__
     if unknown := sorted(options.keys() - known.keys()):

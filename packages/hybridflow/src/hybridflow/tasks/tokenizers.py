@@ -1,8 +1,8 @@
-"""Text to tokens and back: two small vocabularies of ours, and anybody else's behind one protocol.
+"""Tokenizers: bytes, characters of an alphabet, and those of transformers behind one protocol.
 
-Token 0 only ever fills rows up, so a batch's padding needs no tokenizer. Special tokens have no
-text: decoding leaves them out. A model's vocabulary may be larger than its tokenizer's, and then a
-policy may draw ids that mean nothing; these decode to U+FFFD, as broken bytes do.
+Token 0 is padding only, so that batches are padded without a tokenizer. Special tokens have no
+text: decoding leaves them out. A model's vocabulary may be larger than its tokenizer's; ids that
+the tokenizer lacks decode to U+FFFD, as invalid bytes do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNKNOWN = "\ufffd"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What prompts, rewards and tasks ask of a tokenizer."""
+    """Interface of tokenizers to prompts, rewards and tasks."""
 
     @property
     def vocab_size(self) -> int:
@@ -36,12 +36,12 @@ class Tokenizer(Protocol):
 
     @property
     def pad_token(self) -> int:
-        """Fills rows up; 0."""
+        """The padding token, 0."""
         ...
 
     @property
     def end_token(self) -> int:
-        """Ends a response."""
+        """The token that ends a response."""
         ...
 
     def encode(self, text: str) -> list[int]:
@@ -55,10 +55,10 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class ChatTokenizer(Tokenizer, Protocol):
-    """A tokenizer that knows how a model was taught to read a conversation."""
+    """A tokenizer with a model's chat template."""
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The tokens of a conversation, up to where the model's answer begins."""
+        """The tokens of a conversation, up to the start of the model's answer."""
         ...
 
 
@@ -66,7 +66,7 @@ class ChatTokenizer(Tokenizer, Protocol):
 class ByteTokenizer:
     """The bytes of UTF-8, after three special tokens.
 
-    Any str comes back as it went in, lone surrogates included.
+    Decoding restores any str exactly, lone surrogates included.
     """
 
     pad_token = 0
@@ -75,12 +75,12 @@ class ByteTokenizer:
     vocab_size = 3 + 256
 
     def encode(self, text: str) -> list[int]:
-        """One token a byte."""
+        """One token per byte."""
         return [3 + byte for byte in text.encode("utf-8", "surrogatepass")]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; what is no UTF-8 becomes U+FFFD."""
-        # 0xFF is no part of any UTF-8 text, so ids beyond ours end as U+FFFD.
+        """The text of tokens; invalid UTF-8 becomes U+FFFD."""
+        # 0xFF never occurs in UTF-8, so ids beyond the vocabulary decode to U+FFFD.
         data = bytes(
             token - 3 if token < self.vocab_size else 0xFF
             for token in ids
@@ -119,7 +119,7 @@ class CharTokenizer:
         return 2 + len(self.alphabet)
 
     def encode(self, text: str) -> list[int]:
-        """One token a character.
+        """One token per character.
 
         Raises:
             DataError: a character is not in the alphabet.
@@ -144,10 +144,10 @@ class CharTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceTokenizer:
-    """A tokenizer of `transformers`, where one of ours is expected; made by `as_tokenizer`.
+    """Adapts a tokenizer of `transformers` to `Tokenizer`; made by `as_tokenizer`.
 
-    Its own padding token is not used: rows are filled with 0, and lengths and masks say what
-    counts. Text gets the special tokens that the tokenizer adds by itself, such as a begin token.
+    Rows are padded with 0 instead of its own padding token; lengths and masks mark real tokens.
+    Encoded text has the special tokens that the tokenizer adds by itself, such as a start token.
     """
 
     tokenizer: Any
@@ -183,17 +183,17 @@ class HuggingFaceTokenizer:
                 list(messages), tokenize=False, add_generation_prompt=True
             )
         except Exception as error:
-            # Templates are programs that raise what they like.
+            # A template is a program, which may raise any exception.
             raise DataError(
-                f"the tokenizer's chat template took no {list(messages)!r}: {error}; set "
-                "tokenizer.chat_template, mend the messages, or give prompts as strings"
+                f"the tokenizer's chat template cannot format {list(messages)!r}: {error}; set "
+                "tokenizer.chat_template, fix the messages, or give prompts as strings"
             ) from error
         # The template has written the special tokens already.
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def as_tokenizer(obj: Any) -> Tokenizer:
-    """The object itself where it is a `Tokenizer`, else an adapter to one of `transformers`.
+    """The object itself if it is a `Tokenizer`, else an adapter to one of `transformers`.
 
     Raises:
         ConfigError: it is neither, or has no end token.

@@ -1,1 +1,1 @@
-"""From a recipe to a run: settings, placement, models, steps, checkpoints."""
+"""Recipes and runs: settings, placement, models, steps, checkpoints."""

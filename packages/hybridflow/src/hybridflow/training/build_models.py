@@ -1,4 +1,4 @@
-"""A recipe's models on a recipe's pools."""
+"""Builds a recipe's models on its resource pools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def start_workers(recipe: Recipe) -> Workers:
     """Starts the ranks that a recipe asks for.
 
     Raises:
-        ConfigError: if they are not available, or torchrun started another number.
+        ConfigError: if they are not available, or torchrun started another number of processes.
     """
     place = recipe.placement
     return ENGINES.get(place.engine)(place.num_ranks_in_all, place.address)
@@ -45,7 +45,7 @@ def start_local(num_ranks: int, _: str) -> Workers:
 
 
 def start_ray(num_ranks: int, address: str) -> Workers:
-    """Actors of Ray; a cluster is started where the address is empty."""
+    """Actors of Ray, in the cluster at an address; if it is empty, as `Workers.ray` finds one."""
     return Workers.ray(address or None, num_ranks=num_ranks)
 
 
@@ -53,36 +53,36 @@ def start_torchrun(num_ranks: int, _: str) -> Workers:
     """The processes that torchrun has started.
 
     Raises:
-        ConfigError: if they are more or fewer.
+        ConfigError: if there are not `num_ranks` of them.
     """
     workers = Workers.torchrun()
     if workers.num_ranks != num_ranks:
         workers.close()
         raise ConfigError(
-            f"placement: its pools have {num_ranks} ranks, and torchrun has started "
+            f"placement: expected {num_ranks} ranks, those of all pools, and torchrun has started "
             f"{workers.num_ranks}; change --nproc-per-node or --nnodes, or the pools"
         )
     return workers
 
 
 class Models:
-    """The models of a recipe, each placed when it is asked for.
+    """The models of a recipe, each placed when its method is called.
 
     Attributes:
-        groups: those that checkpoints save, by role.
+        groups: worker groups that checkpoints save, by role.
     """
 
     def __init__(self, recipe: Recipe, workers: Workers, vocab_size: int) -> None:
-        """Sets pools aside.
+        """Reserves the recipe's pools.
 
         Args:
-            recipe: of the run.
-            workers: with as many ranks as its pools have.
-            vocab_size: of the tokenizer, for models made from nothing.
+            recipe: recipe of the run.
+            workers: with as many ranks as the recipe's pools have in all.
+            vocab_size: of the tokenizer, for models made from a preset.
         """
         self._recipe, self._workers, self._vocab_size = recipe, workers, vocab_size
         self.groups: dict[str, WorkerGroup] = {}
-        # A rollout's ranks may become several pools; so all are set aside in their order.
+        # Reserved in the recipe's order, as the rollout's ranks may become several pools.
         self._pools = {
             name: self._pool_of(name, size) for name, size in recipe.placement.sizes.items()
         }
@@ -95,7 +95,7 @@ class Models:
         )  # fmt: skip
 
     def _pool_of(self, name: str, size: int) -> list[ResourcePool]:
-        """A pool; that of an asynchronous loop's rollouts as one for each of them."""
+        """Reserves a pool; for rollouts of an asynchronous loop, one pool for each replica."""
         place = self._recipe.placement.of("rollout")
         is_many = self._recipe.loop.kind == "async" and place.pool == name
         if not is_many or "rollout" not in self._recipe.placement.models:
@@ -129,13 +129,13 @@ class Models:
         return self._kept(role, Critic, optimizer=self._optimizer, seed=self._recipe.seed + seed)
 
     def reference(self) -> Reference | None:
-        """The actor as it was, where there is a penalty for leaving it; in no checkpoint."""
+        """The actor's initial weights, for the KL penalty; constant, so not checkpointed."""
         if not self._recipe.beta:
             return None
         return self._placed("reference", Reference, seed=self._recipe.seed)
 
     def reward(self) -> RewardModel:
-        """The reward model that the recipe names; it does not change, so it is in no checkpoint."""
+        """The reward model that the recipe names; constant, so not checkpointed."""
         return self._placed("reward", RewardModel, self._recipe.reward)
 
     def cost(self) -> CostModel:
@@ -143,7 +143,7 @@ class Models:
         return self._placed("cost", CostModel, self._recipe.cost)
 
     def rollouts(self) -> list[Rollout | ServedRollout]:
-        """Who draws beside the actor: none, one, or of an asynchronous loop one for each replica."""
+        """Rollouts beside the actor: none, one, or one per replica in an asynchronous loop."""
         recipe = self._recipe
         if "rollout" not in recipe.placement.models:
             return []
@@ -164,7 +164,7 @@ class Models:
 
 
 def _named(model: str, vocab_size: int) -> Model:
-    """A preset takes the tokenizer's vocabulary, filled up so that shards divide it."""
+    """Sets a preset's vocabulary to the tokenizer's, padded so that tensor shards divide it."""
     name = model.removeprefix("config:")
     if model == name or name not in PRESETS:
         return model

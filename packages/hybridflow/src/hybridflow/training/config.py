@@ -1,7 +1,7 @@
 """A recipe: all settings of a run, as a YAML file and as frozen dataclasses.
 
-Unknown keys are refused with a hint at the nearest known one. Keys are checked against one another
-before anything is started.
+An unknown key is an error that names the nearest known one. Contradictory keys, and keys without
+effect, are refused before any rank starts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """Of actor and critic alike; the schedule runs over the whole run.
+    """Settings of the optimizers of actor and critic; the schedule spans the whole run.
 
     Attributes:
-        lr, weight_decay, max_grad_norm, schedule: as of `hybridflow.AdamW`.
-        warmup_share: share of the optimizer's steps over which the rate rises.
+        lr, weight_decay, max_grad_norm, schedule: as in `hybridflow.AdamW`.
+        warmup_share: share of the optimizer's steps over which the learning rate rises.
     """
 
     lr: float = 1e-3
@@ -46,31 +46,32 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A run.
+    """All settings of a run.
 
     Attributes:
         algorithm: a name of `hybridflow.algorithms.registry`.
-        model: "config:NAME" for a model made from nothing, or a local Hugging Face folder.
-        task: "NAME:NUMBER" of `hybridflow.tasks.registry`, as "digit-sort:2", or a .jsonl or .parquet file of prompts.
+        model: "config:NAME" for a randomly initialised model, or a local Hugging Face folder.
+        task: "NAME:NUMBER" of `hybridflow.tasks.registry`, such as "digit-sort:2", or a .jsonl or
+            .parquet file of prompts.
         reward: "file.py:function" or "module:function" of a `hybridflow.reward`, or a reward model:
-            a Hugging Face folder, or "config:NAME"; empty for a task that has its own.
+            a Hugging Face folder, or "config:NAME"; empty: the task's own reward.
         cost: the same for the cost of Safe-RLHF.
-        per_token: of a task: whether each right token is rewarded, or the whole answer.
+        per_token: whether a task rewards each right token, instead of the whole answer.
         steps: training steps.
-        batch_size: responses a step; prompts times `num_samples`.
-        num_samples: responses a prompt; more than one for algorithms that compare a group.
-        max_new_tokens: longest response; 0: what the task needs.
-        max_prompt_tokens: longer prompts of a file are left out.
-        temperature: of drawing.
-        num_updates: optimizer steps a training step.
-        clip_low, clip_high: bounds of the ratio.
-        beta: weight of the penalty for leaving the reference; 0: no reference.
-        seed: of everything random.
-        optimizer: of actor and critic.
-        placement: of the models.
-        loop: how drawing and learning take turns.
-        server: that draws in place of the actor.
-        max_tokens: of a micro-batch.
+        batch_size: responses per step, which is prompts times `num_samples`.
+        num_samples: responses per prompt; 2 or more for algorithms that compare a group.
+        max_new_tokens: longest response in tokens; 0: as long as the task needs.
+        max_prompt_tokens: longest prompt of a file in tokens; longer ones are left out.
+        temperature: of sampling; divides the logits.
+        num_updates: optimizer steps per training step.
+        clip_low, clip_high: how far the probability ratio may go below and above 1.
+        beta: weight of the KL penalty against the reference; 0: no reference model.
+        seed: of all random numbers.
+        optimizer: settings for actor and critic.
+        placement: of the models on ranks.
+        loop: how generation and training alternate.
+        server: that generates in place of the actor.
+        max_tokens: most tokens of a micro-batch, padding included.
     """
 
     algorithm: str
@@ -107,11 +108,14 @@ class Recipe:
                 f"or more, got {self.num_samples}"
             )
         if self.spec.kind.has_greedy and self.num_samples != 1:
-            raise ConfigError(f"num_samples: {self.algorithm} draws one response a prompt")
+            raise ConfigError(
+                f"num_samples: expected 1, as {self.algorithm} takes one response per prompt, got "
+                f"{self.num_samples}"
+            )
         if self.batch_size % self.num_samples:
             raise ConfigError(
-                f"batch_size: {self.batch_size} responses are no whole number of prompts with "
-                f"{self.num_samples} each"
+                f"batch_size: expected a multiple of num_samples {self.num_samples}, got "
+                f"{self.batch_size}"
             )
         if self.spec.kind.has_cost and not self.cost:
             raise ConfigError(
@@ -119,14 +123,14 @@ class Recipe:
             )
         if self.beta and not self.spec.has_reference:
             raise ConfigError(
-                f"beta: {self.algorithm} has no penalty for leaving the reference; set it to 0"
+                f"beta: {self.algorithm} has no KL penalty against a reference; set it to 0"
             )
         self._check_all_is_used()
         self._check_rollout()
 
     def _check_all_is_used(self) -> None:
         """Refuses settings that would have no effect."""
-        # It imports torch, which the names of the built-in recipes do not need.
+        # Imported here, because it imports torch, which listing the built-in recipes does not need.
         from hybridflow.tasks.registry import TASKS
 
         if self.cost and not self.spec.kind.has_cost:
@@ -136,11 +140,14 @@ class Recipe:
         is_task = bool(colon) and name in TASKS
         if self.per_token and (self.reward or not is_task):
             raise ConfigError(
-                "per_token: expected a task's own reward to give to tokens, got "
-                + ("a reward of yours" if self.reward else f"prompts of {self.task!r}")
+                "per_token: expected a task's own reward, which can reward tokens, got "
+                + (f"reward {self.reward!r}" if self.reward else f"prompts of {self.task!r}")
             )
         if is_task and is_set(self, "max_prompt_tokens"):
-            raise ConfigError(f"max_prompt_tokens: {self.task} has no longer prompts to leave out")
+            raise ConfigError(
+                f"max_prompt_tokens: it limits prompts of a file, and {self.task} is a task; leave "
+                f"it out"
+            )
         used = {"actor", "rollout", *self.spec.kind.critics}
         used |= {"reference"} if self.beta else set()
         used |= {role for role in ("reward", "cost") if getattr(self, role)}
@@ -158,25 +165,28 @@ class Recipe:
             if is_apart or self.server.kind:
                 who = "a server" if self.server.kind else f"loop {self.loop.kind!r}"
                 raise ConfigError(
-                    f"placement.models.rollout: {who} needs a place for what draws; name a pool of "
-                    f"its own in placement.pools, and here as rollout: {{pool: NAME}}"
+                    f"placement.models.rollout: {who} needs a rollout with a pool of "
+                    f"its own; add a pool to placement.pools, and set rollout: {{pool: NAME}}"
                 )
             return
         if place.of("rollout").pool == place.of("actor").pool:
             raise ConfigError(
-                "placement.models.rollout.pool: expected another pool than the actor's, which "
-                "draws by itself on its own"
+                "placement.models.rollout.pool: expected another pool than the actor's; leave out "
+                "the rollout to generate with the actor"
             )
         used = {*place.models, *self.spec.kind.critics} - {"rollout"}
         beside = [role for role in used if place.of(role).pool == place.of("rollout").pool]
         if is_apart and beside:
             raise ConfigError(
                 f"placement.models.{min(beside)}.pool: {place.of('rollout').pool!r} is the "
-                f"rollout's; in loop {self.loop.kind!r} it would wait for all that is drawn there, "
-                f"so give it another pool"
+                f"rollout's; in loop {self.loop.kind!r} the model would wait for all generation "
+                f"there, so give it another pool"
             )
         if self.server.kind and place.sizes[place.of("rollout").pool] != 1:
-            raise ConfigError("placement.models.rollout.pool: one rank speaks with a server")
+            raise ConfigError(
+                "placement.models.rollout.pool: expected a pool of one rank, which sends requests "
+                "to the server"
+            )
 
     def without_rollout(self) -> Recipe:
         """The same recipe with generation on the actor, for programs that need no rollout."""
@@ -187,12 +197,12 @@ class Recipe:
 
     @property
     def spec(self) -> AlgorithmSpec:
-        """What its algorithm needs, and how it is built."""
+        """The algorithm's entry in the registry."""
         return ALGORITHMS.get(self.algorithm)
 
     @property
     def num_prompts(self) -> int:
-        """Prompts a step."""
+        """Prompts per step."""
         return self.batch_size // self.num_samples
 
 
@@ -207,8 +217,8 @@ def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) ->
 
     Args:
         source: a YAML file, or the name of a built-in recipe.
-        changes: values by key that replace the file's, null for the default; a key inside another
-            as "optimizer.lr".
+        changes: values by key that replace the file's; "null" restores the default. Nested keys
+            are written as "optimizer.lr".
 
     Raises:
         ConfigError: if there is no such recipe, or a key or value in it is wrong.
@@ -241,7 +251,7 @@ def _yaml(text: str, where: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: no YAML: {error}") from error
+        raise ConfigError(f"{where}: expected YAML: {error}") from error
 
 
 def write_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -300,7 +310,7 @@ def _value(kind: Any, value: Any, where: str) -> Any:
             return _made(kind, value, f"{where}.")
         inner = get_args(kind)[1]
         return {str(key): _value(inner, item, f"{where}.{key}") for key, item in value.items()}
-    # YAML reads 1e-3 as text: it wants a point.
+    # YAML reads 1e-3 as text, because it requires a decimal point in floats.
     if kind is float and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)

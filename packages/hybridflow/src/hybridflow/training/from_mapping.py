@@ -19,11 +19,12 @@ def describe_models(recipe: Recipe) -> list[ModelSpec]:
     """The models that a recipe's step runs, named by their roles.
 
     Raises:
-        ConfigError: if one can not be read, or others than the actor draw.
+        ConfigError: if a model cannot be read, or a rollout or server generates.
     """
     if recipe.loop.kind != "sync" or recipe.server.kind:
         raise ConfigError(
-            "loop: the search knows steps in which the actor draws; set loop=null and server=null"
+            "loop: the search supports only steps in which the actor generates; set loop=null and "
+            "server=null"
         )
     found = [_spec(recipe.model, "actor", "actor")]
     found += [_spec(recipe.model, "critic", name) for name in recipe.spec.kind.critics]
@@ -43,12 +44,12 @@ def _spec(model: str, role: str, name: str) -> ModelSpec:
 
 
 def describe_workload(recipe: Recipe) -> Workload:
-    """What a recipe's step asks of its models; each prompt and response counts as the longest.
+    """The workload of a recipe's step; all prompts and responses count as the longest.
 
-    Of a task, the longest of some prompts; of a file, what the recipe allows.
+    The longest prompt of a task is that of some sampled prompts; of a file, the recipe's limit.
 
     Raises:
-        ConfigError: if the recipe's task is not there.
+        ConfigError: if the recipe's task does not exist.
     """
     task = find_task(recipe)
     if task is None:
@@ -64,12 +65,12 @@ def describe_workload(recipe: Recipe) -> Workload:
 
 
 def place_models(recipe: Recipe, mapping: Mapping, engine: str) -> Recipe:
-    """The recipe with its models where a mapping has them.
+    """Returns the recipe with its models placed as in a mapping.
 
     Args:
-        recipe: whose models `describe_models` gave.
-        mapping: what `hybridflow.mapping.search` found for these.
-        engine: what starts the ranks.
+        recipe: the recipe given to `describe_models`.
+        mapping: result of `hybridflow.mapping.search` for these models.
+        engine: name of the engine that starts the ranks.
     """
     names = [f"pool-{k}" for k in range(len(mapping.sets))]
     places = {

@@ -1,4 +1,4 @@
-"""Metrics of a run in files: lines of JSON, and TensorBoard's where that is installed."""
+"""Metrics of a run in files: JSON lines, and TensorBoard's format if that is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """Metrics of steps as lines of JSON, and for TensorBoard where it is installed."""
+    """Writes metrics of steps as JSON lines, and for TensorBoard if it is installed."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -23,7 +23,7 @@ class Journal:
             self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, told: dict[str, float]) -> None:
-        """One step."""
+        """Writes the metrics of one step."""
         self._file.write(json.dumps(told) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -31,7 +31,7 @@ class Journal:
                 self._board.add_scalar(name, value, int(told["step"]))
 
     def close(self) -> None:
-        """Ends the files."""
+        """Closes the files."""
         self._file.close()
         if self._board is not None:
             self._board.close()

@@ -1,4 +1,4 @@
-"""Where a recipe's models run, and how generation and training take turns."""
+"""Where a recipe's models run, and how generation and training alternate."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["ENGINES", "ROLES", "Loop", "ModelPlace", "Placement", "Server", "is_set"]
 
 ROLES = ("actor", "critic", "cost-critic", "reference", "reward", "cost", "rollout")
-"""What a recipe calls its models."""
+"""Names of a recipe's models."""
 
 ENGINES: Registry[str, Callable[[int, str], Workers]] = Registry("placement.engine")
-"""What starts ranks: by name, from their number and the address of a cluster to workers."""
+"""Engines by name: functions of the number of ranks and a cluster's address to workers."""
 for _name, _about in (
     ("inline", "this process"),
     ("local", "processes of this machine"),
@@ -38,9 +38,9 @@ class ModelPlace:
 
     Attributes:
         pool: name of its pool; models of one pool take turns on its ranks.
-        train: "p-t-d"; replicas when empty.
-        generate: "p-t" of an actor's or rollout's generation; as training when empty.
-        is_sharded: an actor's replicas share its parameters out (FSDP2).
+        train: layout "p-t-d" of training; all ranks are replicas when empty.
+        generate: layout "p-t" of an actor's or rollout's generation; as training when empty.
+        is_sharded: whether an actor's replicas shard its parameters (FSDP2).
     """
 
     pool: str
@@ -55,11 +55,11 @@ class Placement:
 
     Attributes:
         engine: a name of `ENGINES`.
-        address: of a Ray cluster that runs; one is started when empty.
-        num_ranks: of the one pool, where there are no `pools`.
-        train, generate, is_sharded: as of `ModelPlace`, for models without a place of their own, which
-            run on the first pool.
-        pools: numbers of ranks by name, in the order of the ranks.
+        address: of a running Ray cluster; when empty, as `Workers.ray` without an address.
+        num_ranks: ranks of the single pool, if there are no `pools`.
+        train, generate, is_sharded: as in `ModelPlace`, for models without a place of their own,
+            which run on the first pool.
+        pools: number of ranks of each pool, by name, in the order of the ranks.
         models: places by role, see `ROLES`.
     """
 
@@ -87,18 +87,18 @@ class Placement:
             _one_of(f"placement.models.{role}.pool", place.pool, tuple(self.sizes))
         if self.engine == "inline" and self.num_ranks_in_all > 1:
             raise ConfigError(
-                f"placement: the inline engine has one rank for models, got "
-                f"{self.num_ranks_in_all}; take engine local, ray or torchrun"
+                f"placement: expected one rank with the inline engine, got "
+                f"{self.num_ranks_in_all}; use engine local, ray or torchrun"
             )
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks of each pool."""
+        """Number of ranks of each pool."""
         return self.pools or {"all": self.num_ranks}
 
     @property
     def num_ranks_in_all(self) -> int:
-        """Ranks of all pools."""
+        """Number of ranks of all pools."""
         return sum(self.sizes.values())
 
     def of(self, role: str) -> ModelPlace:
@@ -111,13 +111,15 @@ class Placement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """How generation and training take turns; see `hybridflow.loops`.
+    """How generation and training alternate; see `hybridflow.loops`.
 
     Attributes:
-        kind: "sync", "one-step" or "async". The last two want a "rollout" on a pool of its own.
-        eta: of "async": most steps between the weights that draw and those that learn.
-        correct: weigh what other weights have drawn by "token" or by "sequence"; empty: do not.
-        cap: the most that such a weight can be.
+        kind: "sync", "one-step" or "async". The last two need a "rollout" on a pool of its own.
+        eta: for "async": bound on staleness, in steps between the weights that generated a
+            response and those trained on it.
+        correct: level of the importance weights that correct for stale weights, "token" or
+            "sequence"; empty: no correction.
+        cap: upper bound of an importance weight.
     """
 
     kind: str = "sync"
@@ -131,9 +133,12 @@ class Loop:
         if self.eta < 0:
             raise ConfigError(f"loop.eta: expected 0 or more, got {self.eta}")
         if self.correct and self.kind == "sync":
-            raise ConfigError("loop.correct: in loop 'sync' the weights that learn have drawn")
+            raise ConfigError(
+                "loop.correct: loop 'sync' trains the weights that generated, so there is nothing "
+                "to correct; leave it out"
+            )
         if is_set(self, "eta") and self.kind != "async":
-            raise ConfigError(f"loop.eta: loop {self.kind!r} has none; only async has")
+            raise ConfigError(f"loop.eta: loop {self.kind!r} has no eta; only async has")
         if is_set(self, "cap") and not self.correct:
             raise ConfigError("loop.cap: it bounds the weights of loop.correct, which is not set")
 
@@ -145,9 +150,8 @@ class Server:
     Attributes:
         kind: a name of `hybridflow.rollout.servers.registry`; empty: there is none.
         url: http://HOST:PORT.
-        folder: through which weights go to it; the actor's first rank and the server see it under
-            one path.
-        log_probs_mode: of vLLM, what it was started with as --logprobs-mode.
+        folder: for weights; the actor's first rank and the server must see it under one path.
+        log_probs_mode: the value of --logprobs-mode that vLLM was started with.
     """
 
     kind: str = ""
@@ -161,7 +165,9 @@ class Server:
         if bool(self.kind) != bool(self.url) or bool(self.kind) != bool(self.folder):
             raise ConfigError("server: kind, url and folder go together; give all or none")
         if is_set(self, "log_probs_mode") and self.kind != "vllm":
-            raise ConfigError("server.log_probs_mode: it is a setting of vllm's, which is not kind")
+            raise ConfigError(
+                f"server.log_probs_mode: it applies only to kind 'vllm', got kind {self.kind!r}"
+            )
 
 
 def is_set(record: Any, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""`hybridflow bench`: how long a recipe's step takes on these ranks, and what it consists of."""
+"""`hybridflow bench`: measures the time of a recipe's step, in all and by method."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _DRAWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Steps of a recipe.
+    """Measurements of a recipe's steps.
 
     Attributes:
-        num_responses: of a step.
+        num_responses: responses per step.
         step_s: seconds of each step.
-        num_tokens: generated in each step.
-        method_s: by "group.method", seconds of each step, of each call those of the slowest rank.
+        num_tokens: tokens generated in each step.
+        method_s: by "group.method", seconds per step, summed over calls' slowest ranks.
     """
 
     num_responses: int
@@ -40,7 +40,7 @@ class Measured:
     method_s: dict[str, list[float]]
 
     def table(self, title: str) -> Table:
-        """Medians, and what is between the fastest and the slowest step."""
+        """A table of medians, and the range from the fastest to the slowest step."""
         typical_s = statistics.median(self.step_s)
         table = Table(title=title, title_justify="left")
         for name in ("", "ms", "fastest", "slowest", "of a step"):
@@ -61,13 +61,13 @@ class Measured:
 
 
 def measure(recipe: Recipe, num_steps: int, out: Path | None, title: str) -> Measured:
-    """Trains for some steps, and tells how long they took.
+    """Trains for some steps, and measures their time.
 
     Args:
-        recipe: of the run.
-        num_steps: that are told of; two come before.
+        recipe: recipe of the run.
+        num_steps: steps to measure, after two warm-up steps.
         out: folder for bench.json and timeline.svg; None for neither.
-        title: of table and picture.
+        title: title of the picture.
     """
     recipe = replace(recipe, steps=num_steps + _WARM_UP)
     console = Console(stderr=True)

@@ -26,23 +26,23 @@ from shared.errors import ConfigError
 __all__ = ["Run", "start_workers"]
 
 _MAY_CHANGE = ("placement", "server", "steps", "max_tokens")
-"""Where models lie may change when a run goes on, and how long it is."""
+"""Recipe keys that may change when a run resumes."""
 
 
 @dataclass
 class Run:
-    """A run that has been set up; `steps` goes through it.
+    """A run whose models are placed; `steps` trains.
 
     Attributes:
-        recipe: of the run.
-        algorithm: with its models placed.
-        prompts: from a step to its prompts.
-        task: None where prompts come from a file.
-        groups: the worker groups by role, as checkpoints take them.
-        workers: on which they are.
-        loop: that takes turns; None for the synchronous one.
-        rollout: who draws in the synchronous loop, if not the actor.
-        spans: of the last step, what each rank did.
+        recipe: recipe of the run.
+        algorithm: the algorithm, with its models placed.
+        prompts: function from a step to its prompts.
+        task: None if prompts come from a file.
+        groups: worker groups that checkpoints save, by role.
+        workers: ranks that the groups run on.
+        loop: the loop of generation and training; None for the synchronous one.
+        rollout: generates in the synchronous loop; None: the actor does.
+        spans: calls on each rank in the last step.
     """
 
     recipe: Recipe
@@ -60,7 +60,7 @@ class Run:
         """Places the models of a recipe.
 
         Raises:
-            ConfigError: if something in the recipe can not be.
+            ConfigError: if the recipe cannot be run.
         """
         task = find_task(recipe)
         if task is not None:
@@ -74,7 +74,10 @@ class Run:
             ).batch  # fmt: skip
         new_tokens = recipe.max_new_tokens or (task.num_new_tokens if task else 0)
         if not new_tokens:
-            raise ConfigError("max_new_tokens: prompts of a file need a longest response")
+            raise ConfigError(
+                "max_new_tokens: expected the longest response's tokens for prompts of a file, got "
+                "0; set it"
+            )
         end = tokenizer.end_token if task is None else task.end_token
         sampling = Sampling(
             max_new_tokens=new_tokens, num_samples=recipe.num_samples, seed=recipe.seed,
@@ -108,14 +111,14 @@ class Run:
     def steps(
         self, checkpoint: Checkpoint | None = None, every: int = 50
     ) -> Iterator[dict[str, float]]:
-        """Trains; yields what each step tells.
+        """Trains; yields the metrics of each step.
 
-        Beside what the algorithm tells there are "seconds" of the step, and of each method of a
-        group the seconds that its slowest rank spent in it, as "actor.generate_s". Groups on
-        different pools work at once, so these may add up to more than the step.
+        Besides the algorithm's metrics there are "seconds" of the step, and for each method of a
+        group the seconds of its slowest rank, such as "actor.generate_s". Groups on different pools
+        work at once, so these may add up to more than the step.
 
         Args:
-            checkpoint: where to go on from, and where to save.
+            checkpoint: to resume from, and to save to; None: neither.
             every: steps between saves; the last step is saved too.
         """
         start = 0
@@ -143,7 +146,7 @@ class Run:
         )
 
     def _remembered(self, step: int) -> dict[str, Any]:
-        """What the next step needs beside the models; prompts and draws depend on its number."""
+        """State to resume from besides the models; prompts and draws depend only on the step."""
         kept: dict[str, Any] = {"step": step, "recipe": asdict(self.recipe)}
         for name in ("beta", "multiplier"):
             value = getattr(self.algorithm, name, None)
@@ -159,7 +162,7 @@ class Run:
         if changed:
             raise ConfigError(
                 f"{changed[0]}: the checkpoint was made with {theirs.get(changed[0])!r}, and the "
-                f"recipe says {ours[changed[0]]!r}; give another folder to begin anew"
+                f"recipe has {ours[changed[0]]!r}; use another folder to start a new run"
             )
         for name in ("beta", "multiplier"):
             if name in kept:
@@ -170,7 +173,7 @@ class Run:
         return int(kept["step"])
 
     def greedy(self, num: int = 256) -> float:
-        """Share of a task's evaluation prompts whose likeliest response is wholly right.
+        """Share of a task's evaluation prompts whose greedy response is exactly right.
 
         Raises:
             ConfigError: if prompts come from a file, which has no answers.
@@ -183,11 +186,11 @@ class Run:
 
 
 def _score(recipe: Recipe, models: Models, task: Task | None, tokenizer: Any) -> Any:
-    """What responses are worth: a task's own reward, a function, or a model."""
+    """The reward of responses: a task's own, a function, or a model."""
     if not recipe.reward:
         if task is None:
             raise ConfigError(
-                "reward: prompts of a file need one, 'file.py:function' or a reward model"
+                "reward: prompts of a file need a reward, 'file.py:function' or a reward model"
             )
         found = task.token_rewards if recipe.per_token else task.score
         return partial(found, tokenizer=tokenizer)
@@ -204,7 +207,7 @@ def _cost(recipe: Recipe, models: Models, tokenizer: Any) -> Any:
 
 
 def _renamed(costs: Batch) -> Batch:
-    """Scores as costs; rows that have none stay marked."""
+    """Renames scores to costs; keeps the mark of dropped rows."""
     return costs.drop("scores") | Batch(costs=costs["scores"])
 
 

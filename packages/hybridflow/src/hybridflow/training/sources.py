@@ -1,4 +1,4 @@
-"""Finds what a recipe names besides models: tasks, tokenizers, and rewards in user files."""
+"""Finds a recipe's task, tokenizer, and rewards in user files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["find_reward", "find_task", "find_tokenizer", "is_model"]
 
 
 def find_task(recipe: Recipe) -> Task | None:
-    """A recipe's task; None where prompts come from a file.
+    """A recipe's task; None if prompts come from a file.
 
     Raises:
-        ConfigError: if there is neither such a task nor such a file.
+        ConfigError: if `task` names neither a task nor a file of prompts.
     """
     name, _, size = recipe.task.partition(":")
     if name in TASKS:
@@ -36,10 +36,10 @@ def find_task(recipe: Recipe) -> Task | None:
 
 
 def find_tokenizer(model: str) -> Any:
-    """The tokenizer that goes with a model: bytes for one made from nothing, else its folder's.
+    """A model's tokenizer: bytes for a preset, else the tokenizer in the model's folder.
 
     Raises:
-        ConfigError: if transformers, which reads a folder's, is not installed.
+        ConfigError: if transformers, which reads the folder, is not installed.
     """
     if model.startswith("config:"):
         from hybridflow.tasks.tokenizers import ByteTokenizer
@@ -56,16 +56,16 @@ def find_tokenizer(model: str) -> Any:
 
 
 def is_model(target: str) -> bool:
-    """Whether a reward or cost is a model, rather than a function."""
+    """Whether a reward or cost is a model, otherwise it is a function."""
     return target.startswith("config:") or Path(target).is_dir()
 
 
 def find_reward(target: str, key: str) -> Reward:
-    """A reward named as "file.py:function" or "module:function".
+    """Imports a reward named "file.py:function" or "module:function".
 
     Args:
         target: the name.
-        key: the recipe's, for messages.
+        key: the recipe's key, for messages.
 
     Raises:
         ConfigError: if there is no such file, module or reward.
@@ -78,7 +78,7 @@ def find_reward(target: str, key: str) -> Reward:
         if spec is None or spec.loader is None or not Path(place).is_file():
             raise ConfigError(f"{key}: there is no file {place}")
         module = importlib.util.module_from_spec(spec)
-        # So that the file finds itself and its neighbours, here and in processes that rewards run in.
+        # So that the file's own imports, and pickles of its functions, work here and in workers.
         sys.modules[spec.name] = module
         sys.path.append(str(Path(place).parent.absolute()))
         spec.loader.exec_module(module)
@@ -86,7 +86,7 @@ def find_reward(target: str, key: str) -> Reward:
         try:
             module = importlib.import_module(place)
         except ImportError as error:
-            raise ConfigError(f"{key}: {place} can not be imported: {error}") from error
+            raise ConfigError(f"{key}: {place} cannot be imported: {error}") from error
     found = getattr(module, name, None)
     if not isinstance(found, Reward):
         raise ConfigError(

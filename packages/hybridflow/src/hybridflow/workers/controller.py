@@ -1,8 +1,9 @@
-"""The single controller: sends calls to ranks, takes their answers, and forwards what is not there.
+"""The single controller: sends calls to ranks and receives their replies.
 
-A call whose inputs are still being made waits here and goes out as soon as they are: by whoever
-waits for some answer, or by a thread that works only while such calls exist, so that an ordinary
-call costs no change of threads. Calls reach a rank in the order in which they were made.
+A call whose inputs are still being computed is queued here and sent as soon as they are done. It is
+sent by a thread that waits for a result, or by a background thread that exists only while calls are
+queued, so that an ordinary call needs no thread switch. A rank receives calls in the order in which
+they were made.
 """
 
 from __future__ import annotations
@@ -28,39 +29,39 @@ __all__ = ["Engine", "Workers"]
 
 _NUM_SPANS = 10_000
 _MOST_UNANSWERED = 4
-"""Calls that a rank is sent before it has answered: their answers fit into what a pipe holds. A rank
-that can not answer reads nothing, and who sends to it would wait for it, and it for who sends."""
+"""Unanswered calls a rank may have: so few that their replies fit into a pipe's buffer. A rank
+blocked on sending its reply reads nothing; sending it more would deadlock."""
 _CANCEL_S = 2.0
-"""How long other ranks may take to answer once one has raised; they may wait for it for ever."""
+"""Seconds that other ranks may take to answer once one has raised; they may be waiting for it."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """What runs ranks; `hybridflow.workers.engines` has four."""
+    """Starts ranks and runs tasks on them; `hybridflow.workers.engines` has four."""
 
     name: str
     num_ranks: int
 
     @property
     def store(self) -> ValueStore:
-        """Keeps the controller's own values, and reads those of ranks."""
+        """Store that writes the controller's values, and reads those of ranks."""
 
     def submit(self, rank: int, task: RankTask) -> None:
-        """Sends a task to a rank, which runs it after those it was sent before."""
+        """Sends a task to a rank, which runs its tasks in the order sent."""
 
     def receive(self, timeout_s: float | None) -> list[Reply]:
-        """Waits for some replies, at most so long."""
+        """Waits for replies, at most `timeout_s` seconds; without limit when None."""
 
     def close(self, is_failed: bool = False) -> None:
         """Ends the ranks; at once if one has failed."""
 
 
 class Workers:
-    """All ranks there are, and the calls under way on them.
+    """All ranks of a job, and the calls in progress on them.
 
     Attributes:
-        engine: that runs the ranks.
-        groups: on these ranks, in the order in which they were made.
+        engine: runs the ranks.
+        groups: worker groups on these ranks, in the order in which they were made.
 
     Example:
         >>> with Workers.inline() as workers:
@@ -70,7 +71,7 @@ class Workers:
     """
 
     def __init__(self, engine: Engine) -> None:
-        """Takes ranks that run."""
+        """Controls the ranks that an engine has started."""
         self.engine = engine
         self._free = list(range(engine.num_ranks))
         self._numbers = itertools.count()
@@ -89,7 +90,7 @@ class Workers:
 
     @staticmethod
     def inline(num_ranks: int = 1) -> Workers:
-        """Ranks in this process, one after another: where a debugger stops in a worker.
+        """Ranks in this process, run one after another, so that a debugger can stop in a worker.
 
         Models whose ranks exchange messages need one of the other engines.
         """
@@ -103,15 +104,15 @@ class Workers:
         threads_per_rank: int = 1,
         env: Mapping[str, str] | None = None,
     ) -> Workers:
-        """Processes of this machine, which exchange messages by gloo, and so work on its CPUs.
+        """Processes of this machine, which communicate by gloo and compute on its CPUs.
 
-        Ranks with a GPU each: `Workers.torchrun`, or `Workers.ray`.
+        For ranks with a GPU each use `Workers.torchrun` or `Workers.ray`.
 
         Args:
-            num_ranks: how many.
-            timeout: for their start, and for each message between them.
-            threads_per_rank: torch's threads in each.
-            env: variables set in each.
+            num_ranks: number of processes.
+            timeout: for the start, and for each message between ranks.
+            threads_per_rank: torch's threads in each process.
+            env: environment variables set in each process.
         """
         from hybridflow.workers.engines.local import LocalEngine
 
@@ -123,16 +124,16 @@ class Workers:
     def torchrun(
         *, timeout: timedelta = timedelta(minutes=5), threads_per_rank: int = 1
     ) -> Workers:
-        """The processes of a job that torchrun started, on one machine or many.
+        """The processes of a torchrun job, on one machine or many; a script calls this once.
 
-        Each process is one rank. In that of rank 0 this returns, and the script goes on there as
-        the controller; rank 0 itself is a child of it. In the others this serves until the
-        controller has closed, and then raises SystemExit(0), so that what stands below runs once,
-        and what stands above in every process. A script calls it once.
+        In torchrun's process of rank 0 this call returns, and the script continues as the
+        controller; rank 0 itself runs in a child process. In every other process this call serves
+        as that rank until the controller closes, then raises SystemExit(0). So code before the call
+        runs in every process, and code after it only in the controller.
 
-        Ranks of one machine read tensors from its shared memory, those of different machines send
-        them to one another by TCP. Torchrun ends all processes once one has died, and starts them
-        anew with `--max-restarts`, to go on from the last checkpoint.
+        Ranks of one machine share tensors through shared memory; ranks of different machines send
+        them over TCP. When a process dies, torchrun ends all of them and, with `--max-restarts`,
+        starts them again; a script that saves checkpoints can then resume from the last one.
 
         Example:
             >>> # train.py, started by: torchrun --nproc-per-node 2 train.py
@@ -140,17 +141,17 @@ class Workers:
             ...     with Workers.torchrun() as workers:
             ...         actor = Actor("config:tiny-llama", workers.pool(2))
             ...         ...  # straight-line code: runs once
-            >>> if __name__ == "__main__":  # as ranks read functions and classes of this file
+            >>> if __name__ == "__main__":  # because ranks import this file
             ...     main()
 
         Args:
             timeout: for the start, and for each message between ranks.
-            threads_per_rank: torch's threads in each.
+            threads_per_rank: torch's threads in each process.
 
         Raises:
             ConfigError: if torchrun's variables are not set, or the job has a controller already.
-            RankFailure: if a rank does not come up.
-            SystemExit: in the processes of all ranks but 0, with 0, when the controller has closed.
+            RankFailure: if a rank does not start.
+            SystemExit: with status 0, in every process but rank 0's, when the controller closes.
         """
         from hybridflow.workers.engines.torchrun import TorchrunEngine
         from hybridflow.workers.engines.torchrun_rank import Member, serve
@@ -175,19 +176,19 @@ class Workers:
         """Actors of Ray, on one machine or many.
 
         Args:
-            address: of a cluster that runs, or "auto" to find it; started here when None and there
-                is none. Not looked at where Ray is initialised in this process already.
-            num_ranks: how many; as many as there are resources for when None.
-            cpus_per_rank: CPUs set aside for each.
-            gpus_per_rank: GPUs likewise; one when None and there are enough, else none. Ranks with
-                a GPU of their own exchange messages by NCCL, others by gloo.
-            timeout: for their start, and for each message between them.
-            threads_per_rank: torch's threads in each.
-            env: variables set in each.
+            address: of a running cluster, or "auto" to find it; when None, Ray is started here
+                unless a cluster is found. Ignored if this process has initialised Ray already.
+            num_ranks: number of actors; when None, as many as the resources allow.
+            cpus_per_rank: CPUs reserved for each rank.
+            gpus_per_rank: GPUs reserved for each rank; when None, one if there are enough, else
+                none. Ranks with a GPU of their own communicate by NCCL, others by gloo.
+            timeout: for the start, and for each message between ranks.
+            threads_per_rank: torch's threads in each actor.
+            env: environment variables set in each actor.
 
         Raises:
-            ConfigError: if Ray is not installed, or has not the resources; names wanted and free.
-            RankFailure: if an actor does not come up.
+            ConfigError: if Ray is not installed or lacks the resources; names wanted and free ones.
+            RankFailure: if an actor does not start.
         """
         try:
             from hybridflow.workers.engines.ray import RayEngine
@@ -196,7 +197,7 @@ class Workers:
                 raise
             raise ConfigError(
                 "Workers.ray needs Ray, which is not installed; run: pip install 'ray>=2.50', or "
-                "use Workers.local, which needs nothing more"
+                "use Workers.local, which does not need Ray"
             ) from error
 
         return Workers(
@@ -219,28 +220,28 @@ class Workers:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks in all."""
+        """Number of ranks in all."""
         return self.engine.num_ranks
 
     def pool(self, num_ranks: int) -> ResourcePool:
-        """Sets ranks aside; models that are given one pool share its devices.
+        """Reserves free ranks; models on the same pool share its devices.
 
         Raises:
-            ConfigError: if fewer are free.
+            ConfigError: if fewer ranks are free.
         """
         if not 1 <= num_ranks <= len(self._free):
             raise ConfigError(
-                f"a pool of {num_ranks} wants as many free ranks, and there are "
-                f"{len(self._free)} of {self.num_ranks}; start more workers, or colocate models by "
+                f"pool: expected at least 1 rank and at most the {len(self._free)} free of "
+                f"{self.num_ranks}, got {num_ranks}; start more workers, or colocate models by "
                 f"giving them one pool"
             )
         ranks, self._free = self._free[:num_ranks], self._free[num_ranks:]
         return ResourcePool(self, tuple(ranks))
 
     def clear(self) -> None:
-        """Takes all groups off their ranks, which are free again, after what they were asked for.
+        """Removes all groups once their calls are done, and frees all ranks.
 
-        So a notebook goes on with other models, or another placement, on processes that run.
+        A notebook can then place other models on the running processes.
 
         Raises:
             RankFailure: if a worker's `close` raises, or a rank has died.
@@ -258,7 +259,7 @@ class Workers:
         return name
 
     def call(self, route: MethodRoute, args: tuple, kwargs: dict[str, Any]) -> Future:
-        """Asks the ranks of a group; see `WorkerGroup.call`."""
+        """Sends a call to a group's ranks, once its inputs are done; see `WorkerGroup.call`."""
         future = Future(route.name, self._wait)
         call = Call(
             number=next(self._numbers), route=route, args=args, kwargs=kwargs, future=future
@@ -273,19 +274,19 @@ class Workers:
         return future
 
     def take_spans(self) -> list[Span]:
-        """What ranks have done since the last time this was asked, at most the last 10,000."""
+        """Returns and forgets the calls that ranks have run, at most the last 10,000."""
         with self._lock:
             found = [Span(*span) for span in self._spans]
             self._spans.clear()
         return found
 
     def wait_any(self, futures: Sequence[Future | Joined]) -> None:
-        """Waits until one of some answers is there, or has failed."""
+        """Waits until one of the futures is done, or has failed."""
         while not self._step(None, lambda: any(future.is_done for future in futures)):
             pass
 
     def close(self) -> None:
-        """Ends the ranks; calls under way are lost."""
+        """Ends the ranks; calls in progress fail."""
         with self._lock:
             if not self._is_open:
                 return
@@ -299,31 +300,31 @@ class Workers:
             raise self._failure
         if not self._is_open:
             raise ConfigError(
-                "these workers were closed, and what was not read before is gone; start new ones"
+                "these workers were closed, and results not read before are lost; start new ones"
             )
 
     def _wait(self, future: Future, timeout_s: float | None) -> None:
-        """Receives until a future is done, or while another thread receives, waits for it."""
+        """Waits until a future is done, receiving replies unless another thread does."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._step(deadline, lambda: future.is_done):
             if deadline is not None and time.monotonic() >= deadline:
                 raise TimeoutError(f"{future.name} has not answered within {timeout_s:g} s")
         if future.error is not None:
             raise future.error
-        # What a rank answered with is gone with the rank.
+        # A rank's results are lost when the rank ends.
         self._refuse_if_closed()
 
     def _keep_forwarding(self) -> None:
         while True:
             self._step(None, lambda: not self._waiting)
             with self._lock:
-                # In one step: a call that comes to wait now starts another thread, or keeps this.
+                # Under the lock, so that a call queued now either keeps this thread or starts one.
                 if not self._waiting:
                     self._forwarder = None
                     return
 
     def _step(self, deadline: float | None, is_enough: Any) -> bool:
-        """Takes in some replies unless there is enough; returns whether there is."""
+        """Receives replies unless `is_enough()` already; returns `is_enough()` afterwards."""
         with self._lock:
             if is_enough():
                 return True
@@ -358,7 +359,10 @@ class Workers:
         return max(0.0, min(limits) - time.monotonic()) if limits else None
 
     def _forward(self) -> None:
-        """Sends what has all its inputs, where ranks have room and no earlier call waits for them."""
+        """Sends each queued call that has its inputs, whose ranks are neither full nor blocked.
+
+        An earlier call that stays queued blocks its ranks, which keeps their calls in order.
+        """
         if not self._waiting:
             return
         blocked: set[int] = set()
@@ -404,7 +408,7 @@ class Workers:
             call.finish(self.engine.store)
 
     def _cancel_stuck(self) -> None:
-        """Gives up ranks that do not answer after another rank of their call has raised."""
+        """Ends all ranks if some do not answer after another rank of their call has raised."""
         now = time.monotonic()
         for call in list(self._calls.values()):
             if call.failed_at and now >= call.failed_at + _CANCEL_S:
@@ -413,7 +417,7 @@ class Workers:
                 return
 
     def _fail(self, error: BaseException) -> None:
-        """Ends all calls under way with one error."""
+        """Fails all calls in progress with one error."""
         if self._failure is None and self._is_open:
             self._failure = error
         for call in (*self._calls.values(), *self._waiting):

@@ -1,8 +1,8 @@
-"""One call on a group: what each rank is sent, and how the ranks' results make up the answer.
+"""One call on a group: what each rank is sent, and how the ranks' results are joined.
 
-Rows are shared out by reference: a rank is told which rows of which results are its own, and takes
-them from where they lie. Rows that do not divide evenly are filled up with rows that are marked, so
-that they count in no loss, and dropped again from what comes back.
+Rows are split by reference: each rank receives the handles and row ranges of its share, and reads
+the rows from the rank that made them. Rows that do not divide evenly are padded with marked rows,
+which count in no loss and are dropped from the results.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = ["Call", "MethodRoute"]
 
 @dataclass(frozen=True, kw_only=True)
 class MethodRoute:
-    """Where calls of one method go, and who answers; made once, as there are many calls.
+    """Which ranks run a method and which return results; computed once, used by every call.
 
     Attributes:
-        target, method: names of the group ("" asks the executors themselves) and of its method.
+        target, method: names of the group ("" for the executors themselves) and of its method.
         ranks: the group's ranks in the world, by rank in the group.
         protocol: how arguments and results travel.
-        shares: by rank in the group, which share of a batch's rows it gets.
-        collectors: ranks in the group whose results make up the answer.
+        shares: by rank in the group, the share of a batch's rows it gets.
+        collectors: ranks in the group whose results are joined.
     """
 
     target: str
@@ -50,7 +50,7 @@ class MethodRoute:
 
     @cached_property
     def name(self) -> str:
-        """Of group and method, for messages."""
+        """Name of group and method, for messages."""
         return f"{self.target or 'workers'}.{self.method}"
 
     @cached_property
@@ -67,14 +67,14 @@ class MethodRoute:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Call:
-    """A call and how far it has come.
+    """A call and its state.
 
     Attributes:
         number: unique among a controller's calls.
-        route: where it goes.
-        args, kwargs: what was passed; let go once all ranks have answered.
-        future: the answer.
-        replies: so far, by rank in the world.
+        route: the ranks that run it.
+        args, kwargs: the arguments; released once all ranks have answered.
+        future: receives the result.
+        replies: replies so far, by rank in the world.
         failed_at: monotonic time of the first failure, None before.
         sent: handles that the ranks read from, kept until they have answered.
     """
@@ -95,7 +95,7 @@ class Call:
         return [value for value in (*values, *joined) if isinstance(value, Future)]
 
     def tasks(self, store: ValueStore) -> list[tuple[int, RankTask]]:
-        """What goes to each rank in the world that runs the method, all inputs being there.
+        """The task of each rank that runs the method, by rank in the world; inputs must be done.
 
         Raises:
             DataError: if arguments do not fit the protocol.
@@ -124,14 +124,15 @@ class Call:
         ]
 
     def _by_place(self, value: Any, store: ValueStore) -> list[Any] | None:
-        """What stands for an argument on each rank that runs; None if it goes to all as it is."""
+        """An argument as each running rank gets it; None if all ranks get the same value."""
         route = self.route
         if route.protocol.own_arguments:
             if not isinstance(value, Sequence) or len(value) != len(route.ranks):
                 length = f" of length {len(value)}" if isinstance(value, Sequence) else ""
                 raise DataError(
                     f"{route.name}: protocol {route.protocol.name!r} takes sequences with one "
-                    f"entry for each of {len(route.ranks)} ranks, got a {type(value).__name__}{length}"
+                    f"entry for each of {len(route.ranks)} ranks, "
+                    f"got a {type(value).__name__}{length}"
                 )
             handles = [store.pack(value[k]) for k in route.places]
             self.sent += handles
@@ -145,7 +146,7 @@ class Call:
         return None
 
     def _gathers(self, value: Batch | Joined | Future, store: ValueStore) -> list[Gather]:
-        """By rank of the group, its rows of a batch that may lie in several places."""
+        """By rank of the group, where its rows of a batch lie, on one rank or several."""
         operands = value.operands if isinstance(value, Joined) else [(value, None)]
         sources = [(self._parts(source, store), columns) for source, columns in operands]
         totals = [sum(part.num_rows or 0 for part in parts) for parts, _ in sources]
@@ -157,7 +158,9 @@ class Call:
             )
         window = value.window(total) if isinstance(value, Joined) else range(total)
         if not len(window):
-            raise DataError(f"{self.route.name}: {total} rows do not make that many parts")
+            raise DataError(
+                f"{self.route.name}: {total} rows are too few for that many parts; give more rows"
+            )
         count = next((share[1] for share in self.route.shares if share is not None), 1)
         size = -(-len(window) // count)
 
@@ -185,12 +188,12 @@ class Call:
             self.sent.append(handle)
             return [ResultPart(handle, len(source))]
         if not source.has_rows:
-            raise DataError(f"{self.route.name}: {source.name} does not answer with a batch")
+            raise DataError(f"{self.route.name}: {source.name} does not return a batch")
         self.sent += [part.handle for part in source.parts]
         return source.parts
 
     def finish(self, store: ValueStore) -> None:
-        """Makes the answer, or the error, of the ranks' replies."""
+        """Sets the future's result, or its error, from the ranks' replies."""
         future, route = self.future, self.route
         if self.failed_at is not None:
             future.error = self.failure()
@@ -209,10 +212,10 @@ class Call:
         future.is_done = True
 
     def failure(self) -> RankFailure:
-        """What the ranks that raised have said."""
+        """The error that joins the exceptions of all ranks that raised."""
         told = [(reply.rank, reply.failure) for reply in self.replies.values() if reply.failure]
         places = {rank: k for k, rank in enumerate(self.route.ranks)}
-        # A rank that lost a peer tells of the consequence, not of the cause.
+        # A lost connection is a consequence of another rank's failure, so CommError comes last.
         told.sort(key=lambda item: (item[1].kind == "CommError", item[0]))
         rank, first = told[0]
         lines = [
@@ -224,7 +227,7 @@ class Call:
 
 
 def _segments(parts: Sequence[ResultPart], rows: range, window: range) -> list[Segment]:
-    """Where some rows of a window lie; those past its last begin again at its first."""
+    """Where some rows of a window lie; indices past its last row wrap to its first."""
     found: list[Segment] = []
     row = rows.start
     while row < rows.stop:
@@ -249,7 +252,7 @@ def _answer(values: list[Any], answer: Any, has_rows: bool) -> Any:
         return values[0]
     if has_rows:
         return Batch.concat([value for value in values if len(value)] or values[:1])
-    # A method that answers with nothing has no rows to join.
+    # A method that returns None has no rows to join.
     if answer == "rows" and all(value is None for value in values):
         return None
     return values

@@ -1,8 +1,8 @@
-"""Answers that are not there yet, and unions of them, which can be handed on as they are.
+"""Futures of calls, and unions of futures; both can be passed to other calls before they are done.
 
-Handing a future to another group moves only references through the controller: each rank fetches
-its own rows from the rank that made them, when they are there (HybridFlow, arXiv 2409.19256,
-section 4.1).
+Passing a future to another group sends only references through the controller: each rank fetches
+its own rows from the rank that made them, once they exist (HybridFlow, arXiv 2409.19256, section
+4.1).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Future", "Joined", "ResultPart"]
 
 
 class _Rows(ABC):
-    """What `Future` and `Joined` share: they stand for a batch, whose columns may be asked for."""
+    """Base of `Future` and `Joined`, which stand for a batch and can select its columns."""
 
     @abstractmethod
     def result(self, timeout_s: float | None = None) -> Any:
-        """Waits for the answer."""
+        """Waits for the result."""
 
     def __getitem__(self, name: str) -> Any:
         return self.result()[name]
@@ -41,17 +41,17 @@ class _Rows(ABC):
         return Joined([*_operands(other), *_operands(self)])
 
     def share(self, index: int, count: int) -> Joined:
-        """Rows of one of `count` even parts; an update on a part is a step on a mini-batch.
+        """Rows of part `index` of `count` even parts, such as one mini-batch of an update.
 
         Raises:
-            ConfigError: if there is no such part.
+            ConfigError: if `index` is not in 0..count - 1.
         """
         if not 0 <= index < count:
             raise ConfigError(f"expected a part of 0..{count - 1}, got {index}")
         return Joined(_operands(self), share=(index, count))
 
     def select(self, *names: str) -> Joined:
-        """Only some columns; the others do not travel."""
+        """Only some columns; the others are not sent."""
         operands = _operands(self)
         if len(operands) > 1:
             raise ConfigError(
@@ -62,30 +62,27 @@ class _Rows(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ResultPart:
-    """One collector's result: an engine's handle, and the rows if it is a batch."""
+    """One collector's result: the engine's handle, and the number of rows if it is a batch."""
 
     handle: Any
     num_rows: int | None
 
 
 class Future(_Rows):
-    """The answer of one call.
-
-    Made by calling a group's method.
-    """
+    """The result of one call; made by calling a group's method."""
 
     def __init__(self, name: str, wait: Callable[[Future, float | None], None]) -> None:
-        """Begins without an answer.
+        """Makes a future that is not done.
 
         Args:
             name: of group and method, for messages.
-            wait: returns when the answer is there, or raises.
+            wait: returns when the future is done, or raises.
         """
         self.name = name
         self._wait = wait
         self.error: BaseException | None = None
         self.is_done = False
-        # Set when done: the collectors' results, and how they make up the answer.
+        # Set when done: the collectors' results, and how they are joined.
         self.parts: list[ResultPart] = []
         self.has_rows = False
         self.is_list = False
@@ -93,14 +90,14 @@ class Future(_Rows):
         self._value: list[Any] = []
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """Waits for the answer.
+        """Waits for the result.
 
         Args:
-            timeout_s: how long at most; without end when None.
+            timeout_s: longest wait in seconds; unlimited when None.
 
         Raises:
             RankFailure: if a rank raised or died; the message has its traceback.
-            TimeoutError: if there is no answer by then. The call goes on.
+            TimeoutError: if the call is not done by then; it continues.
         """
         if not self._value:
             self._wait(self, timeout_s)
@@ -121,26 +118,26 @@ class Joined(_Rows):
         operands: Sequence[tuple[Batch | Future, Sequence[str] | None]],
         share: tuple[int, int] = (0, 1),
     ) -> None:
-        """Joins operands, of each all columns (None) or some, and one even part of the rows."""
+        """Joins operands, each with all columns (None) or some, and takes one part of the rows."""
         self.operands = list(operands)
         self._share = share
 
     @property
     def is_done(self) -> bool:
-        """Whether all that are joined are there, or have failed."""
+        """Whether all operands are done, or have failed."""
         return all(source.is_done for source, _ in self.operands if isinstance(source, Future))
 
     def window(self, num_rows: int) -> range:
-        """The rows that are meant, of so many."""
+        """The range of rows that the share selects, of `num_rows`."""
         index, count = self._share
         return range(num_rows * index // count, num_rows * (index + 1) // count)
 
     def result(self, timeout_s: float | None = None) -> Batch:
-        """Waits for all, and joins them here.
+        """Waits for all operands, and joins them in this process.
 
         Raises:
-            RankFailure, TimeoutError: as a future's.
-            DataError: if they differ in length, or in a column that several have.
+            RankFailure, TimeoutError: as `Future.result`.
+            DataError: if operands differ in length, or in a column that several have.
         """
         whole: Batch | None = None
         for source, columns in self.operands:

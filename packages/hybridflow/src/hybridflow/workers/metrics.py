@@ -1,7 +1,7 @@
-"""What training steps tell: a mapping that waits for them when it is looked at.
+"""Metrics of training steps: a mapping that waits for the steps when it is read.
 
-So the updates of two models on different ranks run at once, although the program asks for them one
-after the other.
+So the updates of two models on different ranks run at once, although the program calls one after
+the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Metrics(Mapping[str, float]):
     """Means over some optimizer steps."""
 
     def __init__(self, futures: Sequence[Future]) -> None:
-        """Takes the steps' answers, each a list of one mapping a replica."""
+        """Averages the steps' results, each a list with one mapping per replica."""
         self._futures = futures
         self._means: dict[str, float] | None = None
 
@@ -31,7 +31,7 @@ class Metrics(Mapping[str, float]):
             RankFailure: if a rank raised or died.
         """
         if self._means is None:
-            # What replicas say is summed over them already.
+            # Every replica returns the same values, already reduced over replicas.
             told = [future.result()[0] for future in self._futures]
             names = dict.fromkeys(name for step in told for name in step)
             found = {name: [step[name] for step in told if name in step] for name in names}
@@ -58,7 +58,7 @@ def steps(
     num_updates: int,
     num_epochs: int,
 ) -> Metrics:
-    """Asks for the optimizer steps of a batch: `num_updates` mini-batches, `num_epochs` times."""
+    """Starts a batch's optimizer steps: `num_updates` mini-batches in each of `num_epochs`."""
     rows = Joined([(batch, None)]) if isinstance(batch, Batch | Future) else batch
     return Metrics(
         [

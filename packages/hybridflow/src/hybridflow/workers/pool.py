@@ -17,7 +17,7 @@ __all__ = ["Controller", "ResourcePool"]
 
 @runtime_checkable
 class Controller(Protocol):
-    """What a pool and its groups ask of the program that owns the ranks: `Workers` implements it.
+    """What a pool and its groups need from the owner of the ranks; `Workers` implements it.
 
     Attributes:
         groups: worker groups on these ranks, in the order in which they were made.
@@ -34,7 +34,7 @@ class Controller(Protocol):
         ...
 
     def wait_any(self, futures: Sequence[Future | Joined]) -> None:
-        """Waits until one of some answers is there, or has failed."""
+        """Waits until one of the futures is done, or has failed."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -43,7 +43,7 @@ class ResourcePool:
 
     Attributes:
         workers: the controller that owns the ranks.
-        ranks: their numbers in the world.
+        ranks: the pool's ranks in the world.
     """
 
     workers: Controller

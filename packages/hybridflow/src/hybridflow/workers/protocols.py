@@ -1,13 +1,13 @@
-"""Transfer protocols: how a call's rows are shared out over a group's ranks, and who answers.
+"""Transfer protocols: how a call's rows are split over a group's ranks, and whose results count.
 
 After HybridFlow (arXiv 2409.19256), section 4.1: a protocol is a pair of functions, distribute and
 collect, that a worker's method declares, so that a node of the dataflow can change its parallelism
-without its neighbours noticing. Here both are stated as data: which even share of the rows each rank
-gets, and whose results make up the answer. A result can then be handed on before it is there, and
-each rank fetches only its own rows from the rank that made them.
+without changes to its neighbours. Here both are data: which even share of the rows each rank gets,
+and which ranks' results are joined. A result can then be passed on before it exists, and each rank
+fetches only its own rows from the rank that made them.
 
-Only a `Batch` (or the future of one) is ever split. Everything else goes to every rank whole, unless
-the protocol says that the caller gives each rank's own.
+Only a `Batch` (or the future of one) is ever split. Every rank gets any other argument whole,
+unless the protocol has `own_arguments`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from shared.errors import ConfigError
 __all__ = ["BUILT_IN", "Mesh", "Protocol", "Share", "remote"]
 
 Share = tuple[int, int] | None
-"""Index and number of even shares of the rows; None stands for all rows."""
+"""Index and number of even shares of the rows; None is all rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """What protocols know of a group: its ranks' coordinates in training and in generation."""
+    """Coordinates of a group's ranks in training and in generation, as protocols see them."""
 
     train: Layout
     generate: GenerationGroups
 
     @staticmethod
     def of(train: Layout, generate: str | None = None) -> Mesh:
-        """The mesh of a layout; generation like training when not given.
+        """The mesh of a layout; generation is laid out like training when not given.
 
         Raises:
             ConfigError: as `generation_layout`.
@@ -45,22 +45,22 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return self.train.num_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Protocol:
-    """How one method's arguments and results travel.
+    """How one method's arguments are distributed, and its results collected.
 
     Attributes:
-        name: what `remote` finds a built-in one by.
-        shares: from the mesh, each rank's share of the rows.
-        collectors: from the mesh, the ranks whose results are taken, in order.
-        answer: "rows" joins the collectors' batches and drops rows that only filled up; "list"
-            gives all results; "one" the only one; or a function of the list.
+        name: by which `remote` finds a built-in protocol.
+        shares: function of the mesh: each rank's share of the rows.
+        collectors: function of the mesh: the ranks whose results are used, in order.
+        answer: "rows" joins the collectors' batches and drops padding rows; "list" returns all
+            results; "one" returns the only result; or a function of the list.
         runs_on: "all" ranks or the "collectors" only.
-        own_arguments: each argument is a sequence with one entry a rank.
+        own_arguments: whether each argument is a sequence with one entry per rank.
     """
 
     name: str
@@ -74,8 +74,8 @@ class Protocol:
         """Shares and collectors on a mesh.
 
         Raises:
-            ConfigError: if a user's own protocol does not give each rank a share, or names ranks
-                that are not there, or shares that do not make up the whole.
+            ConfigError: if a custom protocol does not give each rank a share, names ranks that do
+                not exist, or has shares that do not cover all rows.
         """
         shares, collectors = list(self.shares(mesh)), list(self.collectors(mesh))
         counts = {share[1] for share in shares if share is not None}
@@ -90,7 +90,7 @@ class Protocol:
         given = {share[0] for share in shares if share is not None}
         if counts and given != set(range(*counts)):
             raise ConfigError(
-                f"protocol {self.name!r}: expected all of {max(counts)} parts to be given to some "
+                f"protocol {self.name!r}: expected each of {max(counts)} parts to go to some "
                 f"rank, got only {sorted(given)}; the rows of the others would be lost"
             )
         places = set(collectors)
@@ -100,7 +100,9 @@ class Protocol:
                 f"0..{mesh.num_ranks - 1}, each once, got {collectors}"
             )
         if self.answer == "one" and len(collectors) != 1:
-            raise ConfigError(f"protocol {self.name!r}: one answer needs one collector")
+            raise ConfigError(
+                f"protocol {self.name!r}: answer 'one' needs one collector, got {len(collectors)}"
+            )
         return shares, collectors
 
 
@@ -187,7 +189,7 @@ BUILT_IN = {
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """What `remote` notes on a method."""
+    """The mark that `remote` sets on a method."""
 
     protocol: Protocol
     is_blocking: bool = field(default=False)
@@ -199,11 +201,11 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def remote(
     protocol: str | Protocol = "one-to-all", *, is_blocking: bool = False
 ) -> Callable[[_Method], _Method]:
-    """Marks a worker's method as one that a group can be asked for.
+    """Marks a worker's method as callable on a group.
 
     Args:
-        protocol: name of a built-in one, or one of your own.
-        is_blocking: whether a call waits for the answer and returns it; else it returns a future.
+        protocol: name of a built-in protocol, or a `Protocol`.
+        is_blocking: whether a call waits and returns the result; else it returns a future.
 
     Raises:
         ConfigError: if there is no protocol of that name.
@@ -217,8 +219,8 @@ def remote(
     if isinstance(protocol, str):
         if protocol not in BUILT_IN:
             raise ConfigError(
-                f"there is no protocol {protocol!r}; built in are {', '.join(BUILT_IN)}, and "
-                f"a hybridflow.Protocol of your own does as well"
+                f"there is no protocol {protocol!r}; use a built-in one ({', '.join(BUILT_IN)}) "
+                f"or a hybridflow.Protocol of your own"
             )
         protocol = BUILT_IN[protocol]
     mark = Remote(protocol, is_blocking)

@@ -1,4 +1,4 @@
-"""Which rank did what, and when: what is told of a step's seconds, and drawn."""
+"""Timeline of calls on ranks: seconds by method, and a picture with a lane for each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 __all__ = ["Span", "draw", "seconds_by_method"]
 
-# Okabe and Ito's palette, told apart by colour-blind readers too.
+# Okabe and Ito's palette, which colour-blind readers can distinguish too.
 _COLOURS = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999",
 )  # fmt: skip
@@ -18,11 +18,11 @@ class Span(NamedTuple):
     """One call on one rank.
 
     Attributes:
-        call: its number, the same on all ranks.
+        call: number of the call, the same on all ranks.
         name: "group.method".
         rank: in the world.
-        start_s, stop_s: by the controller's clock; it read the answer at `stop_s`, maybe some time
-            after it was there.
+        start_s, stop_s: by the controller's clock; it read the reply at `stop_s`, perhaps some
+            time after the reply arrived.
     """
 
     call: int
@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 def seconds_by_method(spans: Sequence[Span]) -> dict[str, float]:
-    """By "group.method", the seconds of all calls, of each those of its slowest rank."""
+    """Sums, by "group.method", each call's seconds on its slowest rank."""
     calls: dict[int, tuple[str, float]] = {}
     for span in spans:
         taken = span.stop_s - span.start_s
@@ -45,7 +45,7 @@ def seconds_by_method(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def cut_overlaps(spans: Sequence[Span]) -> list[Span]:
-    """The same, ended where a rank's next one starts: an answer may have waited to be read."""
+    """Ends each span where its rank's next one starts, as replies may have waited to be read."""
     found, next_s = [], dict[int, float]()
     for span in sorted(spans, key=lambda span: span.stop_s, reverse=True):
         stop_s = min(span.stop_s, next_s.get(span.rank, span.stop_s))
@@ -56,13 +56,13 @@ def cut_overlaps(spans: Sequence[Span]) -> list[Span]:
 
 
 def draw(spans: Sequence[Span], path: Path, title: str, least_share: float = 0.005) -> None:
-    """A picture with a lane for each rank.
+    """Draws the spans, with a lane for each rank.
 
     Args:
-        spans: of some steps, at least one.
-        path: an image file; its ending says of what kind.
-        title: of the picture.
-        least_share: of the whole time; methods that take less are left out.
+        spans: at least one.
+        path: image file to write; its suffix chooses the format.
+        title: title of the picture.
+        least_share: smallest share of the whole time; methods that take less are left out.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What a user's worker is made from: a class, one object of which sits on each rank of a group."""
+"""Base class of workers; a group has one worker object on each of its ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Context", "Worker"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """Where a worker stands.
+    """A worker's group, and its rank in it.
 
     Attributes:
-        name: the group's.
+        name: the group's name.
         ranks: the group's ranks in the world of all workers.
-        mesh: how it is laid out.
+        mesh: the group's layout.
         rank: this worker's rank in the group.
     """
 
@@ -32,7 +32,7 @@ class Context:
     rank: int = 0
 
     def at(self, world_rank: int) -> Context:
-        """The same, for one of its ranks."""
+        """The context of the group's worker on a rank of the world."""
         return replace(self, rank=list(self.ranks).index(world_rank))
 
 
@@ -40,7 +40,7 @@ class Worker:
     """Base of workers; methods marked by `hybridflow.remote` can be called on a group of them.
 
     Attributes:
-        context: set before `__init__` runs.
+        context: the worker's group and rank; set before `__init__` runs.
     """
 
     context: Context
@@ -52,7 +52,7 @@ class Worker:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return len(self.context.ranks)
 
     @property
@@ -67,9 +67,9 @@ class Worker:
 
     @property
     def device(self) -> torch.device:
-        """What this rank exchanges messages from: its GPU, or the CPU.
+        """The device of this rank's messages: its GPU, or the CPU.
 
-        Ranks without process groups take the GPU that is there.
+        Without process groups it is the GPU if there is one.
         """
         if Group.exists() and Group.world().world_size > 1:
             return Group.world().device
@@ -78,7 +78,7 @@ class Worker:
         return torch.device("cuda", torch.cuda.current_device())
 
     def subgroup(self, axis: str) -> Group | None:
-        """The ranks that differ from this one in an axis of training only, to communicate with.
+        """Process group of the ranks that differ from this one only in one axis of training.
 
         Args:
             axis: "pp", "tp", "dp", or "all" for the whole group.
@@ -87,7 +87,7 @@ class Worker:
             None where this rank is alone.
 
         Raises:
-            ConfigError: if the group has several ranks, but its engine no process groups.
+            ConfigError: if the group has several ranks, and its engine no process groups.
         """
         groups = [list(range(self.num_ranks))]
         if axis != "all":
@@ -95,16 +95,16 @@ class Worker:
         return self.group_of(next(ranks for ranks in groups if self.rank in ranks))
 
     def group_of(self, ranks: Sequence[int]) -> Group | None:
-        """A process group of some of this group's ranks, of which this is one; None if alone."""
+        """Process group of some of the group's ranks, this one among them; None if alone."""
         if len(ranks) == 1:
             return None
         if not Group.exists():
             raise ConfigError(
-                f"{self.context.name} lies on {self.num_ranks} ranks that exchange messages, which "
-                f"the inline engine does not offer; use Workers.local({self.num_ranks})"
+                f"{self.context.name} has {self.num_ranks} ranks that exchange messages, which "
+                f"the inline engine does not support; use Workers.local({self.num_ranks})"
             )
         world = [self.context.ranks[rank] for rank in ranks]
         return Group.of(world, members_only=True)
 
     def close(self) -> None:
-        """Gives back what the worker holds; called when its group is removed."""
+        """Releases the worker's resources; called when its group is removed."""

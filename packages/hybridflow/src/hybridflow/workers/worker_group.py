@@ -18,7 +18,7 @@ __all__ = ["WorkerGroup"]
 
 
 class WorkerGroup:
-    """Workers of one class on the ranks of a pool; its remote methods are called as its own.
+    """Workers of one class on the ranks of a pool; their remote methods are methods of the group.
 
     Example:
         >>> class Adder(Worker):
@@ -45,15 +45,15 @@ class WorkerGroup:
 
         Args:
             kind: a subclass of `Worker`, defined at the top level of a file.
-            pool: the ranks.
-            *args: what each worker is made with.
+            pool: the ranks; groups on one pool share its devices.
+            *args: arguments of each worker's `__init__`.
             layout: "p-t-d" of training; all ranks are replicas when not given.
-            generate: "p-t" of generation.
-            name: of the group; the class's by default.
-            **kwargs: what each worker is made with.
+            generate: "p-t" of generation; training's layout when not given.
+            name: of the group; the class's name by default.
+            **kwargs: arguments of each worker's `__init__`.
 
         Raises:
-            ConfigError: if the layout does not fill the pool; before anything is started.
+            ConfigError: if the layout does not fill the pool; raised before any worker is made.
             RankFailure: if a worker's `__init__` raises.
         """
         train = Layout(dp=pool.num_ranks) if layout is None else Layout.parse(layout)
@@ -66,7 +66,7 @@ class WorkerGroup:
         try:
             self._call_executor("create", self.name, kind, context, args, kwargs).result()
         except RankFailure:
-            # Ranks that could make theirs would keep it.
+            # Removes the workers of ranks that did not fail.
             with suppress(RankFailure):
                 self._call_executor("remove", self.name).result()
             raise
@@ -96,7 +96,7 @@ class WorkerGroup:
                 group was removed.
         """
         if self.is_removed:
-            raise ConfigError(f"{self.name} was taken off its ranks; make another group")
+            raise ConfigError(f"group {self.name} was removed from its ranks; make another group")
         mark, route = self._method(method)
         future = self.pool.workers.call(route, args, kwargs)
         return future.result() if mark.is_blocking else future
@@ -131,12 +131,12 @@ class WorkerGroup:
             raise AttributeError(str(error)) from error
 
         found = partial(self.call, method)
-        # Found at once the next time; a lookup that fails before it comes here costs more.
+        # Cached as an attribute, as a lookup that falls through to __getattr__ is slower.
         self.__dict__[method] = found
         return found
 
     def remove(self) -> None:
-        """Closes the workers and takes them off their ranks."""
+        """Closes the workers and removes them from their ranks."""
         self._call_executor("remove", self.name).result()
         self.is_removed = True
         self.pool.workers.groups.remove(self)

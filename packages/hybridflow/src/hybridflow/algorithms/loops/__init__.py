@@ -1,7 +1,7 @@
-"""Loops over an algorithm's two parts: one after the other, one step apart, or fully asynchronous.
+"""Loops over an algorithm's two parts: synchronous, one step apart, or fully asynchronous.
 
-All take prompts as a function of the step, so that a run goes on where it was left: `Prompts.batch`,
-or `lambda step: task.batch(step, 64)`. All are iterated over, and give what each step tells.
+All take prompts as a function of the step, so that a run can resume at any step: `Prompts.batch`,
+or `lambda step: task.batch(step, 64)`. All are iterators over the metrics of each step.
 """
 
 from hybridflow.algorithms.loops.async_ import Asynchronous

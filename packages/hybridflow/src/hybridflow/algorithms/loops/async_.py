@@ -1,9 +1,9 @@
-"""The loop in which rollouts draw on while the actor learns, never more than eta steps apart.
+"""The asynchronous loop: rollouts generate while the actor trains, at most eta steps apart.
 
-After AReaL (arXiv 2505.24298): how many prompts are given out depends on how far learning has come,
-see `hybridflow.loops.buffer`. A rollout is given weights when it has nothing to do, so that learning
-waits for none that is at work, and all tokens of a response are of one version. With eta 0 this is
-the synchronous loop, to the bit if one rollout draws a whole batch at once.
+After AReaL (arXiv 2505.24298): the number of prompts in progress is bounded by the number of
+training steps done, see `hybridflow.loops.buffer`. A rollout receives weights only when it is idle,
+so that training does not wait for busy ones, and all tokens of a response come from one version.
+With eta 0 this is the synchronous loop, bit for bit if one rollout generates whole batches.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Replica:
-    """A rollout and what it does.
+    """A rollout and its state.
 
     Attributes:
-        version: of its weights, in steps learnt; None before it was given any.
-        positions: of the prompts that it draws for.
-        roll: their responses, None while it has nothing to do.
+        version: of its weights, in training steps; None before the first sync.
+        positions: of its prompts in progress.
+        roll: the future of their responses, None while it is idle.
     """
 
     rollout: Rollout | ServedRollout
@@ -46,21 +46,21 @@ class _Replica:
 
 @dataclass(kw_only=True)
 class Asynchronous:
-    """Draws and learns at once.
+    """Generates and trains at once.
 
-    A rollout whose rank raises, or whose weights did not arrive, is let go, and its prompts are given
-    to the others. A rank that dies takes its engine's other ranks with it: go on from what was saved.
-    Work is given out between steps, not within one.
+    A rollout whose rank raises, or whose weights did not arrive, is dropped, and its prompts go to
+    the others. A rank that dies ends all ranks of its engine: resume from a checkpoint. Work is
+    assigned between training steps, never during one.
 
     Attributes:
-        algorithm: what is done with a batch.
-        rollouts: who draws, each on a pool of its own.
-        prompts: from a step to its prompts, the same number each.
-        eta: most steps that lie between the weights that draw and those that learn.
-        max_running: most prompts under way; no bound but eta's when None.
-        chunk: most prompts that a rollout is given at once; its part of a batch when None.
-        correct: what is made of a rollout before it is learnt from.
-        step: the next to be learnt from.
+        algorithm: trains on batches.
+        rollouts: generate responses, each on a pool of its own.
+        prompts: function from a step to its prompts, equally many each.
+        eta: bound on staleness, in steps between the weights that generate and those trained.
+        max_running: most prompts in progress; None: bounded by eta only.
+        chunk: most prompts that a rollout gets at once; None: its share of a batch.
+        correct: function applied to a rollout before training; None: none.
+        step: number of the next training step.
 
     Raises:
         ConfigError: if there is no rollout, or a number is out of range.
@@ -90,15 +90,15 @@ class Asynchronous:
         self._replicas = [_Replica(rollout) for rollout in self.rollouts]
 
     def run(self, steps: int, on_step: OnStep | None = None) -> Iterator[dict[str, float]]:
-        """Trains, a step each time that it is asked for the next.
+        """Trains, one step per iteration.
 
         Args:
-            steps: how many.
+            steps: number of steps.
             on_step: called after each step.
 
         Yields:
-            What each step tells, and "staleness": the most steps that lay between the weights that
-            drew a response and those that learnt from it.
+            Metrics of each step, with "staleness": the largest number of steps between the weights
+            that generated a response and those trained on it.
 
         Raises:
             RankFailure: if a rank of the actor raised, the last rollout failed, or a rank died.
@@ -122,13 +122,13 @@ class Asynchronous:
         return Batch.concat(found[0]), found[1]
 
     def _wait(self) -> None:
-        """Until some rollout under way has ended."""
+        """Waits until a busy rollout has finished."""
         under_way = [replica.roll for replica in self._replicas if replica.roll is not None]
         assert under_way, "what is missing of the next batch may always be drawn for"
         self.algorithm.actor.pool.workers.wait_any(under_way)
 
     def _advance(self) -> None:
-        """Takes in what has ended, and gives work to who has none."""
+        """Collects finished rollouts, and starts idle ones."""
         for replica in list(self._replicas):
             if replica.roll is not None and replica.roll.is_done:
                 self._collect(replica, replica.roll)
@@ -171,7 +171,7 @@ class Asynchronous:
         log.warning("%s failed, and %d are left: %s", name, len(self._replicas), error)
 
     def state(self) -> dict[str, Any]:
-        """What a run goes on from, beside the actor's own state; waits for all under way."""
+        """State to resume from, besides the actor's; waits for all generation in progress."""
         while any(replica.roll is not None for replica in self._replicas):
             self._wait()
             for replica in list(self._replicas):
@@ -180,7 +180,7 @@ class Asynchronous:
         return {"step": self.step, "buffer": self.buffer.state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave, before anything is under way here."""
+        """Restores the result of `state`; call it before `run`."""
         self.step = state["step"]
         self.buffer.load_state(state["buffer"])
         for replica in self._replicas:

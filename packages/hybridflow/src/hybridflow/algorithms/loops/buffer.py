@@ -1,10 +1,10 @@
-"""Which prompts may be drawn for, and which responses are learnt from next: bookkeeping alone.
+"""Bookkeeping of the asynchronous loop: which prompts may start, which responses to train on next.
 
-Prompts are positions in an endless stream, of which batch i is [i B, (i + 1) B). How many may be under
-way is AReaL's rule (arXiv 2505.24298). AReaL learns from what is finished first, which lets a slow
-response grow older than the bound while others pass it; here batches are learnt from in the order
-of the stream, so that the bound holds for each response, and what a batch consists of does not
-depend on who was faster.
+Prompts are positions in an endless stream, of which batch i is [i B, (i + 1) B). The number of
+prompts in progress follows AReaL's rule (arXiv 2505.24298). AReaL trains on the responses that
+finish first, so that a slow one may exceed the staleness bound; here batches are trained on in the
+order of the stream, so that the bound holds for every response, and the content of a batch does not
+depend on timing.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def admitted(
     eta: int,
     max_running: int | None = None,
 ) -> int:
-    """How many more prompts may be drawn for.
+    """Number of further prompts that may start.
 
     Args:
-        running: prompts under way.
-        accepted: prompts finished so far, those learnt from included.
-        version: steps learnt so far.
-        batch_size: prompts of a step.
-        eta: most steps that lie between the weights that draw and those that learn.
-        max_running: most prompts under way; no bound when None.
+        running: prompts in progress.
+        accepted: prompts finished so far, those trained on included.
+        version: training steps done.
+        batch_size: prompts per step.
+        eta: bound on staleness, in steps between the weights that generate and those trained.
+        max_running: most prompts in progress; no bound when None.
 
     Returns:
         min(max_running - running, (eta + version + 1) batch_size - (accepted + running)), not below
@@ -46,9 +46,9 @@ def admitted(
 
 
 class Buffer:
-    """Prompts under way, and finished ones until they are learnt from.
+    """Prompts in progress, and finished ones until they are trained on.
 
-    What is kept for a prompt may be anything.
+    The rows stored for a prompt may be any object.
 
     Example:
         >>> buffer = Buffer(batch_size=2, eta=0)
@@ -61,13 +61,13 @@ class Buffer:
     def __init__(
         self, *, batch_size: int, eta: int, max_running: int | None = None, version: int = 0
     ) -> None:
-        """Begins with nothing under way.
+        """Makes a buffer without prompts in progress.
 
         Args:
-            batch_size: prompts of a step.
-            eta: as of `admitted`.
-            max_running: as of `admitted`.
-            version: steps learnt so far.
+            batch_size: prompts per step.
+            eta: as in `admitted`.
+            max_running: as in `admitted`.
+            version: training steps done.
 
         Raises:
             ConfigError: if a number is out of range.
@@ -85,22 +85,22 @@ class Buffer:
 
     @property
     def num_running(self) -> int:
-        """Prompts under way."""
+        """Number of prompts in progress."""
         return len(self._running)
 
     def room(self, version: int) -> int:
-        """How many more prompts may be drawn for, `version` steps having been learnt."""
+        """Number of further prompts that may start after `version` training steps."""
         return admitted(
             running=len(self._running), accepted=self._accepted, version=version,
             batch_size=self.batch_size, eta=self.eta, max_running=self.max_running,
         )  # fmt: skip
 
     def admit(self, version: int, most: int) -> list[int]:
-        """Takes the next prompts of one batch; those that were given back come first.
+        """Starts the next prompts of one batch; those given back come first.
 
         Args:
-            version: steps learnt so far, with whose weights they are to be drawn for.
-            most: how many at most.
+            version: training steps done, which is the version of the weights to generate with.
+            most: largest number of prompts.
 
         Returns:
             Their positions, ascending.
@@ -119,22 +119,22 @@ class Buffer:
         return found
 
     def give_back(self, positions: Sequence[int]) -> None:
-        """Makes prompts wait again whose responses will not come."""
+        """Queues prompts again whose responses will not come."""
         for position in positions:
             self._running.remove(position)
             bisect.insort(self._returned, position)
 
     def finish(self, position: int, version: int, rows: Any) -> None:
-        """Keeps the responses to a prompt under way, drawn with the weights of a version."""
+        """Stores the responses to a prompt, generated with the weights of a version."""
         self._running.remove(position)
         self._finished[position] = (version, rows)
         self._accepted += 1
 
     def take(self, version: int) -> tuple[list[Any], list[int]] | None:
-        """The batch that is learnt from after `version` steps, if all of it is finished.
+        """Removes and returns the batch of step `version`, if all of it is finished.
 
         Returns:
-            What was kept for its prompts, in order, and the versions that drew.
+            The rows of its prompts, in order, and the versions that generated them; else None.
         """
         wanted = range(version * self.batch_size, (version + 1) * self.batch_size)
         if not all(position in self._finished for position in wanted):
@@ -143,7 +143,7 @@ class Buffer:
         return [rows for _, rows in found], [drawn for drawn, _ in found]
 
     def state(self) -> dict[str, Any]:
-        """All of it, in plain data beside what is kept for prompts; those under way wait again."""
+        """The buffer as plain data and rows; prompts in progress are stored as queued."""
         positions = sorted(self._finished)
         return {
             "next": self._next,
@@ -155,7 +155,7 @@ class Buffer:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave."""
+        """Restores the result of `state`."""
         self._next, self._accepted = state["next"], state["accepted"]
         self._returned, self._running = list(state["waiting"]), set()
         kept = zip(state["versions"], state["rows"], strict=True)

@@ -1,8 +1,8 @@
-"""What is learnt from responses that other weights have drawn.
+"""Off-policy correction: training on responses that other weights have generated.
 
-Decoupled from the sampler as in AReaL (arXiv 2505.24298): the trainer's present weights are what the
-update is held near, and each token weighs as the ratio of the two, truncated. Without this, the
-update is held near the weights that drew, which algorithms take from the rollout by themselves.
+The decoupled objective of AReaL (arXiv 2505.24298): the proximal policy is the actor's current one,
+and each token has the truncated ratio of current to sampling probability as its weight. Without the
+correction, the proximal policy is the one that generated the responses.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["Correction"]
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """Weighs a rollout's tokens by how likely the actor now is to draw them.
+    """Adds importance weights of the actor's current weights to a rollout.
 
     Attributes:
-        actor: who is trained.
-        temperature: that responses were drawn at.
+        actor: the model that is trained.
+        temperature: at which responses were sampled.
         level: "token" or "sequence"; see `hybridflow.rl.correction`.
-        cap: the most a token can weigh.
+        cap: upper bound of a token's weight.
     """
 
     actor: Actor
@@ -34,14 +34,14 @@ class Correction:
     cap: float = 2.0
 
     def __call__(self, roll: Batch | Future | Joined) -> Batch:
-        """The rollout, corrected.
+        """Corrects a rollout.
 
         Returns:
-            The same with rollout_log_probs by the actor, which algorithms go out from, those of
-            the sampler as sampler_log_probs, and loss_weights.
+            The rollout with the actor's log-probabilities as rollout_log_probs, which algorithms
+            use as the old ones, the sampler's as sampler_log_probs, and with loss_weights.
 
         Raises:
-            ConfigError: if the level or the cap is not one.
+            ConfigError: if the level or the cap is not valid.
         """
         asked = self.actor.log_probs(roll, self.temperature)
         batch = roll if isinstance(roll, Batch) else roll.result()

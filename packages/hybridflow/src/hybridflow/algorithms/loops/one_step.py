@@ -1,7 +1,7 @@
-"""The loop that trains on one batch while the next is drawn on ranks of its own.
+"""The one-step loop: trains on one batch while other ranks generate the next.
 
-A batch is drawn with weights one step older than those that learn from it (the first with the same).
-Weights are synced between two batches, when neither side is at work.
+A batch is generated with weights one step older than those trained on it (the first with the same).
+Weights are synced between two batches, when neither side is busy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["OneStep"]
 
 @dataclass(kw_only=True)
 class OneStep:
-    """Draws batch i + 1 while batch i is learnt from.
+    """Generates batch i + 1 while training on batch i.
 
     Attributes:
-        algorithm: what is done with a batch.
-        rollout: who draws, on another pool than the actor's.
-        prompts: from a step to its prompts.
-        correct: what is made of a rollout before it is learnt from.
-        step: the next to be learnt from.
+        algorithm: trains on batches.
+        rollout: generates responses, on another pool than the actor's.
+        prompts: function from a step to its prompts.
+        correct: function applied to a rollout before training; None: none.
+        step: number of the next training step.
     """
 
     algorithm: Algorithm
@@ -41,16 +41,17 @@ class OneStep:
     _drawn: Batch | Future | Joined | None = field(default=None, init=False)
 
     def run(self, steps: int, on_step: OnStep | None = None) -> Iterator[dict[str, float]]:
-        """Trains, a step each time that it is asked for the next.
+        """Trains, one step per iteration.
 
-        One batch more is drawn than learnt from, so that another `run` goes on as one would.
+        One more batch is generated than trained on, so that a further `run` continues like a single
+        longer one.
 
         Args:
-            steps: how many.
+            steps: number of steps.
             on_step: called after each step.
 
         Yields:
-            What each step tells.
+            Metrics of each step.
 
         Raises:
             RankFailure: if a rank raised or died.
@@ -72,7 +73,7 @@ class OneStep:
         return self.algorithm.rollout(self.prompts(step), step, self.rollout)
 
     def state(self) -> dict[str, Any]:
-        """What a run goes on from, beside the actor's own state; waits for the batch under way."""
+        """State to resume from, besides the actor's; waits for the batch in progress."""
         drawn = self._drawn
         return {
             "step": self.step,
@@ -80,5 +81,5 @@ class OneStep:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes what `state` gave."""
+        """Restores the result of `state`."""
         self.step, self._drawn = state["step"], state["drawn"]

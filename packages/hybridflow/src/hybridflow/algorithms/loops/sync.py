@@ -1,6 +1,6 @@
-"""The loop in which everything waits for what comes before: draw responses, then learn from them.
+"""The synchronous loop: generate responses, then train on them.
 
-What it is at is the step, which is all there is to resume: give it as `start`.
+Its only state is the step; to resume, pass it as `start`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridflow.workers.batch.batch import Batch
 __all__ = ["OnStep", "run"]
 
 OnStep = Callable[[int, dict[str, float]], None]
-"""Called after a step with its number, from 0 on, and what it tells: to evaluate, log, or save."""
+"""Called after a step with its number, from 0 on, and its metrics: to evaluate, log, or save."""
 
 
 def run(
@@ -27,18 +27,18 @@ def run(
     rollout: Rollout | ServedRollout | None = None,
     on_step: OnStep | None = None,
 ) -> Iterator[dict[str, float]]:
-    """Trains, a step each time that it is asked for the next.
+    """Trains, one step per iteration.
 
     Args:
-        algorithm: what is done with a batch.
-        prompts: from a step to its prompts.
-        steps: how many.
-        start: the first one's number.
-        rollout: who draws responses, given the actor's weights before; the actor itself when None.
+        algorithm: generates and trains on batches.
+        prompts: function from a step to its prompts.
+        steps: number of steps.
+        start: number of the first step.
+        rollout: generates responses, after receiving the actor's weights; None: the actor does.
         on_step: called after each step.
 
     Yields:
-        What each step tells.
+        Metrics of each step.
 
     Raises:
         RankFailure: if a rank raised or died.

@@ -1,1 +1,1 @@
-"""A model's weights and optimizer state as files: sharded, and exported whole."""
+"""A model's weights and optimizer state as files: sharded checkpoints, and export of weights."""

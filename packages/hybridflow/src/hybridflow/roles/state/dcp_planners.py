@@ -1,8 +1,8 @@
 """Planners of torch.distributed.checkpoint for ranks that hold boxes of tensors.
 
-torch's own planners know whole tensors and DTensors. A rank of a fused, transposed and sharded
-decoder holds neither, but it holds boxes of them, and boxes are all that the format is made of: what
-is written once, what a rank reads of what another wrote, is intersecting boxes.
+torch's own planners handle whole tensors and DTensors. A rank of a fused, transposed and sharded
+decoder holds boxes of tensors, and the format stores boxes too. So saving writes each box once, and
+loading reads the intersections of stored and wanted boxes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class TensorPart(NamedTuple):
     """A box of a named tensor, and where its values lie.
 
     Attributes:
-        name: in the checkpoint.
-        box: of the whole tensor.
-        values: of the box's shape; written to when loading.
+        name: name in the checkpoint.
+        box: position in the whole tensor.
+        values: tensor of the box's shape; loading writes to it.
     """
 
     name: str
@@ -50,31 +50,31 @@ class TensorPart(NamedTuple):
 
     @property
     def key(self) -> MetadataIndex:
-        """What torch finds it by; parts with equal ones hold the same."""
+        """The part's index in torch's metadata; parts with equal indices hold equal values."""
         return MetadataIndex(self.name, self.box.offsets)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """Its box, as torch writes it."""
+        """Its box in torch's format."""
         return ChunkStorageMetadata(torch.Size(self.box.offsets), torch.Size(self.box.sizes))
 
 
 class BoxSavePlanner(DefaultSavePlanner):
-    """Writes parts; torch's global planning has one rank write what several hold."""
+    """Writes parts; torch's global plan deduplicates parts that several ranks hold."""
 
     def __init__(self, parts: Sequence[TensorPart], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Takes this rank's parts.
+        """Plans to write this rank's parts.
 
         Args:
-            parts: equal offsets of a name mean equal boxes, on all ranks.
-            shapes: of whole tensors by name.
+            parts: on all ranks, parts with equal name and offsets must have equal boxes.
+            shapes: of whole tensors, by name.
         """
         super().__init__(flatten_state_dict=False)
         self._parts = {part.key: part for part in parts}
         self._shapes = shapes
 
     def create_local_plan(self) -> SavePlan:
-        """All of this rank's parts."""
+        """Plans to write all of this rank's parts."""
         items = []
         for key, part in self._parts.items():
             data = TensorWriteData(
@@ -87,12 +87,12 @@ class BoxSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """A part's values, in the order that they have in the whole tensor."""
+        """A part's values, contiguous."""
         return self._parts[write_item.index].values.contiguous()
 
 
 class BoxLoadPlanner(DefaultLoadPlanner):
-    """Reads parts in place, of boxes that were cut in any way, and nothing beside them."""
+    """Reads parts in place from boxes that were cut in any way, and reads nothing else."""
 
     def __init__(
         self,
@@ -101,13 +101,13 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         shapes: Mapping[str, tuple[int, ...]],
         may_skip: str,
     ) -> None:
-        """Takes this rank's parts.
+        """Plans to read this rank's parts.
 
         Args:
             path: of the checkpoint, for messages.
-            parts: that are wanted.
-            shapes: of all tensors that ranks want, by name.
-            may_skip: how tensors begin that may be there and not be wanted.
+            parts: the parts to read.
+            shapes: of all tensors that any rank reads, by name.
+            may_skip: prefix of the names of stored tensors that may be left unread.
         """
         super().__init__()
         self._path, self._shapes, self._may_skip = path, shapes, may_skip
@@ -119,15 +119,16 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Takes what is stored."""
+        """Receives the checkpoint's metadata."""
         assert metadata is not None, "torch reads it first"
         self._stored = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Of each part, what it shares with each stored box.
+        """Plans to read each part's intersection with each stored box.
 
         Raises:
-            DataError: what is stored is not what ranks want; found before anything is read.
+            DataError: if stored names, shapes or dtypes differ from the model's; raised before
+                any read.
         """
         for name, shape in self._shapes.items():
             found = self._tensor(name)
@@ -145,7 +146,7 @@ class BoxLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Where a part's values are put."""
+        """The tensor that a part's values are read into."""
         return self._parts[index].values
 
     def _tensor(self, name: str) -> TensorStorageMetadata:

@@ -1,8 +1,8 @@
-"""A model's whole weights as a folder that transformers' `from_pretrained` loads.
+"""Export of a model's whole weights to a folder that transformers' `from_pretrained` loads.
 
-Ranks send their pieces to the group's first rank weight by weight, whatever the layout, and that one
-writes each into its place of a safetensors file before the next comes: no rank needs memory for more
-than one whole weight beside its own part.
+Ranks send their pieces of one weight after another to the group's first rank, whatever the layout.
+That rank writes each weight to a safetensors file before the next arrives, so that no rank needs
+memory for more than one whole weight beside its own part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shared.topology.boxes import Box
 
 __all__ = ["Held", "export", "write_folder"]
 
-# The dtypes that a worker may have, as safetensors calls them.
+# Dtypes of workers, and their names in safetensors.
 _NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}
 _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _COPIED = (
@@ -48,17 +48,17 @@ def export(
 
     Args:
         group: an actor, critic or another group whose workers hold a decoder.
-        folder: that the group's first rank sees as well; not there yet, or empty. It is there once
-            it is whole.
-        max_file_bytes: weights are put into several files, with an index, beyond that; a weight is
-            never cut.
+        folder: on a disk that the group's first rank sees too; must be empty or not exist. It
+            appears only once it is complete.
+        max_file_bytes: size above which weights are split over several files with an index; a
+            single weight is never split.
 
     Returns:
         The folder.
 
     Raises:
         ConfigError: if the folder is not empty, or the limit not positive.
-        RankFailure: if something can not be written.
+        RankFailure: if a file cannot be written.
 
     Example:
         >>> export(actor, "runs/sort/model")  # doctest: +SKIP
@@ -76,12 +76,12 @@ def export(
 
 
 class Held(NamedTuple):
-    """What ranks hold of a model.
+    """The parts of a model that a group's ranks hold.
 
     Attributes:
-        model, pieces: this rank's.
-        boxes: of all ranks.
-        group: of them; None where this rank is alone.
+        model, pieces: this rank's part.
+        boxes: boxes of weights that each rank holds, by rank.
+        group: the ranks' group; None if this rank is alone.
     """
 
     model: Decoder
@@ -91,16 +91,16 @@ class Held(NamedTuple):
 
 
 def write_folder(held: Held, folder: Path, max_file_bytes: int, source: str | Path | None) -> None:
-    """Writes on the group's first rank what all ranks hold together; all of them call this.
+    """Writes a model's folder on the group's first rank; all ranks of the group must call this.
 
     Args:
-        held: by the ranks.
-        folder: to write into.
-        max_file_bytes: as of `export`.
-        source: a folder whose tokenizer goes with the model.
+        held: the parts that the ranks hold.
+        folder: folder to write to.
+        max_file_bytes: as in `export`.
+        source: folder whose tokenizer is copied; None, or a preset's name: none is.
 
     Raises:
-        DataError: if a file can not be written.
+        DataError: if a file cannot be written.
     """
     weights = _gathered(held)
     try:
@@ -115,16 +115,16 @@ def write_folder(held: Held, folder: Path, max_file_bytes: int, source: str | Pa
     except OSError as error:
         raise DataError(f"{folder}: {error}; free space there, or export elsewhere") from error
     finally:
-        # The other ranks send all weights, whatever becomes of the files.
+        # Drains the remaining weights, because the other ranks send all of them.
         for _ in weights:
             pass
 
 
 def hugging_face_config(config: DecoderConfig, head: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of config.json, with which transformers finds class and dtype."""
+    """The fields of config.json, from which transformers finds class and dtype."""
     tree: dict[str, Any] = dict(config.raw) or _fields(config)
     if not tree.get("architectures"):
-        # No transformers wrote it, whose default ids mean something in Llama's vocabulary only.
+        # Written explicitly, as transformers' default ids fit Llama's vocabulary only.
         tree = {"bos_token_id": None, "eos_token_id": None, **tree}
     task = "SequenceClassification" if head == "scalar" else "CausalLM"
     tree["architectures"] = [f"{_FAMILIES[str(tree['model_type'])]}For{task}"]
@@ -149,7 +149,7 @@ def _fields(config: DecoderConfig) -> dict[str, Any]:
 
 @torch.no_grad()
 def _gathered(held: Held) -> Iterator[tuple[str, Tensor]]:
-    """Weights by name; whole on the first rank, where each takes the place of the one before."""
+    """Yields weights by name; whole on the first rank, where each overwrites the previous one."""
     shapes = weight_shapes(held.model.config, held.model.head_kind)
     boxes = {name: Box((0,) * len(shape), shape) for name, shape in shapes.items()}
     like = next(held.model.parameters())
@@ -200,7 +200,7 @@ def _write_file(
     dtype: torch.dtype,
     weights: Iterator[tuple[str, Tensor]],
 ) -> None:
-    """Writes the next weights in the safetensors format, of which each is let go once written."""
+    """Writes the next weights in the safetensors format, and releases each once written."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
@@ -208,7 +208,7 @@ def _write_file(
         place = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
         header[name] = place
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # values begin aligned
+    text += b" " * (-len(text) % 8)  # aligns the values
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, (_, whole) in zip(shapes, weights, strict=False):

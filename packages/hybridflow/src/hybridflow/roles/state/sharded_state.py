@@ -1,8 +1,8 @@
 """A model's state on one rank, in the format of torch.distributed.checkpoint.
 
-Each rank writes the boxes that it holds under Hugging Face names, and reads the boxes that it wants,
-however they were cut when they were written; nothing is gathered, and what several ranks hold is
-written once. Everything is a tensor, counters too, so that any reader of the format can read it.
+Each rank writes the boxes that it holds under Hugging Face names, and reads the boxes it needs,
+whatever layout wrote them; nothing is gathered, and boxes that several ranks hold are written once.
+All state is stored as tensors, even counters, so that any reader of the format can read it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _SCALAR = Box((), ())
 
 
 class ShardedState:
-    """Where one rank's weights, optimizer state and counters lie, by their names in a checkpoint.
+    """One rank's weights, optimizer state and counters, by their names in a checkpoint.
 
     Attributes:
-        parts: that this rank holds.
-        shapes: of all tensors that any rank holds.
+        parts: boxes that this rank holds.
+        shapes: of all tensors of which any rank holds a part, by name.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class ShardedState:
         optimizer: Optimizer | None,
         version: int,
     ) -> None:
-        """Finds them; nothing is copied.
+        """Lists a rank's state without copying it.
 
         Args:
-            name: of the group, with which all names begin.
+            name: of the group; prefix of all names.
             model: this rank's part.
-            pieces: that it is in.
+            pieces: pieces of its weights.
             optimizer: None for a model that is not trained.
-            version: of the weights.
+            version: number of optimizer steps taken.
         """
         self._name, self._optimizer = name, optimizer
         counters = {} if optimizer is None else optimizer.counters
@@ -82,15 +82,15 @@ class ShardedState:
                 self.parts.append(TensorPart(f"{name}.optimizer.{kind}.{piece.name}", box, held))
 
     def save(self, path: str, writer_of: WriterOf, group: Group | None) -> None:
-        """Writes it; all ranks of a group call this together.
+        """Writes the state; all ranks of a group call this together.
 
         Args:
-            path: a folder that is not there yet.
-            writer_of: makes the storage of a path.
-            group: None where this rank is alone.
+            path: a folder that does not exist yet.
+            writer_of: function from a path to a storage writer.
+            group: the ranks; None if this rank is alone.
 
         Raises:
-            DataError: if something can not be written, on all ranks.
+            DataError: on all ranks, if something cannot be written.
         """
         try:
             with _alone_quietly():
@@ -102,22 +102,22 @@ class ShardedState:
                     no_dist=group is None,
                 )
         except CheckpointException as error:
-            # torch does not say so when the disk was full.
+            # torch's error does not mention a full disk.
             free = shutil.disk_usage(Path(path).parent).free
             raise DataError(
-                f"{path} can not be written: {_cause(error)}. {free} bytes are free there: free "
-                f"more or save elsewhere; earlier checkpoints are as they were"
+                f"{path} cannot be written: {_cause(error)}. {free} bytes are free there: free "
+                f"more or save elsewhere; earlier checkpoints are unchanged"
             ) from error
 
     def load(self, path: str, reader_of: ReaderOf, group: Group | None) -> int:
-        """Reads it in place; arguments as of `save`, with the storage that was written to.
+        """Reads the state in place; arguments as in `save`, with a function to a storage reader.
 
         Returns:
             The version of the weights.
 
         Raises:
-            DataError: on all ranks, if it is another model's state, before anything is read; or if
-                it can not be read.
+            DataError: on all ranks, if it is another model's state (found before any read), or if
+                it cannot be read.
         """
         planner = BoxLoadPlanner(path, self.parts, self.shapes, f"{self._name}.optimizer.")
         try:
@@ -131,7 +131,7 @@ class ShardedState:
                 )
         except CheckpointException as error:
             raise DataError(
-                f"{path} can not be read: {_cause(error)}. Load an earlier checkpoint"
+                f"{path} cannot be read: {_cause(error)}. Load an earlier checkpoint"
             ) from error
         numbers = {key: int(number) for key, number in self._numbers.items()}
         if self._optimizer is not None:
@@ -142,21 +142,21 @@ class ShardedState:
 
 
 def _held(piece: Piece, values: Tensor) -> Tensor:
-    """What a piece is of a tensor in its parameter's shape."""
+    """A piece's part of a tensor that has its parameter's shape."""
     held = local(values)[piece.rows]
     return held.t() if piece.is_transposed else held
 
 
 @contextmanager
 def _alone_quietly() -> Iterator[None]:
-    """Without torch's warning that a rank is alone, which it is meant to be."""
+    """Suppresses torch's warning that there is no process group, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
 
 
 def _cause(error: CheckpointException) -> str:
-    """What went wrong first; torch's own error is no `Exception`, and would end the rank."""
+    """The first cause; torch's own error is not an `Exception`, and would end the rank."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     if isinstance(cause, MeshyardError):
         raise cause from None

@@ -1,14 +1,14 @@
-"""Passes over the newest tokens as CUDA graphs, so that each is one launch.
+"""Decoding passes as CUDA graphs, so that each is one launch.
 
-A pass is captured for numbers of places that are powers of two, and for the largest; idle places fill
-up the rest. It reads and writes memory that stays where it is during a generation, and a graph does
-not outlive that, so none can be stale: between two of them weights may change and move, and the
-cache's memory is free for training. The price is captures in each generation; numbers of places that
-come a few times only are not captured.
+A pass is captured for each power of two of places, and for all places; idle places pad a pass to
+the next such count. A pass reads and writes memory at fixed addresses during one generation, and a
+graph lives no longer, so none is stale: between generations weights may change and move, and the
+cache's memory is free for training. The cost is new captures in each generation; counts of places
+that occur only a few times are not captured.
 
-Collectives over NCCL are captured with the rest. Replayed, they are not written to the ledger, and
-torch does not watch them for timeouts. Nothing of this has run on a GPU yet: what is tested is that a
-pass, recorded on the CPU as the operations that it is made of, gives the same when they are repeated.
+NCCL collectives are captured too. When replayed, they are not recorded in the ledger, and torch
+does not watch them for timeouts. Graphs are untested on a GPU: the tests record a pass on the CPU
+as its sequence of operations, and check that repeating these gives the same results.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from hybridflow.models.decoder import Shard
 
 __all__ = ["Replayed", "can_capture", "capture"]
 
-# As many passes as a capture may cost; a guess, no device was at hand. One at least: it compiles
-# kernels and connects ranks, which a capture must not.
+# About as many passes as a capture costs; an estimate, not measured. At least one, because the
+# first pass compiles kernels and connects ranks, which a capture must not do.
 NUM_UNCAPTURED = 4
 
 
 def can_capture(device: torch.device, shard: Shard) -> bool:
-    """Whether a pass through a model, on its device, is nothing but kernels one after another.
+    """Whether a pass through a model on a device consists of kernels only.
 
-    The host takes part in what the stages of a pipeline exchange, and in what gloo does.
+    The host takes part in messages between pipeline stages and in gloo's collectives.
     """
     is_kernels = shard.group is None or shard.group.backend == "nccl"
     return device.type == "cuda" and shard.num_stages == 1 and is_kernels
 
 
 def capture(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """Records what `run` launches, without doing it; the graph's `replay` does it.
+    """Captures the kernels that `run` launches without executing them; `replay` executes them.
 
-    `pool` is that of another graph, for what is made on the way: graphs that share it must not run at
-    once, and must leave nothing there.
+    `pool` is another graph's memory pool, used for temporaries: graphs that share it must not run
+    at once, and must leave no results there.
     """
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    # Not `torch.cuda.graph`, which gives cached memory back to the device each time, and after a
-    # failure leaves its stream the current one.
+    # Not `torch.cuda.graph`, which empties the allocator's cache each time, and after a failure
+    # leaves its own stream current.
     with torch.cuda.stream(torch.cuda.Stream()):
-        # Other threads may be busy with the device.
+        # Other threads may use the device meanwhile.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             run()
@@ -60,15 +60,15 @@ def capture(run: Callable[[], None], pool: Any = None) -> torch.cuda.CUDAGraph:
 
 
 class Replayed:
-    """A pass, captured once for each number of places that it is filled up to."""
+    """A pass, captured once for each number of places to which it is padded."""
 
     def __init__(self, run: Callable[[int], None], num_places: int) -> None:
         """Captures nothing yet.
 
         Args:
-            run: the pass over so many of the first places; nothing that the host does in it must
-                differ between two calls with the same number.
-            num_places: the most there are.
+            run: the pass over the first `count` places; the host must do the same in every call
+                with the same count.
+            num_places: largest count.
         """
         self._run, self._num_places = run, num_places
         self._num_plain: Counter[int] = Counter()
@@ -76,7 +76,7 @@ class Replayed:
         self._may_capture = True
 
     def __call__(self, num_used: int) -> None:
-        """A pass over the places in use, the first ones."""
+        """Runs a pass over the first `num_used` places, those in use."""
         count = min(self._num_places, 1 << (num_used - 1).bit_length())
         if count not in self._graphs:
             if self._num_plain[count] < NUM_UNCAPTURED or not self._may_capture:

@@ -1,11 +1,11 @@
 """Generation with the trainer's own weights, in the trainer's own process.
 
-Each prompt is read once for all of its samples, which share its keys and values; a place whose sample
-ends is given to the next sample at once, so that long responses do not leave the others waiting.
-Log-probabilities are those of the distribution that was drawn from, and every token says which
-version of the weights made it. Where a model has pipeline stages, places are cut in as many groups,
-and each stage works on another group; see `hybridflow.rollout.native.stage_ring`. On a GPU a whole model's passes
-over the newest tokens are replayed as CUDA graphs; see `hybridflow.rollout.native.cuda_graphs`.
+Each prompt is prefilled once for all of its samples, which share its keys and values. A place whose
+sample ends takes the next sample at once (continuous batching), so that long responses do not leave
+places idle. Log-probabilities are of the distribution that tokens are drawn from. If the model has
+pipeline stages, places are split into as many groups, and each stage works on another group; see
+`hybridflow.rollout.native.stage_ring`. On a GPU, decoding passes of a model without stages are
+replayed as CUDA graphs; see `hybridflow.rollout.native.cuda_graphs`.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from shared.errors import ConfigError, DataError
 
 __all__ = ["Responses", "generate"]
 
-# A prefill's products are of at most so many tokens at once, its logits of about so many samples.
+# Limits of one prefill pass: tokens, and samples whose first token is drawn (or one prompt's).
 _MAX_TOKENS = 16384
 _MAX_DRAWN = 256
-# The more parts prompts are read in, the shorter the stages wait at the beginning and the end.
+# Parts of a prefill per pipeline stage; more parts mean smaller pipeline bubbles.
 _READS_A_STAGE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Responses:
-    """What was generated, one row a sample; samples of a prompt follow one another.
+    """Generated responses, one row per sample; samples of a prompt are adjacent.
 
     Attributes:
         tokens: prompt and response, left-aligned, int64 [samples, longest].
-        prompt_lengths, lengths: of the prompt, and of both; int64 [samples].
+        prompt_lengths, lengths: of the prompt, and of prompt and response; int64 [samples].
         log_probs: of each generated token, 0 elsewhere; [samples, longest].
-        num_steps: passes over the places' newest tokens.
+        num_steps: decoding passes.
     """
 
     tokens: Tensor
@@ -77,23 +77,23 @@ def generate(
     """Generates responses to prompts.
 
     Args:
-        model: a whole model, or this rank's stage or shard of one; all of them call it alike.
+        model: a whole model, or this rank's stage or shard of one; all its ranks make equal calls.
         prompts: tokens of each; none may be empty.
-        sampling: what is drawn.
-        sample_ids: names of the samples, prompt by prompt; 0, 1, ... when not given.
-        step: of training; draws differ between steps.
-        num_places: samples under way at once.
-        stages: the ranks of the model's stages, in order; None where there is one stage.
+        sampling: how tokens are drawn.
+        sample_ids: ids of the samples, prompt by prompt; 0, 1, ... when not given.
+        step: training step; random numbers differ between steps.
+        num_places: samples decoded at once.
+        stages: group of the model's pipeline stages, in order; None if there is one stage.
         on_token: called after each step with the number of samples that are done.
-        has_graphs: whether CUDA graphs may be used, where they can be.
-        cache_bytes: that keys and values may take on a rank; prompts then go in waves. None: all
-            prompts at once.
+        has_graphs: whether CUDA graphs are used where possible.
+        cache_bytes: bytes that keys and values may take on a rank; prompts are generated in waves
+            that fit. None: all prompts at once.
 
     Returns:
-        The responses, the same whatever `num_places` and `cache_bytes`, up to rounding of the products.
+        The responses; they do not depend on `num_places` and `cache_bytes`, up to rounding.
 
     Raises:
-        DataError: if there is no prompt, one is empty, or there is not one id a sample.
+        DataError: if there is no prompt, one is empty, or there is not one id per sample.
         ConfigError: if prompt and response do not fit into the model's positions, one of each does
             not fit into `cache_bytes`, or `stages` is not the group of the model's stages.
     """
@@ -183,7 +183,7 @@ class _Run:
             else uniforms(sampling.seed, step, ids.to(device), sampling.max_new_tokens)
         )
         num_places = min(num_places, total)
-        # The last token that is drawn is never read.
+        # The last token of a response is never fed back to the model.
         num_own = max(1, sampling.max_new_tokens - 1)
         num_prompts, width = padded.shape
         self.cache = Cache(model, num_prompts, width, num_places, num_own)
@@ -198,7 +198,7 @@ class _Run:
         self.num_steps = 0
 
     def _prefill(self, padded: Tensor) -> None:
-        """Reads each prompt once, and draws all of its samples' first tokens."""
+        """Prefills each prompt once, and draws all of its samples' first tokens."""
         n, shard = self.sampling.num_samples, self.model.shard
         share = _READS_A_STAGE * shard.num_stages if shard.num_stages > 1 else 1
         most = min(_MAX_TOKENS // padded.shape[1], max(1, _MAX_DRAWN // n))
@@ -235,17 +235,17 @@ class _Run:
         return logits if temperature in (0, 1) else logits / temperature
 
     def _draw(self, logits: Tensor, samples: Tensor, num_made: Tensor, columns: Tensor) -> Tensor:
-        """Draws samples' next tokens, after so many, and keeps their log-probabilities."""
+        """Draws the samples' next tokens, and stores their log-probabilities."""
         numbers = None if self.numbers is None else self.numbers[samples, num_made]
         tokens, log_probs = draw(logits, numbers)
         self.log_probs[samples, columns] = log_probs
         return tokens
 
     def steps(self, *, has_graphs: bool) -> Iterator[None]:
-        """One more token for a group's places in use, each time."""
+        """Draws one more token for a group's places in use at each iteration."""
         passes = self._passes(has_graphs=has_graphs)
         for number in count():
-            # What the other stages are to know of the pass before, and what this pass begins with.
+            # Sends the result of the previous pass, and receives this pass's input.
             self.ring.turn(number - 1)
             at = number % len(self.places)
             places = self.places[at]
@@ -263,7 +263,7 @@ class _Run:
                 passes[at](len(places))
 
     def _passes(self, *, has_graphs: bool) -> list[Callable[[int], None]]:
-        """What takes the places in use of each group through the model."""
+        """By group, the function that runs a pass over its places in use."""
         plain = [partial(self._pass, at) for at in range(len(self.places))]
         if not has_graphs or not native_graphs.can_capture(self.log_probs.device, self.model.shard):
             return list(plain)
@@ -273,10 +273,10 @@ class _Run:
         ]
 
     def _pass(self, at: int, count: int) -> None:
-        """The newest tokens of a group's first places through this stage.
+        """Runs the newest tokens of a group's first `count` places through this stage.
 
-        Of a whole model it can be captured as a CUDA graph: it has to leave the host's books alone,
-        to ask the device for nothing, and to leave what it makes in memory that outlives it.
+        It can be captured as a CUDA graph if the model has one stage: so it must not change the
+        host's state or synchronise with the device, and must write results to persistent memory.
         """
         shard, places, message = self.model.shard, self.places[at], self.ring.messages[at]
         rows = places.rows(count)

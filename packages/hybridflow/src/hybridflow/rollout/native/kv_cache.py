@@ -1,7 +1,7 @@
-"""Keys and values of a generation: a prompt's once for all its samples, and each sample's own.
+"""Keys and values of a generation: each prompt's, shared by its samples, and each sample's own.
 
-Shapes: N prompts, P their longest, S slots of samples under way, M positions that a sample may fill
-itself, K key heads of this shard, E a head's size.
+Shapes: N prompts, P tokens of the longest, S slots for samples, M generated positions of a sample,
+K key heads of this shard, E a head's size.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["Cache"]
 
 
 class Cache:
-    """What this stage's layers remember; keys first, then values, positions last."""
+    """The key-value cache of this stage's layers; keys at index 0, values at 1, positions last."""
 
     def __init__(
         self, model: Decoder, num_prompts: int, prompt_width: int, num_slots: int, num_own: int
     ) -> None:
-        """Allocates [2, N, K, E, P] and [2, S, K, E, M] a layer."""
+        """Allocates [2, N, K, E, P] and [2, S, K, E, M] per layer."""
         weight, heads = model.get_parameter("layers.0.qkv"), model.shard.num_kv_heads
         self._first = model.shard.layers.start
 
@@ -37,7 +37,7 @@ class Cache:
         return sum(tensor.nbytes for tensor in (*self._prompts, *self._own))
 
     def reading(self, rows: slice) -> Attend:
-        """Causal attention over some prompts, whose keys and values are kept."""
+        """Causal attention over some prompts, which writes their keys and values to the cache."""
 
         def read(layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             q, k, v = rotate(qkv, cos, sin, layer.num_heads, layer.num_kv_heads)
@@ -48,7 +48,7 @@ class Cache:
         return read
 
     def decoding(self, places: Places) -> Attend:
-        """Attention of one new token a place, whose key and value are kept."""
+        """Attention of one new token per place, which writes its key and value to the cache."""
 
         def decode(layer: Layer, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             at = layer.index - self._first

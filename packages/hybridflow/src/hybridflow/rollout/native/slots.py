@@ -1,8 +1,8 @@
-"""Which sample stands at which place, how far it is, and who comes next.
+"""State of decoding: which sample is at which place, its position, and which samples wait.
 
-Every rank of a replica keeps these books alike, from the tokens that its last stage draws, so that
-nothing but tokens has to be told. All that a pass reads and writes stays where it is in memory, and
-only `SlotTable.settle` waits for the device: what comes before can be replayed as a CUDA graph.
+All ranks of a replica derive the same state from the drawn tokens, so only tokens are sent. All
+memory that a pass reads and writes stays at fixed addresses, and only `SlotTable.settle` waits for
+the device, so that a pass can be replayed as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _NO_TOKEN = 0
 
 
 class SampleTable:
-    """All samples, those of a prompt one after another.
+    """All samples, those of a prompt adjacent.
 
     Attributes:
-        tokens: prompt and response, int64 [samples, longest + 1]; nobody looks at the last column.
+        tokens: prompt and response, int64 [samples, longest + 1]; the last column is scratch.
         prompt_lengths, lengths: of the prompt, and of both once a sample has ended.
-        first: the token that each begins with.
-        num_done: how many have ended.
+        first: first token of each response.
+        num_done: number of samples that have ended.
     """
 
     def __init__(self, prompts: Tensor, lengths: Tensor, sampling: Sampling) -> None:
-        """Makes room for responses to prompts, int64 [prompts, width], of some lengths."""
+        """Allocates rows for responses to prompts, int64 [prompts, width], padded on the right."""
         self.sampling, n = sampling, sampling.num_samples
         self.prompt_lengths = lengths.repeat_interleave(n).to(prompts.device)
         self.lengths = self.prompt_lengths + 1
@@ -43,7 +43,7 @@ class SampleTable:
         self._waiting = self.first[:0]
 
     def begin(self, first: Tensor) -> None:
-        """Takes the samples' first tokens; those whose last it is have ended."""
+        """Stores the samples' first tokens; samples that end with them are done."""
         self.first = first
         self.tokens[torch.arange(len(first), device=first.device), self.prompt_lengths] = first
         is_over = self.is_over(first, torch.ones_like(first))
@@ -51,7 +51,7 @@ class SampleTable:
         self.num_done = len(first) - len(self._waiting)
 
     def is_over(self, tokens: Tensor, num_made: Tensor) -> Tensor:
-        """Whether samples end with these tokens, their num_made-th."""
+        """Whether samples end with these tokens, each sample's num_made-th."""
         is_over = num_made >= self.sampling.max_new_tokens
         return is_over if self.sampling.end_token is None else (
             is_over | (tokens == self.sampling.end_token)
@@ -59,25 +59,25 @@ class SampleTable:
 
     @property
     def num_waiting(self) -> int:
-        """How many have no place yet."""
+        """Number of samples that have had no place yet."""
         return len(self._waiting)
 
     def take(self, count: int) -> Tensor:
-        """The next samples that wait, at most so many."""
+        """Removes and returns the next waiting samples, at most `count`."""
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         return taken
 
 
 class SlotRows(NamedTuple):
-    """The first places, as a pass through the model takes them; int64 [rows] each.
+    """Inputs of a pass over the first places; int64 [rows] each.
 
     Attributes:
-        sample: at each place.
-        newest: its last token, which the model is to read.
-        positions: where that stands.
-        column: of the next token, in tables of samples; the last one for a place that is idle.
-        num_made: tokens that each sample has.
-        read: what each place reads of the cache.
+        sample: sample at each place.
+        newest: its last token, the model's input.
+        positions: position of that token.
+        column: column of the next token in tables of samples; the scratch one for idle places.
+        num_made: number of tokens that each sample has generated.
+        read: the parts of the cache that each place attends to.
     """
 
     sample: Tensor
@@ -89,15 +89,15 @@ class SlotRows(NamedTuple):
 
 
 class SlotTable:
-    """SlotTable whose samples go through the model together; those in use come before idle ones.
+    """Places whose samples go through the model together; places in use precede idle ones.
 
-    An idle place may go through too, to fill up a pass: it has a slot of its own and reads no prompt,
-    and what is drawn for it goes where nobody looks. It begins anew when no sample is younger, so
-    that it does not come to the end of its slot.
+    An idle place may pad a pass: it has a slot of its own, attends to no prompt, and its tokens go
+    to the scratch column. All idle places restart whenever a place becomes idle, so that none
+    reaches the end of its slot.
     """
 
     def __init__(self, samples: SampleTable, slots: range) -> None:
-        """Gives each slot of the cache a sample that waits."""
+        """Gives each slot of the cache a waiting sample."""
         self._samples, self._num_used = samples, len(slots)
         device = samples.tokens.device
         self._table = torch.zeros(6, len(slots), dtype=torch.int64, device=device)
@@ -112,7 +112,7 @@ class SlotTable:
         return self._num_used
 
     def rows(self, count: int) -> SlotRows:
-        """So many of the first places, as many as are in use or more."""
+        """Inputs of the first `count` places, at least as many as are in use."""
         sample, newest, slots, prompts, prompt_lengths, made = self._table[:, :count].unbind()
         positions = prompt_lengths + made
         return SlotRows(
@@ -127,14 +127,14 @@ class SlotTable:
         )
 
     def push(self, rows: SlotRows, tokens: Tensor) -> None:
-        """Gives each sample its next token."""
+        """Appends each sample's next token."""
         rows.newest.copy_(tokens)
         self._samples.tokens[rows.sample, rows.column] = tokens
         rows.read.made.copy_(rows.num_made)
         self._is_over[: len(tokens)] = self._samples.is_over(tokens, rows.num_made + 1)
 
     def settle(self) -> None:
-        """Gives the places of those that have ended to others."""
+        """Gives the places of samples that have ended to waiting samples."""
         free = torch.nonzero(self._is_over[: self._num_used].cpu())[:, 0]
         if len(free):
             there = free.to(self._table.device)
@@ -144,7 +144,7 @@ class SlotTable:
             self._fill(free)
 
     def _fill(self, free: Tensor) -> None:
-        """Gives places, told by the host, to samples that wait; if none does, they are given up."""
+        """Gives places (indices on the host) to waiting samples; places left over become idle."""
         device, used = self._table.device, self._num_used
         fresh = self._samples.take(len(free))
         places, left = free[: len(fresh)].to(device), free[len(fresh) :]

@@ -1,9 +1,9 @@
-"""What goes round between the stages of a generating pipeline: states forward, tokens to the front.
+"""Messages between the stages of a generating pipeline, sent around a ring.
 
-There are as many groups of places as stages, and each stage works on another one. After every pass
-each sends on what it has made, all at once: hidden states to the next stage, and the tokens that the
-last has drawn to the first, from which they travel on with the next states. So no stage ever waits
-but for its neighbour, and each learns of a group's tokens just before it needs them.
+There are as many groups of places as stages, and each stage works on another group. After every
+pass all stages send at once: hidden states go to the next stage, and the tokens drawn by the last
+stage go to the first, which passes them on with the next hidden states. So a stage waits only for
+its neighbour, and receives a group's tokens just before it needs them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Message:
     """Tokens and hidden states of a group of places, side by side in one buffer.
 
     Attributes:
-        tokens: the newest ones, int64 [places].
-        hidden: [places, dim].
-        num_sent: places that were in use when it was last on its way.
+        tokens: the newest tokens, int64 [places].
+        hidden: hidden states, [places, dim].
+        num_sent: number of places in use when it was last sent.
     """
 
     def __init__(self, num_places: int, model: Decoder) -> None:
-        """Allocates it, for a group of so many places."""
+        """Allocates the buffer, for a group of `num_places`."""
         width, kind = model.config.hidden_size, model.cos.dtype
         self._num_head_bytes, self._num_row_bytes = 8 * num_places, width * kind.itemsize
         size = num_places * (8 + self._num_row_bytes)
@@ -41,33 +41,33 @@ class Message:
         self.num_sent = 0
 
     def to_first(self, num_places: int) -> Tensor | None:
-        """What the last stage sends to the first, or that receives: tokens only."""
+        """The part that the last stage sends to the first, tokens only; None if empty."""
         return self._raw[: self._num_head_bytes] if num_places else None
 
     def to_next(self) -> Tensor | None:
-        """What a stage sends to the next, or that receives."""
+        """The part that a stage sends to the next; None if empty."""
         if not self.num_sent:
             return None
         return self._raw[: self._num_head_bytes + self.num_sent * self._num_row_bytes]
 
 
 class Ring:
-    """The messages of all groups of places, a group a stage.
+    """The messages of all groups of places, one group per stage.
 
-    Passes are numbered through: the first stage begins them in this order, group after group, and
-    each other stage follows one behind the stage before it.
+    Pass k belongs to group k modulo the number of groups. The first stage starts passes in this
+    order, and each other stage runs one pass behind the stage before it.
     """
 
     def __init__(self, group: Group | None, model: Decoder, places: Sequence[SlotTable]) -> None:
-        """Allocates the messages; `group` is that of the stages, None where the model is whole."""
+        """Allocates the messages; `group` is the stages' group, None if the model has one stage."""
         self._group, self._shard, self._places = group, model.shard, places
         self.messages = [Message(len(mine), model) for mine in places]
 
     def turn(self, done: int) -> None:
-        """Sends on what pass `done` made here, -1 before the first, and receives the next pass.
+        """Sends the result of pass `done` (-1 before the first), receives the next pass's input.
 
-        All stages know who has something to say, since all keep the same books; when all samples
-        have ended, nobody has, but for those who pass on just that.
+        All stages hold the same state, so each knows which messages are not empty; once all samples
+        have ended, only the tokens that end them are still passed on.
         """
         if self._group is None:
             return

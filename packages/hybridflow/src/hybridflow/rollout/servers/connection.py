@@ -1,7 +1,8 @@
-"""JSON over HTTP, with time-outs, tries and errors that say what to do.
+"""JSON over HTTP, with timeouts, retries and errors that say what to do.
 
 Python's own client is enough: a request to a rollout server lasts seconds, so connections need not
-be kept. Proxies of the environment are not asked, as servers of a training run are its own.
+be reused. Proxy settings of the environment are ignored, as rollout servers are on the run's own
+network.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from shared.errors import CommError, ConfigError
 __all__ = ["Connection"]
 
 _AGAIN = frozenset({429, 502, 503, 504})
-"""What a server says that is overloaded, or not there yet."""
+"""Status codes of a server that is overloaded or still starting; such requests are retried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """How a server is reached.
+    """Address of a server, and how requests to it are retried.
 
     Attributes:
-        url: http://HOST:PORT or https://HOST:PORT, and a path if it is behind one.
-        timeout_s: without a byte from the server, before a try has failed.
-        num_tries: of a request that changes nothing.
-        backoff_s: before the second try; twice as long before each further one.
-        api_key: sent as a bearer's, if the server wants one.
-        max_answer_bytes: of one answer; a longer one is refused.
+        url: http://HOST:PORT or https://HOST:PORT, with a path prefix if there is one.
+        timeout_s: seconds without a byte from the server after which a try fails.
+        num_tries: tries of a request that changes nothing on the server.
+        backoff_s: seconds before the second try; doubled before each further one.
+        api_key: sent as a bearer token; None: none is sent.
+        max_answer_bytes: most bytes of one answer; a longer one is refused.
     """
 
     url: str
@@ -49,12 +50,12 @@ class Connection:
             raise ConfigError(f"url: expected http://HOST:PORT, got {self.url!r}")
         if self.timeout_s <= 0 or self.num_tries < 1 or self.backoff_s < 0:
             raise ConfigError(
-                f"expected a time-out above 0, a try at least and a back-off of 0 or more, got "
-                f"{self.timeout_s} s, {self.num_tries} and {self.backoff_s} s"
+                f"expected timeout_s above 0, num_tries of at least 1 and backoff_s of at least 0, "
+                f"got {self.timeout_s}, {self.num_tries} and {self.backoff_s}"
             )
 
     def get(self, path: str) -> Any:
-        """What the server tells at a path; errors as `post`."""
+        """The parsed JSON at a path; raises as `post`."""
         return self._ask("GET", path, None, self.timeout_s, self.num_tries)
 
     def post(
@@ -65,19 +66,19 @@ class Connection:
         timeout_s: float | None = None,
         num_tries: int | None = None,
     ) -> Any:
-        """What the server answers to a body.
+        """Posts a body, and returns the answer.
 
         Args:
-            path: after the url.
+            path: appended to the url.
             body: sent as JSON.
-            timeout_s, num_tries: if others than the connection's.
+            timeout_s, num_tries: replace the connection's; None keeps those.
 
         Returns:
             The parsed JSON; None for an empty answer.
 
         Raises:
-            CommError: if there is no answer after all tries, the server refuses, or what it says
-                is no JSON or too long.
+            CommError: if there is no answer after all tries, the server refuses, or its answer is
+                not JSON or too long.
         """
         return self._ask(
             "POST", path, body or {}, timeout_s or self.timeout_s, num_tries or self.num_tries
@@ -94,7 +95,7 @@ class Connection:
         began, reason = time.monotonic(), ""
         for attempt in range(num_tries):
             if attempt:
-                # Not all at once: many requests fail together when a server goes away.
+                # With jitter, because many requests fail together when a server stops.
                 time.sleep(self.backoff_s * 2 ** (attempt - 1) * random.uniform(0.5, 1.0))
             try:
                 status, text = self._once(method, path, body, timeout_s)
@@ -118,7 +119,7 @@ class Connection:
                 ) from error
         raise CommError(
             f"{method} {self.url}{path}: no answer in {num_tries} tries and "
-            f"{time.monotonic() - began:.1f} s, at last {reason}; start the server, or mend the url"
+            f"{time.monotonic() - began:.1f} s, at last {reason}; start the server, or fix the url"
         )
 
     def _once(

@@ -1,7 +1,7 @@
-"""What a rollout server is asked, whatever its make.
+"""Interface to a rollout server, whatever its software.
 
-A server's weights have a label, which it tells: an integer for weights that were loaded from here,
-`LOADING` before one while they are loaded, and something else for those it was started with.
+A server's weights have a label, which it reports: an integer for weights loaded from here,
+`LOADING` and the integer while they are being loaded, and any other text for the initial weights.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from shared.errors import CommError
 __all__ = ["LOADING", "Completion", "Dialect", "Weights", "swap"]
 
 LOADING = "loading-"
-"""Begins the label of a server whose weights are being replaced, or were left half replaced."""
+"""Prefix of the label while weights are being replaced, or if replacing them was interrupted."""
 
 
 class Completion(NamedTuple):
     """One response.
 
     Attributes:
-        tokens: its end token included.
+        tokens: of the response, its end token included.
         log_probs: one for each token.
-        reason: why it ended, as the server says.
-        label: of the weights that the server had when it ended, or of all that it had meanwhile.
+        reason: why it ended, as the server reports.
+        label: of the weights when it ended, or the labels of all weights used for it.
     """
 
     tokens: list[int]
@@ -34,20 +34,20 @@ class Completion(NamedTuple):
     label: str
 
     def check(self, sampling: Sampling, before: str, where: str) -> None:
-        """Refuses a response that is not whole, or not of one version of the weights.
+        """Checks that the response is complete, and made by one version of the weights.
 
         Args:
-            sampling: what was asked for.
+            sampling: the settings requested.
             before: the label of the weights when it began.
-            where: begins the message.
+            where: prefix of the error message.
 
         Raises:
-            CommError: if it is either.
+            CommError: if the response fails either check.
         """
         if self.label != before:
             raise CommError(
-                f"{where} began with weights {before!r} and ended with {self.label!r}; let nobody "
-                f"else load weights while responses are under way"
+                f"{where} began with weights {before!r} and ended with {self.label!r}; load no "
+                f"weights from elsewhere while responses are in progress"
             )
         count = len(self.tokens)
         has_ended = count and self.tokens[-1] == sampling.end_token
@@ -58,13 +58,13 @@ class Completion(NamedTuple):
             raise CommError(
                 f"{where} has {count} tokens and {len(self.log_probs)} log-probabilities, and ends "
                 f"with {self.tokens[-1:]} because of {self.reason!r}; expected end token "
-                f"{sampling.end_token} or {sampling.max_new_tokens} tokens. Is the model's own end "
-                f"token another?"
+                f"{sampling.end_token} or {sampling.max_new_tokens} tokens; check that the model's "
+                f"own end token is the same"
             )
 
 
 class Weights(NamedTuple):
-    """Where weights lie, as the server sees it and if that is known, and what they are called."""
+    """Folder of weights as the server sees it, None if unknown, and their label."""
 
     folder: str | None
     label: str
@@ -72,50 +72,50 @@ class Weights(NamedTuple):
 
 @runtime_checkable
 class Dialect(Protocol):
-    """One make of server."""
+    """The requests of one kind of server software."""
 
     def check(self, sampling: Sampling) -> None:
         """Raises ConfigError if the server would draw from another distribution than asked."""
 
     def weights(self) -> Weights:
-        """What the server has now."""
+        """Folder and label of the server's current weights."""
         ...
 
     def complete(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
-        """Draws one response."""
+        """Generates one response."""
         ...
 
     def hold(self) -> None:
-        """Waits until no response is under way, and lets none begin."""
+        """Waits until no response is in progress, and starts no more until `release`."""
 
     def release(self) -> None:
-        """Lets responses begin again."""
+        """Allows responses to start again."""
 
     def read(self, folder: str) -> None:
-        """Replaces the weights by a folder's; if that fails they may be partly replaced."""
+        """Loads weights from a folder; if that fails they may be partly replaced."""
 
     def name(self, label: str) -> None:
-        """Gives the weights a label."""
+        """Sets the label of the weights."""
 
 
 def swap(server: Dialect, old: Weights, new: Weights) -> None:
-    """Replaces a server's weights when no response is under way.
+    """Replaces a server's weights while no response is in progress.
 
-    If that fails the old ones are put back, where it is known how; otherwise the label keeps saying
-    that weights are being loaded.
+    If that fails the old weights are loaded again, if their folder is known; otherwise the label
+    keeps the prefix `LOADING`.
 
     Raises:
-        CommError: if they were not replaced.
+        CommError: if the weights were not replaced.
     """
     try:
         server.hold()
     except CommError:
-        # It may yet hold, when the responses under way have ended.
+        # The server may still pause later, once its responses have ended.
         with suppress(CommError):
             server.release()
         raise
     try:
-        # A crash from here on is seen by whoever asks next.
+        # From here on the label shows a crash to the next caller.
         server.name(LOADING + new.label)
         server.read(str(new.folder))
         server.name(new.label)

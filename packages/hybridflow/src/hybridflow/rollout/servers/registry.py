@@ -1,4 +1,4 @@
-"""The servers that can draw responses; recipes, checks and `ServerRollout` read this list."""
+"""Registry of rollout servers, read by recipes, checks and `ServerRollout`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 __all__ = ["SERVERS"]
 
 SERVERS: Registry[str, Callable[..., Dialect]] = Registry("server.kind")
-"""By name, what makes the dialect of a connection, `load_timeout_s` and `log_probs_mode`."""
+"""By name, a function of connection, `load_timeout_s` and `log_probs_mode` to a `Dialect`."""
 SERVERS.add("vllm", "hybridflow.rollout.servers.vllm:VLLM", "vllm serve")
 SERVERS.add("sglang", "hybridflow.rollout.servers.sglang:SGLang", "sglang serve")

@@ -1,10 +1,10 @@
-"""Generation by a server of vLLM or SGLang that is already running, over its public HTTP interface.
+"""Generation by a running vLLM or SGLang server, over its public HTTP interface.
 
-Each sample is a request of its own, so that its seed depends on nothing else and it can be tried
-again alone; servers keep the keys and values of a prompt that many requests share. Weights come to
-the server as a folder that it can read itself. A response counts only if the server had the same
-weights before and after it; while weights are replaced no response is under way, and if that fails
-the old ones keep serving. Real servers are unproven here: tests use a stand-in.
+Each sample is a request of its own, so that it has its own seed and can be retried alone; servers
+cache the keys and values of a prompt that several requests share. The server reads weights from a
+folder. A response is accepted only if the server had the same weights before and after it. Weights
+are replaced while no response is in progress; if that fails the old ones keep serving. The tests
+use a stand-in, not a real server.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LOG = logging.getLogger(__name__)
 
 
 class ServerRollout:
-    """A rollout server, which generates and is given weights.
+    """A rollout server that generates responses and loads weights.
 
     Attributes:
-        version: of the server's weights; 0 for those it was started with, None when they are
-            unknown because replacing them was interrupted.
+        version: of the server's weights; 0 for the initial weights, None if unknown because
+            replacing them was interrupted.
     """
 
     def __init__(
@@ -53,22 +53,23 @@ class ServerRollout:
         api_key: str | None = None,
         log_probs_mode: str = "raw_logprobs",
     ) -> None:
-        """Connects.
+        """Connects to a server.
 
         Args:
             url: http://HOST:PORT.
             kind: the server's software, a name of `hybridflow.rollout.servers.registry`.
-            max_in_flight: requests at once.
-            timeout_s: for one response.
-            load_timeout_s: for reading weights, and for responses under way to end before.
-            num_tries: of each request that changes nothing.
-            backoff_s: before the second try; it doubles.
-            api_key: if the server wants one.
-            log_probs_mode: of vLLM, what it was started with as --logprobs-mode.
+            max_in_flight: most requests at once.
+            timeout_s: time limit of one response, in seconds.
+            load_timeout_s: time limit of loading weights, and of waiting for responses in progress
+                before that, in seconds.
+            num_tries: tries of each request that changes nothing on the server.
+            backoff_s: seconds before the second try; doubled before each further one.
+            api_key: bearer token, if the server requires one.
+            log_probs_mode: the value of --logprobs-mode that vLLM was started with.
 
         Raises:
             ConfigError: if a setting is out of range.
-            CommError: if there is no such server.
+            CommError: if no such server answers.
         """
         SERVERS.check(kind)
         if max_in_flight < 1:
@@ -97,9 +98,9 @@ class ServerRollout:
 
         Args:
             prompts: tokens of each; none may be empty.
-            sampling: what is drawn.
-            sample_ids: names of the samples, prompt by prompt; 0, 1, ... when not given.
-            step: of training; seeds differ between steps.
+            sampling: how tokens are drawn.
+            sample_ids: ids of the samples, prompt by prompt; 0, 1, ... when not given.
+            step: training step; seeds differ between steps.
 
         Returns:
             The responses, and the version of the weights that made them.
@@ -107,8 +108,8 @@ class ServerRollout:
         Raises:
             DataError: if there is no prompt, or one is empty.
             ConfigError: if the server would draw from another distribution than asked.
-            CommError: if the server does not answer or refuses, a response is incomplete, or its
-                weights changed under way.
+            CommError: if the server does not answer or refuses, a response is incomplete, or the
+                weights changed during a response.
         """
         self._dialect.check(sampling)
         rows, ids = samples(prompts, sampling, sample_ids)
@@ -126,7 +127,7 @@ class ServerRollout:
             try:
                 made = list(pool.map(one, rows, ids.tolist()))
             finally:
-                # After an error the requests that wait are not begun.
+                # After an error, queued requests are not sent.
                 pool.shutdown(cancel_futures=True)
         tokens, log_probs = [one.tokens for one in made], [one.log_probs for one in made]
         longest = max(map(len, tokens))
@@ -137,16 +138,16 @@ class ServerRollout:
         return found
 
     def sync_weights(self, folder: str | Path, version: int) -> None:
-        """Gives the server other weights, after all responses under way have ended.
+        """Has the server load other weights, after all responses in progress have ended.
 
         Args:
-            folder: that `save_pretrained` wrote; the server reads it under the same path.
-            version: what they are called, another than the present one.
+            folder: written by `save_pretrained`; the server reads it under the same path.
+            version: of the new weights; must differ from the current one.
 
         Raises:
-            ConfigError: if the version is the present one, or negative.
+            ConfigError: if the version is the current one, or negative.
             DataError: if the folder has no weights, or a file of them is torn.
-            CommError: if they were not loaded; the message says what serves now.
+            CommError: if they were not loaded; the message says which weights serve now.
         """
         if version < 0 or version == self.version:
             raise ConfigError(
@@ -171,7 +172,7 @@ class ServerRollout:
             LOG.info("%s serves version %d from %s", self.url, version, folder)
 
     def _recover(self, old: Weights) -> None:
-        """Learns from the server what a failed load has left."""
+        """Reads from the server which weights it has after a failed load."""
         try:
             label = self._dialect.weights().label
         except CommError:
@@ -179,13 +180,13 @@ class ServerRollout:
         self.version = _version(label) if label == old.label else None
 
     def _known(self) -> tuple[int, str]:
-        """Version and label, if the server tells the same."""
+        """Version and label of the weights, if the server reports the same label."""
         label = self._dialect.weights().label
         if self.version is None or label != self._served.label:
             raise CommError(
                 f"{self.url}: expected weights {self._served.label!r}, and the server has {label!r}"
                 f"{' after an interrupted load' if self.version is None else ''}; call "
-                f"sync_weights, and let nobody else load weights there"
+                f"sync_weights, and load no weights from elsewhere"
             )
         return self.version, label
 
@@ -229,7 +230,7 @@ def _refuse_torn(folder: Path) -> None:
         raise DataError(f"{folder}: no .safetensors file there; save_pretrained writes them")
     for file in files:
         try:
-            # The header says how long the file is.
+            # Opening checks the file's length against its header.
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:

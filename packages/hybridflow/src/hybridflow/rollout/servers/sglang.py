@@ -1,10 +1,10 @@
-"""The public HTTP interface of SGLang's server, as the sources of version 0.5.23 have it.
+"""The public HTTP interface of SGLang's server, after the sources of version 0.5.23.
 
-No test of ours has talked to a real one: they use a stand-in that speaks the same JSON. Responses
-come from /generate, with prompts as token ids, and say themselves which weights made which tokens.
-/update_weights_from_disk waits for responses under way; what it says it goes back to when it fails
-is not relied on, as it reads the same folder once more. /pause_generation is not used: it ends
-responses, or freezes them, and those would go on with other weights.
+The tests use a stand-in with the same JSON, not a real server. Responses come from /generate, with
+prompts as token ids, and include the versions of the weights that made them.
+/update_weights_from_disk waits for responses in progress; its rollback after a failure is not
+relied on, because it reads the same folder again. /pause_generation is not used: it aborts
+responses, or freezes them, and those would continue with other weights.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ __all__ = ["SGLang"]
 
 
 class SGLang:
-    """Speaks to `sglang serve`."""
+    """Client of `sglang serve`."""
 
     def __init__(
         self, connection: Connection, *, load_timeout_s: float, log_probs_mode: str = ""
     ) -> None:
-        """Takes a connection.
+        """Makes a client; sends no request.
 
         Args:
             connection: to the server.
-            load_timeout_s: for reading weights.
+            load_timeout_s: time limit of loading weights, in seconds.
             log_probs_mode: ignored; SGLang's log-probabilities are always at the temperature.
         """
         self._to, self._load_timeout_s = connection, load_timeout_s
 
     def check(self, sampling: Sampling) -> None:
-        """Accepts all: log-probabilities are at the temperature."""
+        """Accepts any sampling, as log-probabilities are at the temperature."""
 
     def weights(self) -> Weights:
-        """What the server has now."""
+        """Folder and label of the server's current weights."""
         found = self._to.get("/model_info")
         if not isinstance(found, dict) or not {"model_path", "weight_version"} <= found.keys():
             raise CommError(
@@ -48,20 +48,20 @@ class SGLang:
         return Weights(str(found["model_path"]), str(found["weight_version"]))
 
     def complete(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
-        """Draws one response."""
+        """Generates one response."""
         settings: dict[str, Any] = {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
-            # Looked at with --enable-deterministic-inference only.
+            # Used only with --enable-deterministic-inference.
             "sampling_seed": seed,
-            # Said although they are defaults: a model's generation_config.json has others.
+            # Sent explicitly, because a model's generation_config.json may change the defaults.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            # Ignoring the model's end token would ignore ours too.
+            # True would ignore our end token too, not only the model's.
             "ignore_eos": sampling.end_token is None,
             "stop_token_ids": [] if sampling.end_token is None else [sampling.end_token],
             "skip_special_tokens": False,
@@ -73,7 +73,7 @@ class SGLang:
             made = [
                 (int(token), float(value)) for value, token, *_ in told["output_token_logprobs"]
             ]
-            # One for each stretch of tokens, where the server says so.
+            # One for each span of tokens, if the server reports them.
             spans = [span["version"] for span in told.get("weight_versions") or ()]
             labels = dict.fromkeys(map(str, [*spans, told["weight_version"]]))
         except (KeyError, ValueError, TypeError) as error:
@@ -90,13 +90,13 @@ class SGLang:
         )
 
     def hold(self) -> None:
-        """Does nothing: `read` waits until no response is under way."""
+        """Does nothing, as `read` waits until no response is in progress."""
 
     def release(self) -> None:
         """Does nothing, as `hold`."""
 
     def read(self, folder: str) -> None:
-        """Replaces the weights."""
+        """Loads weights from a folder."""
         body = {"model_path": folder, "abort_all_requests": False, "flush_cache": True}
         path = "/update_weights_from_disk"
         found = self._to.post(path, body, timeout_s=self._load_timeout_s, num_tries=1)
@@ -104,6 +104,6 @@ class SGLang:
             raise CommError(f"{self._to.url}{path}: expected success, got {found!r}")
 
     def name(self, label: str) -> None:
-        """Gives the weights a label."""
+        """Sets the label of the weights."""
         body = {"new_version": label, "abort_all_requests": False}
         self._to.post("/update_weight_version", body)

@@ -1,11 +1,10 @@
-"""The public HTTP interface of vLLM's server, as its sources of autumn 2026 have it.
+"""The public HTTP interface of vLLM's server, after its sources of autumn 2026.
 
-No test of ours has talked to a real one: they use a stand-in that speaks the same JSON. Responses
-come from /v1/completions, with prompts as token ids. Weights and their version are reached through
-routes that only `VLLM_SERVER_DEV_MODE=1` opens: /pause, /collective_rpc, /weight_info,
-/update_weight_version, /reset_prefix_cache, /resume. vLLM's own weight transfer (start, update,
-finish) sends tensors over NCCL or CUDA IPC and has no way from disk, so its workers are told to
-read the folder.
+The tests use a stand-in with the same JSON, not a real server. Responses come from /v1/completions,
+with prompts as token ids. Weights and their version need routes that exist only with
+`VLLM_SERVER_DEV_MODE=1`: /pause, /collective_rpc, /weight_info, /update_weight_version,
+/reset_prefix_cache, /resume. vLLM's own weight transfer (start, update, finish) sends tensors over
+NCCL or CUDA IPC and cannot read from disk, so a collective RPC makes its workers read the folder.
 """
 
 from __future__ import annotations
@@ -21,20 +20,20 @@ __all__ = ["VLLM"]
 
 
 class VLLM:
-    """Speaks to `vllm serve`."""
+    """Client of `vllm serve`."""
 
     def __init__(
         self, connection: Connection, *, load_timeout_s: float, log_probs_mode: str
     ) -> None:
-        """Asks for the model's name.
+        """Makes a client, and requests the model's name.
 
         Args:
             connection: to the server.
-            load_timeout_s: for reading weights.
-            log_probs_mode: what the server was started with as --logprobs-mode.
+            load_timeout_s: time limit of loading weights, in seconds.
+            log_probs_mode: the value of --logprobs-mode that the server was started with.
 
         Raises:
-            CommError: if there is no vLLM server.
+            CommError: if no vLLM server answers.
         """
         self._to, self._load_timeout_s = connection, load_timeout_s
         self._mode = log_probs_mode
@@ -58,26 +57,26 @@ class VLLM:
             )
 
     def weights(self) -> Weights:
-        """What the server has now; the folder only of those it was started with."""
+        """Folder and label of the current weights; the folder is known only of initial ones."""
         try:
             label = str(self._to.get("/weight_info")["weight_version"])
         except (CommError, KeyError, TypeError) as error:
             raise CommError(
-                f"{self._to.url}: the version of the weights is not told ({error}); vLLM does so "
-                f"when it is started with VLLM_SERVER_DEV_MODE=1"
+                f"{self._to.url}: expected the version of the weights, got none ({error}); start "
+                f"vLLM with VLLM_SERVER_DEV_MODE=1"
             ) from error
         is_first = not label.isdecimal() and not label.startswith(LOADING)
         return Weights(self._first if is_first else None, label)
 
     def complete(self, prompt: list[int], sampling: Sampling, seed: int) -> Completion:
-        """Draws one response."""
+        """Generates one response."""
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": prompt,
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "seed": seed,
-            # Said although they are defaults: a model's generation_config.json has others.
+            # Sent explicitly, because a model's generation_config.json may change the defaults.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
@@ -104,24 +103,24 @@ class VLLM:
         return Completion(*made, str(choice.get("finish_reason")), self.weights().label)
 
     def hold(self) -> None:
-        """Lets responses under way end, and begins no other."""
+        """Waits until responses in progress have ended, and starts no more until `release`."""
         self._to.post("/pause?mode=wait", timeout_s=self._load_timeout_s)
 
     def release(self) -> None:
-        """Begins responses again."""
+        """Allows responses to start again."""
         self._to.post("/resume")
 
     def read(self, folder: str) -> None:
-        """Replaces the weights."""
+        """Loads weights from a folder."""
         self._to.post(
             "/collective_rpc",
             {"method": "reload_weights", "kwargs": {"weights_path": folder}},
             timeout_s=self._load_timeout_s,
             num_tries=1,
         )
-        # Keys and values of prompts that the last weights read.
+        # Drops keys and values computed with the old weights.
         self._to.post("/reset_prefix_cache")
 
     def name(self, label: str) -> None:
-        """Gives the weights a label."""
+        """Sets the label of the weights."""
         self._to.post("/update_weight_version", {"new_version": label})

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: its worker groups and what its loop remembers."""
+"""Checkpoints of a run: the state of its worker groups and of its loop."""

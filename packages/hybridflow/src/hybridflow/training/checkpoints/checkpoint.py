@@ -1,10 +1,10 @@
-"""Checkpoints of a run: the state of its worker groups, and what its loop has to remember.
+"""Checkpoints of a run: the state of its worker groups and of its loop.
 
 Each group's ranks write their own parts into a folder of the group's name, in the format of
-torch.distributed.checkpoint, which is read into any other layout as well; `hybridflow.roles.state.sharded_state`
-says how. A checkpoint gets its name when all ranks are done, so that one that was cut short is never
-seen. Sizes of all files are kept and compared before anything is loaded; for checksums of their
-contents pass storage that has some.
+torch.distributed.checkpoint, which can be loaded into any other layout (see
+`hybridflow.roles.state.sharded_state`). A checkpoint is renamed to its final name once all ranks
+are done, so that an incomplete one is never found. The sizes of all files are recorded and compared
+before loading; for checksums of their contents pass a storage that computes them.
 """
 
 from __future__ import annotations
@@ -52,17 +52,18 @@ class Checkpoint:
         storage_writer: WriterOf = FileSystemWriter,
         storage_reader: ReaderOf = FileSystemReader,
     ) -> None:
-        """Describes where checkpoints are; nothing is written yet.
+        """Names the folder of checkpoints; writes nothing yet.
 
         Args:
-            folder: that controller and ranks all see.
-            keep: how many; None: all.
-            storage_writer: makes a storage writer of torch.distributed.checkpoint for a path. Ranks
-                call it, so it must be something that can be pickled, such as a class.
-            storage_reader: likewise, of what the writer wrote.
+            folder: folder that the controller and all ranks see.
+            keep: number of newest checkpoints to keep; None keeps all.
+            storage_writer: function from a path to a storage writer of
+                torch.distributed.checkpoint. Ranks call it, so it must be picklable, such as a
+                class.
+            storage_reader: likewise, to a storage reader for the writer's files.
 
         Raises:
-            ConfigError: if none is to be kept.
+            ConfigError: if `keep` is below 1.
         """
         if keep is not None and keep < 1:
             raise ConfigError(f"keep: expected at least 1, or None to keep all, got {keep}")
@@ -71,7 +72,7 @@ class Checkpoint:
 
     @property
     def steps(self) -> list[int]:
-        """Of all checkpoints that are whole, ascending."""
+        """Steps of all complete checkpoints, ascending."""
         return sorted(self._paths())
 
     def latest(self) -> int | None:
@@ -79,21 +80,21 @@ class Checkpoint:
         return max(self.steps, default=None)
 
     def save(self, step: int, groups: Mapping[str, WorkerGroup], extra: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, and removes the oldest beyond those that are kept.
+        """Writes a checkpoint, and removes the oldest if there are more than `keep`.
 
         Args:
-            step: its number; a checkpoint of the same number is replaced.
-            groups: worker groups by the names that they are loaded by.
-            extra: what JSON knows, with batches and tensors anywhere in it. It comes back as JSON
-                has it: tuples as lists, keys as text.
+            step: number of the checkpoint; replaces a checkpoint of the same step.
+            groups: worker groups, by the names to load them by.
+            extra: JSON values, batches and tensors, nested in any way. Loading returns it as JSON
+                does: tuples as lists, keys as text.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            ConfigError: if step or a name can not be part of a file name.
-            DataError: if `extra` holds something else, or can not be written.
-            RankFailure: if a rank can not write. Earlier checkpoints are as they were.
+            ConfigError: if step or a name cannot be part of a file name.
+            DataError: if `extra` holds other values, or cannot be written.
+            RankFailure: if a rank cannot write. Earlier checkpoints are unchanged.
         """
         bad = [name for name in groups if not re.fullmatch(r"\w[\w.-]*", name)]
         if step < 0 or bad:
@@ -121,29 +122,29 @@ class Checkpoint:
                 (partial / _INDEX).write_text(json.dumps(head | {"extra": tree}))
         except OSError as error:
             raise DataError(
-                f"{path} can not be written: {error}; free space there or save elsewhere, earlier "
-                f"checkpoints are as they were"
+                f"{path} cannot be written: {error}; free space there or save elsewhere, earlier "
+                f"checkpoints are unchanged"
             ) from error
         self._remove_oldest(step)
         return path
 
     def load(self, groups: Mapping[str, WorkerGroup], step: int | None = None) -> dict[str, Any]:
-        """Reads a checkpoint into worker groups, of the same layouts as were saved or of others.
+        """Loads a checkpoint into worker groups, whose layouts may differ from the saved ones.
 
-        Only folders that you trust: torch's own storage unpickles their metadata.
+        Load only folders that you trust: torch's storage unpickles their metadata.
 
         Args:
-            groups: by the names that they were saved by; others in the checkpoint are not read.
+            groups: by the names that they were saved by; other groups are not read.
             step: of the checkpoint; the newest when None.
 
         Returns:
-            What `extra` was.
+            The value of `extra`.
 
         Raises:
-            DataError: if there is no such checkpoint, it lacks a group, or a file is damaged;
-                before anything is loaded.
-            RankFailure: if it is of another model, before its group is touched, or a file's
-                contents can not be read.
+            DataError: if there is no such checkpoint, it lacks a group, or a file has another
+                size; raised before anything is loaded.
+            RankFailure: if a group's state is of another model (its weights stay unchanged), or a
+                file's contents cannot be read.
         """
         paths = self._paths()
         path = paths.get(max(paths, default=0) if step is None else step)
@@ -190,7 +191,7 @@ class Checkpoint:
 
 
 def _answered(calls: Iterable[Future]) -> None:
-    """Waits for all, made before any is waited for, so that no rank is still at it if one failed."""
+    """Waits for all calls, even if one fails, so that no rank is still busy with its own."""
     failures = []
     for future in list(calls):
         try:
@@ -214,7 +215,7 @@ def _index(path: Path) -> dict[str, Any]:
         if isinstance(error, DataError):
             raise
         raise DataError(
-            f"{path / _INDEX} can not be read: {type(error).__name__}: {error}; load an earlier "
+            f"{path / _INDEX} cannot be read: {type(error).__name__}: {error}; load an earlier "
             f"checkpoint"
         ) from error
     for name, size in sizes:

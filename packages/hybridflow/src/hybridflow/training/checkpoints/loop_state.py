@@ -1,4 +1,4 @@
-"""What a run's loop remembers, as JSON beside a file of the tensors in it."""
+"""Serialises the state of a run's loop as JSON, and a file for the tensors in it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from shared.errors import DataError
 __all__ = ["pack", "unpack"]
 
 _STORED = "$stored"
-"""Key of what stands in JSON for a batch or a tensor: its place in the file."""
+"""JSON key of the placeholder for a batch or a tensor; its value is the index in the file."""
 
 
 def pack(extra: Mapping[str, Any]) -> tuple[Any, bytes]:
-    """What JSON knows, and a file of the batches and tensors in it.
+    """Splits values into a JSON tree, and the bytes of a file of the batches and tensors in it.
 
     Raises:
-        DataError: if there is something else in it, or in a batch.
+        DataError: if it holds other values, or a batch does.
     """
     stored: list[Any] = []
 
     def store(value: Any) -> dict[str, int]:
         if not isinstance(value, Batch | Tensor):
-            raise TypeError(f"a {type(value).__name__} is none; of a future, save its result()")
+            raise TypeError(f"got a {type(value).__name__}; for a future, save its result()")
         stored.append(_plain(value))
         return {_STORED: len(stored) - 1}
 
@@ -42,23 +42,23 @@ def pack(extra: Mapping[str, Any]) -> tuple[Any, bytes]:
         torch.load(io.BytesIO(file.getvalue()), weights_only=True)
     except Exception as error:
         raise DataError(
-            f"extra: expected what JSON knows, tensors, and batches whose objects are text, "
+            f"extra: expected JSON values, tensors, and batches whose objects are text, "
             f"numbers, lists and mappings: {type(error).__name__}: {error}"
         ) from error
     return tree, file.getvalue()
 
 
 def unpack(tree: Any, file: Path) -> Any:
-    """What `pack` was given.
+    """Restores the values given to `pack`.
 
     Raises:
-        DataError: if the file can not be read.
+        DataError: if the file cannot be read.
     """
     try:
         stored = torch.load(file, weights_only=True)
     except Exception as error:
         raise DataError(
-            f"{file} can not be read: {type(error).__name__}: {error}; load an earlier checkpoint"
+            f"{file} cannot be read: {type(error).__name__}: {error}; load an earlier checkpoint"
         ) from error
 
     def restore(value: dict[str, Any]) -> Any:
@@ -68,13 +68,13 @@ def unpack(tree: Any, file: Path) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A batch or column as torch loads it without running code."""
+    """A batch or column as plain data, which torch loads with `weights_only=True`."""
     if isinstance(value, Batch):
         columns = {name: _plain(column) for name, column in value.items()}
         return {"columns": columns, "meta": value.meta}
     if isinstance(value, Ragged):
         return {"values": _plain(value.values), "lengths": _plain(value.lengths)}
-    # Rows of a larger tensor would be saved with all of it.
+    # Cloned, because a view would be saved with its whole storage.
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 

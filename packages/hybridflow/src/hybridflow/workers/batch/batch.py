@@ -22,7 +22,7 @@ from shared.errors import ConfigError, DataError
 __all__ = ["PADDING", "Batch"]
 
 PADDING = "is_padding"
-"""Column that marks rows which only fill up a split: they must have no weight in any loss."""
+"""Column that marks padding rows, added to make splits even; losses must give them no weight."""
 
 
 class Batch:
@@ -45,8 +45,8 @@ class Batch:
         """Makes a table; columns may be given as a mapping or as keywords.
 
         Args:
-            columns: by name; any sequence that is no tensor becomes a list of objects.
-            meta: what belongs to the whole table, such as a temperature.
+            columns: by name; a sequence other than a tensor becomes a list of objects.
+            meta: values of the whole table, such as a temperature.
             **more: further columns.
 
         Raises:
@@ -125,7 +125,7 @@ class Batch:
         return Batch({name: self[name] for name in names}, meta=self.meta)
 
     def drop(self, *names: str) -> Batch:
-        """All columns but some."""
+        """All columns except some."""
         kept = {name: column for name, column in self.items() if name not in names}
         return Batch(kept, meta=self.meta)
 
@@ -162,21 +162,23 @@ class Batch:
         """
         if not 1 <= parts <= len(self):
             raise DataError(
-                f"{len(self)} rows do not make {parts} parts with a row each; give more rows, or "
-                f"fill them up by pad_to({parts})"
+                f"expected at least one row for each of {parts} parts, got {len(self)} rows; give "
+                f"more rows, or pad them with pad_to({parts})"
             )
         size, larger = divmod(len(self), parts)
         starts = [k * size + min(k, larger) for k in range(parts + 1)]
         return [self.rows(start, stop) for start, stop in itertools.pairwise(starts)]
 
     def pad_to(self, divisor: int) -> Batch:
-        """Fills up to a multiple by taking rows again from the first, marked in column PADDING.
+        """Pads to a multiple of `divisor` rows by repeating rows from the first on.
+
+        Column PADDING marks the repeated rows.
 
         Raises:
             DataError: if there is no row to take.
         """
         if not len(self):
-            raise DataError("an empty batch can not be filled up; give it at least one row")
+            raise DataError("an empty batch cannot be padded; give it at least one row")
         missing = -len(self) % divisor
         index = torch.arange(len(self) + missing)
         padded = self.reorder(index % len(self)) if missing else self
@@ -227,7 +229,7 @@ def _concat(name: str, columns: list[Any]) -> Any:
         if len({(column.dtype, *column.shape[1:]) for column in columns}) > 1:
             raise DataError(
                 f"column {name!r}: rows of {[tuple(column.shape[1:]) for column in columns]} and "
-                f"{sorted({str(column.dtype) for column in columns})} do not go into one tensor; "
+                f"{sorted({str(column.dtype) for column in columns})} do not fit into one tensor; "
                 f"pad them, or make the column Ragged"
             )
         return concatenate(columns)
@@ -252,7 +254,7 @@ def _refuse_difference(name: str, ours: Any, theirs: Any) -> None:
         same = ours.shape == theirs.shape and ours.dtype == theirs.dtype
         row = None
         if same and not (same := bool(torch.equal(ours, theirs))):
-            # NaN equals NaN here: it is the same table twice that is allowed.
+            # NaN equals NaN here, because joining a column with itself is allowed.
             differs = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
             rows = torch.nonzero(differs.flatten(1).any(1) if ours.dim() > 1 else differs)
             same, row = not len(rows), int(rows[0]) if len(rows) else None

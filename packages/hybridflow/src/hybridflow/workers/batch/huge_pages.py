@@ -1,4 +1,4 @@
-"""Large tensors put together in huge pages: the first touch of ordinary ones costs more than the copy."""
+"""Concatenation into huge pages: first-touch faults of ordinary pages cost more than the copy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 __all__ = ["concatenate"]
 
 _LEAST_BYTES = 4 << 20
-"""Below this malloc finds memory that has been touched before."""
+"""Below this size malloc reuses memory that has been touched before."""
 
 
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all, one after another, as `torch.cat` gives them.
+    """Concatenates tensors along dim 0, with the result of `torch.cat`.
 
     Args:
-        parts: of one dtype, on one device, their rows of one shape.
+        parts: tensors of one dtype and device, with rows of one shape.
     """
     first, num_rows = parts[0], sum(len(part) for part in parts)
     shape = (num_rows, *first.shape[1:])

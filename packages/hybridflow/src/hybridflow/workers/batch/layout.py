@@ -1,10 +1,10 @@
-"""Layouts p-t-d of a model over ranks, and the groups in which generation is laid out in training.
+"""Layouts p-t-d of a model over ranks, and the groups of generation inside a training layout.
 
 Training uses p pipeline stages, t tensor shards and d replicas; generation may use fewer stages and
-shards, p_g and t_g, so that each training replica holds d_g = p t / (p_g t_g) generating ones. After
-HybridFlow's 3D-HybridEngine (arXiv 2409.19256): ranks of a generation group are taken at a stride,
-so that what a rank holds for training lies inside what it holds for generation, and one all-gather
-in each micro-data-parallel group moves the model with no byte kept twice.
+shards, p_g and t_g, so that each training replica holds d_g = p t / (p_g t_g) generation replicas.
+After HybridFlow's 3D-HybridEngine (arXiv 2409.19256): ranks of a generation group are taken at a
+stride, so that a rank's training shard lies inside its generation shard, and one all-gather in each
+micro-data-parallel group moves the model without redundant memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 ORDERS = ("dp-pp-tp", "pp-dp-tp")
-"""Axes from the slowest to the fastest as rank numbers rise; Megatron's usual one is the second."""
+"""Axes from the slowest to the fastest as rank numbers rise; Megatron's default is the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Layout:
         """Reads "p-t-d", such as "1-4-2"; a Layout is returned as it is.
 
         Raises:
-            ConfigError: if the text is no three whole numbers with dashes.
+            ConfigError: if the text is not three whole numbers joined by dashes.
         """
         if isinstance(text, Layout):
             return text
@@ -72,7 +72,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Product of the three."""
+        """pp * tp * dp."""
         return self.pp * self.tp * self.dp
 
     def rank(self, pp: int, tp: int, dp: int) -> int:
@@ -91,7 +91,7 @@ class Layout:
         return pp, tp, dp
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Ranks that differ in one axis only, "pp", "tp" or "dp", each list in order of it."""
+        """Groups of ranks that differ only along `axis` ("pp", "tp" or "dp"), in its order."""
         fixed = {"pp": (1, 2), "tp": (0, 2), "dp": (0, 1)}[axis]
         return _grouped(
             range(self.num_ranks), lambda rank: tuple(self.coordinates(rank)[k] for k in fixed)
@@ -106,10 +106,10 @@ class Layout:
         return min(pp, tp) >= 1 and self.pp % pp == 0 and self.tp % tp == 0
 
     def other(self, text: str | Layout) -> Layout:
-        """Reads "p-t-d", or "p-t" that takes as many replicas as fit this layout's ranks.
+        """Reads "p-t-d", or "p-t" with as many replicas as fit this layout's ranks.
 
         Raises:
-            ConfigError: if the text is no layout, or "p-t" does not divide the ranks.
+            ConfigError: if the text is not a layout, or "p-t" does not divide the ranks.
         """
         if isinstance(text, Layout) or text.count("-") == 2:
             return Layout.parse(text, self.order)
@@ -119,10 +119,10 @@ class Layout:
         return layout
 
     def check(self, num_ranks: int, what: str = "layout") -> None:
-        """Refuses a layout that does not fill `num_ranks`, and names the nearest that do.
+        """Checks that this layout fills `num_ranks`; the error names the nearest layouts that do.
 
         Raises:
-            ConfigError: if p t d is another number.
+            ConfigError: if pp * tp * dp is another number.
         """
         if self.num_ranks == num_ranks:
             return
@@ -139,12 +139,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class GenerationCoordinates:
-    """Where a training rank stands in generation.
+    """Coordinates of a training rank in generation.
 
     Attributes:
-        pp, tp: its stage and shard there.
-        micro: which of its training replica's d_g generating ones it belongs to.
-        replica: which of all d d_g.
+        pp, tp: stage and shard.
+        micro: index of its generation replica among the d_g inside its training replica.
+        replica: index of its generation replica among all d d_g.
     """
 
     pp: int
@@ -160,11 +160,11 @@ class GenerationGroups:
     Attributes:
         train: the layout of training.
         pp_size, tp_size: p_g and t_g.
-        micro_dp: groups in which training shards make up one generation shard, by shard.
+        micro_dp: groups whose training shards make up one generation shard, by shard.
         tp: generation's tensor-parallel groups, by shard.
         pp: generation's pipelines, by stage.
-        other: the layout of generation where it has no groups inside training's; `micro_dp` is then
-            one group of all ranks.
+        other: the layout of generation if it does not divide training's, else None; `micro_dp` is
+            then one group of all ranks.
     """
 
     train: Layout
@@ -177,28 +177,29 @@ class GenerationGroups:
 
     @property
     def micro_dp_size(self) -> int:
-        """d_g: generating replicas in a training replica.
+        """d_g: generation replicas in a training replica.
 
         Raises:
-            ConfigError: if generation has no groups inside training's, so that its replicas lie in
-                none of them.
+            ConfigError: if the generation layout does not divide the training layout, so that a
+                generation replica may span training replicas.
         """
         if self.other is not None:
             raise ConfigError(
-                f"generation {self.other} has no groups inside training {self.train}, so there is "
-                f"no number of its replicas in one of training's; `num_replicas` are there in all"
+                f"generation {self.other} has no groups inside training {self.train}, so training "
+                f"replicas hold no fixed number of generation replicas; use `num_replicas`, which "
+                f"counts all of them"
             )
         return self.train.pp * self.train.tp // (self.pp_size * self.tp_size)
 
     @property
     def num_replicas(self) -> int:
-        """d d_g: generating replicas in all."""
+        """d d_g: generation replicas in all."""
         if self.other is not None:
             return self.other.dp
         return self.train.dp * self.micro_dp_size
 
     def coordinates(self, rank: int) -> GenerationCoordinates:
-        """Where a rank stands in generation."""
+        """Coordinates of a rank in generation."""
         if self.other is not None:
             pp, tp, dp = self.other.coordinates(rank)
             return GenerationCoordinates(pp=pp, tp=tp, micro=0, replica=dp)
@@ -218,11 +219,11 @@ def generation_groups(
     Args:
         train: "p-t-d".
         generate: "p-t", or "p-t-g-d" with the replicas written out.
-        order: which axis rank numbers run along; not looked at when `train` is a Layout.
+        order: axes of rank numbers, one of `ORDERS`; ignored when `train` is a Layout.
 
     Raises:
-        ConfigError: if p_g does not divide p or t_g does not divide t (any such pair of layouts is
-            moved by `hybridflow.reshard`, which needs no groups), or written replicas are wrong.
+        ConfigError: if p_g does not divide p or t_g does not divide t (`hybridflow.reshard` moves a
+            model between any two layouts, without groups), or if g or d is wrong.
     """
     layout = Layout.parse(train, order)
     parts = generate.count("-") + 1
@@ -255,7 +256,7 @@ def generation_groups(
 
 
 def generation_layout(train: Layout, generate: str) -> GenerationGroups:
-    """Generation in groups inside training's layout if it has them, else beside it.
+    """Groups of generation inside training's layout if it divides that, else a separate layout.
 
     Raises:
         ConfigError: if generation does not divide the ranks either.

@@ -1,4 +1,4 @@
-"""A column whose rows differ in length: values one after another, and where each row begins."""
+"""A column whose rows differ in length: concatenated values, and each row's length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ragged:
     """
 
     def __init__(self, values: Tensor, lengths: Tensor) -> None:
-        """Takes values one row after another.
+        """Makes a column of concatenated rows.
 
         Raises:
             DataError: if the lengths are negative or do not add up to the values.
@@ -40,7 +40,7 @@ class Ragged:
         """A column of these rows.
 
         Raises:
-            DataError: if there is none, from which no dtype follows.
+            DataError: if there is no row, so that the dtype is unknown.
         """
         if not rows:
             raise DataError("expected at least one row, got none")
@@ -57,7 +57,7 @@ class Ragged:
 
     @property
     def device(self) -> torch.device:
-        """Where the values lie."""
+        """Device of the values."""
         return self.values.device
 
     def __getitem__(self, rows: slice) -> Ragged:
@@ -77,7 +77,7 @@ class Ragged:
         return Ragged.of([rows[k] for k in index.tolist()])
 
     def padded(self, fill: float = 0) -> Tensor:
-        """Rows side by side in a tensor [rows, longest, ...], filled up on the right."""
+        """A tensor [rows, longest, ...], each row padded on the right with `fill`."""
         if not len(self):
             return self.values.new_empty(0, 0, *self.values.shape[1:])
         return torch.nn.utils.rnn.pad_sequence(list(self), batch_first=True, padding_value=fill)

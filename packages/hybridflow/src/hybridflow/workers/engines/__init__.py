@@ -1,1 +1,1 @@
-"""Where workers run: here, in processes of this machine, in torchrun's, or as Ray's actors."""
+"""Engines that run workers: in this process, in local or torchrun processes, or as Ray actors."""

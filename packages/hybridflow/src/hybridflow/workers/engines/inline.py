@@ -1,7 +1,7 @@
 """Workers in the controller's own process, one call after another: for debuggers and small runs.
 
-Values are written and read as for another process, so that a worker can not see, or change, what
-the caller holds; a script that runs here runs on the other engines.
+Values are serialised as for another process, so that a worker cannot see or change the caller's
+objects, and a script that runs here also runs on the other engines.
 """
 
 from __future__ import annotations
@@ -50,4 +50,4 @@ class InlineEngine:
         return replies
 
     def close(self, is_failed: bool = False) -> None:
-        """Nothing is left running."""
+        """Does nothing, because no task is left running."""

@@ -1,7 +1,7 @@
 """Workers as processes of this machine: pipes carry calls, shared memory carries tensors.
 
-The processes are ranks of a `RankPool`, so that they have process groups, end with their parent and
-are stopped when one fails; each serves calls on a socket of its own until it is told to stop.
+The processes are ranks of a `RankPool`: they have process groups, end with their parent, and are
+stopped when one fails. Each serves calls on its own socket until the controller stops it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from shared.process_mark import remove_marked_folder
 
 __all__ = ["READ_BYTES", "LocalEngine", "StreamLink"]
 
-_FOREVER = timedelta(days=20)  # near the longest that poll can wait
+_FOREVER = timedelta(days=20)  # near the longest timeout of poll
 _SIZE = struct.Struct("<Q")
 READ_BYTES = 1 << 16
-"""Bytes that one system call reads at most."""
+"""Most bytes that one system call reads."""
 
 
 class StreamLink:
@@ -47,12 +47,12 @@ class StreamLink:
         return self._socket.fileno()
 
     def send(self, message: Any) -> None:
-        """Sends a message; raises OSError if the other side has gone."""
+        """Sends a message; raises OSError if the other side has closed."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._socket.sendall(_SIZE.pack(len(data)) + data)
 
     def receive(self) -> list[Any]:
-        """Waits for a message; gives all that have come, of which no poll would tell again."""
+        """Waits for a message; returns all that were read, as poll would not report those again."""
         found: list[Any] = []
         while not found:
             more = self._socket.recv(READ_BYTES)
@@ -73,7 +73,7 @@ class StreamLink:
 
 
 class LocalEngine:
-    """Some processes, one a rank."""
+    """Processes of this machine, one per rank."""
 
     name = "local"
 
@@ -88,13 +88,13 @@ class LocalEngine:
         """Starts the processes.
 
         Args:
-            num_ranks: how many.
+            num_ranks: number of processes.
             timeout: for the start, and for each message between ranks.
-            threads_per_rank: torch's threads in each.
-            env: variables set in each.
+            threads_per_rank: torch's threads in each process.
+            env: environment variables set in each process.
 
         Raises:
-            RankFailure: if a process does not come up.
+            RankFailure: if a process does not start.
         """
         self.num_ranks = num_ranks
         self._folder = make_folder()
@@ -124,7 +124,7 @@ class LocalEngine:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen(self.num_ranks)
-            # What fails before it connects is told by the pool, not by a connection.
+            # The pool reports a process that fails before it connects; no connection does.
             listener.settimeout(0.2)
             self._address = address
             self._runner.start()
@@ -144,7 +144,7 @@ class LocalEngine:
     def _run(self) -> None:
         try:
             self._pool.run(_serve, self._address, str(self._folder), timeout=_FOREVER)
-        except BaseException as error:  # noqa: BLE001 - told to who waits for a reply
+        except BaseException as error:  # noqa: BLE001 - raised where a reply is awaited
             self._failure = error
 
     @property
@@ -159,13 +159,13 @@ class LocalEngine:
             RankFailure: if the process has ended.
         """
         try:
-            # As a plain tuple, which is pickled several times faster than one with a name.
+            # A plain tuple is pickled several times faster than a named one.
             self._links[rank].send(tuple(task))
         except OSError as error:
             raise self._death(rank) from error
 
     def receive(self, timeout_s: float | None) -> list[Reply]:
-        """Waits for replies; none when the time is up.
+        """Waits for replies; returns none on timeout.
 
         Raises:
             RankFailure: if a process has ended.
@@ -186,8 +186,8 @@ class LocalEngine:
 
     def _death(self, rank: int) -> RankFailure:
         how = "it closed its connection"
-        with suppress(IndexError):  # the pool has stopped all by now
-            # A process lets go of its connections before its end can be seen.
+        with suppress(IndexError):  # the pool has stopped all ranks by now
+            # A process closes its connections shortly before its end can be observed.
             deadline = time.monotonic() + 0.2
             while (code := self._pool.exit_code(rank)) is None and time.monotonic() < deadline:
                 time.sleep(0.002)
@@ -219,7 +219,7 @@ class LocalEngine:
 
 
 def _serve(address: str, folder: str) -> None:
-    """Runs on each rank until the controller says stop."""
+    """Serves calls on one rank until the controller sends None."""
     rank = Group.world().rank
     executor = RankExecutor(SharedMemory(Path(folder), f"rank{rank}"), rank)
     with socket.socket(socket.AF_UNIX) as connection:

@@ -1,6 +1,6 @@
-"""Values as a short stream of bytes and the large buffers beside it.
+"""Serialisation of values as a short stream of bytes and separate large buffers.
 
-Pickle's protocol 5 hands large buffers over apart, so that an engine can put them where another
+Pickle's protocol 5 passes large buffers out of band, so that an engine can put them where another
 process reads them without a copy; tensors become such buffers here. Functions and classes that the
 other side could not import are sent with their file (see `shared.comms.launch.shipping`).
 """
@@ -29,17 +29,17 @@ SMALL_BYTES = 16 * 1024
 
 
 def encode(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """Writes a value.
+    """Serialises a value.
 
     Args:
-        value: tensors on any device, and what pickle can write; views are written without the rest
-            of their storage, and autograd's graph is left behind.
+        value: tensors on any device, and anything pickle can write; views are written without the
+            rest of their storage, and tensors are detached from autograd's graph.
 
     Returns:
-        The stream, and the buffers that are not in it; these share memory with the value.
+        The stream, and the out-of-band buffers, which share memory with the value.
 
     Raises:
-        ConfigError: if a part of it can not be written.
+        ConfigError: if a part of it cannot be pickled.
     """
     stream, buffers = io.BytesIO(), []
 
@@ -56,8 +56,8 @@ def encode(value: Any) -> tuple[bytes, list[pickle.PickleBuffer]]:
         raise
     except Exception as error:
         raise ConfigError(
-            f"a {type(value).__name__} can not be sent to another process ({error}); pass tensors, "
-            f"plain data, and functions of a file's top level"
+            f"a {type(value).__name__} cannot be sent to another process ({error}); pass tensors, "
+            f"plain data, and functions defined at the top level of a file"
         ) from error
     return stream.getvalue(), buffers
 
@@ -80,7 +80,7 @@ def _parts(tensor: Tensor) -> tuple[Any, ...]:
     plain = tensor.detach().cpu().contiguous()
     if not plain.numel():
         return None, plain.dtype, plain.shape
-    # As bytes, because numpy, which knows buffers, does not know bfloat16.
+    # As bytes, because numpy, which supplies the buffer, has no bfloat16.
     flat: Any = plain.view(-1).view(torch.uint8).numpy()
     return pickle.PickleBuffer(flat), plain.dtype, plain.shape
 
@@ -99,7 +99,7 @@ def _is_importable(name: str | None) -> bool:
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
         return True  # built in, or unpicklable in its own way
-    # Not importlib.util.find_spec: what is loaded already answers with its own spec.
+    # Not importlib.util.find_spec, which returns the spec of a module that is loaded already.
     path, spec = None, None
     parts = name.split(".")
     for k in range(len(parts)):

@@ -1,7 +1,7 @@
-"""One rank's worker objects and the calls on them, whatever engine brings the calls.
+"""One rank's worker objects and the calls on them; the same for every engine.
 
-Models that share a resource pool are objects of one executor: they run in the order of their calls
-and share the device, which is what colocation means here.
+Colocated models, those on one resource pool, are objects of one executor: they share the device and
+run in the order of their calls.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ __all__ = [
 
 @runtime_checkable
 class ValueStore(Protocol):
-    """How an engine keeps values that another process will want."""
+    """How an engine stores values for other processes to read."""
 
     def pack(self, value: Any) -> Any:
-        """A handle of the value, which can be sent anywhere."""
+        """Stores a value; returns a handle, which can be sent to any process."""
 
     def load(self, handle: Any, /, wanted: Callable[[Any], Any] | None = None) -> Any:
-        """The value of a handle, or what is wanted of it: the receiver's own, to be written to."""
+        """The value of a handle, or `wanted(value)`: a copy that the caller may write to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A batch to be put together where it is used.
+    """A batch that the rank using it assembles from segments.
 
     Attributes:
-        operands: for each operand of a union, segments whose rows follow one another, and the
-            columns that are wanted (None: all).
-        padding: for each row whether it only fills up; None when no row does.
+        operands: for each operand of a union, segments to concatenate, and the columns to read
+            (None: all).
+        padding: for each row whether it is padding; None when no row is.
     """
 
     operands: Sequence[tuple[Sequence[Segment], Sequence[str] | None]]
@@ -69,7 +69,7 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Stands for the argument at a position of a task's own values."""
+    """Placeholder for the argument at an index of the task's own values."""
 
     index: int
 
@@ -79,11 +79,11 @@ class RankTask(NamedTuple):
 
     Attributes:
         call: number of the call.
-        target: the group's name; "" asks the executor itself.
+        target: the group's name; "" for the executor itself.
         method: name of the method.
-        common: handle of (args, kwargs), in which a `Slot` stands for what differs by rank; None
-            when there are neither.
-        own: what the slots stand for: a `Gather`, or a `Segment` of any value.
+        common: handle of (args, kwargs), with a `Slot` for each value that differs by rank; None
+            when there are no arguments.
+        own: the values of the slots, each a `Gather`, or a `Segment` of any value.
     """
 
     call: int
@@ -103,9 +103,9 @@ class Failure:
 
 
 class Reply(NamedTuple):
-    """How a call went on one rank: a handle of what it returned, or a failure; how long it took.
+    """A call's outcome on one rank: a handle of its result, or a failure; and its seconds.
 
-    There is no handle of None, which many methods return (see `read_value`).
+    The handle is None if the method returned None (see `read_value`).
     """
 
     call: int
@@ -117,7 +117,7 @@ class Reply(NamedTuple):
 
 
 def read_value(handle: Any, store: ValueStore) -> Any:
-    """What the handle of a reply stands for."""
+    """The value of a reply's handle."""
     return None if handle is None else store.load(handle)
 
 
@@ -129,7 +129,7 @@ class RankExecutor:
         self._workers: dict[str, Worker] = {}
 
     def run(self, task: RankTask) -> Reply:
-        """Runs one call; what it raises is the reply."""
+        """Runs one call; an exception becomes the reply's failure."""
         begun = time.perf_counter()
         try:
             args, kwargs = self._arguments(task)
@@ -143,9 +143,9 @@ class RankExecutor:
             rows = len(value) if isinstance(value, Batch) else None
             handle = None if value is None else self._store.pack(value)
             return Reply(task.call, self._rank, handle, rows, seconds=time.perf_counter() - begun)
-        except Exception as error:  # noqa: BLE001 - told to the controller, which raises it
+        except Exception as error:  # noqa: BLE001 - sent to the controller, which raises it
             trace = error.__traceback__
-            trace = trace.tb_next if trace is not None else None  # this frame tells nothing
+            trace = trace.tb_next if trace is not None else None  # leaves this frame out
             text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
             failure = Failure(type(error).__name__, str(error), text)
             taken = time.perf_counter() - begun
@@ -203,7 +203,7 @@ class RankExecutor:
         return whole
 
     def _part(self, segment: Segment, columns: Sequence[str] | None) -> Batch:
-        # Not a closure, as it may be applied where the batch lies, on another machine.
+        # Picklable, not a closure: it may be applied on the machine that holds the batch.
         wanted = partial(take_rows, columns=columns, start=segment.start, stop=segment.stop)
         return self._store.load(segment.handle, wanted)
 
@@ -215,7 +215,7 @@ def take_rows(batch: Batch, columns: Sequence[str] | None, start: int, stop: int
 
 
 def _without_padding(value: Any, task: RankTask) -> Any:
-    """Drops rows that only filled up a split, from a batch with a row for each one given."""
+    """Drops padding rows from a result that has one row for each row of the input."""
     if not isinstance(value, Batch):
         return value
     if PADDING in value:
@@ -228,4 +228,4 @@ def _without_padding(value: Any, task: RankTask) -> Any:
 
 
 def _nothing() -> None:
-    """Answers that the rank is there."""
+    """Returns, which shows that the rank answers."""

@@ -1,9 +1,9 @@
 """Workers as Ray's actors, one a rank, on one machine or many.
 
-A placement group holds the ranks' places. A call is one Ray task on each rank and its answer one
-object, as in a plain fan-out; tensors stay in the object store of the machine that made them until
-a rank reads them (see `ray_store`). Actors find one another through a store of torch's on rank 0,
-and form one world of process groups.
+A placement group reserves the ranks' resources. A call is one Ray task on each rank, and its reply
+one object; tensors stay in the object store of the machine that made them until a rank reads them
+(see `ray_store`). Actors find one another through a TCPStore on rank 0, and form one world of
+process groups.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shared.errors import RankFailure
 __all__ = ["RayEngine"]
 
 _LOOK_AGAIN_S = 0.01
-"""How long to wait at once: Ray's wait does not see what another thread submits meanwhile."""
+"""Seconds of one wait; `ray.wait` does not see what another thread submits meanwhile."""
 
 
 class RayEngine:
-    """Some actors, one a rank."""
+    """Ray actors, one per rank."""
 
     name = "ray"
 
@@ -53,8 +53,8 @@ class RayEngine:
         """Starts or finds Ray, and the actors in it; see `Workers.ray`.
 
         Raises:
-            ConfigError: if Ray has fewer resources than the ranks want, or none that are free.
-            RankFailure: if an actor does not come up.
+            ConfigError: if Ray has fewer resources than the ranks need, or too few are free.
+            RankFailure: if an actor does not start.
         """
         self._is_ours = not ray.is_initialized()
         self._actors: list[Any] = []
@@ -74,7 +74,7 @@ class RayEngine:
                     num_cpus=places.cpus,
                     num_gpus=places.gpus,
                     runtime_env={"env_vars": {**KEEP_MEMORY, **(env or {})}},
-                    enable_task_events=False,  # a tenth of what a small call costs
+                    enable_task_events=False,  # task events take a tenth of a small call's time
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         places.group, placement_group_bundle_index=place
                     ),
@@ -99,32 +99,31 @@ class RayEngine:
             ray.get([actor.join.remote(world) for actor in self._actors], timeout=limit_s)
         except RayError as error:
             raise RankFailure(
-                f"Ray's actors did not come up as {self.num_ranks} ranks within {limit_s:g} s: "
-                f"{error}"
+                f"Ray's actors did not form {self.num_ranks} ranks within {limit_s:g} s: {error}"
             ) from error
 
     def submit(self, rank: int, task: RankTask) -> None:
         """Sends a task."""
-        # As a plain tuple, which is pickled several times faster than one with a name.
+        # A plain tuple is pickled several times faster than a named one.
         data, refs = written(tuple(task))
         run = self._run[rank].remote
         reply = run(data, refs) if refs else run(data)
         self._under_way[reply] = task.call, rank
 
     def receive(self, timeout_s: float | None) -> list[Reply]:
-        """Waits for replies; none when the time is up, or a short while has passed.
+        """Waits for replies; may return none, after `timeout_s` or `_LOOK_AGAIN_S`.
 
         Raises:
             RankFailure: if an actor has ended.
         """
-        under_way = self._under_way.copy()  # which other threads add to
+        under_way = self._under_way.copy()  # because other threads add to it
         waited_for = list(under_way)
         if not waited_for or not self._is_open:
             return []
         limit_s = _LOOK_AGAIN_S if timeout_s is None else min(timeout_s, _LOOK_AGAIN_S)
         if len({call for call, _ in under_way.values()}) == 1:
-            # One call's replies come together, and cost least when they are read together; what
-            # goes wrong, or is slow, is told apart below.
+            # Replies of one call arrive together and are cheapest to read together; failed and
+            # slow ones are handled one by one below.
             with suppress(RayError):
                 found = ray.get(waited_for, timeout=limit_s)
                 for reply in waited_for:
@@ -139,7 +138,7 @@ class RayEngine:
         try:
             return _reply(ray.get(reply))
         except RayError as error:
-            how = "died" if isinstance(error, RayActorError) else "can not be reached"
+            how = "died" if isinstance(error, RayActorError) else "cannot be reached"
             raise RankFailure(
                 f"rank {rank} of {self.num_ranks} {how}: {error}. Start again from the last "
                 f"checkpoint",
@@ -160,7 +159,7 @@ class RayEngine:
 
 
 class _World(NamedTuple):
-    """What a rank joins: how many, where their store is, and how they exchange messages."""
+    """The world a rank joins: its size, its store's address, its backend, its timeout."""
 
     num_ranks: int
     host: str
@@ -180,20 +179,20 @@ class _Rank:
         torch.set_num_threads(num_threads)
 
     def machine(self) -> str:
-        """Where this rank runs."""
+        """Address of the machine this rank runs on."""
         return ray.util.get_node_ip_address()
 
     def open(self, timeout: timedelta) -> int:
-        """Opens the store in which the ranks find one another, on a port that is free."""
+        """Opens the store in which the ranks find one another; returns its port."""
         self._store = open_store(self.machine(), timeout)
         return self._store.port
 
     def join(self, world: _World) -> None:
         """Becomes a rank of the world."""
         if world.backend == "nccl":
-            torch.cuda.set_device(0)  # Ray shows an actor only its own
+            torch.cuda.set_device(0)  # Ray makes only its own GPUs visible to an actor
         elif world.is_one_machine and sys.platform == "linux":
-            # The host's name may resolve to an address that is not there.
+            # The host's name may resolve to an address that no interface has.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = self._store or (world.host, world.port)
         join(self._rank, world.num_ranks, store, backend=world.backend, timeout=world.timeout)
@@ -201,7 +200,7 @@ class _Rank:
     def run(
         self, data: bytes, refs: Sequence[ray.ObjectRef] = ()
     ) -> bytes | tuple[bytes, list[ray.ObjectRef]]:
-        """Runs a task, and writes the reply as the task was written."""
+        """Runs a task; task and reply are both encoded by `written`."""
         answer, kept = written(tuple(self._executor.run(RankTask(*read(data, refs)))))
         return (answer, kept) if kept else answer
 

@@ -1,7 +1,7 @@
-"""RankPlacement for ranks in a Ray cluster: one bundle of resources a rank, held by a placement group.
+"""Placement of ranks in a Ray cluster: a placement group with one bundle of resources per rank.
 
-Ray waits without end for resources that a cluster has not, or that others hold. Here the first is
-refused at once and the second soon, with what was wanted and what is free.
+Ray blocks forever on resources that the cluster lacks or that others hold. Here missing resources
+are refused at once and busy ones after `_WAIT_S`; the error says what was wanted and what is free.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shared.errors import ConfigError
 __all__ = ["RankPlacement", "place_ranks"]
 
 _WAIT_S = 8.0
-"""How long resources that others hold may take to become free."""
+"""Seconds to wait for resources that others hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlacement:
-    """What ranks were given.
+    """The resources reserved for ranks.
 
     Attributes:
-        group: holds the places.
-        cpus, gpus: of each.
-        order: the group's bundle for each rank; those of one machine follow one another.
+        group: Ray's placement group.
+        cpus, gpus: of each rank.
+        order: the group's bundle for each rank; bundles of one machine are adjacent.
     """
 
     group: PlacementGroup
@@ -42,15 +42,15 @@ class RankPlacement:
 
 
 def place_ranks(num_ranks: int | None, cpus: float, gpus: float | None) -> RankPlacement:
-    """Sets resources aside for ranks, close to one another.
+    """Reserves resources for ranks, on as few machines as possible.
 
     Args:
-        num_ranks: how many; as many as all machines have resources for when None.
-        cpus: for each.
-        gpus: likewise; one when None and there are enough, else none.
+        num_ranks: number of ranks; when None, as many as all machines have resources for.
+        cpus: CPUs for each rank.
+        gpus: GPUs for each rank; when None, one if there are enough, else none.
 
     Raises:
-        ConfigError: if there are not the resources, or not soon.
+        ConfigError: if resources are missing, or not free within `_WAIT_S`.
     """
     if gpus is None:
         gpus = int(ray.cluster_resources().get("GPU", 0) >= (num_ranks or 1))
@@ -58,7 +58,7 @@ def place_ranks(num_ranks: int | None, cpus: float, gpus: float | None) -> RankP
     bundle = {key: number for key, number in wanted.items() if number > 0}
     if (num_ranks is not None and num_ranks < 1) or not bundle:
         raise ConfigError(
-            f"expected one rank or more, each with some CPUs or GPUs, got {num_ranks} ranks of "
+            f"expected at least one rank, each with CPUs or GPUs above 0, got {num_ranks} ranks of "
             f"{_told(wanted)}"
         )
     num_places = _num_places(bundle)

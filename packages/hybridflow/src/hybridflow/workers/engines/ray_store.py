@@ -1,9 +1,9 @@
-"""Values in Ray's object store: what is large is put there where it was made, and only its
-reference travels.
+"""Values in Ray's object store: large values stay on the machine that made them, and only
+references are sent.
 
-A reference that passes through the controller is counted by Ray like any other, so that a value
-lives as long as somebody holds its handle. Ray maps values read-only; what is taken out of the
-store is copied once, and only as far as it is wanted.
+Ray counts a reference that passes through the controller like any other, so that a value lives as
+long as any process holds its handle. Ray maps values read-only; the reader copies once, and only
+the part it needs.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["RayStore", "Stored", "read", "written"]
 
 
 class Stored(NamedTuple):
-    """A value: itself where it is small, else where Ray keeps it.
+    """A value's handle: the value itself if small, else a reference to Ray's object.
 
     Attributes:
-        data: the stream, empty when it is kept by Ray.
-        ref: of the stream and the buffers beside it.
+        data: the stream; empty if Ray stores it.
+        ref: Ray's reference to the stream and its buffers; None if the value is small.
     """
 
     data: bytes
@@ -39,14 +39,14 @@ class RayStore:
     """Writes and reads values from any process of the cluster."""
 
     def pack(self, value: Any) -> Stored:
-        """Writes a value, which lives until its last handle is gone, or the process that wrote."""
+        """Writes a value, which lives until its last handle is released or its writer ends."""
         data, buffers = encode(value)
         if not buffers and len(data) < SMALL_BYTES:
             return Stored(data)
         return Stored(b"", ray.put([pickle.PickleBuffer(data), *buffers]))
 
     def load(self, handle: Stored, wanted: Callable[[Any], Any] | None = None) -> Any:
-        """Reads a value, of which what is wanted becomes the reader's own.
+        """Reads a value, or `wanted(value)`, as a copy that the reader may write to.
 
         Raises:
             CommError: if the process that wrote it has ended.
@@ -71,7 +71,7 @@ class RayStore:
 
 
 def written(value: Any) -> tuple[bytes, list[ray.ObjectRef]]:
-    """A message as bytes, which Ray sends fastest, and the references in it, which it counts."""
+    """Encodes a message as bytes, which Ray sends fastest, and its references, which Ray counts."""
     stream, refs = io.BytesIO(), []
     pickler = _Pickler(stream, pickle.HIGHEST_PROTOCOL)
     pickler.refs = refs
@@ -80,7 +80,7 @@ def written(value: Any) -> tuple[bytes, list[ray.ObjectRef]]:
 
 
 def read(data: bytes, refs: Sequence[ray.ObjectRef]) -> Any:
-    """The message that `written` wrote."""
+    """Decodes a message encoded by `written`."""
     unpickler = _Unpickler(io.BytesIO(data))
     unpickler.refs = refs
     return unpickler.load()

@@ -1,9 +1,9 @@
 """Values in files of shared memory, which every process of this machine maps without a copy.
 
-What is large goes into a file of its own; a reader maps it privately, so that what it changes stays
-its own. When the last of a file's handles in the controller is gone, its writer may write another
-value into it: the first touch of a fresh page takes several times as long as to fill it. Readers hold
-a lock on what they have mapped, for as long as a tensor of it lives, so that no value changes.
+Each large value gets a file of its own; a reader maps it privately, so that its changes are not
+shared. Files are reused, as the first touch of a fresh page takes several times as long as filling
+it: once the controller has released a file's last handle, its writer may write another value into
+it. Readers lock a mapped file as long as a tensor of it lives, so that no value changes under them.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["PackedValue", "SharedMemory", "make_folder"]
 
 _PREFIX = "meshyard-hybridflow-"
 _ALIGNMENT = 64
-_MAX_PIECES = 1024  # of one writev
-_NUM_REMEMBERED = 256  # files that a process looks through for one to write to again
-_FREE_BYTES = 256 << 20  # of values in files that wait to be written to again
+_MAX_PIECES = 1024  # buffers of one writev
+_NUM_REMEMBERED = 256  # files that a process searches for one to reuse
+_FREE_BYTES = 256 << 20  # most bytes of files kept for reuse
 _FREE = ".free"
 
 
 @dataclass(eq=False)
 class PackedValue:
-    """A value: its stream, and where its large buffers lie in a file.
+    """A value's handle: its stream, and where its large buffers lie in a file.
 
     Attributes:
-        data: the stream; None when it is large itself, and comes first in the file.
-        file: path, None when nothing is large.
+        data: the stream; None if it is large too, and then the file's first piece.
+        file: path; None if the value has no large part.
         spans: offset and length of each piece, in bytes.
     """
 
@@ -50,7 +50,7 @@ class PackedValue:
 
 
 def make_folder() -> Path:
-    """A folder in shared memory, after those of processes that were killed are removed."""
+    """Makes a folder in shared memory, and removes the folders of processes that were killed."""
     base = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
     sweep_marked_folders(base, _PREFIX)
     return make_marked_folder(base, _PREFIX)
@@ -67,13 +67,13 @@ class SharedMemory:
         is_keeper: bool = False,
         most_free_bytes: int = _FREE_BYTES,
     ) -> None:
-        """Begins to write.
+        """Opens a folder for this process's values.
 
         Args:
             folder: from `make_folder`.
-            owner: begins the names of this process's files; no other process's.
-            is_keeper: whether this process removes what it wrote when the handle is collected.
-            most_free_bytes: of values in files that wait to be written to again.
+            owner: prefix of this process's file names, unique among processes.
+            is_keeper: whether this process frees a file it wrote when the handle is collected.
+            most_free_bytes: most bytes of files kept for reuse; more are removed.
         """
         self.folder, self._owner, self._is_keeper = str(folder), owner, is_keeper
         self._numbers = itertools.count()
@@ -82,7 +82,7 @@ class SharedMemory:
         self._free_bytes, self._most_free_bytes = 0, most_free_bytes
 
     def pack(self, value: Any) -> PackedValue:
-        """Writes a value; unless this process removes it again, another has to `adopt` it."""
+        """Writes a value; unless `is_keeper`, another process has to `adopt` it."""
         data, buffers = encode(value)
         large: list[Any] = [buffer.raw() for buffer in buffers]
         is_large = len(data) >= SMALL_BYTES
@@ -98,7 +98,7 @@ class SharedMemory:
             gap = -raw.nbytes % _ALIGNMENT
             pieces += [raw, bytes(gap)] if gap else [raw]
             end += raw.nbytes + gap
-        # Written, not mapped: the kernel then fills fresh pages without zeroing them first.
+        # Written instead of mapped: the kernel then fills fresh pages without zeroing them first.
         fd = self._emptied(path, end)
         try:
             self._filled(fd, pieces)
@@ -118,33 +118,33 @@ class SharedMemory:
         try:
             _write_all(fd, pieces)
         except OSError:
-            # What waits to be written to again is all that can make room.
+            # Files kept for reuse are the only ones that can be removed to make room.
             for file in Path(self.folder).glob(f"*{_FREE}"):
                 file.unlink(missing_ok=True)
             os.lseek(fd, 0, os.SEEK_SET)
             _write_all(fd, pieces)
 
     def _emptied(self, path: str, num_bytes: int) -> int:
-        """A file of this process's whose value nobody wants any more, renamed, or a fresh one."""
+        """Opens a released file of this process under a new name, or a fresh file."""
         for entry in list(self._written):
             old, size = entry
             if not num_bytes <= size <= 2 * num_bytes:
                 continue
             with suppress(OSError):
-                os.rename(old + _FREE, path)  # not there unless all its handles are gone
+                os.rename(old + _FREE, path)  # exists only once all its handles are released
                 self._written.remove(entry)
                 fd = os.open(path, os.O_WRONLY)
                 with suppress(BlockingIOError):
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     return fd
-                # A tensor of it lives; the kernel keeps what is mapped.
+                # A reader still has a tensor of it; the kernel keeps mapped pages.
                 os.close(fd)
                 os.unlink(path)
                 break
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
 
     def adopt(self, packed: PackedValue) -> PackedValue:
-        """Makes this process the one that gives the file free, when `packed` is collected."""
+        """Makes this process release the file for reuse when `packed` is collected."""
         if packed.file is not None:
             size = packed.spans[-1][0] + packed.spans[-1][1]
             weakref.finalize(packed, self._give_free, packed.file, size)
@@ -155,7 +155,7 @@ class SharedMemory:
             os.rename(path, path + _FREE)
         self._free.append((path, size))
         self._free_bytes += size
-        # Some of these have been written to again, under another name; that counts as free too.
+        # Includes files that have been reused under another name since.
         while self._free and self._free_bytes > self._most_free_bytes:
             old, freed = self._free.popleft()
             self._free_bytes -= freed
@@ -163,7 +163,7 @@ class SharedMemory:
                 os.unlink(old + _FREE)
 
     def load(self, packed: PackedValue, wanted: Callable[[Any], Any] | None = None) -> Any:
-        """Reads a value, or what is wanted of it; its tensors are private mappings of the file."""
+        """Reads a value, or `wanted(value)`; its tensors are private mappings of the file."""
         buffers = self._buffers(packed)
         value = decode(buffers.pop(0) if packed.data is None else packed.data, buffers)
         return value if wanted is None else wanted(value)
@@ -173,7 +173,7 @@ class SharedMemory:
             return []
         fd = os.open(packed.file, os.O_RDONLY)
         try:
-            # The mapping has a duplicate of the descriptor, and with it the lock.
+            # The mapping holds a duplicate of the descriptor, and so keeps the lock.
             fcntl.flock(fd, fcntl.LOCK_SH)
             size = packed.spans[-1][0] + packed.spans[-1][1]
             view = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY))

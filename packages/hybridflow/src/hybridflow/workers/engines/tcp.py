@@ -1,10 +1,10 @@
 """Connections between the processes of one job, over TCP.
 
-Messages are pickles, and reading one runs what it says. So each side first proves that it knows the
-job's key, which itself never travels here, and of one that does not nothing is read. The key lies in
-torchrun's store: whoever reaches MASTER_PORT is let in. Large buffers go beside the messages as they
-are. Nothing is encrypted, and what follows the proofs is not signed, as between process groups: who
-can change packets on their way can run code here, so the network between the machines must be trusted.
+Messages are pickles, and unpickling can run any code. So each side first proves that it knows the
+job's key, which is never sent here; no message is read from a peer that does not. The key lies in
+torchrun's store, so anyone who can reach MASTER_PORT can join. Large buffers are sent raw after the
+messages. Nothing is encrypted, and messages after the proofs are not signed, as between process
+groups: anyone who can change packets can run code here, so the network must be trusted.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ __all__ = ["Listener", "PeerLink", "connect"]
 _SIZE = struct.Struct("<Q")
 _PROOF_BYTES = 32
 _PROOF_S = 10.0
-"""How long the other side may take to prove itself."""
+"""Seconds that the other side may take to prove that it knows the key."""
 
-# A machine that is switched off closes nothing; asked 10 s after its last word and every 5 s then,
-# it is given up after three silences.
+# A machine that is switched off closes no connection. TCP probes it after 10 s of silence, then
+# every 5 s, and drops the connection after three probes without an answer.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class PeerLink:
-    """One connection, to a process that has proved itself."""
+    """A connection to a process that has proved that it knows the key."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Takes a connection."""
+        """Wraps a connected socket."""
         self._socket = connection
 
     def fileno(self) -> int:
-        """What to poll."""
+        """The descriptor to poll."""
         return self._socket.fileno()
 
     def limit(self, limit_s: float | None) -> None:
-        """Sets how long sending and receiving may wait; for ever when None."""
+        """Sets the timeout of sending and receiving in seconds; none when None."""
         self._socket.settimeout(limit_s)
 
     def send(self, message: Any) -> None:
         """Sends a message.
 
         Raises:
-            OSError: if the other side is gone.
+            OSError: if the connection is lost.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         self._socket.sendall(_SIZE.pack(len(data)) + data)
@@ -65,28 +65,28 @@ class PeerLink:
 
         Raises:
             EOFError: if the other side has closed the connection.
-            OSError: if it is gone.
+            OSError: if the connection is lost.
         """
         (num_bytes,) = _SIZE.unpack(self.receive_bytes(_SIZE.size))
         return pickle.loads(self.receive_bytes(num_bytes))
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Sends bytes as they are, which the other side expects."""
+        """Sends raw bytes, for which the other side must call `receive_bytes`."""
         self._socket.sendall(data)
 
     def receive_bytes(self, num_bytes: int) -> memoryview:
-        """Waits for so many bytes, into memory that is the caller's own."""
+        """Waits for `num_bytes` raw bytes; returns them in fresh memory."""
         return _received(self._socket, num_bytes)
 
     def close(self) -> None:
-        """Ends the connection; who waits on it here, or at the other side, goes on."""
+        """Closes the connection; threads blocked on it, on either side, are woken."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 class Listener:
-    """Takes connections on a free port, each in a thread of its own."""
+    """Accepts connections on a free port, and serves each in a thread of its own."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class Listener:
         """Begins to listen.
 
         Args:
-            host: an address of this machine, on which to listen; "" for all of them.
-            key: of the job.
-            answer: serves one connection, or leaves it to another thread; when it raises that the
-                other side is gone, the connection is closed.
+            host: an address of this machine to listen on; "" for all of them.
+            key: the job's key.
+            answer: serves one connection, or hands it to another thread; when it raises because
+                the other side has closed, the connection is closed here too.
             proof_s: seconds that a caller may take to prove that it knows the key.
             max_unproven: callers that may be proving it at once; others wait to be accepted.
 
@@ -132,7 +132,7 @@ class Listener:
                 self._unproven.release()
                 if not self._is_open:
                     return
-                time.sleep(0.1)  # there is no descriptor free, or the caller is gone again
+                time.sleep(0.1)  # no free descriptor, or the caller has closed already
                 continue
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
@@ -144,11 +144,11 @@ class Listener:
                 self._unproven.release()
             self._answer(PeerLink(connection))
         except (CommError, EOFError, OSError):
-            # A caller that can not prove itself, or goes, is nothing this process could act on.
+            # The caller does not know the key, or has closed: this process can do nothing.
             connection.close()
 
     def close(self) -> None:
-        """Takes no more connections; those that are there go on."""
+        """Stops accepting connections; open ones stay open."""
         self._is_open = False
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -160,13 +160,13 @@ def connect(address: tuple[str, int], key: bytes, limit_s: float) -> PeerLink:
 
     Args:
         address: host and port.
-        key: of the job.
-        limit_s: how long it may take to get there, in seconds.
+        key: the job's key.
+        limit_s: timeout of connecting, in seconds.
 
     Raises:
-        CommError: if who listens there is not of this job.
-        OSError: if nobody listens there.
-        EOFError: if they are gone again.
+        CommError: if the listener does not know this job's key.
+        OSError: if nothing listens at the address.
+        EOFError: if the listener closes the connection.
     """
     connection = socket.create_connection(address, limit_s)
     try:
@@ -180,7 +180,7 @@ def connect(address: tuple[str, int], key: bytes, limit_s: float) -> PeerLink:
 def _introduce(
     connection: socket.socket, key: bytes, me: bytes, peer: bytes, limit_s: float
 ) -> None:
-    """Proves to each other, by a number that the other has drawn, that both know the key."""
+    """Proves mutually that both sides know the key, by an HMAC of each other's random number."""
     deadline = time.monotonic() + limit_s
     connection.settimeout(limit_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -204,7 +204,7 @@ def _introduce(
 def _received(
     connection: socket.socket, num_bytes: int, deadline: float | None = None
 ) -> memoryview:
-    view = np.empty(num_bytes, np.uint8).data  # not zeroed before
+    view = np.empty(num_bytes, np.uint8).data  # unlike bytearray, not zeroed first
     num_received = 0
     while num_received < num_bytes:
         if deadline is not None:  # of all, however slowly bytes drip in

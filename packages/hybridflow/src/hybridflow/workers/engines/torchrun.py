@@ -1,9 +1,9 @@
 """Workers as the processes of a torchrun job, on one machine or many.
 
-The controller runs in the process of global rank 0, and that rank in a child of it: so a rank is
-the same wherever it is, has its GPU, its random numbers and its interpreter to itself, and can be
-ended while it waits for others. The other processes are ranks themselves. All find one another
-through torchrun's store, which also hands round the key without which none is listened to.
+The controller runs in torchrun's process of global rank 0, and that rank in a child process: so
+every rank has its GPU, random state and interpreter to itself, and can be killed while it waits for
+others. The other processes are ranks themselves. All find one another through torchrun's store,
+which also distributes the key that every connection requires.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ __all__ = ["TorchrunEngine"]
 
 _LOOK_AGAIN_S = 0.02
 _END_S = 10.0
-"""How long ranks may take to end once they are told to."""
+"""Seconds that ranks may take to end once they are asked to."""
 
 
 class TorchrunEngine:
-    """The processes of a job, one a rank."""
+    """The processes of a torchrun job, one per rank."""
 
     name = "torchrun"
 
@@ -44,16 +44,16 @@ class TorchrunEngine:
         """Starts rank 0 and finds the others.
 
         Args:
-            member: this process, of rank 0.
+            member: this process, torchrun's rank 0.
             timeout: for the start, and for each message between ranks.
-            threads_per_rank: torch's threads in rank 0; the others are given their own.
+            threads_per_rank: torch's threads in rank 0; the other processes set their own.
 
         Raises:
             ConfigError: if the job has had a controller already.
-            RankFailure: if a rank does not come up.
+            RankFailure: if a rank does not start.
         """
         self.num_ranks = member.num_ranks
-        # Where torchrun keeps no store for the job, this process does, as long as it is held.
+        # If torchrun's agent hosts no store, this process does, as long as this reference lives.
         self._meeting_place = meeting_place(timeout)
         if self._meeting_place.add("controllers", 1) > 1:
             raise ConfigError(
@@ -102,13 +102,13 @@ class TorchrunEngine:
         for rank, link in enumerate(self._calls):
             try:
                 link.limit(max(1.0, deadline - time.monotonic()))
-                link.receive()  # that it is ready
+                link.receive()  # the message "ready"
                 link.limit(None)
             except (EOFError, OSError) as error:
                 raise self._absence(rank, error) from error
 
     def _place(self, rank: int, deadline: float) -> tuple[StoreAddress, bool]:
-        """Where a rank is, and whether it has a GPU of its own, once it has come up."""
+        """Waits for a rank to start; returns its address, and whether it has its own GPU."""
         name = f"place/{rank}"
         while not self._meeting_place.check([name]):
             if self._first.poll() is not None:
@@ -147,7 +147,7 @@ class TorchrunEngine:
             raise self._death(rank, error) from error
 
     def receive(self, timeout_s: float | None) -> list[Reply]:
-        """Waits for replies; none when the time is up.
+        """Waits for replies; returns none on timeout.
 
         Raises:
             RankFailure: if a process has ended.
@@ -191,19 +191,19 @@ class TorchrunEngine:
         with suppress(subprocess.TimeoutExpired):
             self._first.wait(0 if is_failed else max(0.0, deadline - time.monotonic()))
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._first.pid, signal.SIGKILL)  # which may have left children
+            os.killpg(self._first.pid, signal.SIGKILL)  # the group, as it may have left children
         self._first.wait()
         self.store.remove()
 
 
 def _started(timeout: timedelta, threads_per_rank: int) -> subprocess.Popen[bytes]:
-    """Starts rank 0, which finds torchrun's variables as the other ranks do."""
+    """Starts rank 0's process, which inherits torchrun's variables."""
     env = {
         **KEEP_MEMORY,
         **os.environ,
-        # What this process can import the rank can, though it starts in no folder of its own.
+        # The rank can import whatever this process can, though it runs another script.
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        # The store is there already, whoever keeps it.
+        # The rank connects to the store, which exists already, instead of hosting one.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     command = (sys.executable, "-P", "-m", "hybridflow.workers.engines.torchrun_rank")
@@ -211,8 +211,8 @@ def _started(timeout: timedelta, threads_per_rank: int) -> subprocess.Popen[byte
         [*command, str(timeout.total_seconds()), str(threads_per_rank)],
         env=env,
         stdin=subprocess.DEVNULL,
-        # A signal to all that torchrun started leaves it the time to remove what lies in shared
-        # memory: it ends because the controller does.
+        # Torchrun's signal to its process group does not reach the rank, which ends when the
+        # controller does, and so has time to remove its shared memory.
         start_new_session=True,
     )
 
@@ -222,4 +222,4 @@ def _await_end(link: PeerLink, deadline: float) -> None:
     with suppress(EOFError, OSError):
         while True:
             link.limit(max(0.01, deadline - time.monotonic()))
-            link.receive()  # an answer that nobody wants any more
+            link.receive()  # a late reply, dropped

@@ -1,8 +1,8 @@
-"""One rank of torchrun's, as which a process serves until the controller says stop.
+"""One rank of a torchrun job: its process serves calls until the controller stops it.
 
-Two connections lead from the controller to a rank. On one come calls, which the main thread runs.
-The other tells that the controller is alive: when it ends, so does the process, whatever its main
-thread waits for; and on it come the values that nobody wants any more.
+The controller opens two connections to each rank. One carries calls, which the main thread runs.
+The other shows that the controller is alive: when it closes, the process ends, whatever its main
+thread is waiting for. It also carries the handles of values to remove.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Member:
     """A process that torchrun started.
 
     Attributes:
-        rank: among all.
-        num_ranks: how many there are.
-        local_rank: among those of its machine.
-        num_local_ranks: how many these are.
+        rank: global rank.
+        num_ranks: number of ranks in all.
+        local_rank: rank on its machine.
+        num_local_ranks: number of ranks on its machine.
         first_host: name or address of rank 0's machine.
     """
 
@@ -52,15 +52,15 @@ class Member:
 
     @staticmethod
     def from_environment() -> Member:
-        """This process.
+        """This process, by torchrun's environment variables.
 
         Raises:
-            ConfigError: if torchrun did not start it.
+            ConfigError: if torchrun did not start this process.
         """
         missing = [name for name in _VARIABLES if name not in os.environ]
         if missing:
             raise ConfigError(
-                f"torchrun's environment is not there: {', '.join(missing)} unset; start the "
+                f"expected torchrun's environment, got {', '.join(missing)} unset; start the "
                 f"script as `torchrun --nproc-per-node 2 train.py`, or use Workers.local(2), "
                 f"which starts processes itself"
             )
@@ -73,7 +73,7 @@ class Member:
 
     @property
     def machine(self) -> int:
-        """Rank of the first process on this machine: of one agent of torchrun's."""
+        """Rank of the first process on this machine, which identifies the machine."""
         return self.rank - self.local_rank
 
     @property
@@ -82,7 +82,7 @@ class Member:
         return torch.cuda.is_available() and torch.cuda.device_count() >= self.num_local_ranks
 
     def place(self, port: int, folder: str) -> StoreAddress:
-        """Where this process is found."""
+        """Where other processes reach this one's values."""
         return StoreAddress(self.machine, self._host(), port, folder)
 
     def listening_address(self) -> str:
@@ -103,22 +103,22 @@ class Member:
         return address
 
     def _host(self) -> str:
-        # Rank 0's machine is known to all by this name; what the name means on itself may differ.
+        # All reach rank 0's machine by this name, which may resolve otherwise on itself.
         if self.machine == 0:
             return self.first_host
         family, kind, _, _, address = socket.getaddrinfo(
             self.first_host, 9, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing, but chooses the way there
+            probe.connect(address)  # sends nothing, but selects the outgoing interface
             return str(probe.getsockname()[0])
 
 
 def meeting_place(timeout: timedelta) -> Any:
-    """The store in which the job's processes leave what each other has to know.
+    """The store through which the job's processes exchange addresses and the key.
 
     Raises:
-        RankFailure: if it can not be reached, or those who should do not come there.
+        RankFailure: if it cannot be reached, or not all processes join within the timeout.
     """
     try:
         return open_torchrun_store("hybridflow", timeout)
@@ -131,7 +131,7 @@ def meeting_place(timeout: timedelta) -> Any:
 
 
 def serve(member: Member, timeout: timedelta, threads_per_rank: int) -> None:
-    """Is a rank until the controller says stop; ends the process if the controller ends.
+    """Runs this process as a rank until the controller stops it, or ends.
 
     Raises:
         RankFailure: if there is no controller within the timeout.
@@ -167,7 +167,7 @@ class _Rank:
         finally:
             values.remove()
             self._listener.close()
-        calls.close()  # which tells the controller that this rank has ended
+        calls.close()  # shows the controller that this rank has ended
 
     def _run(self, calls: PeerLink) -> None:
         executor = RankExecutor(self._values, self._member.rank)
@@ -177,7 +177,7 @@ class _Rank:
                 calls.send(executor.run(task))
         except (EOFError, OSError):
             self.end(1)  # the controller is gone
-        # Whatever ends from here on is meant to.
+        # From here on a closed connection is part of an orderly stop.
         self._is_stopping = True
 
     def _join(self, store: Any, backend: str, timeout: timedelta) -> None:
@@ -186,7 +186,7 @@ class _Rank:
         if backend == "nccl":
             torch.cuda.set_device(member.local_rank)
         elif is_one_machine and sys.platform == "linux":
-            # The host's name may resolve to an address that is not there.
+            # The host's name may resolve to an address that no interface has.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         join(member.rank, member.num_ranks, store, backend=backend, timeout=timeout)
 
@@ -204,26 +204,26 @@ class _Rank:
         with suppress(EOFError, OSError):
             while (packed := link.receive()) is not None:
                 self._values.forget(packed)
-            code = 0  # to be ended by a controller that tells why is no failure of this rank
+            code = 0  # the controller asked this rank to end, and reports any failure itself
         if not self._is_stopping:
             self.end(code)
 
     def end(self, code: int) -> None:
-        """Ends the process now, whatever it does."""
+        """Ends the process now, whatever it is doing."""
         self._values.remove()
-        with suppress(OSError, RuntimeError):  # cut off in the midst of writing, or nobody reads
+        with suppress(OSError, RuntimeError):  # interrupted while writing, or the pipe is closed
             sys.stdout.flush()
         os._exit(code)
 
 
 def _left(store: Any, name: str, timeout: timedelta) -> str:
-    """What the controller has left in the store."""
+    """Waits for a key that the controller sets in the store."""
     try:
         return store.get(name).decode()
     except RuntimeError as error:
         raise RankFailure(
             f"rank 0 did not call Workers.torchrun() within {timeout.total_seconds():g} s, or "
-            f"has ended; look at its output, or raise the timeout if it is slow to come there"
+            f"has ended; read its output, or raise the timeout if it is slow to start"
         ) from error
 
 

@@ -1,8 +1,8 @@
 """Values of processes on one machine or several, read from where they were made.
 
-What is large lies in shared memory of the machine that made it, where processes of that machine map
-it. A process of another machine asks the one that made it, which sends no more than is wanted: the
-values never pass the controller, nor a third machine.
+Large values lie in shared memory of the machine that made them, where processes of that machine map
+them. A process of another machine requests them from the process that made them, which sends only
+the part asked for: values pass neither through the controller nor through a third machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shared.process_mark import remove_marked_folder
 __all__ = ["CONTROLLER", "PlacedStore", "StoreAddress", "StoredValue"]
 
 CONTROLLER = -1
-"""Stands for the controller where the others are known by their ranks."""
+"""The controller's key among owners, which are otherwise ranks."""
 
 _CONNECT_S = 60.0
 
@@ -36,8 +36,8 @@ class StoreAddress(NamedTuple):
     Attributes:
         machine: rank of the first process on its machine.
         host: name or address by which other machines reach it.
-        port: where it is asked for values.
-        folder: in shared memory.
+        port: on which it serves values.
+        folder: its folder in shared memory.
     """
 
     machine: int
@@ -47,7 +47,7 @@ class StoreAddress(NamedTuple):
 
 
 class StoredValue(NamedTuple):
-    """A value: how it is kept in shared memory, if it is not small, and by whom."""
+    """A value's handle: its packed form, which refers to shared memory if large, and its owner."""
 
     packed: PackedValue
     owner: int
@@ -57,19 +57,19 @@ class PlacedStore:
     """Writes and reads values of one process among those of a job.
 
     Attributes:
-        folder: where its own values lie.
-        places: of all processes by rank, the controller's under `CONTROLLER`; to be set before
-            values of others are read.
-        gone: owners and values on other machines that are no longer wanted, for who keeps them.
+        folder: of its own values.
+        places: addresses of all processes by rank, the controller's under `CONTROLLER`; to be set
+            before values of others are read.
+        gone: queue of (owner, value) on other machines that the owners should remove.
     """
 
     def __init__(self, owner: int, key: bytes) -> None:
-        """Begins to write.
+        """Opens the store of one process.
 
         Args:
-            owner: rank of this process, or `CONTROLLER`, which keeps what it wrote or adopted until
-                its handle is collected.
-            key: of the job.
+            owner: rank of this process, or `CONTROLLER`, which frees a value it wrote or adopted
+                when its handle is collected.
+            key: the job's key.
         """
         self._owner, self._key = owner, key
         folder = make_folder()
@@ -80,31 +80,31 @@ class PlacedStore:
         self._idle: defaultdict[int, deque[PeerLink]] = defaultdict(deque)
 
     def pack(self, value: Any) -> StoredValue:
-        """Writes a value; unless this is the controller, it has to `adopt` it."""
+        """Writes a value; if this is a rank, the controller has to `adopt` it."""
         return StoredValue(self._memory.pack(value), self._owner)
 
     def adopt(self, placed: StoredValue) -> None:
-        """Has the value removed, wherever it lies, when this process no longer holds the handle."""
+        """Arranges that the value is removed, wherever it lies, when `placed` is collected."""
         packed = placed.packed
         if self._is_near(placed.owner):
             self._memory.adopt(packed)
         elif packed.file is not None:
-            # Handles are collected at any moment, in which a queue may be written to, not a link.
+            # Collection happens at any moment, when writing to a queue is safe, to a link not.
             weakref.finalize(packed, self.gone.put, (placed.owner, copy.copy(packed)))
 
     def forget(self, packed: PackedValue) -> None:
-        """Removes a value of this process, for the controller."""
-        self._memory.adopt(copy.copy(packed))  # at once, whatever the caller holds
+        """Removes a value of this process, at the controller's request."""
+        self._memory.adopt(copy.copy(packed))  # a copy, collected at once
 
     def load(self, placed: StoredValue, wanted: Callable[[Any], Any] | None = None) -> Any:
-        """Reads a value, or what is wanted of it.
+        """Reads a value, or `wanted(value)`.
 
         Args:
             placed: the handle.
-            wanted: picklable, as it is applied where the value lies.
+            wanted: picklable function, applied by the process that holds the value.
 
         Raises:
-            CommError: if its owner is on another machine, and gone.
+            CommError: if its owner is on another machine, and does not answer.
         """
         if placed.packed.file is None or self._is_near(placed.owner):
             return self._memory.load(placed.packed, wanted)
@@ -115,7 +115,7 @@ class PlacedStore:
                 data, *buffers = [link.receive_bytes(count) for count in num_bytes]
         except (EOFError, OSError) as lost:
             raise CommError(
-                f"a value of {self._told(placed.owner)} can not be read, as it does not answer "
+                f"a value of {self._told(placed.owner)} cannot be read, as it does not answer "
                 f"({lost}); start again from the last checkpoint"
             ) from lost
         if error is not None:
@@ -123,7 +123,7 @@ class PlacedStore:
         return decode(data, buffers)
 
     def serve(self, link: PeerLink) -> None:
-        """Hands out values of this process to one of another machine, until it closes the link."""
+        """Sends values to a process of another machine, until it closes the link."""
         while True:
             self._hand_out(link, *link.receive())
 
@@ -141,9 +141,9 @@ class PlacedStore:
             link.send_bytes(piece)
 
     def remove(self) -> None:
-        """Removes the values of all processes of this machine, some of which may have been killed.
+        """Removes the values of all processes of this machine, including killed ones.
 
-        For the end of a job: the first to end removes what nobody will read.
+        Called at the end of a job, when no process reads values any more.
         """
         near = [place.folder for owner, place in self.places.items() if self._is_near(owner)]
         for folder in {self.folder, *near}:
@@ -156,7 +156,7 @@ class PlacedStore:
 
     @contextmanager
     def _asking(self, owner: int) -> Iterator[PeerLink]:
-        """A link to a process that nobody else uses meanwhile."""
+        """A link to a process, for the caller's exclusive use."""
         idle = self._idle[owner]
         try:
             link = idle.pop()
@@ -167,7 +167,7 @@ class PlacedStore:
         try:
             yield link
         except BaseException:
-            link.close()  # in the midst of a message, maybe
+            link.close()  # perhaps in the middle of a message
             raise
         idle.append(link)
 
