@@ -143,7 +143,7 @@ def test_a_users_protocol():
             r"collectors among the ranks 0\.\.3, each once, got \[4\]",
         ),
         ({"collectors": lambda mesh: [0, 0]}, r"each once, got \[0, 0\]"),
-        ({"answer": "one"}, "one answer needs one collector"),
+        ({"answer": "one"}, "answer 'one' needs one collector"),
     ],
 )
 def test_bad_protocols_of_users_are_refused(changes, message):
