@@ -209,7 +209,7 @@ LLAMA = {**SIZES, "model_type": "llama"}
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scaled by 'dynamic'"),
         ({"model_type": "mistral", "sliding_window": 32}, "a sliding window of 32 is not"),
         ({"model_type": "mistral"}, "expected sliding_window, got none; defaults for mistral vary"),
-        ({"model_type": "qwen3"}, "head_dim not there"),
+        ({"model_type": "qwen3"}, "expected head_dim, got none"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
             "set max_position_embeddings to at most that",

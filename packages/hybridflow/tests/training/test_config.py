@@ -29,7 +29,10 @@ def test_built_in_recipes_are_valid(name):
         ({"steps": "0"}, "steps: expected 1 or more"),
         ({"algorithm.x": "1"}, "algorithm.x: algorithm is 'grpo', which has no keys in it"),
         ({"placement.pools": "{a: 1"}, "placement.pools: expected YAML"),
-        ({"algorithm": "remax", "num_samples": "1", "beta": "0.1"}, "beta: remax has no KL penalty"),
+        (
+            {"algorithm": "remax", "num_samples": "1", "beta": "0.1"},
+            "beta: remax has no KL penalty",
+        ),
         ({"cost": "a.py:b"}, "cost: grpo has none, only safe-rlhf has"),
         (
             {"per_token": "true", "reward": "a.py:b"},
@@ -52,7 +55,7 @@ def test_values_are_read_as_yaml():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("steps: [", "no YAML"),
+        ("steps: [", "expected YAML"),
         ("- a", "expected keys and values"),
         ("steps: 3", "algorithm: expected a value, got none"),
     ],
