@@ -52,7 +52,7 @@ def test_map_explains_its_choice(capsys):
         (["plan", "1-4", "1-2"], "expected a layout p-t-d"),
         (["plan", "1-4-2", "1-2", "--model", "nowhere"], "nowhere/config.json is not there"),
         (["map", "--device", "H1000"], "device: expected one of"),
-        (["map", "--gpus", "12"], "no whole hosts"),
+        (["map", "--gpus", "12"], "expected whole hosts"),
         (["train", "nothing"], "built in are"),
         (["train", "grpo-sort", "--set", "steps"], "expected KEY=VALUE"),
         (

@@ -139,9 +139,9 @@ def test_a_layout_that_does_not_fill_its_pool(inline):
     ("make", "layout", "told"),
     [
         (hy.Actor, "1-8-1", r"8 tensor shards do not divide 4 query heads.*; 1, 2, 4 do"),
-        (hy.Critic, "8-1-1", "8 pipeline stages want a layer each, and there are 2"),
+        (hy.Critic, "8-1-1", "8 pipeline stages need a layer each, and there are 2"),
         (hy.RewardModel, "1-8-1", "8 tensor shards do not divide"),
-        (hy.Reference, "8-1-1", "8 pipeline stages want a layer each"),
+        (hy.Reference, "8-1-1", "8 pipeline stages need a layer each"),
     ],
 )
 def test_a_layout_that_does_not_divide_its_model_is_refused_before_any_rank_is_asked(

@@ -132,7 +132,7 @@ def test_a_batch_of_equals_is_skipped():
     [
         ("GRPO", 1, "a group needs two responses or more, got 1"),
         ("RLOO", 1, "a group needs two responses or more, got 1"),
-        ("ReMax", 2, "ReMax draws 1 response a prompt"),
+        ("ReMax", 2, "expected 1 for ReMax"),
     ],
 )
 def test_numbers_of_responses_that_leave_no_baseline_are_refused(name, num_samples, told):

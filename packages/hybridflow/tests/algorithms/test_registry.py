@@ -77,7 +77,7 @@ def test_what_an_algorithm_from_outside_needs_is_checked(added):
         read_recipe("ppo-sort", changes)
     with pytest.raises(ConfigError, match="cost: ppo has none, only safe-rlhf, both has"):
         read_recipe("ppo-sort", {"cost": "a.py:b"})
-    with pytest.raises(ConfigError, match="beta: both has no penalty"):
+    with pytest.raises(ConfigError, match="beta: both has no KL penalty"):
         read_recipe("ppo-sort", {**changes, "cost": "a.py:b", "beta": "0.1"})
 
 

@@ -186,7 +186,7 @@ def test_weights_of_another_shape_or_of_no_file_are_refused(tmp_path):
         load(wrong, folder_reader(tmp_path))
     # Of a smaller model each box is there; only the whole shape tells.
     small = read_config({**SIZES, "model_type": "llama", "vocab_size": 20})
-    with pytest.raises(DataError, match=r"is \[24, 16\], and config.json makes it \[20, 16\]"):
+    with pytest.raises(DataError, match=r"is \[24, 16\], and by config.json \[20, 16\]"):
         load(Decoder(small), folder_reader(tmp_path, weight_shapes(small)))
     with pytest.raises(DataError, match=r"no \.safetensors file there"):
         folder_reader(tmp_path / "empty")
@@ -208,8 +208,8 @@ LLAMA = {**SIZES, "model_type": "llama"}
         ({"rope_parameters": {"rope_type": "yarn"}}, "scaled by 'yarn' are not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "scaled by 'dynamic'"),
         ({"model_type": "mistral", "sliding_window": 32}, "a sliding window of 32 is not"),
-        ({"model_type": "mistral"}, "sliding_window not there; what a mistral without has"),
-        ({"model_type": "qwen3"}, "head_dim not there"),
+        ({"model_type": "mistral"}, "expected sliding_window, got none; defaults for mistral vary"),
+        ({"model_type": "qwen3"}, "expected head_dim, got none"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
             "set max_position_embeddings to at most that",
@@ -248,13 +248,13 @@ def test_sources_that_are_no_model_are_refused(tmp_path):
             "3 tensor shards do not divide 4 query heads, .* feed-forward rows; 1, 2, 4",
         ),
         ((0, 1, 0, 8), "8 tensor shards do not divide"),
-        ((0, 3), "3 pipeline stages want a layer each, and there are 2"),
+        ((0, 3), "3 pipeline stages need a layer each, and there are 2"),
     ],
 )
 def test_shards_that_do_not_divide_a_model_are_refused_with_those_that_do(shard, told):
     with pytest.raises(ConfigError, match=told):
         Shard(read_config(LLAMA), *shard)
-    with pytest.raises(ConfigError, match="a vocabulary of 26; fill it up to 28"):
+    with pytest.raises(ConfigError, match="a vocabulary of 26; pad it to 28"):
         Shard(read_config({**LLAMA, "vocab_size": 26}), 0, 1, 0, 4)
 
 
@@ -362,7 +362,7 @@ def test_positions_may_be_given_and_too_many_are_refused():
     torch.testing.assert_close(model(tokens, positions=at), model(tokens))
     shifted = model(tokens, positions=at + 5)  # only distances count
     torch.testing.assert_close(shifted, model(tokens), rtol=1e-8, atol=1e-8)
-    with pytest.raises(ConfigError, match="65 tokens, and the model knows 64 positions"):
+    with pytest.raises(ConfigError, match="65 tokens, and the model has 64 positions"):
         model(torch.zeros(1, 65, dtype=torch.int64))
 
 

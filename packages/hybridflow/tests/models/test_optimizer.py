@@ -106,10 +106,10 @@ def test_rates_rise_stay_and_fall():
     ("settings", "told"),
     [
         ({"schedule": "step"}, "expected one of constant, linear, cosine, got 'step'"),
-        ({"schedule": "cosine"}, "a cosine schedule needs its length"),
-        ({"lr": -1.0}, "must not be negative"),
-        ({"lr": math.nan}, "must not be negative"),
-        ({"num_warmup_steps": -1}, "must not be negative"),
+        ({"schedule": "cosine"}, "a cosine schedule needs a length"),
+        ({"lr": -1.0}, "lr and num_warmup_steps of 0 or more"),
+        ({"lr": math.nan}, "lr and num_warmup_steps of 0 or more"),
+        ({"num_warmup_steps": -1}, "lr and num_warmup_steps of 0 or more"),
     ],
 )
 def test_settings_that_can_not_be_are_refused(settings, told):

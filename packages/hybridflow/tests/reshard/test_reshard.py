@@ -246,7 +246,7 @@ def test_plans_that_can_not_be_are_refused():
         plan("1-2-2", "1-3", tree())
     with pytest.raises(ConfigError, match="16 tensor shards do not divide"):
         plan("1-16-1", "1-1", tree())
-    with pytest.raises(ConfigError, match="9 pipeline stages want a layer each"):
+    with pytest.raises(ConfigError, match="9 pipeline stages need a layer each"):
         plan("9-1-1", "1-1", tree())
     with pytest.raises(DataError, match="no rank holds anything"):
         plan_boxes([{}, {}], [{}, {"a": [Box((0,), (2,))]}], 2)

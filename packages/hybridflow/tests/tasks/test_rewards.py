@@ -310,7 +310,7 @@ def test_a_failure_in_a_worker_process_brings_its_traceback(theirs):
     with pytest.raises(DataError, match=r"strict, sample 102 \(row 2\): it raised Zero") as caught:
         theirs.strict(make_roll("1", "2", "3", "4"), CHARS)
     assert "return 1 / (int(text) - 3)" in str(caught.value.__cause__)
-    with pytest.raises(DataError, match="row 0: its object columns can not be sent"):
+    with pytest.raises(DataError, match="row 0: its object columns cannot be sent"):
         theirs.strict(make_roll("1", odd=[lambda: 0]), CHARS)
     # What was under way when the first call failed is not taken for an answer to this one.
     assert theirs.strict(make_roll("4", "5"), CHARS)["scores"].tolist() == [1, 0.5]

@@ -205,7 +205,7 @@ def test_extra_comes_back(saved, tmp_path):
 
 @pytest.mark.parametrize("value", [object(), hy.Batch(x=[object()]), {(1, 2): 3}])
 def test_extra_that_could_not_come_back_is_refused(tmp_path, value):
-    with pytest.raises(DataError, match="extra: expected what JSON knows"):
+    with pytest.raises(DataError, match="extra: expected JSON values"):
         Checkpoint(tmp_path).save(0, {}, {"value": value})
     assert not list(tmp_path.iterdir())
 

@@ -24,19 +24,22 @@ def test_built_in_recipes_are_valid(name):
         ({"steps": "true"}, "steps: expected int, got True"),
         ({"optimizer": "3"}, "optimizer: expected keys and values, got 3"),
         ({"num_samples": "1"}, "num_samples: grpo compares the responses"),
-        ({"batch_size": "9"}, "no whole number of prompts"),
+        ({"batch_size": "9"}, "expected a multiple of num_samples"),
         ({"placement.engine": "threads"}, "placement.engine: expected one of inline, local, ray"),
         ({"steps": "0"}, "steps: expected 1 or more"),
         ({"algorithm.x": "1"}, "algorithm.x: algorithm is 'grpo', which has no keys in it"),
-        ({"placement.pools": "{a: 1"}, "placement.pools: no YAML"),
-        ({"algorithm": "remax", "num_samples": "1", "beta": "0.1"}, "beta: remax has no penalty"),
+        ({"placement.pools": "{a: 1"}, "placement.pools: expected YAML"),
+        (
+            {"algorithm": "remax", "num_samples": "1", "beta": "0.1"},
+            "beta: remax has no KL penalty",
+        ),
         ({"cost": "a.py:b"}, "cost: grpo has none, only safe-rlhf has"),
         (
             {"per_token": "true", "reward": "a.py:b"},
-            "own reward to give to tokens, got a reward of",
+            "own reward, which can reward tokens, got reward ",
         ),
-        ({"per_token": "true", "task": "a.jsonl"}, "to tokens, got prompts of 'a.jsonl'"),
-        ({"max_prompt_tokens": "5"}, "max_prompt_tokens: digit-sort:2 has no longer prompts"),
+        ({"per_token": "true", "task": "a.jsonl"}, "reward tokens, got prompts of 'a.jsonl'"),
+        ({"max_prompt_tokens": "5"}, "max_prompt_tokens: it limits prompts of a file"),
     ],
 )
 def test_mistakes_are_told(changes, told):
@@ -52,7 +55,7 @@ def test_values_are_read_as_yaml():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("steps: [", "no YAML"),
+        ("steps: [", "expected YAML"),
         ("- a", "expected keys and values"),
         ("steps: 3", "algorithm: expected a value, got none"),
     ],

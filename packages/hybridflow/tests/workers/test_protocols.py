@@ -133,7 +133,7 @@ def test_a_users_protocol():
         ({"shares": lambda mesh: [(0, 2), (1, 2), (0, 3), (1, 3)]}, "of one number of parts"),
         ({"shares": lambda mesh: [(k, 3) for k in range(4)]}, r"there is no share \(3, 3\)"),
         ({"shares": lambda mesh: [(-1, 4)] * 4}, r"there is no share \(-1, 4\)"),
-        ({"shares": lambda mesh: [(0, 2)] * 4}, r"all of 2 parts .* got only \[0\]"),
+        ({"shares": lambda mesh: [(0, 2)] * 4}, r"each of 2 parts .* got only \[0\]"),
         (
             {"collectors": lambda mesh: []},
             r"collectors among the ranks 0\.\.3, each once, got \[\]",
@@ -143,7 +143,7 @@ def test_a_users_protocol():
             r"collectors among the ranks 0\.\.3, each once, got \[4\]",
         ),
         ({"collectors": lambda mesh: [0, 0]}, r"each once, got \[0, 0\]"),
-        ({"answer": "one"}, "one answer needs one collector"),
+        ({"answer": "one"}, "answer 'one' needs one collector"),
     ],
 )
 def test_bad_protocols_of_users_are_refused(changes, message):
