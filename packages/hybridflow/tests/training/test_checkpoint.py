@@ -330,8 +330,8 @@ def test_damage_is_found(tmp_path, saved):
 
         damaged("actor/__0_0.distcp", cut, r"__0_0.distcp: expected \d+ bytes, got \d+ bytes")
         damaged("critic/.metadata", lambda file: file.unlink(), "got no file; load an earlier one")
-        damaged("critic/.metadata", spoil, "can not be read: ", RankFailure)
-        damaged("actor/__0_0.distcp", spoil, "can not be read: ", RankFailure)
+        damaged("critic/.metadata", spoil, "cannot be read: ", RankFailure)
+        damaged("actor/__0_0.distcp", spoil, "cannot be read: ", RankFailure)
         damaged("checkpoint.json", cut, "checkpoint.json can not be read")
         damaged("extra.pt", spoil, "extra.pt can not be read")
 
