@@ -332,8 +332,8 @@ def test_damage_is_found(tmp_path, saved):
         damaged("critic/.metadata", lambda file: file.unlink(), "got no file; load an earlier one")
         damaged("critic/.metadata", spoil, "cannot be read: ", RankFailure)
         damaged("actor/__0_0.distcp", spoil, "cannot be read: ", RankFailure)
-        damaged("checkpoint.json", cut, "checkpoint.json can not be read")
-        damaged("extra.pt", spoil, "extra.pt can not be read")
+        damaged("checkpoint.json", cut, "checkpoint.json cannot be read")
+        damaged("extra.pt", spoil, "extra.pt cannot be read")
 
         def age(file):
             file.write_text(json.dumps({**json.loads(file.read_text()), "format": 0}))
