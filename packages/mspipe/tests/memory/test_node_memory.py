@@ -104,7 +104,7 @@ def test_refused_writes_change_nothing(unchecked):
     for given_, told in (
         ((nodes, bad_memory, *good[1:]), r"1 of 2 nodes, the first \[1\]; nothing was written"),
         ((nodes, *good[:3], bad_times), r"the first \[3\]"),
-        ((torch.tensor([3, 4]), *good), r"nodes in \[0, 4\), got 4; grow\(5\)"),
+        ((torch.tensor([3, 4]), *good), r"nodes in \[0, 4\), got 4; call grow\(5\)"),
         ((torch.tensor([3, -1]), *good), "got -1"),
         ((nodes.int(), *good), "nodes int64"),
         ((nodes, good.memory[:, :1], *good[1:]), r"memory \[2, 2\], got \[2, 1\]"),
