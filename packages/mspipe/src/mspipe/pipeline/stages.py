@@ -152,7 +152,9 @@ class Stages:
     def fetch_memory(self, work: Iteration) -> None:
         """Fetches the rows of the sampled nodes that the store has, and those of similar nodes."""
         with self.timed("memory", work.index):
+            # In this order: the write that this waits for is at least the last one counted.
             work.num_committed = self.num_committed
+            self.streams.after(self.stored)
             is_missing = work.is_missing
             nodes = work.sampled.nodes
             layout = self.memory.layout
