@@ -1,5 +1,7 @@
 """Small streams and pipelines for the tests."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,6 +38,29 @@ def unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Which files were renamed, and whether what they hold had been synced to the disk by then."""
+    fsync, replace = os.fsync, os.replace
+    done, replaced = set(), []
+
+    def noted_fsync(descriptor):
+        fsync(descriptor)
+        done.add(_version_of(os.fstat(descriptor)))
+
+    def noted_replace(source, target):
+        replaced.append((Path(target), _version_of(os.stat(source)) in done))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    return SimpleNamespace(replaced=replaced)
+
+
+def _version_of(status):
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def stream(count=600, num_src=20, num_dst=8, seed=0, *, loops=False):

@@ -35,6 +35,19 @@ def test_a_run_that_differs_is_not_correct():
         assert not any(c.correct for c in demo.compare_modes(found | {"sync": changed}))
 
 
+def test_a_model_that_is_no_better_than_edgebank_is_not_correct():
+    bank = {"ap": 0.716}
+    for values, is_correct in (
+        ((0.72, 0.72), True),
+        ((0.716, 0.716), False),
+        ((0.61, 0.61), False),
+        ((0.72, 0.73), False),
+    ):
+        claim = demo.compare_with_edgebank([{"ap": value} for value in values], bank, "")
+        assert claim.correct == is_correct
+        assert (claim.ours, claim.baseline) == (values[0], 0.716)
+
+
 def test_the_link_takes_the_time_of_its_bytes():
     rows = demo.LinkedRows(50, torch.zeros(1000), 4e6)
     seconds = []

@@ -121,14 +121,30 @@ def test_settings_that_make_no_sense():
             Settings(**{name: 0})
 
 
-def test_nothing_to_learn_from_and_losses_that_are_none(toy):
+def test_nothing_to_learn_from(toy):
     events = toy.stream()
     pipe = toy.pipeline(events)
     optimizer = torch.optim.Adam(pipe.model.parameters())
     with pytest.raises(DataError, match="at least one event"):
         next(fit(pipe, optimizer, events[:0]))
     assert isinstance(pipe.memory, NodeMemory)
+
+
+@pytest.mark.parametrize(
+    ("bias", "loss"), [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "inf")]
+)
+def test_losses_that_are_none(toy, bias, loss):
+    events = toy.stream()
+    pipe = toy.pipeline(events)
+    optimizer = torch.optim.Adam(pipe.model.parameters())
     with torch.no_grad():
-        pipe.model.head.out.bias.fill_(float("nan"))
-    with pytest.raises(DataError, match="batch 0: the loss is NaN"):
+        pipe.model.head.out.bias.fill_(bias)
+    with pytest.raises(DataError, match=f"batch 0: expected a finite loss, got {loss}; lower"):
         next(fit(pipe, optimizer, events, progress=False))
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(toy, tmp_path, synced):
+    events = toy.stream()
+    settings = Settings(epochs=1, batch_size=100, save_every=100)
+    list(made(toy, events, tmp_path, settings=settings)[1])
+    assert synced.replaced == [(tmp_path / "training.pt", True)]

@@ -12,6 +12,7 @@ import tyro
 from mspipe.registry import CUTS, MODELS, MODES
 from shared.cli import Command, JsonOption, choice, run_command
 from shared.errors import ConfigError
+from shared.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -253,6 +254,12 @@ class ServeMemory:
 
     bind: str = "127.0.0.1:7000"
     """Address and port; anyone who can connect can read and write: use a private network."""
+    max_bytes: str | None = None
+    """Largest table, and largest request, as 64GiB. Default: what the machine has."""
+    max_clients: int = 1024
+    """Connections at a time at most; each process that trains has two."""
+    timeout_s: float = 30.0
+    """Seconds for a new connection's first request, and for which a message may stand still."""
 
     def execute(self) -> None:
         """Prints the address, and serves."""
@@ -261,7 +268,14 @@ class ServeMemory:
         host, _, port = self.bind.rpartition(":")
         if not host or not port.isdecimal():
             raise ConfigError(f"bind: expected host:port, got {self.bind!r}")
-        with MemoryServer(host, int(port)) as server:
+        server = MemoryServer(
+            host,
+            int(port),
+            max_bytes=None if self.max_bytes is None else parse_bytes(self.max_bytes),
+            max_clients=self.max_clients,
+            timeout_s=self.timeout_s,
+        )
+        with server:
             print(f"serving at {server.address}", flush=True)
             try:
                 server.serve_forever()

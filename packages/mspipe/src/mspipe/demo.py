@@ -27,7 +27,7 @@ from mspipe.pipeline.pipeline import Pipeline
 from mspipe.pipeline.report import Report
 from shared.claims import Claim, finish
 
-__all__ = ["LinkedRows", "compare_modes", "run", "run_pass"]
+__all__ = ["LinkedRows", "compare_modes", "compare_with_edgebank", "run", "run_pass"]
 
 _SOURCE = "mspipe demo"
 _LATENCY_S = 2e-4
@@ -74,7 +74,7 @@ def run(out: Path, *, is_full: bool) -> bool:
                 for mode in ("forward", "sync", "prefetch")
             }
         with console.status("mspipe: training TGN for link prediction on flights"):
-            learnt = _compare_with_edgebank(events, train, rest, 4 if is_full else 3)
+            learnt = _learn_links(events, train, rest, 4 if is_full else 5)
     finally:
         torch.set_num_threads(before)
     reports = {mode: report for mode, (report, _, _) in found.items()}
@@ -163,7 +163,7 @@ def compare_modes(
         for mode, name in names.items()
     ] + [
         Claim(
-            name="the same, against the longest stage alone",
+            name="an iteration of TGN, memory behind 200 Mbit/s, against the longest stage alone",
             baseline=1e3 * ideal_s,
             baseline_name="no wait at all",
             **common,
@@ -171,25 +171,40 @@ def compare_modes(
     ]
 
 
-def _compare_with_edgebank(events: Events, train: Events, rest: Events, epochs: int) -> Claim:
-    """The claim of TGN's average precision on the last events against EdgeBank's."""
+def _learn_links(events: Events, train: Events, rest: Events, epochs: int) -> Claim:
     pipe = _pipeline(events, "forward")
     optimizer = torch.optim.Adam(pipe.model.parameters(), 1e-3, fused=True)
     for epoch in range(epochs):
         pipe.memory.reset()
         _learn(pipe, train, epoch, optimizer)
-    ours = evaluate(pipe, rest, history=train)
-    again = evaluate(pipe, rest, history=train)
-    bank = EdgeBank().evaluate(train, rest)
+    scores = [evaluate(pipe, rest, history=train) for _ in range(2)]
+    return compare_with_edgebank(
+        scores,
+        EdgeBank().evaluate(train, rest),
+        f"TGN, {epochs} passes over {len(train):,} departures; one random negative an event; evaluated "
+        f"twice alike",
+    )
+
+
+def compare_with_edgebank(
+    scores: list[dict[str, float]], bank: dict[str, float], about: str
+) -> Claim:
+    """Makes the claim of average precision, correct if it repeats and is above EdgeBank's.
+
+    Args:
+        scores: what `evaluate` returned, each time it was called.
+        bank: what `EdgeBank.evaluate` returned for the same events.
+        about: what was trained, for the claim's detail.
+    """
+    ours = scores[0]["ap"]
     return Claim(
         name="average precision on the last 15 % of events",
         unit="of 1",
-        ours=ours["ap"],
+        ours=ours,
         baseline=bank["ap"],
         baseline_name="EdgeBank, which remembers pairs",
         higher_is_better=True,
-        correct=ours == again and ours["ap"] > 0.6,
-        detail=f"TGN, {epochs} passes over {len(train):,} departures; one random negative an event; "
-        f"evaluated twice alike",
+        correct=all(one == scores[0] for one in scores) and ours > bank["ap"],
+        detail=about,
         source=_SOURCE,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -101,7 +102,7 @@ def fit(
         progress: show a progress bar if standard error is a terminal.
 
     Raises:
-        DataError: there are no events, a loss is NaN, or the checkpoint is damaged or of another
+        DataError: there are no events, a loss is NaN or infinite, or the checkpoint is damaged or of another
             run.
     """
     settings = settings or Settings()
@@ -133,10 +134,10 @@ def fit(
                     optimizer.step()
                     losses.append(pipe.workers.gather(out.loss.detach()[None]).mean().item())
                     advance(len(out.batch.events), losses)
-                    if losses[-1] != losses[-1]:
+                    if not math.isfinite(losses[-1]):
                         raise DataError(
-                            f"epoch {index + 1}, batch {len(losses) - 1}: the loss is NaN; lower the "
-                            f"learning rate"
+                            f"epoch {index + 1}, batch {len(losses) - 1}: expected a finite loss, got "
+                            f"{losses[-1]}; lower the learning rate, or clip gradients"
                         )
                 seconds += pipe.report().elapsed_s
                 done = stop

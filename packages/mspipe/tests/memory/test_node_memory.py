@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mspipe.memory.node_memory import NodeMemory, latest
 from mspipe.memory.row_layout import NO_MAIL, RowLayout, State
+from mspipe.models.base import newest_mail
 from shared.errors import ConfigError, DataError
 
 
@@ -231,3 +232,21 @@ def test_numbers_whose_sum_is_too_large_are_finite_all_the_same():
     state.memory.fill_(3e38)
     memory.write(torch.arange(3), *state)
     assert torch.equal(memory.read(torch.arange(3)).memory, state.memory)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_message_at_time_zero_is_a_message(slots):
+    memory = NodeMemory(3, 2, 3, slots)
+    state = random_state(1, memory.layout)
+    times = torch.full_like(state.mail_times, NO_MAIL)
+    times.view(-1)[0] = 0.0
+    memory.write(torch.tensor([1]), *state._replace(mail_times=times))
+    has_mail, newest = newest_mail(memory.read(torch.arange(3)))
+    assert has_mail.tolist() == [False, True, False]
+    assert newest[1] == 0.0
+
+
+def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, synced):
+    memory = NodeMemory(6, 2, 3)
+    memory.save(tmp_path / "memory.safetensors")
+    assert synced.replaced == [(tmp_path / "memory.safetensors", True)]

@@ -1,10 +1,7 @@
-"""Stores of rows: in host memory, on a GPU, or in shared memory."""
+"""Stores of rows, and the one in the memory of this process, on the host or a GPU."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -12,10 +9,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError
 from shared.kernels.gather import gather
 
-__all__ = ["LocalRows", "RowStore", "SharedRows", "open_rows"]
+__all__ = ["LocalRows", "RowStore", "open_rows"]
 
 
 @runtime_checkable
@@ -77,6 +74,8 @@ def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> RowS
         device = torch.device("cpu" if place == "pinned" else place)
         return LocalRows(num_rows, fresh, device, is_pinned=place == "pinned")
     if place.startswith("shm:") and len(place) > 4:
+        from mspipe.memory.shared_rows import SharedRows
+
         return SharedRows(place[4:], num_rows, fresh)
     if place.startswith("tcp://"):
         from mspipe.memory.remote_rows import RemoteRows
@@ -152,86 +151,3 @@ class LocalRows:
     def close(self) -> None:
         """Releases the rows."""
         self._table = self._table[:0]
-
-
-class SharedRows:
-    """Rows in shared memory that all processes of the machine open by name.
-
-    The first process to open it creates it, and removes it on closing. Writers of different rows
-    need no lock; a reader may see a partly written row, so ranks need a barrier between writing and
-    reading.
-
-    Args:
-        name: name of the shared memory.
-        num_rows: number of rows, the same in all processes.
-        fresh: float32 [words], the initial value of each row.
-
-    Raises:
-        ConfigError: the machine has no /dev/shm, or rows are to be added.
-        DataError: shared memory of that name exists with other sizes.
-    """
-
-    _HEAD = 16  # 32-bit words before the rows; the first two hold the count of writes
-
-    def __init__(self, name: str, num_rows: int, fresh: Tensor) -> None:
-        self.device, self._fresh = torch.device("cpu"), fresh
-        folder = Path("/dev/shm")
-        if not folder.is_dir():
-            raise ConfigError(
-                "place='shm:...': expected /dev/shm, which Linux has; use place='cpu'"
-            )
-        self._path = folder / f"mspipe-{name}"
-        num_words = self._HEAD + num_rows * len(fresh)
-        with self._path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-            found = file.seek(0, os.SEEK_END)
-            self._is_maker = found == 0
-            if self._is_maker:
-                file.truncate(4 * num_words)
-            elif found != 4 * num_words:
-                raise DataError(
-                    f"{self._path}: expected {num_rows} rows of {len(fresh)} words, "
-                    f"{4 * num_words} bytes, got {found}; take another name, or remove the file"
-                )
-            words = torch.from_file(str(self._path), shared=True, size=num_words)
-            self._version = words[: self._HEAD].view(torch.int64)
-            self._table = words[self._HEAD :].view(num_rows, len(fresh))
-            if self._is_maker:
-                self._table[:] = fresh
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-        return len(self._table)
-
-    @property
-    def version(self) -> int:
-        """Number of writes so far, of all processes."""
-        return int(self._version[0])
-
-    def read(self, ids: Tensor) -> Tensor:
-        """Copies of rows."""
-        return gather(self._table, ids.cpu())
-
-    def write(self, ids: Tensor, rows: Tensor) -> None:
-        """Replaces rows with distinct ids, and increments the version."""
-        self._table.index_copy_(0, ids.cpu(), rows.cpu())
-        self._version[0] += 1
-
-    def reset(self) -> None:
-        """Sets all rows to their initial value."""
-        self._table[:] = self._fresh
-        self._version[0] += 1
-
-    def grow(self, num_rows: int) -> None:
-        """Refuses: rows that processes share cannot grow."""
-        raise ConfigError(
-            f"{self._path}: has {self.num_rows} rows and cannot grow to {num_rows}, since other "
-            f"processes use it; create it with its final size"
-        )
-
-    def close(self) -> None:
-        """Removes the name if this process created it; open mappings of others stay valid."""
-        if self._is_maker:
-            self._path.unlink(missing_ok=True)
-            self._is_maker = False

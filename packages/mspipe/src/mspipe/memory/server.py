@@ -33,17 +33,23 @@ _REFUSALS = (ValueError, OverflowError, RuntimeError, MemoryError)
 class MemoryServer:
     """Server of one table, which the first client creates and which is kept until `close`.
 
-    Clients are trusted: there is no authentication and no encryption.
+    Clients are trusted: there is no authentication and no encryption. The limits keep one of them,
+    or a stranger, from taking the machine's memory or keeping others away.
 
     Args:
         host: hostname or address of this machine to listen on; "0.0.0.0" for all its addresses.
         port: port to listen on; 0 takes a free one.
+        max_bytes: bytes of the table's rows at most, and of what one request carries.
+        max_clients: connections at a time at most; a client of `NodeMemory` has two.
+        timeout_s: seconds in which a new connection must say hello, in which a header must arrive
+            once it has begun (at most twice that), and for which a message may stand still. A
+            client that has said hello may be silent between requests for as long as it likes.
 
     Attributes:
         address: "tcp://host:port", for the clients' `place`.
 
     Raises:
-        ConfigError: the port is not in 0 to 65535.
+        ConfigError: the port is not in 0 to 65535, or a limit is not above 0.
         CommError: the address cannot be listened on.
 
     Example:
@@ -51,9 +57,22 @@ class MemoryServer:
         ...     memory = NodeMemory(100, dim=8, mail_dim=16, place=server.address)
     """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        max_bytes: int | None = None,
+        max_clients: int = 1024,
+        timeout_s: float = 30.0,
+    ) -> None:
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"port: expected 0 to 65535, got {port}")
+        if (max_bytes is not None and max_bytes < 1) or max_clients < 1 or timeout_s <= 0:
+            raise ConfigError(
+                f"expected max_bytes and max_clients of at least 1 and timeout_s above 0, got "
+                f"{max_bytes}, {max_clients} and {timeout_s}"
+            )
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family)
@@ -64,7 +83,8 @@ class MemoryServer:
             ) from error
         shown = f"[{host}]" if ":" in host else host
         self.address = f"tcp://{shown}:{self._listener.getsockname()[1]}"
-        self._table = _Table()
+        self._table = _Table(max_bytes)
+        self._max_clients, self._timeout_s = max_clients, timeout_s
         self._lock = threading.Lock()  # around the two that follow
         self._wires: set[Wire] = set()
         self._is_closed = False
@@ -88,26 +108,40 @@ class MemoryServer:
                 _log.warning("%s: accepting a client failed: %s", self.address, error)
                 time.sleep(0.1)  # errors such as too many open files last for a while
                 continue
-            wire = Wire(sock)
+            wire = Wire(sock, self._timeout_s)
             with self._lock:
                 if self._is_closed:
                     wire.close()
                     return
-                self._wires.add(wire)
+                is_full = len(self._wires) >= self._max_clients
+                if not is_full:
+                    self._wires.add(wire)
+            if is_full:
+                self._refuse(wire)
+                continue
             threading.Thread(
                 target=self._serve, args=(wire,), name="mspipe server's client", daemon=True
             ).start()
 
+    def _refuse(self, wire: Wire) -> None:
+        text = f"expected at most {self._max_clients} connections; close some, or raise max_clients"
+        _log.warning("%s: refused a client: %s", self.address, text)
+        with suppress(OSError):
+            _send_error(wire, text)
+        wire.shut()
+        wire.close()
+
     def _serve(self, wire: Wire) -> None:
+        has_met = False
         try:
             while True:
-                op, first, second = wire.receive_header()
+                op, first, second = wire.receive_header(may_idle=has_met)
+                has_met = True
                 tensors = [wire.receive(part) for part in self._table.parts(op, first, second)]
                 try:
                     answer = self._table.apply(op, first, tensors)
                 except _REFUSALS as error:  # a DataError is a ValueError
-                    text = bytearray(str(error).encode())
-                    wire.send(Op.ERROR, len(text), 0, [torch.frombuffer(text, dtype=torch.uint8)])
+                    _send_error(wire, str(error))
                 else:
                     told = self._table.num_rows, self._table.version
                     if answer is None:
@@ -116,6 +150,10 @@ class MemoryServer:
                         wire.send_rows(Op.OK, *told, *answer)
         except EOFError:
             _log.debug("%s: a client left", self.address)
+        except BlockingIOError:
+            _log.warning(
+                "%s: closed a connection that stood still for %g s", self.address, self._timeout_s
+            )
         except (OSError, RuntimeError, MemoryError) as error:
             _log.warning("%s: closed a client's connection: %s", self.address, error)
         finally:
@@ -149,10 +187,16 @@ class MemoryServer:
         self.close()
 
 
+def _send_error(wire: Wire, text: str) -> None:
+    sent = bytearray(text.encode())
+    wire.send(Op.ERROR, len(sent), 0, [torch.frombuffer(sent, dtype=torch.uint8)])
+
+
 class _Table:
     """The rows, and the execution of requests on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int | None) -> None:
+        self._max_bytes = max_bytes
         self._lock = threading.Lock()  # held by all changes of rows
         self._rows = LocalRows(0, torch.empty(0), torch.device("cpu"))
         self._fresh: Tensor | None = None  # set by the first client
@@ -185,10 +229,9 @@ class _Table:
         elif op not in (Op.RESET, Op.GROW):
             raise ConnectionError(f"expected a request, got {op.name}")
         num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-        if num_bytes > MAX_BYTES:
-            raise ConnectionError(
-                f"expected at most {MAX_BYTES:,} bytes, {num_bytes:,} are announced"
-            )
+        most = min(MAX_BYTES, self._max_bytes or MAX_BYTES)
+        if num_bytes > most:
+            raise ConnectionError(f"expected at most {most:,} bytes, {num_bytes:,} are announced")
         return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
 
     def apply(self, op: Op, first: int, tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -209,11 +252,14 @@ class _Table:
             elif op == Op.RESET:
                 self._rows.reset()
             elif first > self.num_rows:
+                assert self._fresh is not None, "hello came first"
+                self._check_size(first, self._fresh)
                 self._rows.grow(first)
         return None
 
     def _meet(self, num_rows: int, fresh: Tensor) -> None:
         if self._fresh is None:
+            self._check_size(num_rows, fresh)
             self._rows = LocalRows(num_rows, fresh, torch.device("cpu"))
             self._fresh, self._num_rows_made = fresh, num_rows
             return
@@ -229,6 +275,14 @@ class _Table:
             f"this server's table was made for another memory: expected {wrong}; use the sizes it "
             f"was made with, or another server"
         )
+
+    def _check_size(self, num_rows: int, fresh: Tensor) -> None:
+        num_bytes = 4 * num_rows * len(fresh)
+        if self._max_bytes is not None and num_bytes > self._max_bytes:
+            raise DataError(
+                f"expected a table of at most {self._max_bytes:,} bytes, got {num_bytes:,} for "
+                f"{num_rows:,} rows; start the server with a larger --max-bytes"
+            )
 
     def _check(self, ids: Tensor) -> None:
         if not len(ids):

@@ -15,9 +15,11 @@ from __future__ import annotations
 import ctypes
 import enum
 import errno
+import math
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -72,7 +74,7 @@ class Wire:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        self._sock = sock
+        self._sock, self._timeout_s = sock, timeout_s
 
     def send(self, op: Op, first: int = 0, second: int = 0, payload: Iterable[Tensor] = ()) -> None:
         """Sends a message; an iterator of tensors is advanced once the previous one is sent."""
@@ -121,10 +123,25 @@ class Wire:
                 self._sock.sendall(buffer[sent:])
             sent = max(0, sent - len(buffer))
 
-    def receive_header(self) -> tuple[Op, int, int]:
-        """The next message's operation and its two numbers."""
+    def receive_header(self, *, may_idle: bool = False) -> tuple[Op, int, int]:
+        """The next message's operation and its two numbers.
+
+        Args:
+            may_idle: wait for its first byte for any time; what follows must arrive within the
+                timeout, counted from when that byte was seen, however slowly it trickles.
+        """
         head = bytearray(_HEADER.size)
-        self._fill(memoryview(head))
+        left, deadline = memoryview(head), None if may_idle else self._deadline()
+        while len(left):
+            if deadline is not None and time.monotonic() > deadline:
+                raise BlockingIOError(errno.EAGAIN, "a header that does not end")
+            try:
+                left = left[self._receive_some(left) :]
+            except BlockingIOError:
+                if deadline is not None:
+                    raise
+            else:
+                deadline = deadline or self._deadline()
         magic, op, first, second = _HEADER.unpack(head)
         if magic != _MAGIC or op not in _OPS:
             raise ConnectionError(f"expected a header of mspipe's protocol, got {bytes(head)!r}")
@@ -137,10 +154,16 @@ class Wire:
 
     def _fill(self, buffer: memoryview) -> None:
         while len(buffer):
-            got = self._sock.recv_into(buffer, flags=socket.MSG_WAITALL)
-            if not got:
-                raise EOFError("the other end hung up")
-            buffer = buffer[got:]
+            buffer = buffer[self._receive_some(buffer) :]
+
+    def _receive_some(self, buffer: memoryview) -> int:
+        got = self._sock.recv_into(buffer, flags=socket.MSG_WAITALL)
+        if not got:
+            raise EOFError("the other end hung up")
+        return got
+
+    def _deadline(self) -> float:
+        return math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
 
     def shut(self) -> None:
         """Shuts down both directions, which wakes threads that wait on the socket."""

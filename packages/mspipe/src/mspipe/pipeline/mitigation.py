@@ -30,7 +30,8 @@ class Mitigation:
         num_similar: maximum number of similar nodes that a state is mixed with.
         quantile: quantile of the ages of the roots' memory, in [0, 1), above which they are mixed.
         weight: weight of a node's own state in the mix, in [0, 1]; None fits it.
-        decay: factor in [0, 1) on the sums of earlier fits at each `fit`.
+        decay: factor in [0, 1) on the sums of earlier fits at each `fit`, of which an iteration has
+            one at most.
         seed: seed of MinHash.
 
     Attributes:
@@ -118,7 +119,10 @@ class Mitigation:
         mean: Float[Tensor, "n dim"],
         fresh: Float[Tensor, "n dim"],
     ) -> None:
-        """Updates the weight from stale states, means of similar nodes' states, and true states."""
+        """Updates the weight from stale states, means of similar nodes' states, and true states.
+
+        Call it once an iteration, with all that is known by then.
+        """
         apart = (stale - mean).double()
         self._dot = self._decay * self._dot + float(((fresh - mean).double() * apart).sum())
         self._square = self._decay * self._square + float((apart * apart).sum())

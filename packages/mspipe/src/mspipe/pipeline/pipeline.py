@@ -206,7 +206,6 @@ class Pipeline:
                 with stages.streams.on("in"):
                     stages.fetch_features(work)
                     self._await_memory(stages, works, work, schedule)
-                    stages.streams.after(stages.stored)
                     stages.fetch_memory(work)
                     work.arrived = stages.streams.mark()
                 works.tell(lambda i=work.index: fetched.append(i))

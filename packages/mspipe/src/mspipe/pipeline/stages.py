@@ -152,7 +152,9 @@ class Stages:
     def fetch_memory(self, work: Iteration) -> None:
         """Fetches the rows of the sampled nodes that the store has, and those of similar nodes."""
         with self.timed("memory", work.index):
+            # In this order: the write that this waits for is at least the last one counted.
             work.num_committed = self.num_committed
+            self.streams.after(self.stored)
             is_missing = work.is_missing
             nodes = work.sampled.nodes
             layout = self.memory.layout
@@ -204,13 +206,17 @@ class Stages:
         self.report.num_mixed += int(is_mixed.sum())
         self.report.weight = mitigation.weight
         # The writes that the fetch missed are computed by now: fit the weight to them.
+        known, fresh = [], []
         for owner in range(work.num_committed, work.index):
             is_known = ((work.owners[stale] == owner).to(self._device) & is_mixed).nonzero()[:, 0]
             kept = self._written_rows.get(owner)
             if len(is_known) and kept is not None:
                 place = work.places[stale[is_known.cpu()]].to(self._device)
-                fresh = self.memory.layout.unpack(kept[place]).memory
-                mitigation.fit(own[is_known], mean[is_known], fresh)
+                known.append(is_known)
+                fresh.append(self.memory.layout.unpack(kept[place]).memory)
+        if known:
+            found = torch.cat(known)
+            mitigation.fit(own[found], mean[found], torch.cat(fresh))
         return state._replace(memory=state.memory.index_copy(0, here, mix))
 
     def train(self, work: Iteration) -> tuple[Output, Tensor]:
