@@ -63,9 +63,9 @@ class Checkpointer:
             every_n: save only steps that are multiples of it.
             when_busy: what a save does while another is in progress on some rank: "wait" for it,
                 "drop" the new one, or "fail".
-            overwrite: replace a step that exists; and after loading an older step, let the next
-                save remove the later steps. Without it a save of a step that exists fails, because
-                another job may be writing there.
+            overwrite: replace a step that exists; and after loading an older step, or none, let the
+                next save remove the later steps. Without it a save of a step that exists fails,
+                because another job may be writing there.
             stage: how values are kept until they are written: "arena" copies them, "fork" (CPU
                 only) lets a child process write them while the kernel copies pages that change.
             timeout: how long to wait for the slowest rank's file before a save fails.
@@ -90,6 +90,9 @@ class Checkpointer:
         self._last: Handle | None = None
         # Threads may not list a storage while the interpreter ends.
         self._steps = self._list_steps_together()
+        # The newest step of a run that is neither loaded nor begun here; -1: none. The same on all
+        # ranks, so that all refuse alike.
+        self._newest_unloaded = self._find_newest(self._steps)
         self._went_back_to: int | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -120,10 +123,18 @@ class Checkpointer:
 
         Raises:
             DataError: the state cannot be saved; all ranks raise, nothing was written.
-            ConfigError: the step is negative, or a save is in progress and `when_busy` is "fail".
+            ConfigError: the step is negative; the run has steps that were not loaded, and
+                `overwrite` is False; or a save is in progress and `when_busy` is "fail".
         """
         if step < 0:
             raise ConfigError(f"expected a step of at least 0, got {step}")
+        if self._newest_unloaded >= 0 and not self._overwrite:
+            raise ConfigError(
+                f"step {step} is not saved: expected an empty folder or a run that was loaded, got "
+                f"{self._storage.url}, which has steps up to {self._newest_unloaded}; call "
+                f"load_latest before saving, or pass overwrite=True to replace them, or choose "
+                f"another folder"
+            )
         team = self._saver.team
         if step % self._every_n:
             return Handle(step, Trace(team.rank), is_skipped=True)
@@ -135,6 +146,10 @@ class Checkpointer:
                 )
             _log.warning("step %d is not saved: another save is under way", step)
             return Handle(step, Trace(team.rank), is_skipped=True)
+        if self._newest_unloaded > step:
+            # Begun anew: what comes after its first step is another history.
+            self._went_back_to = step
+        self._newest_unloaded = -1
         self._last = self._saver.save(
             commit.format_step(step),
             state,
@@ -159,6 +174,7 @@ class Checkpointer:
         self._saver.wait()
         path = commit.format_step(step)
         report = load_state(self._saver.team, self._storage, path, state, **options)
+        self._newest_unloaded = -1
         later = [one for one in self._steps if one > step]
         if later and self._saver.team.is_coordinator:
             self._went_back_to = step
@@ -184,9 +200,8 @@ class Checkpointer:
             DataError: the newest is damaged or does not fit; `load` an older of `steps()`.
         """
         self._saver.wait()
-        team = self._saver.team
         # All ranks load the step that the coordinator found, even if a newer one appears meanwhile.
-        newest = team.maximum([max(self._list_steps_together(), default=-1)])[0]
+        newest = self._find_newest(self._list_steps_together())
         if newest < 0:
             return None
         self.load(newest, state, **options)
@@ -217,6 +232,10 @@ class Checkpointer:
             error = caught
         self._saver.team.agree(error)
         return found
+
+    def _find_newest(self, steps: list[int]) -> int:
+        """The largest step of any rank's list, -1 if there is none."""
+        return self._saver.team.maximum([max(steps, default=-1)])[0]
 
     def _retain(self, step: int) -> None:
         """Removes checkpoints older than the newest `keep`, and those after a step returned to.
