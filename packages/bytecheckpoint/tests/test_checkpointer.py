@@ -14,6 +14,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.saving.image import Image
 from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.local import LocalStorage
 from shared.comms import Group
 from shared.errors import ConfigError, RankFailure
 
@@ -146,7 +147,7 @@ def test_a_run_begun_anew_with_overwrite_is_the_one_that_is_loaded(tmp_path):
 
 
 def test_a_failed_save_removes_nothing(tmp_path, monkeypatch):
-    with bcp.Checkpointer(tmp_path, keep=1) as ckpt:
+    with bcp.Checkpointer(tmp_path, keep=1, on_error="warn") as ckpt:
         ckpt.save(1, state(1)).committed.result()
 
         def refuse(*_, **__):
@@ -161,6 +162,63 @@ def test_a_failed_save_removes_nothing(tmp_path, monkeypatch):
         ckpt.save(3, state(3))
         ckpt.close()
         assert ckpt.steps() == [3]
+
+
+def full_disk(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_failed_save_is_raised_once_by_the_next_or_by_close(tmp_path, monkeypatch, close):
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        with monkeypatch.context() as broken:
+            broken.setattr(LocalStorage, "create", full_disk)
+            ckpt.save(1, state(1))
+            with pytest.raises(OSError, match="No space left") as raised:
+                ckpt.close() if close else ckpt.save(2, state(2))
+        assert raised.value.errno == 28
+        if not close:
+            assert "step 1 was not saved, and step 2 is not tried" in str(raised.value)
+        assert ckpt.steps() == []
+        ckpt.save(3, state(3))
+    assert ckpt.steps() == [3]
+
+
+def test_a_full_disk_is_raised_by_every_second_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStorage, "create", full_disk)
+    ckpt = bcp.Checkpointer(tmp_path)
+    raised = []
+    for step in range(4):
+        try:
+            ckpt.save(step, state(step))
+        except OSError:
+            raised.append(step)
+    assert raised == [1, 3]
+
+
+def save_after_a_failure(path):
+    """What each rank is told by the save after one that failed on rank 1 alone."""
+    rank = dist.get_rank()
+    own = {f"own{rank}": torch.ones(3)}
+    with bcp.Checkpointer(path) as ckpt, pytest.MonkeyPatch.context() as broken:
+        if rank == 1:
+            broken.setattr(LocalStorage, "create", full_disk)
+        ckpt.save(1, own)
+        with pytest.raises(OSError, match="not saved") as raised:
+            ckpt.save(2, own)
+        broken.undo()
+        ckpt.save(3, own)
+    told = raised.value.errno, str(raised.value)
+    return told, commit.list_steps(LocalStorage(path))
+
+
+def test_all_ranks_raise_a_failed_save(tmp_path, pool):
+    one, two = pool.run(save_after_a_failure, tmp_path).results
+    assert one == two
+    assert one[0][0] == 28
+    assert "step 1 was not saved" in one[0][1]
+    assert "rank 1 of 2" in one[0][1]
+    assert one[1] == [3]
 
 
 def test_failing_to_remove_the_old_is_tried_again(tmp_path, monkeypatch, caplog):
@@ -360,7 +418,7 @@ def test_a_closed_checkpointer_holds_no_copy(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_cannot_start_fails_the_save_and_hangs_nothing(tmp_path, monkeypatch):
-    ckpt = bcp.Checkpointer(tmp_path)
+    ckpt = bcp.Checkpointer(tmp_path, on_error="warn")
     start = threading.Thread.start
 
     def refuse(thread):

@@ -8,9 +8,12 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
+import msgspec
+
 from bytecheckpoint.loading.loading import Dedupe, LoadReport, load_state
 from bytecheckpoint.loading.rates import Rates
 from bytecheckpoint.loading.source import split_url
+from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.job import Handle
@@ -23,6 +26,7 @@ from shared.errors import ConfigError
 __all__ = ["Checkpointer", "load", "save"]
 
 WhenBusy = Literal["wait", "drop", "fail"]
+OnError = Literal["raise", "warn"]
 _TIMEOUT = timedelta(minutes=30)
 _log = logging.getLogger(__name__)
 
@@ -54,6 +58,7 @@ class Checkpointer:
         overwrite: bool = False,
         stage: StageKind = "arena",
         timeout: timedelta = _TIMEOUT,
+        on_error: OnError = "raise",
     ) -> None:
         """Opens the run; every rank makes its own, at the same place in its program.
 
@@ -69,6 +74,9 @@ class Checkpointer:
             stage: how values are kept until they are written: "arena" copies them, "fork" (CPU
                 only) lets a child process write them while the kernel copies pages that change.
             timeout: how long to wait for the slowest rank's file before a save fails.
+            on_error: "raise": the save after a failed one raises its error; "warn": a failed save
+                is only logged and told by its handle, for a training that looks at those. `close`
+                raises the error of the last save either way.
 
         Raises:
             ConfigError: a setting is out of range, or the URL cannot be opened.
@@ -81,12 +89,15 @@ class Checkpointer:
             raise ConfigError(
                 f"expected when_busy to be 'wait', 'drop' or 'fail', got {when_busy!r}"
             )
+        if on_error not in ("raise", "warn"):
+            raise ConfigError(f"expected on_error to be 'raise' or 'warn', got {on_error!r}")
         self._storage = open_storage(url)
         self._saver = Saver(self._storage, stage=stage, timeout=timeout)
         self._keep = keep
         self._every_n = every_n
         self._when_busy = when_busy
         self._overwrite = overwrite
+        self._on_error: OnError = on_error
         self._last: Handle | None = None
         # Threads may not list a storage while the interpreter ends.
         self._steps = self._list_steps_together()
@@ -119,9 +130,11 @@ class Checkpointer:
 
         Returns:
             A handle with `staged` and `committed`. A failure after the copy is reported in
-            `committed` and in the log, and does not stop training.
+            `committed` and in the log, and raised by the next save unless `on_error` is "warn".
 
         Raises:
+            Exception: the save before failed; all ranks raise, and this state is not saved. The
+                save after this one is made again.
             DataError: the state cannot be saved; all ranks raise, nothing was written.
             ConfigError: the step is negative; the run has steps that were not loaded, and
                 `overwrite` is False; or a save is in progress and `when_busy` is "fail".
@@ -146,6 +159,7 @@ class Checkpointer:
                 )
             _log.warning("step %d is not saved: another save is under way", step)
             return Handle(step, Trace(team.rank), is_skipped=True)
+        before, self._last = self._last, None
         if self._newest_unloaded > step:
             # Begun anew: what comes after its first step is another history.
             self._went_back_to = step
@@ -155,6 +169,7 @@ class Checkpointer:
             state,
             step=step,
             overwrite=self._overwrite,
+            check=lambda: self._raise_failure(step, before),
             after_commit=lambda: self._retain(step),
         )
         return self._last
@@ -219,8 +234,20 @@ class Checkpointer:
         """
         self._saver.finish()
         # A forked child cannot wait for its parent's save.
-        if self._last is not None and self._last.committed.done():
-            self._last.committed.result()
+        last, self._last = self._last, None
+        if last is not None and last.committed.done():
+            last.committed.result()
+
+    def _raise_failure(self, step: int, before: Handle | None) -> None:
+        """Raises the error of the save before, which is over."""
+        if before is None or self._on_error == "warn" or not before.committed.done():
+            return
+        error = before.committed.exception()
+        if error is None:
+            return
+        failure = Failure.of(error, self._saver.team.rank)
+        text = f"step {before.step} was not saved, and step {step} is not tried: {failure.text}"
+        raise msgspec.structs.replace(failure, text=text).exception(1) from error
 
     def _list_steps_together(self) -> list[int]:
         """The steps that the coordinator finds; an empty list on other ranks."""
@@ -279,7 +306,7 @@ def save(
     storage = open_storage(root)
 
     def check() -> None:
-        if not overwrite and MANIFEST_NAME in storage.list(name):
+        if saver.team.is_coordinator and not overwrite and MANIFEST_NAME in storage.list(name):
             raise FileExistsError(
                 f"{path}: expected no checkpoint, but there is one; choose another path, or pass "
                 f"overwrite=True to replace it"
