@@ -14,6 +14,7 @@ import bytecheckpoint as bcp
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.saving.image import Image
 from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.local import LocalStorage
 from shared.comms import Group
 from shared.errors import ConfigError, RankFailure
 
@@ -74,22 +75,79 @@ def test_only_the_newest_are_kept(tmp_path):
             assert folders(tmp_path) == list(range(max(0, step - 1), step + 1))
     # Another process goes on, and knows of those that are there.
     with bcp.Checkpointer(tmp_path, keep=2) as ckpt:
+        assert ckpt.load_latest(state()) == 4
         ckpt.save(5, state(5))
     assert folders(tmp_path) == [4, 5]
 
 
-def test_a_save_is_kept_even_when_training_went_back(tmp_path):
+def files(path):
+    return {one: one.stat().st_mtime_ns for one in path.rglob("*")}
+
+
+@pytest.mark.parametrize("every_n", [1, 10])
+def test_a_run_that_was_not_loaded_is_refused_before_anything_is_touched(tmp_path, every_n):
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        for step in (10, 20):
+            ckpt.save(step, state(step))
+    before = files(tmp_path)
+    with bcp.Checkpointer(tmp_path, keep=2, every_n=every_n) as ckpt:
+        # The first call says so, even if its step would not be saved.
+        for step in (1, 30):
+            with pytest.raises(ConfigError, match=r"steps up to 20.*load_latest.*overwrite=True"):
+                ckpt.save(step, state(-1))
+        assert files(tmp_path) == before
+        into = state()
+        assert ckpt.load_latest(into) == 20
+        assert into["n"] == 20
+        ckpt.save(30, state(30)).committed.result(10)
+    assert folders(tmp_path) == [20, 30]
+
+
+@pytest.mark.parametrize("load", [lambda ckpt: ckpt.load_latest(state()), None])
+def test_a_run_may_go_on_when_loaded_or_when_its_folder_was_empty(tmp_path, load):
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2))
+    with bcp.Checkpointer(tmp_path if load else tmp_path / "another") as ckpt:
+        if load:
+            load(ckpt)
+        ckpt.save(3, state(3))
+        ckpt.save(4, state(4))
+    assert ckpt.steps() == ([1, 2, 3, 4] if load else [3, 4])
+
+
+def save_anew(path):
+    ckpt = bcp.Checkpointer(path)
+    try:
+        ckpt.save(1, {f"own{dist.get_rank()}": torch.ones(3)}).committed.result(20)
+    except ConfigError as error:
+        return str(error)
+    return "saved"
+
+
+def test_all_ranks_refuse_a_run_that_was_not_loaded(tmp_path, pool):
+    assert pool.run(save_anew, tmp_path).results == ["saved", "saved"]
+    one, two = pool.run(save_anew, tmp_path).results
+    assert one == two
+    assert "steps up to 1" in one
+
+
+def test_a_run_begun_anew_with_overwrite_is_the_one_that_is_loaded(tmp_path):
     with bcp.Checkpointer(tmp_path) as ckpt:
         for step in (10, 20, 30):
             ckpt.save(step, state(step))
     with bcp.Checkpointer(tmp_path, keep=2, overwrite=True) as ckpt:
-        ckpt.save(15, state(15))
-        ckpt.close()
-        assert ckpt.steps() == [15, 30]
+        for step, left in ((15, [10, 15]), (20, [15, 20])):
+            ckpt.save(step, state(-step))
+            ckpt.close()
+            assert ckpt.steps() == left
+            into = state()
+            assert ckpt.load_latest(into) == step
+            assert into["n"] == -step
 
 
 def test_a_failed_save_removes_nothing(tmp_path, monkeypatch):
-    with bcp.Checkpointer(tmp_path, keep=1) as ckpt:
+    with bcp.Checkpointer(tmp_path, keep=1, on_error="warn") as ckpt:
         ckpt.save(1, state(1)).committed.result()
 
         def refuse(*_, **__):
@@ -104,6 +162,63 @@ def test_a_failed_save_removes_nothing(tmp_path, monkeypatch):
         ckpt.save(3, state(3))
         ckpt.close()
         assert ckpt.steps() == [3]
+
+
+def full_disk(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_a_failed_save_is_raised_once_by_the_next_or_by_close(tmp_path, monkeypatch, close):
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        with monkeypatch.context() as broken:
+            broken.setattr(LocalStorage, "create", full_disk)
+            ckpt.save(1, state(1))
+            with pytest.raises(OSError, match="No space left") as raised:
+                ckpt.close() if close else ckpt.save(2, state(2))
+        assert raised.value.errno == 28
+        if not close:
+            assert "step 1 was not saved, and step 2 is not tried" in str(raised.value)
+        assert ckpt.steps() == []
+        ckpt.save(3, state(3))
+    assert ckpt.steps() == [3]
+
+
+def test_a_full_disk_is_raised_by_every_second_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalStorage, "create", full_disk)
+    ckpt = bcp.Checkpointer(tmp_path)
+    raised = []
+    for step in range(4):
+        try:
+            ckpt.save(step, state(step))
+        except OSError:
+            raised.append(step)
+    assert raised == [1, 3]
+
+
+def save_after_a_failure(path):
+    """What each rank is told by the save after one that failed on rank 1 alone."""
+    rank = dist.get_rank()
+    own = {f"own{rank}": torch.ones(3)}
+    with bcp.Checkpointer(path) as ckpt, pytest.MonkeyPatch.context() as broken:
+        if rank == 1:
+            broken.setattr(LocalStorage, "create", full_disk)
+        ckpt.save(1, own)
+        with pytest.raises(OSError, match="not saved") as raised:
+            ckpt.save(2, own)
+        broken.undo()
+        ckpt.save(3, own)
+    told = raised.value.errno, str(raised.value)
+    return told, commit.list_steps(LocalStorage(path))
+
+
+def test_all_ranks_raise_a_failed_save(tmp_path, pool):
+    one, two = pool.run(save_after_a_failure, tmp_path).results
+    assert one == two
+    assert one[0][0] == 28
+    assert "step 1 was not saved" in one[0][1]
+    assert "rank 1 of 2" in one[0][1]
+    assert one[1] == [3]
 
 
 def test_failing_to_remove_the_old_is_tried_again(tmp_path, monkeypatch, caplog):
@@ -303,7 +418,7 @@ def test_a_closed_checkpointer_holds_no_copy(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_thread_that_cannot_start_fails_the_save_and_hangs_nothing(tmp_path, monkeypatch):
-    ckpt = bcp.Checkpointer(tmp_path)
+    ckpt = bcp.Checkpointer(tmp_path, on_error="warn")
     start = threading.Thread.start
 
     def refuse(thread):

@@ -107,7 +107,7 @@ def save_on_bad_storage(path, call, number, bad_rank, stage):
     """A save before, one that fails, training, one after; what the failed one's handle says."""
     rank = dist.get_rank()
     part = bcp.FlatShard(torch.full((500,), 1.0), (1000,), 500 * rank)
-    with bcp.Checkpointer(path, stage=stage, timeout=TEN_S) as ckpt:
+    with bcp.Checkpointer(path, stage=stage, timeout=TEN_S, on_error="warn") as ckpt:
         ckpt.save(1, {"x": part, "n": 1}).committed.result(20)
         part.tensor.fill_(2.0)
         with failing(call, number) if rank == bad_rank else nullcontext():
@@ -143,7 +143,7 @@ def test_a_storage_that_refuses_on_one_rank_is_told_to_all(tmp_path, stage, pool
 def test_a_file_size_limit_of_the_system_fails_the_save_alone(tmp_path, stage):
     """The operating system's own refusal, in the midst of a file."""
     numel = 1 << 20
-    with bcp.Checkpointer(tmp_path, stage=stage) as ckpt:
+    with bcp.Checkpointer(tmp_path, stage=stage, on_error="warn") as ckpt:
         ckpt.save(1, state(1, numel)).committed.result(20)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
@@ -198,7 +198,7 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path, call):
 
 
 def test_a_child_that_cannot_be_forked_fails_the_save_alone(tmp_path, monkeypatch):
-    with bcp.Checkpointer(tmp_path, stage="fork") as ckpt:
+    with bcp.Checkpointer(tmp_path, stage="fork", on_error="warn") as ckpt:
         ckpt.save(1, state(1)).committed.result(20)
 
         def refuse():
@@ -214,7 +214,7 @@ def test_a_child_that_cannot_be_forked_fails_the_save_alone(tmp_path, monkeypatc
 
 
 def test_a_child_that_is_killed_fails_the_save_alone(tmp_path):
-    with bcp.Checkpointer(tmp_path, stage="fork") as ckpt:
+    with bcp.Checkpointer(tmp_path, stage="fork", on_error="warn") as ckpt:
         ckpt.save(1, state(1)).committed.result(20)
         with deadly("sync"):
             error = ckpt.save(2, state(2)).committed.exception(20)

@@ -8,9 +8,12 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
 
+import msgspec
+
 from bytecheckpoint.loading.loading import Dedupe, LoadReport, load_state
 from bytecheckpoint.loading.rates import Rates
 from bytecheckpoint.loading.source import split_url
+from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.job import Handle
@@ -23,6 +26,7 @@ from shared.errors import ConfigError
 __all__ = ["Checkpointer", "load", "save"]
 
 WhenBusy = Literal["wait", "drop", "fail"]
+OnError = Literal["raise", "warn"]
 _TIMEOUT = timedelta(minutes=30)
 _log = logging.getLogger(__name__)
 
@@ -54,6 +58,7 @@ class Checkpointer:
         overwrite: bool = False,
         stage: StageKind = "arena",
         timeout: timedelta = _TIMEOUT,
+        on_error: OnError = "raise",
     ) -> None:
         """Opens the run; every rank makes its own, at the same place in its program.
 
@@ -63,12 +68,15 @@ class Checkpointer:
             every_n: save only steps that are multiples of it.
             when_busy: what a save does while another is in progress on some rank: "wait" for it,
                 "drop" the new one, or "fail".
-            overwrite: replace a step that exists; and after loading an older step, let the next
-                save remove the later steps. Without it a save of a step that exists fails, because
-                another job may be writing there.
+            overwrite: replace a step that exists; and after loading an older step, or none, let the
+                next save remove the later steps. Without it a save of a step that exists fails,
+                because another job may be writing there.
             stage: how values are kept until they are written: "arena" copies them, "fork" (CPU
                 only) lets a child process write them while the kernel copies pages that change.
             timeout: how long to wait for the slowest rank's file before a save fails.
+            on_error: "raise": the save after a failed one raises its error; "warn": a failed save
+                is only logged and told by its handle, for a training that looks at those. `close`
+                raises the error of the last save either way.
 
         Raises:
             ConfigError: a setting is out of range, or the URL cannot be opened.
@@ -81,15 +89,21 @@ class Checkpointer:
             raise ConfigError(
                 f"expected when_busy to be 'wait', 'drop' or 'fail', got {when_busy!r}"
             )
+        if on_error not in ("raise", "warn"):
+            raise ConfigError(f"expected on_error to be 'raise' or 'warn', got {on_error!r}")
         self._storage = open_storage(url)
         self._saver = Saver(self._storage, stage=stage, timeout=timeout)
         self._keep = keep
         self._every_n = every_n
         self._when_busy = when_busy
         self._overwrite = overwrite
+        self._on_error: OnError = on_error
         self._last: Handle | None = None
         # Threads may not list a storage while the interpreter ends.
         self._steps = self._list_steps_together()
+        # The newest step of a run that is neither loaded nor begun here; -1: none. The same on all
+        # ranks, so that all refuse alike.
+        self._newest_unloaded = self._find_newest(self._steps)
         self._went_back_to: int | None = None
 
     def __enter__(self) -> Checkpointer:
@@ -116,14 +130,24 @@ class Checkpointer:
 
         Returns:
             A handle with `staged` and `committed`. A failure after the copy is reported in
-            `committed` and in the log, and does not stop training.
+            `committed` and in the log, and raised by the next save unless `on_error` is "warn".
 
         Raises:
+            Exception: the save before failed; all ranks raise, and this state is not saved. The
+                save after this one is made again.
             DataError: the state cannot be saved; all ranks raise, nothing was written.
-            ConfigError: the step is negative, or a save is in progress and `when_busy` is "fail".
+            ConfigError: the step is negative; the run has steps that were not loaded, and
+                `overwrite` is False; or a save is in progress and `when_busy` is "fail".
         """
         if step < 0:
             raise ConfigError(f"expected a step of at least 0, got {step}")
+        if self._newest_unloaded >= 0 and not self._overwrite:
+            raise ConfigError(
+                f"step {step} is not saved: expected an empty folder or a run that was loaded, got "
+                f"{self._storage.url}, which has steps up to {self._newest_unloaded}; call "
+                f"load_latest before saving, or pass overwrite=True to replace them, or choose "
+                f"another folder"
+            )
         team = self._saver.team
         if step % self._every_n:
             return Handle(step, Trace(team.rank), is_skipped=True)
@@ -135,11 +159,17 @@ class Checkpointer:
                 )
             _log.warning("step %d is not saved: another save is under way", step)
             return Handle(step, Trace(team.rank), is_skipped=True)
+        before, self._last = self._last, None
+        if self._newest_unloaded > step:
+            # Begun anew: what comes after its first step is another history.
+            self._went_back_to = step
+        self._newest_unloaded = -1
         self._last = self._saver.save(
             commit.format_step(step),
             state,
             step=step,
             overwrite=self._overwrite,
+            check=lambda: self._raise_failure(step, before),
             after_commit=lambda: self._retain(step),
         )
         return self._last
@@ -159,6 +189,7 @@ class Checkpointer:
         self._saver.wait()
         path = commit.format_step(step)
         report = load_state(self._saver.team, self._storage, path, state, **options)
+        self._newest_unloaded = -1
         later = [one for one in self._steps if one > step]
         if later and self._saver.team.is_coordinator:
             self._went_back_to = step
@@ -184,9 +215,8 @@ class Checkpointer:
             DataError: the newest is damaged or does not fit; `load` an older of `steps()`.
         """
         self._saver.wait()
-        team = self._saver.team
         # All ranks load the step that the coordinator found, even if a newer one appears meanwhile.
-        newest = team.maximum([max(self._list_steps_together(), default=-1)])[0]
+        newest = self._find_newest(self._list_steps_together())
         if newest < 0:
             return None
         self.load(newest, state, **options)
@@ -204,8 +234,20 @@ class Checkpointer:
         """
         self._saver.finish()
         # A forked child cannot wait for its parent's save.
-        if self._last is not None and self._last.committed.done():
-            self._last.committed.result()
+        last, self._last = self._last, None
+        if last is not None and last.committed.done():
+            last.committed.result()
+
+    def _raise_failure(self, step: int, before: Handle | None) -> None:
+        """Raises the error of the save before, which is over."""
+        if before is None or self._on_error == "warn" or not before.committed.done():
+            return
+        error = before.committed.exception()
+        if error is None:
+            return
+        failure = Failure.of(error, self._saver.team.rank)
+        text = f"step {before.step} was not saved, and step {step} is not tried: {failure.text}"
+        raise msgspec.structs.replace(failure, text=text).exception(1) from error
 
     def _list_steps_together(self) -> list[int]:
         """The steps that the coordinator finds; an empty list on other ranks."""
@@ -217,6 +259,10 @@ class Checkpointer:
             error = caught
         self._saver.team.agree(error)
         return found
+
+    def _find_newest(self, steps: list[int]) -> int:
+        """The largest step of any rank's list, -1 if there is none."""
+        return self._saver.team.maximum([max(steps, default=-1)])[0]
 
     def _retain(self, step: int) -> None:
         """Removes checkpoints older than the newest `keep`, and those after a step returned to.
@@ -260,7 +306,7 @@ def save(
     storage = open_storage(root)
 
     def check() -> None:
-        if not overwrite and MANIFEST_NAME in storage.list(name):
+        if saver.team.is_coordinator and not overwrite and MANIFEST_NAME in storage.list(name):
             raise FileExistsError(
                 f"{path}: expected no checkpoint, but there is one; choose another path, or pass "
                 f"overwrite=True to replace it"

@@ -131,6 +131,7 @@ def rank_life(rank, folder, life, first, port, told):
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE
     )
     ckpt = bcp.Checkpointer(folder, stage=stage, overwrite=overwrite, keep=keep)
+    ckpt.load_latest(fill(-1, rank))
     os.write(told, b"-1\n")
     number = first
     while True:

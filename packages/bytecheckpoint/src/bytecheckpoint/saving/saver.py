@@ -146,7 +146,7 @@ class Saver:
             state: see `Checkpointer.save`.
             step: step of training, for the manifest.
             overwrite: whether to replace a checkpoint at the path.
-            check: called on the coordinator first; if it raises, all ranks raise.
+            check: called first, when no save is in progress; if it raises, all ranks raise.
             after_commit: called on the coordinator when the checkpoint exists.
 
         Returns:
@@ -163,8 +163,7 @@ class Saver:
         copied: list[torch.cuda.Event] = []
         error = None
         try:
-            if self.team.is_coordinator:
-                check()
+            check()
             with trace.span("extract"), pause_collection():
                 local = describe(state, self.team.rank)
                 rows = list_rows(local)
