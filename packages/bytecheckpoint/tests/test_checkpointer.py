@@ -2,6 +2,9 @@
 
 import gc
 import logging
+import os
+import secrets
+import shutil
 import threading
 import weakref
 
@@ -13,6 +16,7 @@ from torch import nn
 import bytecheckpoint as bcp
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.saving.image import Image
+from bytecheckpoint.storage import open_storage
 from bytecheckpoint.storage.files import commit
 from bytecheckpoint.storage.local import LocalStorage
 from shared.comms import Group
@@ -400,6 +404,55 @@ def test_after_going_back_the_next_save_removes_what_came_after(tmp_path, caplog
 def find_images():
     """References to all copies of states that are in memory."""
     return {weakref.ref(one) for one in gc.get_objects() if type(one) is Image}
+
+
+def cut_manifest(folder):
+    os.truncate(folder / "manifest.json", 3)
+
+
+def cut_values(folder):
+    (file,) = folder.glob("data-*/rank-*.safetensors")
+    os.truncate(file, 100)
+
+
+def lose_values(folder):
+    shutil.rmtree(next(folder.glob("data-*")))
+
+
+@pytest.mark.parametrize("damage", [cut_manifest, cut_values, lose_values])
+def test_a_damaged_newest_step_is_passed_over_and_set_aside(tmp_path, caplog, damage):
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        for step in (10, 20):
+            ckpt.save(step, state(step))
+    damage(tmp_path / "step_00000020")
+    left = sorted(one.name for one in (tmp_path / "step_00000020").rglob("*"))
+    with bcp.Checkpointer(tmp_path) as ckpt, caplog.at_level(logging.WARNING):
+        assert ckpt.load_latest(state()) == 10
+        assert "step 20 is damaged" in caplog.text
+        # Loading changes nothing: another job may only be looking.
+        assert folders(tmp_path) == [10, 20]
+        ckpt.save(20, state(-20)).committed.result(10)
+        into = state()
+        assert ckpt.load_latest(into) == 20
+        assert into["n"] == -20
+    (aside,) = tmp_path.glob("step_00000020.damaged*")
+    assert sorted(one.name for one in aside.rglob("*")) == left
+    assert aside.name in caplog.text
+    assert ckpt.steps() == [10, 20]
+
+
+def test_a_damaged_step_is_set_aside_in_an_object_store(caplog):
+    url = f"memory://{secrets.token_hex(6)}"
+    with bcp.Checkpointer(url) as ckpt:
+        ckpt.save(1, state(1))
+        ckpt.save(2, state(2))
+    storage = open_storage(url)
+    storage.publish("step_00000002/manifest.json", b"{", overwrite=True)
+    with bcp.Checkpointer(url) as ckpt, caplog.at_level(logging.WARNING):
+        assert ckpt.load_latest(state()) == 1
+        ckpt.save(2, state(-2))
+    assert ckpt.steps() == [1, 2]
+    assert sum("damaged" in name for name in storage.list("")) == 1
 
 
 def test_a_closed_checkpointer_holds_no_copy(tmp_path):

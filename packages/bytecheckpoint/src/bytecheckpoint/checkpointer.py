@@ -99,6 +99,9 @@ class Checkpointer:
         self._overwrite = overwrite
         self._on_error: OnError = on_error
         self._last: Handle | None = None
+        # Steps that are damaged, by what is wrong; the first save sets them aside.
+        self._is_settled = False
+        self._damaged: dict[int, str] = {}
         # Threads may not list a storage while the interpreter ends.
         self._steps = self._list_steps_together()
         # The newest step of a run that is neither loaded nor begun here; -1: none. The same on all
@@ -169,7 +172,7 @@ class Checkpointer:
             state,
             step=step,
             overwrite=self._overwrite,
-            check=lambda: self._raise_failure(step, before),
+            check=lambda: self._prepare(step, before),
             after_commit=lambda: self._retain(step),
         )
         return self._last
@@ -204,6 +207,8 @@ class Checkpointer:
     def load_latest(self, state: dict[str, Any], **options: Any) -> int | None:
         """Loads the newest checkpoint, if there is one; called by all ranks.
 
+        Steps whose files are missing or have another size are passed over with a warning.
+
         Args:
             state: as for saving; written to in place.
             **options: of `load`.
@@ -212,11 +217,18 @@ class Checkpointer:
             Its step; None if the run has no checkpoint.
 
         Raises:
-            DataError: the newest is damaged or does not fit; `load` an older of `steps()`.
+            DataError: a block of the newest is damaged, or it does not fit; `load` an older of
+                `steps()`.
         """
         self._saver.wait()
         # All ranks load the step that the coordinator found, even if a newer one appears meanwhile.
         newest = self._find_newest(self._list_steps_together())
+        for step in sorted(step for step in self._damaged if step > newest):
+            _log.warning(
+                "step %d is damaged and not loaded, the next save sets it aside: %s",
+                step,
+                self._damaged[step],
+            )
         if newest < 0:
             return None
         self.load(newest, state, **options)
@@ -238,6 +250,19 @@ class Checkpointer:
         if last is not None and last.committed.done():
             last.committed.result()
 
+    def _prepare(self, step: int, before: Handle | None) -> None:
+        """What must be right before anything of a save is written; called on every rank."""
+        self._raise_failure(step, before)
+        if self._is_settled or not self._saver.team.is_coordinator:
+            return
+        # Looked for again, because another job may have been replacing them.
+        _, self._damaged = commit.find_steps(self._storage)
+        for damaged, what in self._damaged.items():
+            name = commit.set_aside(self._storage, commit.format_step(damaged))
+            _log.warning("step %d is damaged and set aside as %s: %s", damaged, name, what)
+        self._damaged = {}
+        self._is_settled = True
+
     def _raise_failure(self, step: int, before: Handle | None) -> None:
         """Raises the error of the save before, which is over."""
         if before is None or self._on_error == "warn" or not before.committed.done():
@@ -254,7 +279,7 @@ class Checkpointer:
         found, error = [], None
         try:
             if self._saver.team.is_coordinator:
-                found = commit.list_steps(self._storage)
+                found, self._damaged = commit.find_steps(self._storage)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks together
             error = caught
         self._saver.team.agree(error)

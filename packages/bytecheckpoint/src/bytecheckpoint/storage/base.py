@@ -108,6 +108,10 @@ class Storage(Protocol):
         """Removes a folder and all in it, or a file; nothing happens if there is none."""
         ...
 
+    def move(self, path: str, target: str) -> None:
+        """Gives a folder another name; an object store copies what is in it, object by object."""
+        ...
+
     def close(self) -> None:
         """Closes files and connections held for reading; they are opened again on demand."""
         ...

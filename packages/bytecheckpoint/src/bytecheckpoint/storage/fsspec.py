@@ -155,6 +155,12 @@ class FsspecStorage:
         with suppress(FileNotFoundError):
             self.call(path, lambda: self._fs.rm(self._make_full(path), recursive=True))
 
+    def move(self, path: str, target: str) -> None:
+        """Copies a folder's objects to their new names, then removes the old ones."""
+        source, full = self._make_full(path), self._make_full(target)
+        self.call(path, lambda: self._fs.copy(source, full, recursive=True))
+        self.remove_tree(path)
+
     def close(self) -> None:
         """Ends the reading threads."""
         with self._lock:

@@ -152,6 +152,13 @@ class LocalStorage:
         with suppress(FileNotFoundError):
             _remove_tree(self._make_full(path))
 
+    def move(self, path: str, target: str) -> None:
+        """Renames a folder and syncs the one above it."""
+        self.close()
+        full = self._make_full(target)
+        os.rename(self._make_full(path), full)
+        _sync_folder(os.path.dirname(full))
+
     def close(self) -> None:
         """Closes the files that reading left open; a removed file keeps its space until then."""
         with self._lock:

@@ -33,6 +33,7 @@ __all__ = [
     "discard_on_error",
     "draw_folder_name",
     "find_garbage",
+    "find_steps",
     "format_step",
     "list_steps",
     "parse_step",
@@ -42,6 +43,7 @@ __all__ = [
     "read_manifest",
     "remove_checkpoint",
     "remove_garbage",
+    "set_aside",
 ]
 
 logger = logging.getLogger(__name__)
@@ -239,15 +241,37 @@ def discard_on_error(
 
 def list_steps(storage: Storage) -> list[int]:
     """Steps with a checkpoint, ascending: a whole manifest, and all its files with their sizes."""
-    found = [name for name in storage.list("") if parse_step(name) is not None]
+    return find_steps(storage)[0]
+
+
+def find_steps(storage: Storage) -> tuple[list[int], dict[int, str]]:
+    """Finds the steps of a run.
+
+    Returns:
+        The steps with a checkpoint, as `list_steps`; and by step what is wrong with those that have
+        a manifest, but are damaged.
+    """
+    names = [name for name in storage.list("") if parse_step(name) is not None]
     # Requests to an object store have a long latency: make many at once.
     with ThreadPoolExecutor(max_workers=8) as threads:
-        there = threads.map(lambda name: _is_checkpoint(storage, name), found)
-    return sorted(
-        step
-        for name, whole in zip(found, there, strict=True)
-        if whole and (step := parse_step(name)) is not None
-    )
+        damages = list(threads.map(lambda name: _find_damage(storage, name), names))
+    whole, damaged = [], {}
+    for name, damage in zip(names, damages, strict=True):
+        step = parse_step(name)
+        if step is None or damage is None:
+            continue
+        if damage:
+            damaged[step] = damage
+        else:
+            whole.append(step)
+    return sorted(whole), damaged
+
+
+def set_aside(storage: Storage, path: str) -> str:
+    """Gives a damaged checkpoint another name, under which nothing finds it; returns the name."""
+    name = f"{path}.damaged-{secrets.token_hex(4)}"
+    storage.move(path, name)
+    return name
 
 
 def remove_checkpoint(storage: Storage, path: str) -> None:
@@ -306,12 +330,15 @@ def _list_leavings(storage: Storage, path: str, names: list[str]) -> list[str]:
     return [_join(path, name) for name in found]
 
 
-def _is_checkpoint(storage: Storage, path: str) -> bool:
+def _find_damage(storage: Storage, path: str) -> str | None:
+    """What is wrong with a checkpoint, "" if it is whole; None if there is none."""
     try:
         check_files(storage, path, read_manifest(storage, path))
-    except (DataError, FileNotFoundError):
-        return False
-    return True
+    except DataError as error:
+        return str(error)
+    except FileNotFoundError:
+        return None
+    return ""
 
 
 def _find_data_folder(storage: Storage, path: str) -> str | None:
