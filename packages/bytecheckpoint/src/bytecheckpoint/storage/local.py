@@ -153,11 +153,9 @@ class LocalStorage:
             _remove_tree(self._make_full(path))
 
     def move(self, path: str, target: str) -> None:
-        """Renames a folder and syncs the one above it."""
+        """Renames a folder; durable with the next commit beside it, which syncs the names."""
         self.close()
-        full = self._make_full(target)
-        os.rename(self._make_full(path), full)
-        _sync_folder(os.path.dirname(full))
+        os.rename(self._make_full(path), self._make_full(target))
 
     def close(self) -> None:
         """Closes the files that reading left open; a removed file keeps its space until then."""
