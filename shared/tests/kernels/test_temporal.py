@@ -100,11 +100,11 @@ def assert_equal(found, expected):
 
 @pytest.mark.parametrize("dtype", [INT, FLOAT])
 @pytest.mark.parametrize("is_blocked", [False, True])
-@pytest.mark.parametrize("fanout", [0, 1, 3, 50])
+@pytest.mark.parametrize("fanout", [0, 3, 50])
 def test_recent_is_the_sorted_list(form, fanout, is_blocked, dtype):
     events = edges(dtype=dtype)
     adjacency = Adjacency.from_edges(*events, num_nodes=12)
-    roots, times = queries(12, dtype=dtype)
+    roots, times = queries(12, 40, dtype=dtype)
     expected = [
         (neighbor, time, times[at].item() - time, eid, at)
         for at, root in enumerate(roots.tolist())

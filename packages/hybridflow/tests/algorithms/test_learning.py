@@ -25,10 +25,9 @@ def learnt(recipe):
         return before, run.greedy(), [step["reward"] for step in told]
 
 
-@pytest.mark.parametrize(
-    ("name", "steps", "least"),
-    [("ppo", 40, 0.9), pytest.param("grpo", 60, 0.6, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.unchecked
+@pytest.mark.parametrize(("name", "steps", "least"), [("ppo", 40, 0.9), ("grpo", 60, 0.6)])
 def test_two_digits_are_sorted_and_an_untrained_policy_fails(name, steps, least):
     # At a higher rate than the recipe's, so that half of its steps are enough.
     changes = {"steps": str(steps), "optimizer.lr": "3e-3"}
@@ -40,7 +39,7 @@ def test_two_digits_are_sorted_and_an_untrained_policy_fails(name, steps, least)
 
 
 def test_a_rate_of_zero_teaches_nothing():
-    recipe = read_recipe("ppo-sort", {"steps": "4", "optimizer.lr": "0"})
+    recipe = read_recipe("ppo-sort", {"steps": "2", "optimizer.lr": "0"})
     before, after, rewards = learnt(recipe)
     assert before == after < 0.3
     assert max(rewards) < 0.3
@@ -124,8 +123,8 @@ def test_safe_rlhf_holds_a_limit_that_reward_alone_breaks():
     assert reward > 0.4
 
 
-def five_steps(pool, name, dtype):
-    """What each of five steps draws and tells."""
+def four_steps(pool, name, dtype):
+    """What each of four steps draws and tells."""
     settings = {"dtype": dtype, "optimizer": hy.AdamW(lr=3e-3)}
     groups = [hy.Actor(MODEL, pool, **settings)]
     common = {"actor": groups[0], "score": praised, "num_updates": 2}
@@ -141,7 +140,7 @@ def five_steps(pool, name, dtype):
             sampling=hy.Sampling(max_new_tokens=3, num_samples=4), **common,
         )  # fmt: skip
     told = []
-    for step in range(5):
+    for step in range(4):
         # A number of rows that two ranks do not divide.
         prompts = TASK.batch(step, 35 if name == "ppo" else 9)
         roll = algorithm.rollout(prompts, step).result()
@@ -153,7 +152,7 @@ def five_steps(pool, name, dtype):
 
 def assert_same_steps(found, wanted, dtype):
     relative = {"float64": 1e-6, "float32": 1e-4}[dtype]
-    assert len(found) == len(wanted) == 5
+    assert len(found) == len(wanted) == 4
     for (tokens, told), (others, other) in zip(found, wanted, strict=True):
         assert torch.equal(tokens, others)
         assert told.keys() == other.keys()
@@ -171,8 +170,8 @@ RUNS = [(name, dtype) for name in ("ppo", "grpo") for dtype in ("float64", "floa
 )
 def test_one_and_two_ranks_draw_the_same_tokens_and_lose_the_same(name, dtype, pools):
     with Workers.inline() as workers:
-        one = five_steps(workers.pool(1), name, dtype)
-    two = five_steps(ResourcePool(pools[0].workers, (0, 1)), name, dtype)
+        one = four_steps(workers.pool(1), name, dtype)
+    two = four_steps(ResourcePool(pools[0].workers, (0, 1)), name, dtype)
     assert_same_steps(two, one, dtype)
 
 
@@ -181,5 +180,5 @@ def test_rays_ranks_draw_the_same_tokens_and_lose_the_same(ray_start):
     with Workers.inline() as one, Workers.ray(num_ranks=2) as two:
         pools = ResourcePool(one, (0,)), ResourcePool(two, (0, 1))
         for name, dtype in RUNS:
-            wanted, found = (five_steps(pool, name, dtype) for pool in pools)
+            wanted, found = (four_steps(pool, name, dtype) for pool in pools)
             assert_same_steps(found, wanted, dtype)

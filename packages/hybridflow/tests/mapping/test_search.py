@@ -156,7 +156,7 @@ def every_way(models, num_gpus, costs):
 EFFICIENCY = Efficiency(decode_step_s=1e-5, decode_sequence_s=1e-6)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     shape=st.sampled_from([(1, 1), (1, 4), (2, 2), (1, 8), (2, 4), (4, 2), (2, 8)]),
     algorithm=st.sampled_from(["grpo", "remax"]),
@@ -191,7 +191,10 @@ def test_three_models_equal_brute_force(shape, algorithm, layers, memory_mb, rat
     [
         ("ppo", ROLES["ppo"], 300, 20.0, (2, 1, 2, 1)),
         pytest.param("ppo", ROLES["ppo"], 2000, 0.5, (1, 2, 1, 1), marks=pytest.mark.slow),
-        ("safe_rlhf", ("actor", "critic", "cost_critic", "cost"), 1000, 0.5, (1, 2, 1, 1)),
+        pytest.param(
+            *("safe_rlhf", ("actor", "critic", "cost_critic", "cost"), 1000, 0.5, (1, 2, 1, 1)),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *("safe_rlhf", ("actor", "critic", "cost_critic", "cost"), 600, 20.0, (1, 1, 3, 1)),
             marks=pytest.mark.slow,

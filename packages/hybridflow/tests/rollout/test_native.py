@@ -143,7 +143,7 @@ def test_tokens_are_the_same_for_any_number_of_places(model, temperature):
     )
     whole = generate(model, prompts_of(LENGTHS), sampling)
     assert len(set(whole.lengths.tolist())) > 1, "no sample ended early: the test says nothing"
-    for num_places in (1, 2, 3, 5, 7, 300):
+    for num_places in (1, 3, 7, 300):
         found = generate(model, prompts_of(LENGTHS), sampling, num_places=num_places)
         assert torch.equal(found.tokens, whole.tokens)
         assert torch.equal(found.lengths, whole.lengths)
@@ -194,7 +194,8 @@ def test_frequencies_follow_the_distribution(model, temperature):
     assert deviation(seen, wrong) > 8
 
 
-def often(model):
+@pytest.fixture(scope="module")
+def end(model):
     """A token that is drawn often, so that samples end at many different lengths."""
     sampling = Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, seed=2)
     made = [
@@ -221,9 +222,8 @@ def simulated_steps(response_lengths, num_places):
         left = [more - 1 for more in left if more > 1]
 
 
-@pytest.mark.parametrize("num_places", [1, 2, 3, 4, 50])
-def test_number_of_steps_is_that_of_the_schedule(model, num_places):
-    end = often(model)
+@pytest.mark.parametrize("num_places", [1, 3, 50])
+def test_number_of_steps_is_that_of_the_schedule(model, end, num_places):
     sampling = Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, end_token=end, seed=2)
     done = []
     found = generate(
@@ -244,7 +244,7 @@ STAGED = {
 STAGED_RUNS = [
     # Sampling, and places: fewer than stages, not a multiple of them, more than samples.
     (Sampling(max_new_tokens=9, temperature=0.0), 6),
-    (Sampling(max_new_tokens=9, num_samples=2, temperature=1.5, end_token=48, seed=2), 1),
+    (Sampling(max_new_tokens=4, num_samples=1, temperature=1.5, end_token=48, seed=2), 1),
     (Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, end_token=48, seed=2), 5),
     (Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, end_token=48, seed=2), 300),
     (Sampling(max_new_tokens=1, num_samples=2, seed=3), 4),

@@ -306,6 +306,7 @@ def test_limits_of_processor_time_and_memory(theirs, caplog, name, told):
     function.close()
 
 
+@pytest.mark.slow
 def test_a_failure_in_a_worker_process_brings_its_traceback(theirs):
     with pytest.raises(DataError, match=r"strict, sample 102 \(row 2\): it raised Zero") as caught:
         theirs.strict(make_roll("1", "2", "3", "4"), CHARS)

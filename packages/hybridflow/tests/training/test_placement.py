@@ -147,7 +147,7 @@ def test_a_loop_is_chosen_on_the_command_line(tmp_path):
 def test_a_server_draws_with_the_weights_of_each_step(kind, two, tmp_path):
     from hybridflow.roles.state.export import export
 
-    recipe = read_recipe("grpo-sort", {"steps": "3", "batch_size": "32"})
+    recipe = read_recipe("grpo-sort", {"batch_size": "32"})
     with Workers.inline() as workers:
         run = Run.set_up(recipe, workers)
         folder = export(run.algorithm.actor, tmp_path / "start")
@@ -160,25 +160,25 @@ def test_a_server_draws_with_the_weights_of_each_step(kind, two, tmp_path):
         served = read_recipe(
             "grpo-sort",
             {
-                "steps": "3", "batch_size": "32", "placement": json.dumps(places),
+                "steps": "2", "batch_size": "32", "placement": json.dumps(places),
                 "server": json.dumps({"kind": kind, "url": server.url, "folder": str(tmp_path)}),
             },
         )  # fmt: skip
         run = Run.set_up(served, two)
         told = list(run.steps())
         last = run.rollout.take_weights(run.algorithm.actor)
-        prompts = run.prompts(3)
+        prompts = run.prompts(2)
         sampling = replace(run.algorithm.sampling, temperature=0, num_samples=1)
         theirs = run.rollout.generate(prompts, sampling).result()
         ours = run.algorithm.actor.generate(prompts, sampling).result()
         # The weights that were learnt reached the server: its likeliest tokens are the actor's.
         assert torch.equal(theirs["tokens"], ours["tokens"])
-        assert theirs["versions"].max() == last == 6
-        assert server.label == "4"
+        assert theirs["versions"].max() == last == 4
+        assert server.label == "3"
         # What responses were drawn with is what they are learnt with.
         assert all(line["k3"] < 0.05 for line in told)
         kept = sorted(path.name for path in tmp_path.glob("weights-*"))
-        assert kept == ["weights-4", "weights-6"]
+        assert kept == ["weights-2", "weights-4"]
     finally:
         server.close()
 

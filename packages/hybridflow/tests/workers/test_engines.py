@@ -157,9 +157,13 @@ def workers(request, torchrun_job):
             yield started
         assert [process.returncode for process in others] == [0]
         return
+    if request.param == "local":
+        yield request.getfixturevalue("two_processes")
+        request.getfixturevalue("two_processes").clear()
+        return
     if request.param == "ray":
         request.getfixturevalue("ray_start")
-    start = {"inline": Workers.inline, "local": Workers.local, "ray": _ray}[request.param]
+    start = {"inline": Workers.inline, "ray": _ray}[request.param]
     with start(2) as started:
         yield started
 

@@ -94,6 +94,7 @@ def test_processes_that_do_not_meet_are_told_where(monkeypatch):
 # Faults.
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_and_one_that_is_killed(torchrun_job):
     with torchrun_job(2, 2) as (workers, others):
         group = WorkerGroup(Frail, workers.pool(2))

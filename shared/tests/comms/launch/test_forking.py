@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,6 +19,13 @@ from shared.comms import RankPool
 from shared.errors import RankFailure
 
 LIMIT = timedelta(seconds=60)
+
+
+@pytest.fixture(autouse=True)
+def _light(monkeypatch):
+    """Templates of this file start quicker without what others' ranks need."""
+    for name in ("torch._dynamo", "numba"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def parent() -> int:
@@ -39,6 +47,10 @@ def kind_of(fd: str) -> str:
         return os.readlink(f"/proc/self/fd/{fd}").split(":")[0].split("meshyard")[0]
     except OSError:
         return "gone"  # that of the listing itself
+
+
+def has_imported(name: str) -> bool:
+    return name in sys.modules
 
 
 def drawn() -> tuple[float, float, float]:
@@ -92,6 +104,16 @@ def test_pools_of_one_environment_have_one_template(monkeypatch):
     with RankPool(1, timeout=LIMIT) as pool:
         assert pool.run(parent).results != first[:1]
         assert pool.run(surroundings).results[0]["value"] == "ours"
+
+
+def test_ranks_have_imported_the_heavy_modules_that_their_parent_has(monkeypatch):
+    monkeypatch.setenv("MESHYARD_TESTED", "without heavy modules")
+    with RankPool(1, timeout=LIMIT) as pool:
+        assert pool.run(has_imported, "numba").results == [False]
+    monkeypatch.setitem(sys.modules, "numba", ModuleType("numba"))
+    monkeypatch.setenv("MESHYARD_TESTED", "with what its parent has")
+    with RankPool(1, timeout=LIMIT) as pool:
+        assert pool.run(has_imported, "numba").results == [True]
 
 
 def test_forked_ranks_have_what_fresh_ones_have(tmp_path, monkeypatch):

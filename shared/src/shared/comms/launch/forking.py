@@ -32,6 +32,11 @@ NUMBER = struct.Struct("i")
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
 _MOST_TEMPLATES = 2
 
+# Modules that take a second or two to import, start no threads and change nothing but themselves: a
+# template imports those that its process has, as its ranks will likely need them. (The first
+# optimizer and FSDP import torch._dynamo.)
+_HEAVY = ("torch._dynamo", "numba")
+
 _LEAVE_S = 1.0
 
 _templates: dict[tuple, _Template] = {}
@@ -172,9 +177,17 @@ class _Template:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         is_main_thread = threading.current_thread() is threading.main_thread()
         numbers = (theirs.fileno(), os.getpid(), int(is_main_thread))
+        heavy = [name for name in _HEAVY if name in sys.modules]
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "shared.comms.launch.template", *map(str, numbers)],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "shared.comms.launch.template",
+                    *map(str, numbers),
+                    *heavy,
+                ],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=2,

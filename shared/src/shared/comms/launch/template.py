@@ -1,7 +1,8 @@
 """Entry point of a template: `python -m shared.comms.launch.template`.
 
-It imports what every rank needs, then forks a rank for each request and reports each rank's exit
-code. It has one thread and runs no user code. It ends with its parent, and its ranks with it.
+It imports what every rank needs and the modules that its arguments name, then forks a rank for each
+request and reports each rank's exit code. It has one thread and runs no user code. It ends with its
+parent, and its ranks with it.
 """
 
 import gc
@@ -41,6 +42,9 @@ def _main() -> None:
     import torch.distributed  # noqa: F401
 
     import shared.comms.init  # noqa: F401
+
+    for name in sys.argv[4:]:
+        importlib.import_module(name)
 
     # Objects made so far stay alive; frozen, a rank's garbage collector does not copy their pages.
     gc.collect()
