@@ -157,6 +157,7 @@ class Saver:
         step: int | None = None,
         overwrite: bool = False,
         check: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[], None] = lambda: None,
     ) -> Handle:
         """Copies a state and returns; called by all ranks.
@@ -167,6 +168,8 @@ class Saver:
             step: step of training, for the manifest.
             overwrite: whether to replace a checkpoint at the path.
             check: called first, when no save is in progress; if it raises, all ranks raise.
+            before_commit: called on the coordinator just before the checkpoint appears; if it raises,
+                the save fails.
             after_commit: called on the coordinator when the checkpoint exists.
 
         Returns:
@@ -197,6 +200,7 @@ class Saver:
             has_rank_trees=has_rank_trees,
             overwrite=overwrite,
             timeout=self._timeout,
+            before_commit=before_commit,
             after_commit=after_commit,
         )
         self._forget_last(key)
