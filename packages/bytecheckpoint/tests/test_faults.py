@@ -172,6 +172,26 @@ def test_a_failed_save_is_logged_and_raised_at_the_end(tmp_path, caplog):
         ckpt.close()
 
 
+def save_after_a_failure(path):
+    """What the save after a failed one raises."""
+    ckpt = bcp.Checkpointer(path, timeout=TEN_S)
+    own = {f"own{dist.get_rank()}": torch.ones(10)}
+    with failing("write", errno.ENOSPC) if dist.get_rank() == 1 else nullcontext():
+        ckpt.save(1, own).committed.exception(20)
+    try:
+        ckpt.save(2, own)
+    except OSError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_the_next_save_names_the_rank_that_failed_once(tmp_path, pool):
+    for text in pool.run(save_after_a_failure, tmp_path).results:
+        assert "step 1 was not saved" in text
+        assert text.count("rank 1 of 2") == 1
+        assert "rank 0 of 2" not in text
+
+
 def test_an_error_says_once_what_the_system_says(tmp_path):
     with failing("write", errno.ENOSPC), pytest.raises(OSError, match="No space") as raised:
         bcp.save(tmp_path / "x", state(1))

@@ -173,6 +173,7 @@ class Checkpointer:
             step=step,
             overwrite=self._overwrite,
             check=lambda: self._prepare(step, before),
+            before_commit=lambda: self._abandon(step),
             after_commit=lambda: self._retain(step),
         )
         return self._last
@@ -289,17 +290,23 @@ class Checkpointer:
         """The largest step of any rank's list, -1 if there is none."""
         return self._saver.team.maximum([max(steps, default=-1)])[0]
 
-    def _retain(self, step: int) -> None:
-        """Removes checkpoints older than the newest `keep`, and those after a step returned to.
+    def _abandon(self, step: int) -> None:
+        """Removes the steps after the one that training went back to; `step` replaces its own.
 
-        Called by the coordinator's thread.
+        Called by the coordinator's thread before it commits `step`: later the process may be killed
+        with both, and the abandoned ones would be loaded. Newest first: what a kill leaves is the
+        beginning of the old history, or the step gone back to.
         """
-        self._steps = sorted({*self._steps, step})
         if self._went_back_to is not None and self._overwrite:
-            for later in [s for s in self._steps if s > self._went_back_to and s != step]:
-                commit.remove_checkpoint(self._storage, commit.format_step(later))
-                self._steps.remove(later)
+            later = [one for one in self._steps if one > self._went_back_to and one != step]
+            for one in sorted(later, reverse=True):
+                commit.remove_checkpoint(self._storage, commit.format_step(one))
+                self._steps.remove(one)
         self._went_back_to = None
+
+    def _retain(self, step: int) -> None:
+        """Removes checkpoints older than the newest `keep`; called by the coordinator's thread."""
+        self._steps = sorted({*self._steps, step})
         while self._keep is not None and len(self._steps) > self._keep:
             # The new checkpoint stays, even if older checkpoints have later steps.
             oldest = next(one for one in self._steps if one != step)

@@ -99,9 +99,9 @@ def died_early(record, root):
     record.report((1, 0))
 
 
-def trained(record, root, saves=((1, 1), (2, 2), (2, 3))):
+def trained(record, root, saves=((1, 1), (2, 2), (2, 3)), keep=1):
     """Training saves with everything there is: threads, checksums, retention, a step replaced."""
-    with bcp.Checkpointer(root, keep=1, overwrite=True) as checkpointer:
+    with bcp.Checkpointer(root, keep=keep, overwrite=True) as checkpointer:
         for step, version in saves:
             values = torch.full((3_000,), float(version))
             handle = checkpointer.save(step, {"values": values, "version": version})
@@ -164,6 +164,30 @@ def trained_shortly(record, root):
 
 def test_training_stands_it(tmp_path):
     assert power.violation(log_of(trained_shortly, tmp_path), check_trained) is None
+
+
+def went_back(record, root):
+    """Steps 1 and 3, back to step 1, and on from there: step 3 is abandoned."""
+    trained(record, root, saves=((1, 1), (3, 3)), keep=None)
+    with bcp.Checkpointer(root, overwrite=True) as checkpointer:
+        checkpointer.load(1, {"values": torch.zeros(3_000), "version": 0})
+        record.report((1, 1))
+        values = torch.full((3_000,), 2.0)
+        checkpointer.save(2, {"values": values, "version": 2}).committed.result()
+        record.report((2, 2))
+
+
+def check_history(remains, facts):
+    """Of the abandoned step nothing is left when there is a new one."""
+    there = commit.list_steps(LocalStorage(remains / ROOT))
+    if 2 in there and there != [1, 2]:
+        return f"expected steps 1 and 2, got {there}"
+    return check_trained(remains, facts)
+
+
+@pytest.mark.slow
+def test_no_loss_of_power_brings_abandoned_steps_back(tmp_path):
+    assert power.violation(log_of(went_back, tmp_path), check_history) is None
 
 
 @pytest.mark.slow

@@ -130,6 +130,18 @@ def test_folders(storage):
     assert storage.read("h") == b"again"
 
 
+def test_a_folder_is_moved_with_all_in_it(storage):
+    for path in ("f/a", "f/g/b", "fa/c"):
+        storage.publish(path, path.encode(), overwrite=False)
+    storage.move("f", "f.damaged-1")
+    assert storage.list("") == ["f.damaged-1", "fa"]
+    assert storage.list("f") == []
+    assert storage.sizes("f.damaged-1") == {"a": 3}
+    assert storage.read("f.damaged-1/a") == b"f/a"
+    assert storage.read("f.damaged-1/g/b") == b"f/g/b"
+    assert storage.read("fa/c") == b"fa/c"
+
+
 def test_missing_and_short_files(storage):
     for ask in (storage.read, storage.size, lambda path: read(storage, path, 0, 4)):
         with pytest.raises(FileNotFoundError, match="none"):

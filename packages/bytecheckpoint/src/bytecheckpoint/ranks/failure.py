@@ -7,6 +7,7 @@ OSError becomes a RankFailure.
 from __future__ import annotations
 
 import errno
+import re
 
 import msgspec
 
@@ -55,7 +56,10 @@ class Failure(msgspec.Struct, frozen=True):
 
     def exception(self, world_size: int) -> Exception:
         """The exception to raise, on any rank."""
-        text = self.text if world_size == 1 else f"rank {self.rank} of {world_size}: {self.text}"
+        text = self.text
+        # An error told before, as a failed save's at the next one, names its rank.
+        if world_size > 1 and not re.search(rf"\brank \d+ of {world_size}: ", text):
+            text = f"rank {self.rank} of {world_size}: {text}"
         if self.kind in _KINDS:
             return _KINDS[self.kind](text)
         if self.kind == "OSError":

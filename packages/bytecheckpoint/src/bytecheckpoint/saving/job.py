@@ -86,6 +86,8 @@ class Job:
         has_rank_trees: whether non-tensor values differ between ranks.
         overwrite: whether to replace a checkpoint at the path.
         timeout: how long to wait for the slowest rank.
+        before_commit: called on the coordinator just before the checkpoint appears; if it raises,
+            the save fails.
         after_commit: called on the coordinator when the checkpoint exists.
         writer: writer of this rank's file, None if the rank writes nothing.
         error: why creating the writer failed.
@@ -102,6 +104,7 @@ class Job:
     has_rank_trees: bool
     overwrite: bool
     timeout: timedelta
+    before_commit: Callable[[], None]
     after_commit: Callable[[], None]
     writer: Writer | ChildWriter | None = None
     error: Exception | None = None
@@ -116,7 +119,7 @@ class Job:
         try:
             team.report(self.key, msgspec.msgpack.encode(self._report()))
             if team.is_coordinator:
-                failure = self._commit()
+                failure = self._commit(before)
                 team.announce(self.key, msgspec.msgpack.encode(failure))
             else:
                 # The coordinator itself may wait that long for another rank before it answers.
@@ -136,8 +139,6 @@ class Job:
         committed.set_result(None)
         if team.is_coordinator:
             # After the announcement, because removing large files takes as long as writing some.
-            if before is not None:
-                before.join()
             try:
                 self.after_commit()
             except Exception as error:  # noqa: BLE001 - the checkpoint exists all the same
@@ -159,7 +160,7 @@ class Job:
             spans=self.handle.trace.by_stage(),
         )
 
-    def _commit(self) -> Failure | None:
+    def _commit(self, before: threading.Thread | None) -> Failure | None:
         """Commits when all ranks have reported; returns the failure that prevented it, if any."""
         try:
             found = self.team.reports(self.key, self.timeout)
@@ -168,6 +169,8 @@ class Job:
             if failure is not None:
                 self._discard()
                 return failure
+            if before is not None:
+                before.join()  # of two saves only one removes checkpoints
             with self.handle.trace.span("commit"):
                 extra = dump(self._extra(reports))
                 manifest = Manifest(
@@ -185,6 +188,7 @@ class Job:
                     self.index,
                     extra,
                     overwrite=self.overwrite,
+                    before_publish=self.before_commit,
                 )
         except Exception as error:  # noqa: BLE001 - all ranks get it
             # An object store may still make a manifest appear whose put seemed to fail.

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -66,6 +66,26 @@ class _Plan:
         """12 hex digits: equal on all ranks, different for every save."""
         self.num_saves += 1
         return xxhash.xxh3_128_hexdigest(self.token + self.num_saves.to_bytes(8, "little"))[:12]
+
+
+@dataclass
+class _Begun:
+    """What a save has come to on this rank before the ranks agree.
+
+    Attributes:
+        local, rows: this rank's part of the state, and its list for the planner.
+        digest: of the non-tensor values, 62 bits.
+        plan: the last plan if it fits; then the state is copied.
+        copied: events after queued copies.
+        error: what went wrong.
+    """
+
+    local: LocalState = field(default_factory=LocalState)
+    rows: list[Row] = field(default_factory=list)
+    digest: int = 0
+    plan: _Plan | None = None
+    copied: list[torch.cuda.Event] = field(default_factory=list)
+    error: Exception | None = None
 
 
 class _Listed(msgspec.Struct, frozen=True):
@@ -137,6 +157,7 @@ class Saver:
         step: int | None = None,
         overwrite: bool = False,
         check: Callable[[], None] = lambda: None,
+        before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[], None] = lambda: None,
     ) -> Handle:
         """Copies a state and returns; called by all ranks.
@@ -147,6 +168,8 @@ class Saver:
             step: step of training, for the manifest.
             overwrite: whether to replace a checkpoint at the path.
             check: called first, when no save is in progress; if it raises, all ranks raise.
+            before_commit: called on the coordinator just before the checkpoint appears; if it raises,
+                the save fails.
             after_commit: called on the coordinator when the checkpoint exists.
 
         Returns:
@@ -158,39 +181,11 @@ class Saver:
         """
         self.wait()
         handle = Handle(step, Trace(self.team.rank))
-        trace = handle.trace
-        local, rows, digest = LocalState(), [], 0
-        copied: list[torch.cuda.Event] = []
-        error = None
-        try:
-            check()
-            with trace.span("extract"), pause_collection():
-                local = describe(state, self.team.rank)
-                rows = list_rows(local)
-                digest = xxhash.xxh3_64_intdigest(dump(local.tree)) >> 2
-            plan = self._plan if self._is_of(rows, local.aliases) else None
-            if plan is not None and self._stage == "arena":
-                # Before the ranks agree: a rank that has finished its copy waits for the others, so
-                # that its writing does not slow down their copies.
-                copied = self._copy(plan, local, trace)
-        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
-            plan, error = None, caught
-        with trace.span("agree"):
-            any_failed, any_new, most, minus_least = self.team.maximum(
-                [error is not None, plan is None, digest, -digest]
-            )
-            if any_failed:
-                self.team.agree(error)
-        if any_new:
-            self._plan = None  # its image goes before the next one comes
-            with trace.span("plan"):
-                self._plan = plan = self._plan_together(rows, local.aliases)
-            try:
-                if self._stage == "arena":
-                    copied = self._copy(plan, local, trace)
-            except Exception as caught:  # noqa: BLE001 - raised on all ranks together
-                error = caught
-            self.team.agree(error)
+        begun = self._begin(state, check, handle.trace)
+        is_planned, has_rank_trees = self._agree(begun, handle.trace)
+        if not is_planned:
+            self._plan_and_copy(begun, handle.trace)
+        plan = begun.plan
         assert plan is not None, "a rank without a plan has reported a failure"
         key = plan.next_key()
         job = Job(
@@ -201,18 +196,68 @@ class Saver:
             folder=f"data-{key}",
             key=key,
             index=plan.index,
-            state=local,
-            has_rank_trees=most != -minus_least,
+            state=begun.local,
+            has_rank_trees=has_rank_trees,
             overwrite=overwrite,
             timeout=self._timeout,
+            before_commit=before_commit,
             after_commit=after_commit,
         )
+        self._forget_last(key)
+        self._start(job, plan, begun.copied)
+        return handle
+
+    def _begin(self, state: dict[str, Any], check: Callable[[], None], trace: Trace) -> _Begun:
+        """Describes this rank's state, and copies it if the last plan fits; raises nothing."""
+        begun = _Begun()
+        try:
+            check()
+            with trace.span("extract"), pause_collection():
+                begun.local = describe(state, self.team.rank)
+                begun.rows = list_rows(begun.local)
+                begun.digest = xxhash.xxh3_64_intdigest(dump(begun.local.tree)) >> 2
+            begun.plan = self._plan if self._is_of(begun.rows, begun.local.aliases) else None
+            if begun.plan is not None and self._stage == "arena":
+                # Before the ranks agree: a rank that has finished its copy waits for the others, so
+                # that its writing does not slow down their copies.
+                begun.copied = self._copy(begun.plan, begun.local, trace)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            begun.plan, begun.error = None, caught
+        return begun
+
+    def _agree(self, begun: _Begun, trace: Trace) -> tuple[bool, bool]:
+        """Learns how the other ranks have begun; raises on all ranks the error of any.
+
+        Returns:
+            Whether the last plan fits on all ranks, and whether non-tensor values differ.
+        """
+        with trace.span("agree"):
+            any_failed, any_new, most, minus_least = self.team.maximum(
+                [begun.error is not None, begun.plan is None, begun.digest, -begun.digest]
+            )
+            if any_failed:
+                self.team.agree(begun.error)
+        return not any_new, most != -minus_least
+
+    def _plan_and_copy(self, begun: _Begun, trace: Trace) -> None:
+        """Plans anew together, and copies by the new plan."""
+        self._plan = None  # its image goes before the next one comes
+        with trace.span("plan"):
+            self._plan = begun.plan = self._plan_together(begun.rows, begun.local.aliases)
+        error = None
+        try:
+            if self._stage == "arena":
+                begun.copied = self._copy(begun.plan, begun.local, trace)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self.team.agree(error)
+
+    def _forget_last(self, key: str) -> None:
+        """Deletes the last save's announcement, which the next one's will follow."""
         if self._key is not None and self.team.is_coordinator:
             # All ranks have read what was announced there: they wait for that before they save.
             self.team.forget(self._key)
         self._key = key
-        self._start(job, plan, copied)
-        return handle
 
     def _is_of(self, rows: list[Row], aliases: dict[str, str]) -> bool:
         """Whether the last plan was made for a state with the same tensors."""

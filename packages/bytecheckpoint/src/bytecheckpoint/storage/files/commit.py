@@ -13,7 +13,7 @@ import logging
 import posixpath
 import re
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
@@ -163,7 +163,14 @@ def check_files(storage: Storage, path: str, manifest: Manifest) -> None:
 
 
 def commit(
-    storage: Storage, path: str, manifest: Manifest, index: bytes, extra: bytes, *, overwrite: bool
+    storage: Storage,
+    path: str,
+    manifest: Manifest,
+    index: bytes,
+    extra: bytes,
+    *,
+    overwrite: bool,
+    before_publish: Callable[[], None] = lambda: None,
 ) -> None:
     """Commits a checkpoint durably; called by one rank when all sinks are finished.
 
@@ -174,6 +181,7 @@ def commit(
         index: content of the index file.
         extra: content of the file of non-tensor values.
         overwrite: whether to replace a checkpoint at the same path, whose data are then removed.
+        before_publish: called when all but the manifest is durable; if it raises, nothing appears.
 
     Raises:
         DataError: a data file is missing or has another size than the manifest says.
@@ -189,6 +197,7 @@ def commit(
     # Folders above the path may also be new, or left unsynced by a killed save.
     storage.sync_folders([data, *_list_upwards(path)])
     replaced = _find_data_folder(storage, path) if overwrite else None
+    before_publish()
     storage.publish(_join(path, MANIFEST_NAME), manifest.encode(), overwrite=overwrite)
     if replaced is not None and replaced != manifest.data:
         try:
