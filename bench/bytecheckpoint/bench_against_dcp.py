@@ -316,17 +316,23 @@ def bench_against_dcp(benchmark, record_claim, tmp_path, kind):
     small = kind == "small"
     dcp_save, dcp_async = (in_words(chosen[name]) for name in ("save", "blocked"))
     aim = 20 if small else 1 / 1.1
-    claim(f"{kind}: save", total, columns["save"][0], "DCP's save", aim, dcp_save)
+    said = f"{count:,} {kind} tensors on {NUM_RANKS} ranks"
+    named = f"{said}: seconds until a save is on disk"
+    claim(named, total, columns["save"][0], "torch DCP's save", aim, dcp_save)
     aim = 10 if small else 1 / 0.35
-    claim(f"{kind}: blocked", blocked, columns["async"][0], "DCP's async_save", aim, dcp_async)
+    named = f"{said}: seconds that a save blocks training"
+    claim(named, blocked, columns["async"][0], "torch DCP's async_save", aim, dcp_async)
     aim = 10 if small else None
     for at, cache in enumerate(("cold", "warm")):
         ours, theirs = columns["load"][at], columns["dcp load"][at]
-        claim(f"{kind}: load, {cache} page cache", ours, theirs, "DCP", aim)
+        named = f"{said}: seconds to load, {cache} page cache"
+        claim(named, ours, theirs, "torch DCP's load", aim)
     if not small:
         warm, raw, direct = (columns[name][0] for name in ("memcpy", "raw", "raw direct"))
-        claim("large: blocked", blocked, warm, "copy into warm memory", 1 / 1.3)
-        claim("large: save", total, raw, "pwrite and fsync of the same bytes", 1 / 1.15)
-        claim("large: save", total, direct, "the same with O_DIRECT", None)
+        named = f"{said}: seconds that a save blocks training"
+        claim(named, blocked, warm, "copy of the same tensors into mapped memory", 1 / 1.3)
+        named = f"{said}: seconds until a save is on disk"
+        claim(named, total, raw, "pwrite and fsync of the same bytes", 1 / 1.15)
+        claim(named, total, direct, "pwrite with O_DIRECT and fsync of the same bytes", None)
         unhashed = columns["unhashed"][1]
-        claim("large: save with checksums", total, unhashed, "without", 1 / 1.03)
+        claim(f"{named}, with checksums", total, unhashed, "our save without checksums", 1 / 1.03)

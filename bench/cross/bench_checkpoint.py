@@ -31,6 +31,18 @@ MODEL = {
     **hy.PRESETS["small-llama"], "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408,
 }  # fmt: skip
 TURNS = 5
+PEERS = [
+    {
+        "peer": "torch DCP, save, load and async_save through hy.Checkpoint",
+        "setting": "FileSystemWriter with 1, 2 or 4 threads, each file synced",
+        "why": "each is timed twice, the least time decides; ours syncs each file too",
+    },
+    {
+        "peer": "torch DCP, async_save",
+        "setting": "by thread, of a copy of the state",
+        "why": "torch's default; the copy is timed with it, for both storages; no process was tried",
+    },
+]
 COMMAND = "hatch run bench cross -k checkpoint"
 
 

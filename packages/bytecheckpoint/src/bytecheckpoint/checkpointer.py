@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import msgspec
+import torch
 
 from bytecheckpoint.loading.loading import Dedupe, LoadReport, load_state
 from bytecheckpoint.loading.rates import Rates
@@ -108,6 +109,7 @@ class Checkpointer:
         # ranks, so that all refuse alike.
         self._newest_unloaded = self._find_newest(self._steps)
         self._went_back_to: int | None = None
+        self._is_seen = False
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -153,6 +155,7 @@ class Checkpointer:
             )
         team = self._saver.team
         if step % self._every_n:
+            self._see(state)
             return Handle(step, Trace(team.rank), is_skipped=True)
         if self._when_busy != "wait" and team.maximum([self._saver.is_busy])[0]:
             if self._when_busy == "fail":
@@ -233,7 +236,26 @@ class Checkpointer:
         if newest < 0:
             return None
         self.load(newest, state, **options)
+        if any(isinstance(value, torch.optim.Optimizer) for value in state.values()):
+            self._see(state)  # which will be trained, and saved
         return newest
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Plans the saves of a state, and makes and maps memory for its copies in the background.
+
+        The first save then blocks no longer than later ones. Called by all ranks after the
+        optimizer's first step, because its state counts. It needs no call where `save` is called at
+        every step with `every_n` above 1, or where `load_latest` finds a state with an optimizer:
+        these prepare by themselves. Does nothing after the first save.
+
+        Args:
+            state: as for saving.
+
+        Raises:
+            DataError: the state cannot be saved; all ranks raise.
+        """
+        self._is_seen = True
+        self._saver.prepare(state)
 
     def steps(self) -> list[int]:
         """Steps that can be loaded, ascending; lists the storage at each call."""
@@ -250,6 +272,15 @@ class Checkpointer:
         last, self._last = self._last, None
         if last is not None and last.committed.done():
             last.committed.result()
+
+    def _see(self, state: dict[str, Any]) -> None:
+        """Prepares for saves of the first state that passes by; tells of failure in the log."""
+        if self._is_seen:
+            return
+        try:
+            self.prepare(state)
+        except Exception as error:  # noqa: BLE001 - the save itself raises it
+            _log.warning("nothing is prepared for the first save: %s", error)
 
     def _prepare(self, step: int, before: Handle | None) -> None:
         """What must be right before anything of a save is written; called on every rank."""

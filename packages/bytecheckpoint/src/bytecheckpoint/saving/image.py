@@ -1,7 +1,8 @@
 """A rank's data file in memory: the copy of the values that training may then change.
 
 The image has the layout of the file, so that it can be written as it is. It is kept between saves,
-because a copy into unmapped memory is several times slower. Writing begins after the copy: writing
+because a copy into unmapped memory is several times slower; for the same reason a thread makes it
+ahead of the first save where the state is seen before. Writing begins after the copy: writing
 at the same time slows the copy down and does not shorten the save.
 
 On a GPU the copies are queued on separate streams. For parameters and optimizer state only the
@@ -14,7 +15,11 @@ child process writes the memory as it was at the fork.
 from __future__ import annotations
 
 import mmap
+import os
+import sys
+import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 import torch
@@ -26,10 +31,13 @@ from bytecheckpoint.state.local_tensors import LocalTensor
 from bytecheckpoint.storage.files.dtypes import parse_dtype
 from shared.topology.boxes import intersect
 
-__all__ = ["Image", "find_sources"]
+__all__ = ["Image", "find_sources", "give_way", "make_ahead"]
 
 # Number of bytes from which streaming copies save more time than compiling them takes.
 _WORTH_BYTES = 64 * 1024 * 1024
+# Bytes between two touches: no page is smaller.
+_PAGE_BYTES = 4096
+_NICE = 10
 
 
 class Image:
@@ -74,6 +82,11 @@ class Image:
         if self._has_large:
             prepare()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def touch(self) -> None:
+        """Maps every page, and changes no byte; not while the image is filled."""
+        pages = self.memory.numpy()[::_PAGE_BYTES]
+        pages |= 0  # numpy lets other threads run meanwhile
 
     @torch.no_grad()
     def fill(self, values: Sequence[Tensor]) -> None:
@@ -128,6 +141,38 @@ class Image:
     def arrays(self) -> list[np.ndarray]:
         """The chunks' places as arrays of plain integers."""
         return [view_as_array(slot) for slot in self._slots]
+
+
+def make_ahead(part: RankPart, *, is_pinned: bool = False) -> Future[Image]:
+    """Makes an image and maps its pages on a thread of low priority.
+
+    Args:
+        part, is_pinned: see `Image`.
+
+    Returns:
+        Future of the image, or of the error that there was.
+    """
+    made: Future[Image] = Future()
+
+    def make() -> None:
+        try:
+            give_way()
+            image = Image(part, is_pinned=is_pinned)
+            if not is_pinned:
+                image.touch()
+        except BaseException as error:  # noqa: BLE001 - raised where the image is asked for
+            made.set_exception(error)
+        else:
+            made.set_result(image)
+
+    threading.Thread(target=make, name="bytecheckpoint-image").start()
+    return made
+
+
+def give_way() -> None:
+    """Lowers this thread's priority below training's; for threads that end with their work."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def view_as_array(tensor: Tensor) -> np.ndarray:

@@ -25,7 +25,7 @@ from bytecheckpoint.planner import planner
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.forked_writer import ChildWriter
-from bytecheckpoint.saving.image import Image, find_sources
+from bytecheckpoint.saving.image import Image, find_sources, make_ahead
 from bytecheckpoint.saving.job import Handle, Job
 from bytecheckpoint.saving.writer import Writer
 from bytecheckpoint.state.describe import LocalState, describe, pause_collection
@@ -51,6 +51,7 @@ class _Plan:
         index: index of the checkpoint, on the coordinator.
         token: random text from the coordinator, part of the names that the ranks of a save share.
         image: memory for the part, allocated when it is first filled.
+        ahead: that memory while a thread makes it, before the first save.
         num_saves: number of saves made by this plan.
     """
 
@@ -60,6 +61,7 @@ class _Plan:
     index: bytes
     token: bytes
     image: Image | None = None
+    ahead: futures.Future[Image] | None = None
     num_saves: int = 0
 
     def next_key(self) -> str:
@@ -147,7 +149,31 @@ class Saver:
         if self._thread is not None and self._pid == os.getpid():
             self._thread.join()
         if self._plan is not None:
-            self._plan.image = None
+            self._plan.image = self._plan.ahead = None
+
+    def prepare(self, state: dict[str, Any]) -> None:
+        """Plans saves of a state, and makes their memory in the background; called by all ranks.
+
+        Does nothing where a plan exists.
+
+        Raises:
+            DataError: the state of a rank cannot be saved.
+        """
+        if self._plan is not None:
+            return
+        local, rows, error = LocalState(), [], None
+        try:
+            with pause_collection():
+                local = describe(state, self.team.rank)
+                rows = list_rows(local)
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks together
+            error = caught
+        self.team.agree(error)
+        plan = self._plan_together(rows, local.aliases)
+        if self._stage == "arena" and plan.part.file is not None:
+            is_cuda = any(value.is_cuda for value in find_sources(plan.part, local.tensors))
+            plan.ahead = make_ahead(plan.part, is_pinned=is_cuda)
+        self._plan = plan
 
     def save(
         self,
@@ -270,6 +296,9 @@ class Saver:
             return []
         values = list(find_sources(plan.part, local.tensors))
         is_cuda = any(value.is_cuda for value in values)
+        if plan.ahead is not None:
+            ahead, plan.ahead = plan.ahead, None
+            plan.image = ahead.result()
         if plan.image is None or plan.image.memory.is_pinned() != is_cuda:
             plan.image = Image(plan.part, is_pinned=is_cuda)
         with trace.span("stage", plan.image.num_bytes):

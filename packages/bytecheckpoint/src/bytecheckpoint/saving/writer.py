@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import sys
 import threading
 from collections.abc import Sequence
 
@@ -12,20 +10,12 @@ import torch
 import xxhash
 
 from bytecheckpoint.ranks.trace import Trace
-from bytecheckpoint.saving.image import Image
+from bytecheckpoint.saving.image import Image, give_way
 from bytecheckpoint.storage import WRITE_BYTES, Sink, Storage
 from bytecheckpoint.storage.files.index import BLOCK_BYTES
 from bytecheckpoint.storage.files.manifest import FileRecord
 
 __all__ = ["Writer", "hash_blocks", "write_image"]
-
-_NICE = 10
-
-
-def give_way() -> None:
-    """Lowers this thread's priority below training's; for threads that end with the save."""
-    if sys.platform == "linux":  # where a thread has a priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def hash_blocks(data: memoryview, table: memoryview, first: int, stop: int) -> None:
