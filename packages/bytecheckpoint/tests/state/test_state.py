@@ -749,6 +749,25 @@ def partial_and_submesh(path):
     return report.num_bytes
 
 
+def of_no_dimension(path):
+    """Tensors of shape [] that only one rank holds: a DTensor on a part of the ranks, a shard."""
+    rank = dist.get_rank()
+    alone = DeviceMesh("cpu", [1])
+
+    def build(value):
+        scalar = distribute_tensor(torch.tensor(value), alone, [Replicate()])
+        flat = torch.full((1 - rank,), value)
+        return {"scalar": scalar, "flat": bcp.FlatShard(flat, (), rank)}
+
+    bcp.save(path, build(3.0))
+    into = build(0.0)
+    bcp.load(path, into)
+    held = into["scalar"].to_local() if rank == 1 else into["flat"].tensor[0]
+    whole = {"scalar": torch.tensor(0.0), "flat": torch.tensor(0.0)}
+    bcp.load(path, whole)
+    return [held.item(), *(value.item() for value in whole.values())]
+
+
 def tied_with_an_empty_part(path):
     """A tied tensor of which one rank's part is empty: it cannot see there that it is tied."""
     mesh = DeviceMesh("cpu", [0, 1])
@@ -803,6 +822,8 @@ def test_states_over_two_ranks(tmp_path, pool):
 
     partial = pool.run(partial_and_submesh, str(tmp_path)).results
     assert partial == [8, 24 + 8]
+
+    assert pool.run(of_no_dimension, tmp_path / "scalar").results == [[3.0] * 3] * 2
 
     pool.run(zero_redundancy, tmp_path / "zero")
 
