@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
@@ -451,6 +452,84 @@ def test_a_failed_load_leaves_a_new_optimizer_without_state(tmp_path):
     assert not fresh.state
 
 
+class Halved(nn.Linear):
+    """Keeps its weight at twice what its state says, and copies every tensor."""
+
+    def state_dict(self, *args, **kwargs):
+        return {name: value / 2 for name, value in super().state_dict(*args, **kwargs).items()}
+
+    def load_state_dict(self, state, *args, **kwargs):
+        twice = {name: value * 2 for name, value in state.items()}
+        return super().load_state_dict(twice, *args, **kwargs)
+
+
+def hooked():
+    """Copies by a hook, beside a module that has none."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+    def copy(_module, state, prefix, _metadata):
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[key] = state[key].detach().clone()
+
+    module[0].register_state_dict_post_hook(copy)
+    return module
+
+
+@pytest.mark.parametrize("build", [lambda: Halved(3, 2), hooked], ids=["override", "hook"])
+@pytest.mark.parametrize("atomic", [False, True])
+def test_modules_whose_state_is_a_copy_load_by_their_own_method(tmp_path, build, atomic):
+    first, second = build(), build()
+    path = saved(tmp_path, {"model": first})
+    bcp.load(path, {"model": second}, atomic=atomic)
+    own = [*first.parameters(), *first.buffers()]
+    assert all(map(torch.equal, own, [*second.parameters(), *second.buffers()]))
+
+
+class Several(torch.optim.Optimizer):
+    """One optimizer made of two, each with a state of its own."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+
+    def step(self, closure=None):
+        for one in self.optimizers:
+            one.step(closure)
+
+    def state_dict(self):
+        return {"optimizers": [one.state_dict() for one in self.optimizers]}
+
+    def load_state_dict(self, state_dict):
+        for one, own in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            one.load_state_dict(own)
+
+
+def test_an_optimizer_made_of_others_keeps_their_moments(tmp_path):
+    def build():
+        model = net()
+        weights = [p for p in model.parameters() if p.dim() > 1]
+        biases = [p for p in model.parameters() if p.dim() == 1]
+        return model, Several(
+            torch.optim.AdamW(weights, lr=0.1), torch.optim.SGD(biases, lr=0.1, momentum=0.9)
+        )
+
+    first, second = build(), build()
+    train(*first)
+    path = saved(tmp_path, dict(zip(("model", "optimizer"), first, strict=True)))
+    train(*first)
+    bcp.load(path, dict(zip(("model", "optimizer"), second, strict=True)))
+    train(*second)
+    assert all(map(torch.equal, first[0].parameters(), second[0].parameters()))
+
+
+def zero_redundancy(path):
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    train(model, optimizer)
+    with pytest.raises(DataError, match=r"opt: .*ZeroRedundancyOptimizer"):
+        bcp.save(path, {"model": model, "opt": optimizer})
+
+
 class Counter:
     """What saves itself, with a tensor that grows."""
 
@@ -670,6 +749,25 @@ def partial_and_submesh(path):
     return report.num_bytes
 
 
+def of_no_dimension(path):
+    """Tensors of shape [] that only one rank holds: a DTensor on a part of the ranks, a shard."""
+    rank = dist.get_rank()
+    alone = DeviceMesh("cpu", [1])
+
+    def build(value):
+        scalar = distribute_tensor(torch.tensor(value), alone, [Replicate()])
+        flat = torch.full((1 - rank,), value)
+        return {"scalar": scalar, "flat": bcp.FlatShard(flat, (), rank)}
+
+    bcp.save(path, build(3.0))
+    into = build(0.0)
+    bcp.load(path, into)
+    held = into["scalar"].to_local() if rank == 1 else into["flat"].tensor[0]
+    whole = {"scalar": torch.tensor(0.0), "flat": torch.tensor(0.0)}
+    bcp.load(path, whole)
+    return [held.item(), *(value.item() for value in whole.values())]
+
+
 def tied_with_an_empty_part(path):
     """A tied tensor of which one rank's part is empty: it cannot see there that it is tied."""
     mesh = DeviceMesh("cpu", [0, 1])
@@ -724,6 +822,10 @@ def test_states_over_two_ranks(tmp_path, pool):
 
     partial = pool.run(partial_and_submesh, str(tmp_path)).results
     assert partial == [8, 24 + 8]
+
+    assert pool.run(of_no_dimension, tmp_path / "scalar").results == [[3.0] * 3] * 2
+
+    pool.run(zero_redundancy, tmp_path / "zero")
 
     pool.run(tied_with_an_empty_part, tmp_path / "tied")
 

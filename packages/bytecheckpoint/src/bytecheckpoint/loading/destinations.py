@@ -20,7 +20,14 @@ from bytecheckpoint.loading.saved_values import SavedValues
 from bytecheckpoint.loading.source import Source
 from bytecheckpoint.state.describe import LocalState, describe, is_per_rank, is_stateful, join
 from bytecheckpoint.state.local_tensors import FlatShard
-from bytecheckpoint.state.modules import clean, fill_missing_state, list_parameter_names, unwrap
+from bytecheckpoint.state.modules import (
+    clean,
+    fill_missing_state,
+    gives_copies,
+    is_plain_optimizer,
+    list_parameter_names,
+    unwrap,
+)
 from bytecheckpoint.state.values import decode_tree
 from bytecheckpoint.storage.files.dtypes import get_dtype_name, parse_dtype
 from shared.errors import DataError
@@ -279,7 +286,7 @@ class _Restore:
             return value
         if isinstance(value, nn.Module):
             self._module(path, value, nodes)
-        elif isinstance(value, torch.optim.Optimizer):
+        elif is_plain_optimizer(value):
             self._optimizer(path, value, nodes)
         elif is_per_rank(value):
             self._per_rank(path, value)
@@ -337,6 +344,10 @@ class _Restore:
 
     def _module(self, path: str, module: nn.Module, nodes: list[Any]) -> None:
         root = unwrap(module)
+        given = self.local.given.get(path, {})
+        if self.apply and gives_copies(root, given):
+            # What was loaded into the copies; the module knows where they go.
+            root.load_state_dict(given)
         for name, inner in root.named_modules():
             if type(inner).get_extra_state is nn.Module.get_extra_state:
                 continue

@@ -414,7 +414,7 @@ def list_rows(local: LocalState) -> list[Row]:
         type_name = get_dtype_name(dtype)
         if pieces:
             rows.extend((name, type_name, shape, piece.box) for piece in pieces)
-        else:
+        elif shape:  # no box of no dimensions is empty
             rows.append((name, type_name, shape, Box((0,) * len(shape), (0,) * len(shape))))
     return rows
 

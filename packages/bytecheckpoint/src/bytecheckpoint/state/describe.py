@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bytecheckpoint.state.local_tensors import FlatShard, LocalTensor, describe_tensor
 from bytecheckpoint.state.modules import (
     ParameterNames,
+    is_plain_optimizer,
     list_module_entries,
     list_optimizer_entries,
     list_parameter_names,
@@ -43,6 +44,7 @@ class LocalState:
         parameters: names of the parameters of all modules.
         optimizers: by path; their next steps change the values being saved.
         modules: paths of modules.
+        given: by path of a module, what its `state_dict` gave.
     """
 
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class LocalState:
     parameters: ParameterNames = field(default_factory=ParameterNames)
     optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
     modules: list[str] = field(default_factory=list)
+    given: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -98,7 +101,9 @@ def describe(state: dict[str, Any], rank: int) -> LocalState:
     # Optimizers are named after the parameters of modules that may come later.
     for path, module in _find_modules(state, ""):
         walk.found.modules.append(path)
-        walk.modules[path] = list(list_module_entries(path, module, walk.found.parameters))
+        walk.modules[path] = list(
+            list_module_entries(path, module, walk.found.parameters, walk.found.given)
+        )
     walk.found.tree = walk.value("", state)
     return walk.found
 
@@ -121,6 +126,18 @@ def _describe_array(array: np.ndarray, path: str) -> Tensor:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
     except (TypeError, ValueError) as error:
         raise DataError(f"{path}: expected an array that torch can view; {error}") from error
+
+
+def _ask_for_state(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer that holds others gives; ZeroRedundancyOptimizer refuses."""
+    try:
+        return optimizer.state_dict()
+    except RuntimeError as error:
+        raise DataError(
+            f"{path}: expected an optimizer that gives its state, got a "
+            f"{type(optimizer).__name__}, whose state_dict() failed: {error}; shard with FSDP2 or "
+            f"a plain optimizer over DTensors, or keep its state outside the checkpoint"
+        ) from error
 
 
 def _is_same(one: LocalTensor, other: LocalTensor) -> bool:
@@ -162,12 +179,14 @@ class _Walk:
             return {"$array": self.tensor(path, _describe_array(value, path))["$tensor"]}
         if isinstance(value, nn.Module):
             return self.module(path)
-        if isinstance(value, torch.optim.Optimizer):
+        if is_plain_optimizer(value):
             return self.optimizer(path, value)
         if is_per_rank(value):
             tree = self.value(f"{path}.rank{self.rank}", value.state_dict())
             self.found.rank_trees[path] = tree
             return {"$ranks": None}
+        if isinstance(value, torch.optim.Optimizer):
+            return self.value(path, _ask_for_state(path, value))
         if is_stateful(value):
             return self.value(path, value.state_dict())
         return encode_leaf(value, path)

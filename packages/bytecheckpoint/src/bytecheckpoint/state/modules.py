@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from bytecheckpoint.state.fsdp1 import FlatRange, find_flat_parameters
 __all__ = [
     "ParameterNames",
     "fill_missing_state",
+    "gives_copies",
+    "is_plain_optimizer",
     "list_module_entries",
     "list_optimizer_entries",
     "list_parameter_names",
@@ -74,7 +76,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def list_module_entries(
-    path: str, module: nn.Module, known: ParameterNames
+    path: str,
+    module: nn.Module,
+    known: ParameterNames,
+    given: dict[str, dict[str, Any]],
 ) -> Iterator[tuple[str, Any]]:
     """Everything a module saves, by name.
 
@@ -82,6 +87,7 @@ def list_module_entries(
         path: path of the module in the state.
         module: the user's, in any of torch's wrappers.
         known: table to which the parameters' names are added.
+        given: gets, by path, what the module's `state_dict` gave, unless FSDP1 flattened it.
 
     Yields:
         Names from the state's root, with tensors, FlatShards, or modules' extra state.
@@ -97,7 +103,8 @@ def list_module_entries(
                 yield f"{path}.{one.name}", one.of(tensor)
         entries = _list_entries_beside_flat(root, flat.owners)
     else:
-        entries = root.state_dict(keep_vars=True).items()
+        given[path] = root.state_dict(keep_vars=True)
+        entries = given[path].items()
     for key, value in entries:
         name = f"{path}.{clean(key)}"
         if isinstance(value, nn.Parameter):
@@ -119,6 +126,47 @@ def _list_entries_beside_flat(
                 yield prefix + key, buffer
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{prefix}_extra_state", module.get_extra_state()
+
+
+def gives_copies(root: nn.Module, entries: Mapping[str, Any]) -> bool:
+    """Whether writing to what `state_dict` gave leaves the module as it is.
+
+    Args:
+        root: the module.
+        entries: what its `state_dict(keep_vars=True)` gave; still in memory.
+    """
+    own = {id(value) for value in (*root.parameters(), *root.buffers())}
+    odd = [key for key, value in entries.items() if _has_memory(value) and id(value) not in own]
+    if not odd:
+        return False
+    # Views, and tensors that the module keeps elsewhere, are at the same place a second time.
+    again = root.state_dict(keep_vars=True)
+    return any(_find_address(entries[key]) != _find_address(again[key]) for key in odd)
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, Tensor) and not hasattr(value, "local_shards") and value.numel() > 0
+
+
+def _find_address(tensor: Tensor) -> int:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
+
+
+def is_plain_optimizer(value: Any) -> bool:
+    """Whether an object is an optimizer whose `state` holds what it keeps by parameter.
+
+    Not so for one that overrides `state_dict` because it holds other optimizers, whose states are
+    their own, as ZeroRedundancyOptimizer does.
+    """
+    if not isinstance(value, torch.optim.Optimizer):
+        return False
+    if type(value).state_dict is torch.optim.Optimizer.state_dict:
+        return True
+    held = []
+    for item in vars(value).values():
+        items = item.values() if isinstance(item, dict) else item
+        held += items if isinstance(item, dict | list | tuple) else [item]
+    return all(one.state is value.state for one in held if isinstance(one, torch.optim.Optimizer))
 
 
 def list_parameter_names(
