@@ -10,7 +10,7 @@ from adaqp.simulator.profiler import ChannelProfile, Profile
 from adaqp.simulator.simulator import predict
 
 
-def profile(rows_to, *, compute_s=0.1, hidden_s=0.02, channels=2):
+def profile(rows_to, *, compute_s=0.1, skew_s=0.0, hidden_s=0.02, channels=2):
     rows = sum(rows_to)
     channel = ChannelProfile(
         dim=100,
@@ -23,7 +23,10 @@ def profile(rows_to, *, compute_s=0.1, hidden_s=0.02, channels=2):
     )
     names = [f"forward{n}" for n in range(channels)]
     return Profile(
-        compute_s=compute_s, reduce_s=0.001, skew_s=0.0, channels=dict.fromkeys(names, channel)
+        compute_s=compute_s,
+        reduce_s=0.001,
+        skew_s=skew_s,
+        channels=dict.fromkeys(names, channel),
     )
 
 
@@ -64,6 +67,17 @@ def test_stale_hides_behind_the_whole_step_and_drop_waits_for_nothing():
     slow = LinkTable.uniform(2, 1e6, 0.0)
     assert predict(profiles, slow, Stale()).seconds["wait"] == pytest.approx(0.8 - 0.1)
     assert predict(profiles, slow, Drop()).num_bytes == 0
+
+
+def test_a_late_step_lasts_as_long_as_its_slowest_rank_or_all_that_it_sends():
+    # Rank 0 computes less than it waits for others; what is sent hides behind both.
+    profiles = [profile([0, 1000], skew_s=0.15), profile([1000, 0], compute_s=0.2)]
+    for rate, expected in ((1e9, 0.25), (1e6, 0.8)):
+        links = LinkTable.uniform(2, rate, 0.0)
+        guess = predict(profiles, links, Stale())
+        packing_s = guess.seconds["quantise"]
+        assert guess.epoch_s == pytest.approx(expected + 0.001 + packing_s)
+    assert predict(profiles, links, Drop()).epoch_s == pytest.approx(0.25 + 0.001)
 
 
 def test_fewer_bits_never_take_longer_and_adaptive_lies_between():
