@@ -132,17 +132,3 @@ def test_no_rows_are_kept_where_the_newest_are_asked_for_and_those_kept_leave():
                 cache.reset_stats()
         hits[name] = cache.stats()["edge"].hits
     assert hits["keep"] == hits["lru"] > 1_500
-
-
-@pytest.mark.parametrize("policy", ["lru", "keep", "lfu"])
-@pytest.mark.parametrize(("num_visited", "limit"), [(800, 1000), (799, 998), (400, 500), (0, 16)])
-def test_restoring_goes_on_where_four_fifths_of_its_rows_are_visited(policy, num_visited, limit):
-    cache = FeatureCache(FeatureStore(edge=torch.zeros(4000, 1)), edge=0.25, policy=policy)
-    cache.fetch("edge", torch.arange(1000))
-    cache.restore(torch.arange(1000, 2000))
-    cache.fetch("edge", torch.arange(1000, 1000 + num_visited))
-    cache.restore(torch.arange(0))
-    assert cache.stats()["edge"].max_restored == limit
-    # Nothing was restored that could have been in vain: the limit doubles, up to the cache's size.
-    cache.restore(torch.arange(2000, 3000))
-    assert int((cache.held("edge") >= 2000).sum()) == min(2 * limit, 1000)
