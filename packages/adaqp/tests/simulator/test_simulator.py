@@ -1,5 +1,7 @@
 """Predictions: closed forms on made-up profiles, and what must hold for any."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -94,3 +96,16 @@ def test_fewer_bits_never_take_longer_and_adaptive_lies_between():
     fastest = predict(profiles, links, Adaptive(lam=0.0))
     assert fastest.seconds["wait"] == pytest.approx(two.seconds["wait"], rel=0.01)
     assert fastest.mean_bits >= 2
+
+
+def test_ranks_hide_reduce_and_unpack_differently_and_the_worst_counts():
+    one = profile([0, 1000], hidden_s=0.02, channels=1)
+    other = replace(profile([500, 0], hidden_s=0.3, channels=1), reduce_s=0.5)
+    links = LinkTable.uniform(2, 1e6, 0.0)
+    guess = predict([one, other], links, Exact())
+    assert guess.seconds["reduce"] == 0.5
+    assert guess.seconds["wait"] == pytest.approx(0.4 - 0.02)
+    # Rank 0 packs 1000 rows; rank 1 packs 500 and unpacks 1000.
+    slow = replace(other.channels["forward0"], unpack_s=dict.fromkeys(WIDTHS, 1e-5))
+    guess = predict([one, replace(other, channels={"forward0": slow})], links, Exact())
+    assert guess.seconds["quantise"] == pytest.approx(500 * 1e-7 + 1000 * 1e-5)
