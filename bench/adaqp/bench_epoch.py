@@ -4,7 +4,7 @@ Four hosts (network namespaces), one rank a host and one thread a rank, a 3-laye
 a block model of 20,000 nodes and 200,000 edges, half of them to other blocks, cut at random: three
 quarters of all neighbours are remote. Cut by METIS, or at random in two, training without messages is
 as accurate on this graph, so no speed would prove anything there. The cut that is timed is also
-trained to the end, over links without a limit and from eight seeds: an epoch's claim is correct where
+trained to the end, over links without a limit, from eight seeds (five without messages): an epoch's claim is correct where
 accuracy stays within 0.3 points of exact messages and dropping all messages loses 3 or more, each by
 its whole 95 % interval. `all dropped` is also timed: no policy can be faster.
 """

@@ -1,6 +1,6 @@
 """Seconds of training until a validation accuracy, at 100 Mbit/s: adaptive widths against the best rest.
 
-A block model of 12,000 nodes, half of whose edges lead to other blocks, cut at random over four hosts.
+A block model of 8,000 nodes, half of whose edges lead to other blocks, cut at random over four hosts.
 The accuracy is what exact training reaches at two thirds of its epochs, less half a point. Policies
 take turns epoch by epoch in one run; evaluation, exact for all, is not on the clock. Training on
 local neighbours alone is the control: no row is correct if it reaches the accuracy too.
@@ -50,11 +50,11 @@ PEERS = [
         "why": "the same code and wire format; the fastest of all rivals is the baseline",
     },
 ]
-EPOCHS, EVERY, SEEDS = 60, 3, 3
+EPOCHS, EVERY, SEEDS = 45, 3, 3
 
 
 def bench_time_to_accuracy(benchmark, record_claim, tmp_path):
-    adaqp.partition(adaqp.data.hard_sbm(12_000), 4, method="random", out=tmp_path / "parts")
+    adaqp.partition(adaqp.data.hard_sbm(8_000), 4, method="random", out=tmp_path / "parts")
     with NetLab(hosts=4, rate="100mbit") as lab, lab.pool(timeout=timedelta(minutes=28)) as pool:
         curves = benchmark.pedantic(
             lambda: pool.run(train_in_rank, str(tmp_path / "parts")).results[0], rounds=1

@@ -48,8 +48,10 @@ PEERS = [
 
 
 class _Cost(NamedTuple):
-    wire_mb: float
-    seconds: float
+    """A batch's cost: of each round on the wire and in time, and what was checked."""
+
+    wire_mb: list[float]
+    seconds: list[float]
     is_right: bool
     told: str
 
@@ -76,24 +78,27 @@ def bench_two_ranks(benchmark, record_claim):
         figures = {"on the wire": ("wire_mb", "MB"), "time": ("seconds", "s")}
         for method, (what, (field, unit)) in product(METHODS[1:], figures.items()):
             ours, random = costs[method], costs["hash"]
+            mine, theirs = (getattr(cost, field) for cost in (ours, random))
+            ratios = [b / a for a, b in zip(mine, theirs, strict=True)]
             record_claim(
                 Claim(
                     name=f"2 ranks, emulated {RATE} links, {hops} hop(s), {method}: {what} a batch",
                     unit=unit,
-                    ours=getattr(ours, field),
-                    baseline=getattr(random, field),
+                    ours=median(mine),
+                    baseline=median(theirs),
                     baseline_name="a random partition (hash)",
                     higher_is_better=False,
                     correct=ours.is_right and random.is_right,
                     detail=f"{ours.told}; random: {random.told}; samples and rows equal one "
                     "process's to the bit, the kernel's count of bytes agrees with the ledger",
                     source="hatch run bench gnnflow/ranks",
-                )
+                ),
+                spread=(min(ratios), max(ratios)),
             )
 
 
 def _cost(rounds):
-    """What the first round found to be right, and medians of the others, both ranks together."""
+    """What the first round found to be right, and what the others took, both ranks together."""
 
     def a_batch(figures):
         return [figure / NUM_BATCHES for figure in figures]
@@ -110,7 +115,7 @@ def _cost(rounds):
         f"sampling {median(sampled) / 1e6:.2f} MB, features {median(rows) / 1e6:.2f} MB, wire over "
         f"payload {median(over):.3f}, {1e3 * min(seconds):.0f}-{1e3 * max(seconds):.0f} ms"
     )
-    return _Cost(median(wire) / 1e6, median(seconds), is_right, told)
+    return _Cost([num_bytes / 1e6 for num_bytes in wire], seconds, is_right, told)
 
 
 def bench_four_ranks(benchmark, record_claim):
@@ -126,7 +131,8 @@ def bench_four_ranks(benchmark, record_claim):
     sent = {way: _payload_mb(ranks, len(starts)) for way, ranks in found.items()}
     is_right = {way: _all_right(ranks, len(starts)) for way, ranks in found.items()}
     for method, hops in product(METHODS[1:], (1, 2)):
-        record_claim(
+        record_count(
+            record_claim,
             Claim(
                 name=f"4 ranks, {hops} hop(s), {method}: payload a batch, by the ledger",
                 unit="MB",
@@ -137,10 +143,11 @@ def bench_four_ranks(benchmark, record_claim):
                 correct=is_right[method, hops] and is_right["hash", hops],
                 detail="samples and rows equal one process's to the bit",
                 source="hatch run bench gnnflow/ranks",
-            )
+            ),
         )
     served, served_by_first = ([rank["num_served"] for rank in one] for one in (paired, first))
-    record_claim(
+    record_count(
+        record_claim,
         Claim(
             name="4 ranks as 2 hosts of 2, paired by place: most roots a rank serves, over the mean",
             unit="x",
@@ -154,7 +161,7 @@ def bench_four_ranks(benchmark, record_claim):
             detail=f"roots by rank {served}, else {served_by_first}; samples equal one process's to "
             "the bit, two hops",
             source="hatch run bench gnnflow/ranks",
-        )
+        ),
     )
 
 
@@ -172,7 +179,8 @@ def bench_cache_in_front(benchmark, record_claim):
             ]
 
         cached, plain = benchmark.pedantic(count, rounds=1)
-    record_claim(
+    record_count(
+        record_claim,
         Claim(
             name="2 ranks, 2 hop(s), metis, a month in order: payload a batch with a cache of 10 %",
             unit="MB",
@@ -184,8 +192,13 @@ def bench_cache_in_front(benchmark, record_claim):
             detail="by the ledger, the cache empty at first; samples and rows equal one process's to "
             "the bit",
             source="hatch run bench gnnflow/ranks",
-        )
+        ),
     )
+
+
+def record_count(record_claim, claim):
+    """Records what is counted: it has no range, being the same in each repeat."""
+    record_claim(claim, spread=(claim.ratio, claim.ratio))
 
 
 def _payload_mb(ranks, num_batches):

@@ -19,7 +19,7 @@ COLOURS = {
 }
 
 
-def draw(year: Year, runs: dict[str, list[Found]], weekly: dict[str, np.ndarray], path: Path):
+def draw(year: Year, runs: dict[str, Found], weekly: dict[str, np.ndarray], path: Path):
     """Average precision by week above, and seconds of training so far below."""
 
     def day(place: int) -> datetime.datetime:
@@ -28,7 +28,7 @@ def draw(year: Year, runs: dict[str, list[Found]], weekly: dict[str, np.ndarray]
 
     figure = Figure(figsize=(9, 6.6), layout="constrained")
     figure.suptitle(
-        "Where aircraft fly next: 2013's departures from New York, each told from another of the "
+        "Where aircraft fly next: departures from New York, January to June 2013, each told from another of the "
         "aircraft's airports",
         fontsize=10,
     )
@@ -36,30 +36,27 @@ def draw(year: Year, runs: dict[str, list[Found]], weekly: dict[str, np.ndarray]
     begins = [day(place) for place in [year.january, *year.week_ends[:-1]]]
     for name, ap in weekly.items():
         colour, width = COLOURS[name], 1.0 if name == COUNTED else 1.6
-        mean = ap.mean(0)
-        top.plot(begins, mean, color=colour, lw=width, ls=":" if name == COUNTED else "-")
-        if len(ap) > 1:
-            top.fill_between(begins, ap.min(0), ap.max(0), color=colour, alpha=0.2, lw=0)
+        top.plot(begins, ap, color=colour, lw=width, ls=":" if name == COUNTED else "-")
     # The last week is short, and its noise is no place for a name.
     label(
         top,
         begins[-1],
-        {name: float(ap.mean(0)[-6:-1].mean()) for name, ap in weekly.items()},
+        {name: float(ap[-6:-1].mean()) for name, ap in weekly.items()},
         0.055,
     )
     top.set_ylabel("average precision of a week, before it is learnt")
-    for name, each in runs.items():
-        spent = each[0].spent
+    for name, found in runs.items():
+        spent = found.spent
         if spent:
             is_step = name == RETRAINED
             below.plot(
                 [day(place) for place, _ in spent],
-                np.mean([[s for _, s in found.spent] for found in each], 0),
+                [seconds for _, seconds in spent],
                 color=COLOURS[name],
                 drawstyle="steps-post" if is_step else "default",
                 lw=1.6,
             )
-    ends = {n: float(np.mean([f.spent[-1][1] for f in e])) for n, e in runs.items() if e[0].spent}
+    ends = {name: found.spent[-1][1] for name, found in runs.items() if found.spent}
     label(below, begins[-1], ends, 0.08)
     below.set_ylabel("seconds of training so far")
     below.set_xlabel("begin of the week (UTC)")

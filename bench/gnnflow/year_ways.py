@@ -1,4 +1,4 @@
-"""The ways of learning from a year of flights that `bench_year` sets side by side."""
+"""The ways of learning from half a year of flights that `bench_year` sets side by side."""
 
 import datetime
 import time
@@ -70,6 +70,11 @@ class Found:
     reported: list[float] | None = None
     has_same_tests: bool = True
 
+    def seconds_until(self, ends: list[int]) -> np.ndarray:
+        """Seconds of training until each place, what begins there included."""
+        places, seconds = zip(*self.spent, strict=True)
+        return np.array(seconds)[np.searchsorted(places, ends, "right") - 1]
+
 
 class KeepingHead(nn.Module):
     """A link head that keeps its answers in evaluations: those of a batch, of its negatives, and on."""
@@ -91,19 +96,19 @@ class KeepingHead(nn.Module):
 
 
 def read() -> Year:
+    """The flights from January to June, and what all ways are tested on."""
     events = gf.data.flights()
-    begins = [datetime.datetime(2013, month, 1, tzinfo=datetime.UTC) for month in range(2, 13)]
-    firsts = np.searchsorted(
+    begins = [datetime.datetime(2013, month, 1, tzinfo=datetime.UTC) for month in range(2, 8)]
+    january, *month_ends = np.searchsorted(
         events.t.numpy(), [int(begin.timestamp()) for begin in begins]
     ).tolist()
-    january = firsts[0]
+    events = events[: month_ends[-1]]
     random = torch.Generator().manual_seed(0)
     airports = int(events.dst.min())
     codes = torch.zeros(events.num_nodes, CODE_DIM)
     codes[airports:] = torch.randn(events.num_nodes - airports, CODE_DIM, generator=random)
     tests = Negatives("historical", seed=TEST_SEED)
     tests.observe(events)
-    month_ends = [*firsts[1:], len(events)]
     _, week_ends = cut_increments(events, _share(january, len(events)), "1W")
     return Year(events, codes, january, week_ends, month_ends, tests.draw(events[january:]))
 
@@ -173,9 +178,9 @@ def learn_weekly(year: Year, name: str, seed: int) -> Found:
 
 @flush_subnormals()
 def retrain_monthly(year: Year, seed: int) -> tuple[Found, Found]:
-    """The retrained model, and that of January on all of the year.
+    """The retrained model, and that of January on all later months.
 
-    One graph holds the year from the beginning: it answers as of an event's time, so that its answers
+    One graph holds all events from the beginning: it answers as of an event's time, so that its answers
     are those of one that grows, and growing it costs the baseline nothing.
     """
     events = year.events
@@ -211,7 +216,7 @@ def retrain_monthly(year: Year, seed: int) -> tuple[Found, Found]:
             task.evaluate(events[begin:end], tests, features)
             scores.append(head.take())
         begin = end
-    assert frozen is not None, "the year has months after January"
+    assert frozen is not None, "there are months after January"
     spent.append((len(events), total))
     pos, neg = (np.concatenate(kind) for kind in zip(*scores, strict=True))
     return Found((pos, neg), spent), frozen

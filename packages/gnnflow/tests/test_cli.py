@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +53,20 @@ def test_train_prints_both_halves(model, capsys):
     assert main([*arguments, "--fanouts", *fanouts]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["half 1", "half 2"]
+
+
+def test_partitions_old_file_stays_where_the_new_one_cannot_be_written(tmp_path, monkeypatch):
+    out = tmp_path / "parts.npy"
+    out.write_bytes(b"old")
+
+    def write_some(file, array):
+        Path(getattr(file, "name", file)).write_bytes(b"new")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "save", write_some)
+    assert main(["partition", "zipf:50:500", "--parts", "3", "--out", str(out)]) == 1
+    assert out.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["parts.npy"]
 
 
 def test_partition_writes_a_part_for_every_node(tmp_path, capsys):

@@ -1,5 +1,7 @@
 """Predictions: closed forms on made-up profiles, and what must hold for any."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from adaqp.simulator.profiler import ChannelProfile, Profile
 from adaqp.simulator.simulator import predict
 
 
-def profile(rows_to, *, compute_s=0.1, hidden_s=0.02, channels=2):
+def profile(rows_to, *, compute_s=0.1, skew_s=0.0, hidden_s=0.02, channels=2):
     rows = sum(rows_to)
     channel = ChannelProfile(
         dim=100,
@@ -23,7 +25,10 @@ def profile(rows_to, *, compute_s=0.1, hidden_s=0.02, channels=2):
     )
     names = [f"forward{n}" for n in range(channels)]
     return Profile(
-        compute_s=compute_s, reduce_s=0.001, skew_s=0.0, channels=dict.fromkeys(names, channel)
+        compute_s=compute_s,
+        reduce_s=0.001,
+        skew_s=skew_s,
+        channels=dict.fromkeys(names, channel),
     )
 
 
@@ -66,6 +71,17 @@ def test_stale_hides_behind_the_whole_step_and_drop_waits_for_nothing():
     assert predict(profiles, slow, Drop()).num_bytes == 0
 
 
+def test_a_late_step_lasts_as_long_as_its_slowest_rank_or_all_that_it_sends():
+    # Rank 0 computes less than it waits for others; what is sent hides behind both.
+    profiles = [profile([0, 1000], skew_s=0.15), profile([1000, 0], compute_s=0.2)]
+    for rate, expected in ((1e9, 0.25), (1e6, 0.8)):
+        links = LinkTable.uniform(2, rate, 0.0)
+        guess = predict(profiles, links, Stale())
+        packing_s = guess.seconds["quantise"]
+        assert guess.epoch_s == pytest.approx(expected + 0.001 + packing_s)
+    assert predict(profiles, links, Drop()).epoch_s == pytest.approx(0.25 + 0.001)
+
+
 def test_fewer_bits_never_take_longer_and_adaptive_lies_between():
     profiles = [profile([0, 1000, 0]), profile([500, 0, 800]), profile([0, 700, 0])]
     links = LinkTable.uniform(3, 1e6, 1e-4)
@@ -80,3 +96,16 @@ def test_fewer_bits_never_take_longer_and_adaptive_lies_between():
     fastest = predict(profiles, links, Adaptive(lam=0.0))
     assert fastest.seconds["wait"] == pytest.approx(two.seconds["wait"], rel=0.01)
     assert fastest.mean_bits >= 2
+
+
+def test_ranks_hide_reduce_and_unpack_differently_and_the_worst_counts():
+    one = profile([0, 1000], hidden_s=0.02, channels=1)
+    other = replace(profile([500, 0], hidden_s=0.3, channels=1), reduce_s=0.5)
+    links = LinkTable.uniform(2, 1e6, 0.0)
+    guess = predict([one, other], links, Exact())
+    assert guess.seconds["reduce"] == 0.5
+    assert guess.seconds["wait"] == pytest.approx(0.4 - 0.02)
+    # Rank 0 packs 1000 rows; rank 1 packs 500 and unpacks 1000.
+    slow = replace(other.channels["forward0"], unpack_s=dict.fromkeys(WIDTHS, 1e-5))
+    guess = predict([one, replace(other, channels={"forward0": slow})], links, Exact())
+    assert guess.seconds["quantise"] == pytest.approx(500 * 1e-7 + 1000 * 1e-5)

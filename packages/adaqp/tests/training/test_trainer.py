@@ -2,6 +2,7 @@
 
 import os
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from adaqp.graphs import generated
 from adaqp.graphs.graph import from_edge_index
 from adaqp.policy import Adaptive, Exact, Fixed, Stale
 from adaqp.simulator.profiler import measure
+from adaqp.training import checkpoint
 from adaqp.training.checkpoint import find
 from adaqp.training.config import ModelConfig
 from shared.comms import RankPool
@@ -47,23 +49,28 @@ def test_two_ranks_train_like_one(conv, sbm, cut, pool2):
 
 
 def interrupted(folder, policy, checkpoint, stop_at, epochs):
-    """Losses of one uninterrupted run, and of one that stops, is rebuilt, and resumes."""
+    """Losses of one uninterrupted run, and of one that stops, is rebuilt, and resumes.
+
+    Also whether the latter has the history that was saved.
+    """
     dg = adaqp.load(folder)
     links = adaqp.LinkTable.uniform(dg.num_parts, 12.5e6, 2e-4)
     with dg.messages(policy, links=links):
         whole = make(dg, policy).fit(epochs).loss
     with dg.messages(policy, links=links):
         first = make(dg, policy)
-        before = list(first.fit(stop_at).loss)
+        first.fit(stop_at, eval_every=stop_at)
         first.save(checkpoint)
+        saved = deepcopy(first.history)
         first.fit(1)
     fresh = adaqp.load(folder)
     with fresh.messages(policy):
         second = make(fresh, policy)
         torch.manual_seed(99)
         second.resume(checkpoint)
-        after = second.fit(epochs - stop_at).loss
-    return whole, before + after
+        has_history = second.history == saved and len(saved.accuracy["val"]) == 1
+        pieces = second.fit(epochs - stop_at).loss
+    return whole, pieces, has_history
 
 
 @pytest.mark.parametrize(
@@ -73,8 +80,9 @@ def interrupted(folder, policy, checkpoint, stop_at, epochs):
 )
 def test_resuming_mid_period_repeats_the_losses(policy, sbm, cut, pool2, tmp_path):
     args = (cut(sbm, 2), policy, str(tmp_path / "checkpoint"), 4, 9)
-    for whole, pieces in pool2.run(interrupted, *args).results:
+    for whole, pieces, has_history in pool2.run(interrupted, *args).results:
         assert pieces == whole
+        assert has_history
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint"]
 
 
@@ -141,6 +149,26 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(sbm, cut, tmp_path, 
     assert {path.name for path in files} <= set(before)
     assert tmp_path.name in seen[seen.index("now here") :]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o640}
+
+
+def test_two_runs_with_one_folder_write_apart(sbm, cut, tmp_path, monkeypatch):
+    """Another run saves while this one does: each writes its own, and the last one stays."""
+    trainer = make(adaqp.load(cut(sbm, 1)), Exact())
+    trainer.fit(1)
+    save, written = checkpoint.dcp.save, []
+
+    def save_with_another(*args, **settings):
+        written.append(Path(settings["checkpoint_id"]))
+        if len(written) == 1:
+            trainer.save(tmp_path / "here")
+            assert find(tmp_path / "here") == tmp_path / "here"
+        save(*args, **settings)
+
+    monkeypatch.setattr(checkpoint.dcp, "save", save_with_another)
+    trainer.save(tmp_path / "here")
+    assert len(set(written)) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    trainer.resume(tmp_path / "here")
 
 
 def resumed_otherwise(folder, checkpoint):

@@ -17,7 +17,7 @@ from gnnflow.sampling.policies import SAMPLING_POLICIES
 from gnnflow.training.replay_policies import REPLAY_POLICIES
 from shared.cli import JsonOption, choice, run_command
 from shared.errors import ConfigError
-from shared.files import write_atomically
+from shared.files import atomic_file, write_atomically
 
 if TYPE_CHECKING:
     from gnnflow.training.continual import ContinualTrainer
@@ -226,7 +226,10 @@ class Partition(JsonOption):
         summary = summarize(events, owners, self.parts)
         self.print_result(asdict(summary), summary)
         if self.out is not None:
-            np.save(self.out, owners.numpy())
+            # As `np.save` names it; it is given a file, since it would name the temporary one too.
+            out = self.out if self.out.suffix == ".npy" else Path(f"{self.out}.npy")
+            with atomic_file(out) as partial, partial.open("wb") as file:
+                np.save(file, owners.numpy())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

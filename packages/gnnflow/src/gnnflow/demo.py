@@ -1,6 +1,6 @@
 """`gnnflow demo`: a graph of real flights that grows by the day, and a model that learns with it.
 
-A month of departures goes into a graph in increments. Beside it, in turn: a sorted adjacency rebuilt
+A month of departures, or three, goes into a graph in increments. Beside it, in turn: a sorted adjacency rebuilt
 at every increment, with the same answers; the model as it was after its first round;
 and a cache of edge features against the best that any cache of its size could do.
 """
@@ -96,7 +96,7 @@ def measure_insertion(events: Events) -> Claim:
         for name in ("nodes", "times", "dt", "eids", "row")
     )
     return Claim(
-        name=f"a month of events inserted by {_INCREMENT:,}",
+        name=f"departures inserted by {_INCREMENT:,}",
         unit="s",
         ours=median(inserted),
         baseline=median(rebuilt),
@@ -188,7 +188,7 @@ def compare_learning(going: list[Round], stopped: list[Round], events: Events) -
     # The first round is one model's, evaluated once.
     learnt, frozen = mean(going[1:]), mean(stopped[1:])
     return Claim(
-        name="average precision over the days from the eleventh, evaluated before they are learnt",
+        name="average precision over the days after the first round, evaluated before they are learnt",
         unit="of 1",
         ours=learnt,
         baseline=frozen,

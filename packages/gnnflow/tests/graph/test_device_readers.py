@@ -1,4 +1,4 @@
-"""A writer of pinned memory waits for the kernels that read it; streams and events are stand-ins."""
+"""Writers of a graph and the kernels that read it wait for each other; streams are stand-ins."""
 
 import threading
 from types import SimpleNamespace
@@ -27,7 +27,14 @@ class Event:
 @pytest.fixture
 def streams(monkeypatch):
     """Two streams, and which of them is current."""
-    made = [SimpleNamespace(cuda_stream=number, given=0, done=0, waited=[]) for number in range(2)]
+    made = [
+        SimpleNamespace(cuda_stream=number, given=0, done=0, waited=[], after=[])
+        for number in range(2)
+    ]
+    for stream in made:
+        stream.wait_event = lambda event, own=stream: own.after.append(
+            (event.stream.cuda_stream, event.given)
+        )
     current = threading.local()
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(
@@ -50,7 +57,38 @@ def test_all_streams_are_waited_for_once_up_to_their_last_mark(streams):
     assert [stream.waited for stream in streams] == [[2], [5]]
 
 
-def test_only_a_hybrid_graph_on_a_gpu_is_watched():
+def test_streams_wait_for_each_other_and_the_host_for_none(streams):
+    readers = DeviceReaders(torch.device("cuda", 0))
+    readers.order_after_write()  # of nothing yet
+    streams[0].given = 3
+    readers.record()
+    streams[0].use(1)
+    readers.order_after_readers()
+    streams[1].given = 7
+    readers.record_write()
+    streams[1].given = 8  # of somebody else
+    streams[0].use(0)
+    readers.order_after_write()
+    assert [stream.after for stream in streams] == [[(1, 7)], [(0, 3)]]
+    assert [stream.waited for stream in streams] == [[], []]
+
+
+def test_copies_are_read_after_the_last_write_and_written_after_the_last_read(monkeypatch):
+    done = []
+    names = ("record", "wait", "order_after_readers", "order_after_write", "record_write")
+    readers = SimpleNamespace(**{name: lambda name=name: done.append(name) for name in names})
+    monkeypatch.setattr(block_store, "find_device", lambda placement: HOST)
+    monkeypatch.setattr(block_store, "watch_readers", lambda placement, device: readers)
+    graph = gf.TemporalGraph(placement="cuda")
+    for _ in range(2):
+        graph.add_edges([0], [1], [2])
+        with graph.reading:
+            done.append("read")
+    read = ["order_after_write", "read", "record"]
+    assert done == ["order_after_readers", "record_write", *read] * 2
+
+
+def test_only_a_graph_on_a_gpu_is_watched():
     gpu = torch.device("cuda", 0)
     watched = [
         (placement, device.type)
@@ -58,7 +96,7 @@ def test_only_a_hybrid_graph_on_a_gpu_is_watched():
         for device in (HOST, gpu)
         if block_store.watch_readers(placement, device) is not None
     ]
-    assert watched == [("hybrid", "cuda")]
+    assert watched == [("cuda", "cuda"), ("hybrid", "cuda")]
 
 
 class Kernels:
@@ -69,6 +107,11 @@ class Kernels:
 
     def record(self):
         self.running.append(self.launch())
+
+    def order_after_write(self):
+        """Nothing: one stream."""
+
+    record_write = order_after_write
 
     def wait(self):
         self.seen += [kernel() for kernel in self.running]

@@ -7,7 +7,9 @@ separate module because importing DCP takes most of a second.
 
 import glob
 import json
+import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +17,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from shared.comms import Group, barrier
+from shared.comms import Group, barrier, broadcast
 from shared.errors import DataError
-from shared.files import find_folders, publish
+from shared.files import atomic_folder, find_folders
 
 __all__ = ["find", "load", "save"]
 
 _ABOUT = "about.json"
+# Bytes; Linux takes no longer ones.
+_LONGEST_PATH = 4096
 
 
 def save(folder: Path, state: dict[str, Any], about: dict[str, Any], group: Group | None) -> None:
     """Writes a checkpoint, which replaces `folder` only when it is whole and synced.
 
-    All ranks call it together.
+    All ranks call it together. Of several runs that write one folder, the last one wins.
 
     Args:
         folder: folder on storage that all ranks share.
@@ -38,19 +42,30 @@ def save(folder: Path, state: dict[str, Any], about: dict[str, Any], group: Grou
     Raises:
         OSError: the folder cannot be written.
     """
-    fresh, old = (folder.with_name(folder.name + end) for end in (".new", ".old"))
     is_first = group is None or group.rank == 0
+    with atomic_folder(folder) if is_first else nullcontext() as partial:
+        fresh = _tell_path(partial, group)
+        dcp.save(state, checkpoint_id=str(fresh), no_dist=group is None)
+        if is_first:
+            (fresh / _ABOUT).write_text(json.dumps(about))
     if is_first:
-        shutil.rmtree(fresh, ignore_errors=True)
+        # What releases up to 0.1.0 left after a kill.
+        for ending in (".new", ".old"):
+            shutil.rmtree(folder.with_name(folder.name + ending), ignore_errors=True)
     if group is not None:
         barrier(group)
-    dcp.save(state, checkpoint_id=str(fresh), no_dist=group is None)
-    if is_first:
-        (fresh / _ABOUT).write_text(json.dumps(about))
-        publish(fresh, folder)
-        shutil.rmtree(old, ignore_errors=True)
+
+
+def _tell_path(partial: Path | None, group: Group | None) -> Path:
+    """Rank 0's folder, on every rank; the same ranks of another run have another one."""
+    encoded = b"" if partial is None else os.fsencode(partial)
     if group is not None:
-        barrier(group)
+        told = torch.zeros(_LONGEST_PATH, dtype=torch.uint8)
+        told[: len(encoded)] = torch.frombuffer(bytearray(encoded or b"\0"), dtype=torch.uint8)[
+            : len(encoded)
+        ]
+        encoded = bytes(broadcast(group, told.to(group.device), 0).tolist()).rstrip(b"\0")
+    return Path(os.fsdecode(encoded))
 
 
 def find(folder: Path) -> Path | None:

@@ -2,7 +2,7 @@
 
 The loss is the mean over all training nodes of the graph, so it does not depend on the number of
 ranks. A checkpoint holds everything the next step depends on (weights, optimiser, widths, moving
-averages, random state), so a resumed run has the same losses as an uninterrupted one.
+averages, random state) and the history, so a resumed run has the same losses as an uninterrupted one.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,8 @@ from shared.errors import ConfigError, DataError
 __all__ = ["History", "Trainer"]
 
 SPLITS = ("train", "val", "test")
+# Begin of the history's names in a checkpoint.
+_HISTORY = "history."
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -54,6 +56,29 @@ class History:
     def to_json(self) -> dict[str, Any]:
         """The history as plain lists and dictionaries."""
         return asdict(self)
+
+    def to_tensors(self) -> dict[str, Tensor]:
+        """The history as one tensor a list, by name, for `from_tensors`."""
+        lists = {"loss": self.loss, "bytes": self.bytes, "evaluated_at": self.evaluated_at}
+        lists |= {f"seconds.{phase}": values for phase, values in self.seconds.items()}
+        lists |= {f"accuracy.{split}": values for split, values in self.accuracy.items()}
+        counts = ("bytes", "evaluated_at")
+        return {
+            name: torch.tensor(values, dtype=torch.int64 if name in counts else torch.float64)
+            for name, values in lists.items()
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor]) -> "History":
+        """Makes the history that `to_tensors` was called on; of lists left out it has none."""
+        history = cls()
+        for name, tensor in tensors.items():
+            field_name, _, key = name.partition(".")
+            if key:
+                getattr(history, field_name)[key] = tensor.tolist()
+            else:
+                setattr(history, field_name, tensor.tolist())
+        return history
 
 
 class Trainer:
@@ -105,7 +130,7 @@ class Trainer:
             eval_every: epochs between exact evaluations of all splits; 0: never.
 
         Returns:
-            The history since the trainer was made or resumed.
+            The history since the first epoch, those before a `resume` included.
 
         Raises:
             CommError: a peer died or sent nothing within the timeout.
@@ -243,6 +268,13 @@ class Trainer:
         device_rng = own.pop("device_rng", None)
         if device_rng is not None and device.type == "cuda":
             torch.cuda.set_rng_state(device_rng, device)
+        self.history = History.from_tensors(
+            {
+                name.removeprefix(_HISTORY): own.pop(name)
+                for name in list(own)
+                if name.startswith(_HISTORY)
+            }
+        )
         self.dg.current_messages.load_state_dict({k: v.to(device) for k, v in own.items()})
         self.epoch = about["epoch"]
 
@@ -274,8 +306,10 @@ class Trainer:
         }
 
     def _own_state(self) -> dict[str, Tensor]:
-        """Widths, moving averages, late messages and random state of this rank."""
+        """Widths, moving averages, late messages, random state and history of this rank."""
         own = self.dg.current_messages.state_dict() | {"rng": torch.get_rng_state()}
+        history = self.history.to_tensors()
+        own |= {f"{_HISTORY}{name}": tensor for name, tensor in history.items() if len(tensor)}
         if self.dg.device.type == "cuda":
             own["device_rng"] = torch.cuda.get_rng_state(self.dg.device)
         return {f"{self._own_prefix}{name}": tensor.cpu() for name, tensor in own.items()}

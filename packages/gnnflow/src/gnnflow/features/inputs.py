@@ -1,4 +1,4 @@
-"""Features of what was sampled: each id's row once, and where it belongs.
+"""Features of a sample: the row of each distinct id, and the row that each occurrence has.
 
 A node sampled for many roots is one row, so that models project rows and then gather them, instead
 of gathering rows and projecting each copy.
@@ -26,21 +26,21 @@ class Rows:
     """Features of ids, each id once.
 
     Attributes:
-        values: float32 [num_unique, dim], by rising id.
-        index: int64 [occurrences], which row of `values` each occurrence has.
+        values: float32 [num_unique, dim], in ascending order of ids.
+        index: int64 [occurrences], the row of `values` of each occurrence.
     """
 
     values: Float32[Tensor, "num_unique dim"]
     index: Int64[Tensor, " occurrences"]
 
     def spread(self) -> Float32[Tensor, "occurrences dim"]:
-        """A row for each occurrence."""
+        """The row of each occurrence."""
         return self.values[self.index]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What a model takes beside the sample; None where there are no such features.
+    """Features that a model gets with a sample; None if there are none of a kind.
 
     Attributes:
         nodes: of the roots and then the neighbours of the deepest hop, as `MFG.nodes` has them; with
@@ -55,12 +55,12 @@ class Inputs:
 
 
 def attach(sample: MFG | Sequences, source: Features | FeatureCache) -> Inputs:
-    """Fetches the features of what was sampled, each id once a hop and snapshot.
+    """Fetches the features of a sample, each distinct id once per hop and snapshot.
 
     Args:
-        sample: of a `TemporalSampler`.
-        source: a `FeatureCache`, whose device rows and indices come to; or a `FeatureStore`, where they
-            come to the device of the sample.
+        sample: result of a `TemporalSampler`.
+        source: a `FeatureCache`, which returns rows and indices on its device; or a store, with
+            rows and indices on the sample's device.
 
     Raises:
         DataError: an id has no row.

@@ -1,10 +1,10 @@
-"""The cache policies by name: which row leaves when another enters.
+"""Cache policies by name: which row is evicted when another is admitted.
 
-A batch counts each id once, where it first stands. What is held when the batch comes hits; the rest
-misses, and enters together afterwards:
+Each id counts once per batch, at its first position. Ids whose rows are held when the batch arrives are
+hits; the others are misses, which are admitted together after the lookup:
 
-    lru     the slots go to the ids used last, each batch's ids in their order: what one access at a
-            time would leave behind. Of a batch larger than the cache the last ids stay.
+    lru     the cache holds the ids used last, in the order of batches and of ids within a batch, as
+            single accesses would leave it. Of a batch larger than the cache the last ids stay.
     keep    LRU with a tuned number of pinned slots, often zero. Training that replays the past
             passes over more rows than fit, again and again, and LRU has always just lost what comes
             next. A row that would leave is pinned instead while more pinned rows are wanted, and

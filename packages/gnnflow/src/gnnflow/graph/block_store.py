@@ -4,7 +4,7 @@ Compiled loops update all arrays in host memory. A graph placed on a GPU also ha
 table and the directory on the device, of which an insertion updates the changed rows only; its
 edges stay in pinned host memory that the device reads ("hybrid"), or are copied too ("cuda").
 Kernels run after their launch has returned, so pinned memory is changed or freed only once all
-launched kernels have read it.
+launched kernels have read it, and copies on the device are changed in the order of streams.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def find_device(placement: Placement) -> torch.device:
 
 
 def watch_readers(placement: Placement, device: torch.device) -> DeviceReaders | None:
-    """Where kernels read host memory while it could change: of "hybrid" on a GPU; None elsewhere."""
-    return DeviceReaders(device) if placement == "hybrid" and device.type == "cuda" else None
+    """Where kernels read what could change meanwhile: of placements on a GPU; None elsewhere."""
+    return DeviceReaders(device) if placement != "cpu" and device.type == "cuda" else None
 
 
 class BlockStore:
@@ -260,6 +260,9 @@ class BlockStore:
                     for name, column in columns.items()
                 }
             self._view = Adjacency(**columns)
+            self._record_write()
+        if self._readers is not None:
+            self._readers.order_after_write()
         return self._view
 
     def mark_read(self) -> None:
@@ -268,15 +271,27 @@ class BlockStore:
             self._readers.record()
 
     def wait_for_readers(self) -> None:
-        """Blocks until no kernel reads host memory any more; no new ones may be launched meanwhile."""
-        if self._readers is not None:
+        """Puts what follows after all launched kernels; no new ones may be launched meanwhile.
+
+        Blocks where kernels read host memory; otherwise this thread's stream waits for them.
+        """
+        if self._readers is not None and self.placement == "hybrid":
             self._readers.wait()
+        elif self._readers is not None:
+            self._readers.order_after_readers()
+
+    def _record_write(self) -> None:
+        if self._readers is not None:
+            self._readers.record_write()
 
     def _send(self, touched: np.ndarray, old_counts: np.ndarray | None) -> None:
         """Updates the device's copies of touched nodes, and of their edges after the old ones."""
         if self._view is None:
             return  # the next `adjacency()` copies everything
-        view = self._view
+        self._update(self._view, touched, old_counts)
+        self._record_write()
+
+    def _update(self, view: Adjacency, touched: np.ndarray, old_counts: np.ndarray | None) -> None:
         self._copy_rows(view, ("table", "num_blocks"), touched)
         blocks = self.num_blocks[touched].astype(np.int64)
         self._copy_rows(view, ("directory", "since"), _ranges(self.table[touched, 3], blocks))

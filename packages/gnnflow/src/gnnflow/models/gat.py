@@ -1,8 +1,8 @@
 """GAT on a graph that grows.
 
 After "Graph Attention Networks" (arXiv 1710.10903). Edge features join the neighbour's row, in scores
-and in what is summed. Time is not read: neighbours are those before the root's time, which is the end
-of time where the model is used as a static one.
+and in what is summed. Time is not read, so that `LinkTask` asks about the graph as it was before the
+first event of a batch.
 """
 
 from __future__ import annotations

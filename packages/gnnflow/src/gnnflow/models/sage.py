@@ -1,8 +1,8 @@
 """GraphSAGE with the mean of neighbours, on a graph that grows.
 
 After "Inductive Representation Learning on Large Graphs" (arXiv 1706.02216). Edge features, which the
-paper does not have, join the neighbour's row. Time is not read: neighbours are those before the root's
-time, which is the end of time where the model is used as a static one.
+paper does not have, join the neighbour's row. Time is not read, so that
+`LinkTask` asks about the graph as it was before the first event of a batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Partitions of a list of events that is known in advance: METIS, and every online form.
+"""Partitions of a list of events that is known in advance: METIS, and the online partitioners.
 
-An online form goes through the events in the order of the list. It knows all events of a node when
-the node's turn comes, and places nodes that are no source last.
+An online partitioner gets all events as one batch, in the order of the list, so that it knows all
+neighbours of a node when it places the node. Nodes that are never a source are placed last.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ def partition_by_hash(events: Events, num_parts: int, *, num_nodes: int, seed: i
 
 
 def partition_by_turns(events: Events, num_parts: int, *, num_nodes: int, seed: int) -> Owners:
-    """Parts by `RoundRobin`, which has no use for a seed; O(events + num_nodes)."""
+    """Parts by `RoundRobin`, which ignores the seed; O(events + num_nodes)."""
     return _assign_all(RoundRobin(num_parts), events, num_nodes)
 
 
 def partition_by_edges(events: Events, num_parts: int, *, num_nodes: int, seed: int) -> Owners:
-    """Parts by `LeastEdges`, which has no use for a seed; O(events + num_nodes * num_parts)."""
+    """Parts by `LeastEdges`, which ignores the seed; O(events + num_nodes * num_parts)."""
     return _assign_all(LeastEdges(num_parts), events, num_nodes)
 
 
 def partition_greedily(events: Events, num_parts: int, *, num_nodes: int, seed: int) -> Owners:
-    """Parts by `LinearGreedy`, which has no use for a seed; O(events + num_nodes * num_parts)."""
+    """Parts by `LinearGreedy`, which ignores the seed; O(events + num_nodes * num_parts)."""
     form = LinearGreedy(num_parts, num_nodes=num_nodes, num_edges=len(events))
     return _assign_all(form, events, num_nodes)
 
 
 def partition_by_fennel(events: Events, num_parts: int, *, num_nodes: int, seed: int) -> Owners:
-    """Parts by `Fennel`, which has no use for a seed; O(events + num_nodes * num_parts)."""
+    """Parts by `Fennel`, which ignores the seed; O(events + num_nodes * num_parts)."""
     form = Fennel(num_parts, num_nodes=num_nodes, num_edges=len(events))
     return _assign_all(form, events, num_nodes)
 

@@ -1,4 +1,4 @@
-"""Sources put into parts one after another, in numba; `gnnflow.partitioning.online` says why."""
+"""Compiled loops of `gnnflow.partitioning.online`: assign sources to parts one after another."""
 
 # ruff: noqa: ANN001, ANN201
 from typing import Any
@@ -18,13 +18,13 @@ __all__ = [
 
 
 def compiled(function: Any) -> Any:
-    """Machine code that lets other threads run."""
+    """Compiles with numba, without the interpreter lock and with a cache on disk."""
     return njit(nogil=True, cache=True)(function)
 
 
 @compiled
 def count_new(src, owners):
-    """How many different sources have no part yet; marks them with -2."""
+    """Counts the distinct sources without a part, and marks them with -2."""
     count = 0
     for node in src:
         if owners[node] == -1:
@@ -35,7 +35,7 @@ def count_new(src, owners):
 
 @compiled
 def assign_by_turns(src, owners, sizes):
-    """The next part for each new source."""
+    """Assigns each new source to the next part in turn."""
     num_given = sizes.sum()
     for node in src:
         if owners[node] < 0:
@@ -47,7 +47,7 @@ def assign_by_turns(src, owners, sizes):
 
 @compiled
 def assign_by_edges(src, owners, sizes, num_edges):
-    """The part with the fewest edges so far for each new source; edges are counted as they come."""
+    """Assigns each new source to the part with the fewest edges so far, and counts the edges."""
     for node in src:
         if owners[node] < 0:
             part = np.argmin(num_edges)
@@ -58,7 +58,7 @@ def assign_by_edges(src, owners, sizes, num_edges):
 
 @compiled
 def find_best_part(known, sizes, capacity, slope, power):
-    """The part below its capacity with the best score; of equal ones the smallest, then the first.
+    """Returns the part below its capacity with the best score; ties: fewest nodes, then lowest number.
 
     `known` counts edges to each part. With a slope of 0 or more the score is Fennel's, known - slope *
     size ** power; else that of linear deterministic greedy, known * (1 - size / capacity).
@@ -80,10 +80,11 @@ def find_best_part(known, sizes, capacity, slope, power):
 
 @compiled
 def assign_by_neighbours(src, dst, owners, sizes, known, head, link, capacity, slope, power):
-    """Scores each new source by the parts of its neighbours, earlier ones of the batch included.
+    """Assigns each new source by the parts of its neighbours, those placed in this batch included.
 
-    The batch's edges at a node are chained: `head` [num_nodes] has the newest one, -1 for none, and is
-    left so; `link` [2 * edges] the one before. Entry 2e is edge e at its source, 2e + 1 at its end.
+    The batch's edges at a node form a linked list: `head` [num_nodes] holds the newest one, or -1, and
+    is -1 again on return; `link` [2 * edges] holds the one before. Entry 2e is edge e at its source,
+    entry 2e + 1 the same edge at its destination.
     """
     for edge in range(len(src)):
         here, there = src[edge], dst[edge]
@@ -111,7 +112,7 @@ def assign_by_neighbours(src, dst, owners, sizes, known, head, link, capacity, s
 
 @compiled
 def assign_rest_by_neighbours(owners, sizes, known, capacity, slope, power):
-    """Scores the nodes that have no part by the neighbours that have one."""
+    """Assigns the nodes without a part by the parts of their neighbours."""
     for node in range(len(owners)):
         if owners[node] < 0:
             part = find_best_part(known[node], sizes, capacity, slope, power)
@@ -121,7 +122,7 @@ def assign_rest_by_neighbours(owners, sizes, known, capacity, slope, power):
 
 @compiled
 def assign_rest_by_size(owners, sizes):
-    """The part with the fewest nodes for each node that has no part."""
+    """Assigns each node without a part to the part with the fewest nodes."""
     for node in range(len(owners)):
         if owners[node] < 0:
             part = np.argmin(sizes)

@@ -1,9 +1,8 @@
-"""Cuts the nodes of a whole list of events into parts: a pure plan, no process group.
+"""Partitions the nodes of a list of events that is known in advance; needs no process group.
 
-After GNNFlow: an edge lives with its source, so that the neighbours of a node are sampled in one
-place. Every online form is here for a list that is known in advance, beside METIS on the graph of all
-events; an event between two parts costs a message whenever it is walked along, so events are counted,
-not pairs.
+As in GNNFlow, an edge is stored with its source, so that one part samples all neighbours of a node.
+Methods are the online ones, applied to the whole list, and METIS. The cut counts events, not pairs of
+nodes, since sampling sends a message for each event between two parts.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ __all__ = ["PartitionSummary", "partition", "summarize"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionSummary:
-    """What a partition costs; `str()` of it is a table.
+    """Sizes and cut of a partition; `str()` gives a table.
 
     Attributes:
-        num_nodes: nodes a part.
-        num_edges: events a part, each counted with its source.
-        edge_cut: events between two parts.
+        num_nodes: number of nodes of each part.
+        num_edges: number of events of each part; an event belongs to its source's part.
+        edge_cut: number of events between two parts.
     """
 
     num_nodes: tuple[int, ...]
@@ -71,16 +70,16 @@ def partition(
     *,
     num_nodes: int | None = None,
 ) -> Int64[Tensor, " num_nodes"]:
-    """Gives every node a part.
+    """Assigns every node to a part.
 
-    For an undirected graph give the events in both directions.
+    For an undirected graph, pass the events in both directions.
 
     Args:
         events: the edges, one way each.
-        num_parts: how many parts.
+        num_parts: number of parts.
         method: a name of `gnnflow.partitioning.methods`.
-        seed: of "hash", and of "metis" where its library takes one.
-        num_nodes: ids are below it; one more than the largest id when None.
+        seed: seed of "hash", and of "metis" if the installed library takes one.
+        num_nodes: number of nodes; None: the largest id of an event plus one.
 
     Returns:
         The part of each node, 0 to num_parts - 1; the same on every machine and in every process.
@@ -101,12 +100,12 @@ def partition(
 def summarize(
     events: Events, owners: Int64[Tensor, " num_nodes"], num_parts: int
 ) -> PartitionSummary:
-    """Counts what a partition cuts and how even it is.
+    """Counts nodes and events of each part, and events between parts.
 
     Args:
         events: the edges, one way each.
-        owners: the part of each of their nodes.
-        num_parts: how many parts there are.
+        owners: part of each node.
+        num_parts: number of parts.
 
     Raises:
         DataError: a node has no part in [0, num_parts).

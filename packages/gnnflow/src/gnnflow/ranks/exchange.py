@@ -71,6 +71,13 @@ def swap(
 ) -> Shaped[Tensor, "received ..."]:
     """Sends `sends[p]` rows to each rank p, in order; returns the rows received, by rank.
 
+    Args:
+        group: the ranks that take part; all call it together.
+        items: the rows, those for rank 0 first; moved to the group's device.
+        sends: number of rows for each rank.
+        recvs: number of rows from each rank.
+        phase: name under which the ledger counts the bytes.
+
     Raises:
         CommError: a rank died, hangs, or the timeout passed; names it.
     """

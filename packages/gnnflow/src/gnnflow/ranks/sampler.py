@@ -232,6 +232,12 @@ def owned(
     A graph checks lateness against its own edges only: insert out-of-order events with
     late="merge", or drop or refuse them before they are split.
 
+    Args:
+        events: the events of all parts, in stream order.
+        owners: part of each node.
+        part: the part whose events are returned.
+        undirected: whether an event is also stored at its destination.
+
     Raises:
         DataError: a node has no entry in `owners`, or the owner of an edge's entry is -1.
     """

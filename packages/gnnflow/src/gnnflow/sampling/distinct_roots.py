@@ -1,8 +1,8 @@
-"""Roots that repeat, so that each distinct one is computed once.
+"""Finds repeated roots, so that models compute each distinct one once.
 
-Two roots of one node and time have one answer, which the sampler gives both of them. In a batch of
-flights three of five roots of the second hop are such repeats. In training repeats share their
-dropout.
+Two roots with the same node and time have the same neighbours and so the same embedding. In a batch
+of flights three of five roots of the second hop repeat. In training, repeated roots share a dropout
+mask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ __all__ = ["find_distinct_roots", "find_distinct_sequences", "find_rows"]
 def find_rows(
     index: Int64[Tensor, " n"], num_rows: int
 ) -> tuple[Int64[Tensor, " distinct"], Int64[Tensor, " n"]]:
-    """The distinct values of `index`, rising, and where each entry of `index` stands among them.
+    """Returns the distinct values of `index`, ascending, and the position of each entry among them.
 
-    Linear in n + num_rows, for values in [0, num_rows).
+    Args:
+        index: values in [0, num_rows).
+        num_rows: bound of the values; time and memory are O(n + num_rows).
     """
     is_there = torch.zeros(num_rows, dtype=torch.bool, device=index.device)
     is_there.index_fill_(0, index, True)
@@ -31,12 +33,16 @@ def find_rows(
 def find_distinct_roots(
     block: TemporalBlock,
 ) -> tuple[Int64[Tensor, " distinct"], Int64[Tensor, " num_roots"]]:
-    """Positions of the roots that no earlier root equals, and for each root the place of its equal.
+    """Finds the first of each group of equal roots.
 
     Roots are equal if their nodes, times and sampled neighbours are.
 
+    Args:
+        block: one hop.
+
     Returns:
-        `kept`, rising, and `place`, so that root i is equal to root kept[place[i]].
+        `kept`, positions of the first roots, ascending; and `place`, so that root i is equal to root
+        kept[place[i]].
     """
     num_roots, row = len(block.roots), block.row
     leader = _leader(block.roots, block.root_times)
@@ -57,7 +63,7 @@ def find_distinct_roots(
 def find_distinct_sequences(
     sample: Sequences,
 ) -> tuple[Int64[Tensor, " distinct"], Int64[Tensor, " num_roots"]]:
-    """As `find_distinct_roots`, of sequences: `kept` and `place`."""
+    """As `find_distinct_roots`, for sequences; returns `kept` and `place`."""
     leader = _leader(sample.nodes[:, -1], sample.times[:, -1])
     is_equal = torch.ones_like(leader, dtype=torch.bool)
     for column in (sample.nodes, sample.eids, sample.times, sample.mask):

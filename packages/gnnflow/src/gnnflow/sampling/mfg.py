@@ -23,12 +23,12 @@ class MFG:
     """The neighbourhoods of roots over several hops.
 
     Attributes:
-        layers: a block a hop, the one next to the roots first; with snapshots a list of blocks a
-            hop, the oldest snapshot first. The roots of the next hop are the roots of this one, in
+        layers: one block per hop, the hop next to the roots first; with snapshots one list of
+            blocks per hop, the oldest snapshot first. The roots of the next hop are the roots of this one, in
             order, and then its neighbours, in order, each at the time of its edge (of its root,
             where the sampler's `neighbor_times` is "root").
-        version: of the graph that was sampled.
-        is_cut: whether a root was asked for at a time whose past has expired.
+        version: version of the graph that was sampled.
+        is_cut: whether a root's time is so early that some edges before it may have expired.
     """
 
     layers: list[Layer]
@@ -37,7 +37,7 @@ class MFG:
 
     @property
     def num_snapshots(self) -> int:
-        """How many snapshots each hop has."""
+        """Number of snapshots of each hop."""
         first = self.layers[0] if self.layers else []
         return len(first) if isinstance(first, list) else 1
 

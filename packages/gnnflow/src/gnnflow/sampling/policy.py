@@ -1,4 +1,4 @@
-"""What a sampling policy is: a function that takes one hop, and what callers may expect of it."""
+"""The interface of sampling policies: a function that samples one hop, and its properties."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SampleHop", "SamplingPolicy"]
 
 @runtime_checkable
 class SampleHop(Protocol):
-    """Takes up to `fanout` edges of each root with since <= time < before."""
+    """Samples up to `fanout` edges of each root, of times since <= time < before."""
 
     def __call__(
         self,
@@ -33,29 +33,31 @@ class SampleHop(Protocol):
         Args:
             adjacency: the edges, on the roots' device.
             roots: int64 [num_roots]; unknown nodes have no neighbours.
-            root_times: [num_roots], of the adjacency's type of time.
-            fanout: neighbours a root, at most.
+            root_times: [num_roots], in the adjacency's time dtype.
+            fanout: maximum number of neighbours of a root.
             replace: whether an edge may be drawn several times.
-            before: [num_roots], end of the time looked at, exclusive.
-            since: [num_roots], its beginning, inclusive; None for none.
-            key: stream of the draws, of `shared.kernels.philox.stream_key`; 0 where the policy is
-                not random.
+            before: [num_roots], end of the time range, exclusive.
+            since: [num_roots], start of the time range, inclusive; None: no start.
+            key: key of the random stream, from `shared.kernels.philox.stream_key`; 0 for policies
+                that are not random.
 
         Returns:
-            The neighbours in the order of the roots. A root's must depend on the root and the key
-            alone, so that batches, threads and ranks change nothing.
+            The neighbours, grouped by root in the order of the roots. Those of a root must depend on
+            nothing but the root and the key, so that the result is the same for any division into
+            batches, threads and ranks.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPolicy:
-    """A way of choosing neighbours.
+    """A policy of choosing neighbours.
 
     Attributes:
-        sample_hop: takes them.
-        is_random: whether they depend on the key.
-        is_newest_first: whether they are the newest, newest first, as padded sequences need them.
+        sample_hop: function that samples one hop.
+        is_random: whether the result depends on the key.
+        is_newest_first: whether it gives the newest neighbours, newest first, as padded sequences
+            require.
     """
 
     sample_hop: SampleHop
