@@ -23,9 +23,8 @@ from mspipe.memory.row_layout import State
 from mspipe.models.base import MemoryModel
 from mspipe.pipeline.gpu_streams import GpuStreams
 from mspipe.pipeline.iteration import Iteration, Output
-from mspipe.pipeline.mitigation import Mitigation
+from mspipe.pipeline.mitigation import Mitigation, StaleMix
 from mspipe.pipeline.report import Report, Span
-from mspipe.pipeline.stale_mix import StaleMix
 from mspipe.pipeline.workers import WorkerSlices
 from mspipe.pipeline.written_rows import WrittenRows
 from mspipe.registry import Mode
