@@ -139,7 +139,8 @@ def stream():
     """Events whose nodes are numbered anew, so that there is no row that no event has."""
     drawn = ms.data.zipf(NUM_DRAWN, NUM_BATCHES * BATCH * 4, seed=1, edge_dim=EDGE_DIM)
     nodes, ends = torch.cat([drawn.src, drawn.dst]).unique(return_inverse=True)
-    events = ms.Events(*ends.split(len(drawn)), drawn.t, drawn.features, label=drawn.label)
+    src, dst = ends.split(len(drawn))
+    events = ms.Events(src, dst, drawn.t, drawn.features, label=drawn.label)
     assert events.num_nodes == len(nodes)
     return events
 
@@ -218,6 +219,7 @@ def record(benchmark, record_claim, rate, found):
         best = min(rivals, key=lambda way: median(found[way]["seconds"]))
         is_cached = "cache" in ours
         alike = "prefetch, with the same cache" if is_cached else "the best without a cache"
+        rows: list[tuple[str, list[float], float | None]]
         rows = [(alike, found[best]["seconds"], 1.3)]
         if not is_cached:
             longest_each = [max(p[0], p[1] + p[2], p[3], p[4]) for p in sync["stages"]]

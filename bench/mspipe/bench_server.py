@@ -84,7 +84,7 @@ class Raw:
     def read(self, ids):
         self.sock.sendall(ids.numpy())
         rows = torch.empty(ASKED, WORDS)  # the caller's own, as ours gives them
-        left = memoryview(rows.numpy()).cast("B")
+        left = rows.numpy().data.cast("B")
         while left:
             left = left[self.sock.recv_into(left, flags=socket.MSG_WAITALL) :]
         return rows
