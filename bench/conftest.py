@@ -108,6 +108,11 @@ def record_claim(request):
 
 def pytest_addoption(parser):
     parser.addoption("--claims", type=Path, help="file for the claims that benchmarks record")
+    parser.addoption(
+        "--whole-year",
+        action="store_true",
+        help="mspipe/staleness: all flights of the year, 35 min",
+    )
 
 
 def pytest_sessionfinish(session):

@@ -11,19 +11,17 @@ COLOURS = ("#0072B2", "#D55E00", "#E69F00", "#CC79A7", "#009E73")
 MEASURES = {"ap": "AP", "mrr": "MRR"}
 
 
-def draw(scores: dict, bank: dict, path: Path):
+def draw(test: str, scores: dict, bank: dict, path: Path):
     """A row of panels a measure, one a kind of negatives: a dot a seed, and a bar at their mean.
 
     Args:
+        test: what was tested on.
         scores: by variant, of each seed the scores by kind and measure.
         bank: EdgeBank's scores by kind and measure.
         path: of the SVG.
     """
     figure = Figure(figsize=(9, 5.6), layout="constrained")
-    figure.suptitle(
-        "TGN on the last 15 % of 2013's departures from New York, by how stale memory was in training",
-        fontsize=10,
-    )
+    figure.suptitle(f"TGN on {test}, by how stale memory was in training", fontsize=10)
     panels = figure.subplots(len(MEASURES), len(KINDS), sharey=True, squeeze=False)
     names = list(scores)
     for row, (measure, told) in zip(panels, MEASURES.items(), strict=True):

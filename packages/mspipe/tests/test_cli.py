@@ -6,6 +6,7 @@ import pytest
 
 from mspipe.cli import main
 from mspipe.data.batching import uniform_bounds
+from mspipe.memory.server import MemoryServer
 from mspipe.models import JODIE
 from mspipe.registry import CUTS, MODELS, MODES, Mode
 from shared.errors import ConfigError
@@ -176,6 +177,21 @@ def test_a_mode_that_forwards_and_is_stale_is_refused():
 def test_what_cannot_be_done_says_why(args, told, capsys):
     assert main(args) == 1
     assert told in capsys.readouterr().err
+
+
+def test_clients_are_accepted_in_one_thread(capsys, monkeypatch):
+    def refused(server):
+        raise AssertionError("a second thread would accept beside the command's own")
+
+    def stopped(server):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MemoryServer, "start", refused)
+    monkeypatch.setattr(MemoryServer, "serve_forever", stopped)
+    assert main(["serve-memory", "--bind", "127.0.0.1:0"]) == 0
+    told = capsys.readouterr()
+    assert "serving at tcp://127.0.0.1:" in told.out
+    assert "stopped" in told.err
 
 
 @pytest.mark.slow

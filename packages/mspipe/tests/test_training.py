@@ -50,6 +50,7 @@ def cut_after(pipe, number):
     before_training(pipe, cut)
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("name", ["tgn", "apan"])
 @pytest.mark.parametrize("mode", ["sync", "forward"])
 def test_resumes_to_the_same_curve_bit_for_bit(toy, tmp_path, name, mode):
@@ -72,6 +73,7 @@ def test_resumes_to_the_same_curve_bit_for_bit(toy, tmp_path, name, mode):
     assert curve(made(toy, events, tmp_path, name=name, mode=mode)[1]) == expected
 
 
+@pytest.mark.unchecked
 def test_a_killed_server_costs_what_was_not_saved(toy, tmp_path):
     events = toy.stream()
     expected = curve(made(toy, events, None)[1])
@@ -89,6 +91,7 @@ def test_a_killed_server_costs_what_was_not_saved(toy, tmp_path):
         pipe.memory.close()
 
 
+@pytest.mark.unchecked
 def test_more_passes_can_be_asked_for(toy, tmp_path):
     events = toy.stream()
     settings = [Settings(epochs=n, batch_size=40) for n in (1, 3)]

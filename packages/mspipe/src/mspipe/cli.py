@@ -275,12 +275,13 @@ class ServeMemory:
             max_clients=self.max_clients,
             timeout_s=self.timeout_s,
         )
-        with server:
-            print(f"serving at {server.address}", flush=True)
-            try:
-                server.serve_forever()
-            except KeyboardInterrupt:
-                print("stopped", file=sys.stderr)
+        print(f"serving at {server.address}", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+        finally:
+            server.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

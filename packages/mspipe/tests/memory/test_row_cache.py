@@ -123,6 +123,7 @@ def test_a_read_that_a_write_overtakes_is_not_kept(begins):
     assert torch.equal(cached.read(torch.tensor([3])), torch.ones(1, 3))
 
 
+@pytest.mark.unchecked
 def test_training_through_a_cache_is_the_same(toy):
     events = toy.stream()
     plain = toy.pipeline(events, mode="sync")

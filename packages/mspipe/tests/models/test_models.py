@@ -167,6 +167,7 @@ def test_gradients_reach_the_updater(toy):
         assert float(cell.grad.abs().max()) > 0
 
 
+@pytest.mark.unchecked
 def test_models_learn(toy):
     plain = toy.stream(1500, seed=1)
     # Features tell which of four kinds of destination an event is about.

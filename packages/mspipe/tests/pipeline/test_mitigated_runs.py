@@ -1,5 +1,6 @@
 """What mitigation does within a run: which states the model gets, and how often the weight is fitted."""
 
+import pytest
 import torch
 
 from mspipe.data.batching import batches
@@ -45,6 +46,7 @@ def test_the_model_gets_the_mixed_states(toy):
     assert sum(num_given) == num_mixed
 
 
+@pytest.mark.unchecked
 def test_a_mix_changes_the_losses_and_a_weight_of_one_does_not(toy):
     events = toy.stream(900, num_src=60)
 

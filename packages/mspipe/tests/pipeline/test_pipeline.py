@@ -55,6 +55,7 @@ def slowed(pipe, seed, most_s=0.004):
     return pipe
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("name", ["tgn", "jodie", "apan"])
 def test_modes_that_are_exact_equal_sync_bit_for_bit(toy, name):
     events = toy.stream()
@@ -127,6 +128,7 @@ def test_staleness_never_exceeds_its_cap(toy, cap):
     assert "staleness" in str(report)
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("staleness", [1, 2, 4, 7])
 def test_fixed_staleness_is_the_same_in_every_run(toy, staleness):
     """Equal to one stage after another with each write held back until staleness - 1 more were made."""
@@ -182,6 +184,7 @@ def test_a_stale_row_is_what_an_earlier_iteration_left(toy):
         assert work.index - least + 1 <= 3
 
 
+@pytest.mark.unchecked
 def test_mitigation_mixes_and_fits(toy):
     events = toy.stream(900, num_src=60)
     mitigation = Mitigation(events, quantile=0.5)
@@ -216,6 +219,7 @@ def test_batches_without_events_or_without_negatives(toy):
         assert all(one.loss > 0 for one in out)
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("name", ["tgn", "jodie", "apan"])
 def test_events_without_features(toy, name):
     plain = toy.stream()
@@ -232,6 +236,7 @@ def test_events_without_features(toy, name):
     assert losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.unchecked
 def test_no_clock_that_may_go_back_is_read(toy, monkeypatch):
     events = toy.stream()
     expected = toy.train(toy.pipeline(events, mode="sync"), events, epochs=1)

@@ -17,21 +17,17 @@ from torch import Tensor
 from mspipe.data.batching import Batch
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.models.base import MemoryModel
-from mspipe.pipeline.iteration import Iteration, Output
-from mspipe.pipeline.lanes import Lane, StageThreads
+from mspipe.pipeline.iteration import Output
 from mspipe.pipeline.mitigation import Mitigation
+from mspipe.pipeline.overlap import Overlap
 from mspipe.pipeline.report import Report
 from mspipe.pipeline.stages import NeighborSampler, Stages
-from mspipe.pipeline.stale_schedule import Schedule
 from mspipe.pipeline.workers import WorkerSlices
 from mspipe.registry import MODES
 from shared.comms import Group
 from shared.errors import ConfigError
 
 __all__ = ["Pipeline"]
-
-_ROOM = 2  # maximum number of iterations queued between two stages
-_STOP_S = 1.0
 
 
 class Pipeline:
@@ -168,8 +164,14 @@ class Pipeline:
             was_training, self._is_running = self.model.training, True
             self.model.train(is_training)
             try:
-                run = self._overlap if mode.is_overlapped else self._take_turns
-                yield from run(stages, iter(batches))
+                if mode.is_overlapped:
+                    overlap = Overlap(
+                        stages, max_staleness=self.max_staleness, depth=self.depth,
+                        is_fixed=self.is_fixed, is_early=self.is_early,
+                    )  # fmt: skip
+                    yield from overlap.run(iter(batches))
+                else:
+                    yield from self._take_turns(stages, batches)
             finally:
                 stages.close()
                 self.model.train(was_training)
@@ -177,7 +179,7 @@ class Pipeline:
                 if not is_training:
                     self._report = before
 
-    def _take_turns(self, stages: Stages, batches: Iterator[Batch]) -> Iterator[Output]:
+    def _take_turns(self, stages: Stages, batches: Iterable[Batch]) -> Iterator[Output]:
         for index, batch in enumerate(batches):
             work = stages.sample(index, batch)
             stages.fetch_features(work)
@@ -186,82 +188,6 @@ class Pipeline:
                 output, rows = stages.train(work)
                 yield output if stages.is_training else self._gather(output, batch)
             stages.write(work, rows)
-
-    def _overlap(self, stages: Stages, batches: Iterator[Batch]) -> Iterator[Output]:
-        # With is_fixed a write waits for fetches that must not see it: the lane must hold those.
-        is_fixed = stages.mode.is_stale and self.is_fixed
-        room = max(_ROOM, self.max_staleness or 0) if is_fixed else _ROOM
-        works = StageThreads()
-        to_fetch, to_train, to_write = Lane(_ROOM), Lane(room), Lane(self.depth)
-        fetched: list[int] = []  # iterations whose memory was fetched
-        schedule = Schedule(self.max_staleness) if stages.mode.is_stale else None
-
-        def sample() -> None:
-            for index, batch in enumerate(batches):
-                works.put(to_fetch, stages.sample(index, batch))
-            works.close(to_fetch)
-
-        def fetch() -> None:
-            while (work := works.take(to_fetch)[0]) is not None:
-                with stages.streams.on("in"):
-                    stages.fetch_features(work)
-                    self._await_memory(stages, works, work, schedule)
-                    stages.fetch_memory(work)
-                    work.arrived = stages.streams.mark()
-                works.tell(lambda i=work.index: fetched.append(i))
-                if schedule:
-                    schedule.observe(stages.report)
-                works.put(to_train, work)
-            works.close(to_train)
-
-        def write() -> None:
-            while (item := works.take(to_write)[0]) is not None:
-                work, rows = item
-                if is_fixed:
-                    unseen = work.index + (self.max_staleness or 1)
-                    works.wait(lambda n=unseen: to_train.is_closed or len(fetched) >= n)
-                with stages.streams.on("out"):
-                    stages.streams.after(work.computed, rows)
-                    stages.write(work, rows)
-                works.tell()
-
-        for name, stage in (("sampler", sample), ("link in", fetch), ("link out", write)):
-            works.start(name, stage)
-        try:
-            while True:
-                work, waited_s = works.take(to_train)
-                if work is None:
-                    break
-                stages.report.waits["fetched rows"] += waited_s
-                with stages.timed("train", work.index):
-                    if schedule:
-                        works.tell(lambda i=work.index: schedule.note_start(i))
-                    output, rows = stages.train(work)
-                    if self.is_early:
-                        stages.report.waits["room to write"] += works.put(to_write, (work, rows))
-                    yield output
-                if not self.is_early:
-                    stages.report.waits["room to write"] += works.put(to_write, (work, rows))
-            works.close(to_write)
-            works.wait(lambda: stages.num_committed == len(stages.report.staleness))
-        finally:
-            works.stop(_STOP_S)
-            if works.error is not None:
-                raise works.error
-
-    def _await_memory(
-        self, stages: Stages, works: StageThreads, work: Iteration, schedule: Schedule | None
-    ) -> None:
-        """Waits until the store has the writes that this iteration's fetch needs."""
-        index = work.index
-        if schedule is not None:
-            least = index + 1 - schedule.most_staleness
-            works.wait(lambda: stages.num_committed >= least)
-            if not self.is_fixed:
-                works.wait(lambda: stages.num_committed >= index, lambda: schedule.latest_s(index))
-            return
-        least = index - self.depth if stages.mode.is_forwarding else index
-        works.wait(lambda: stages.num_committed >= least)
 
     def _gather(self, output: Output, batch: Batch) -> Output:
         """A whole batch's output, gathered from the workers' slices."""

@@ -20,10 +20,10 @@ from mspipe.data.batching import Batch
 from mspipe.data.sampler import Sampled
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.memory.row_layout import State
-from mspipe.models.base import MemoryModel, newest_mail
+from mspipe.models.base import MemoryModel
 from mspipe.pipeline.gpu_streams import GpuStreams
 from mspipe.pipeline.iteration import Iteration, Output
-from mspipe.pipeline.mitigation import Mitigation
+from mspipe.pipeline.mitigation import Mitigation, StaleMix
 from mspipe.pipeline.report import Report, Span
 from mspipe.pipeline.workers import WorkerSlices
 from mspipe.pipeline.written_rows import WrittenRows
@@ -75,12 +75,15 @@ class Stages:
         is_training: bool,
     ) -> None:
         self.model, self.memory, self.sampler, self.features = model, memory, sampler, features
-        self.workers, self.mitigation, self.mode, self.depth = workers, mitigation, mode, depth
+        self.workers, self.mode, self.depth = workers, mode, depth
         self.report, self.is_training = report, is_training
         self.num_committed = 0
         self.streams = GpuStreams(self._device)
         self.stored: torch.cuda.Event | None = None
         self._written_rows = WrittenRows(memory.num_nodes)
+        self._mix = None
+        if mitigation is not None and mode.is_stale:
+            self._mix = StaleMix(mitigation, memory, self._written_rows, report)
         self._start_s = time.perf_counter()
 
     def close(self) -> None:
@@ -168,56 +171,13 @@ class Stages:
                 rows = self.memory.read_rows(nodes)
             work.rows = rows.to(self._device, non_blocking=True)
             report, num_read = self.report, len(there)
-            if self.mitigation is not None and self.mode.is_stale:
-                num_read += self._fetch_similar(work, self.mitigation)
+            if self._mix is not None:
+                num_read += self._mix.fetch(work)
             report.num_rows_read += num_read
             report.read_bytes += num_read * layout.row_bytes
             oldest = work.owners[is_missing]
             is_exact = not self.mode.is_stale or not len(oldest)
             report.staleness.append(1 if is_exact else work.index - work.num_committed + 1)
-
-    def _fetch_similar(self, work: Iteration, mitigation: Mitigation) -> int:
-        """Fetches rows of nodes similar to stale ones; returns their number."""
-        assert work.rows is not None, "rows were fetched before"
-        sampled = work.sampled
-        is_root = torch.zeros(len(sampled.nodes), dtype=torch.bool)
-        is_root[sampled.roots] = True
-        now = work.batch.events.t[-1].double()
-        state = self.memory.layout.unpack(work.rows)
-        # Nodes that were never written have the greatest age but no state to mix.
-        is_root &= newest_mail(state)[0].cpu()
-        age = now - state.memory_times.cpu()
-        stale, asked = mitigation.asked(sampled.nodes, is_root, age)
-        rows = self.memory.read_rows(asked.clamp(min=0).flatten())
-        work.similar = stale, asked, rows.to(self._device, non_blocking=True)
-        return len(rows)
-
-    def _mix(self, work: Iteration, state: State, mitigation: Mitigation) -> State:
-        """Returns the state with the stalest rows mixed, and fits the weight of the mix."""
-        assert work.similar is not None, "rows of similar nodes were fetched before"
-        stale, asked, rows = work.similar
-        if not len(stale):
-            return state
-        here = stale.to(self._device)
-        others = self.memory.layout.unpack(rows)
-        own = state.memory[here]
-        is_there = (asked >= 0).to(self._device)
-        mix, is_mixed, mean = mitigation.mixed(own, state.memory_times[here], others, is_there)
-        self.report.num_mixed += int(is_mixed.sum())
-        self.report.weight = mitigation.weight
-        # The writes that the fetch missed are computed by now: fit the weight to them.
-        known, fresh = [], []
-        for owner in range(work.num_committed, work.index):
-            is_known = ((work.owners[stale] == owner).to(self._device) & is_mixed).nonzero()[:, 0]
-            kept = self._written_rows.get(owner)
-            if len(is_known) and kept is not None:
-                place = work.places[stale[is_known.cpu()]].to(self._device)
-                known.append(is_known)
-                fresh.append(self.memory.layout.unpack(kept[place]).memory)
-        if known:
-            found = torch.cat(known)
-            mitigation.fit(own[found], mean[found], torch.cat(fresh))
-        return state._replace(memory=state.memory.index_copy(0, here, mix))
 
     def train(self, work: Iteration) -> tuple[Output, Tensor]:
         """Computes the loss of an iteration, and the rows that it writes.
@@ -229,51 +189,65 @@ class Stages:
             return self._compute(work)
 
     def _compute(self, work: Iteration) -> tuple[Output, Tensor]:
-        assert work.rows is not None, "rows were fetched before"
-        assert work.features is not None, "as were features"
-        report, is_missing = self.report, work.is_missing
-        similar = () if work.similar is None else work.similar[2:]
-        self.streams.after(work.arrived, work.rows, *work.features, *similar)
-        if self.mode.is_forwarding:
-            self._forward_rows(work, is_missing)
-        sampled, events, layout = work.sampled, work.batch.events, self.memory.layout
-        writes = work.writes.to(self._device)
-        state = layout.unpack(work.rows)
-        if self.mitigation is not None and self.mode.is_stale:
-            state = self._mix(work, state, self.mitigation)
+        assert work.features is not None, "features were fetched before"
+        state = self._take_state(work)
         updated = self.model.update(state)
         with torch.no_grad():
-            new = self.model.mail(sampled, writes, state, updated, events.t, work.features[1])
-            rows = layout.pack(new)
+            writes = work.writes.to(self._device)
+            events, features = work.batch.events, work.features[1]
+            new = self.model.mail(work.sampled, writes, state, updated, events.t, features)
+            rows = self.memory.layout.pack(new)
             if work.fingerprint is not None:
                 self.workers.check(work.index, work.fingerprint, self.model)
                 rows = self._merge(work, rows)
             work.computed = self.streams.mark()
-        if self.mode.is_forwarding or self.mitigation is not None:
-            depth = (
-                self.depth if self.mode.is_forwarding else max(1, work.index - work.num_committed)
-            )
+        self._keep(work, rows)
+        pos, neg = self._score(work, self.model.embed(work.sampled, updated, work.features[0]))
+        return Output(self._loss(work, pos, neg), pos, neg, work.batch), rows
+
+    def _take_state(self, work: Iteration) -> State:
+        """The state of the sampled nodes, from rows fetched, handed on by others, and mixed."""
+        assert work.rows is not None, "rows were fetched before"
+        assert work.features is not None, "as were features"
+        similar = () if work.similar is None else work.similar[2:]
+        self.streams.after(work.arrived, work.rows, *work.features, *similar)
+        if self.mode.is_forwarding:
+            self._forward_rows(work)
+        state = self.memory.layout.unpack(work.rows)
+        return state if self._mix is None else self._mix.mix(work, state)
+
+    def _keep(self, work: Iteration, rows: Tensor) -> None:
+        """Keeps the rows for later iterations, where these may ask for them."""
+        report = self.report
+        if self.mode.is_forwarding or self._mix is not None:
+            missed = max(1, work.index - work.num_committed)
+            depth = self.depth if self.mode.is_forwarding else missed
             kept_bytes = self._written_rows.keep(work.index, rows, depth)
             report.ring_bytes = max(report.ring_bytes, kept_bytes)
         report.num_rows_written += len(rows)
         if self.mode.is_stale:
             report.num_updates_dropped += work.num_dropped
-        embedded = self.model.embed(sampled, updated, work.features[0])
-        count, negatives = len(events), work.batch.negatives
+
+    def _score(self, work: Iteration, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the events [num_events] and of their negatives [num_events, num_negatives]."""
+        count, negatives = len(work.batch.events), work.batch.negatives
         src, dst, others = embedded.split([count, count, negatives.numel()])
         # In one call, so that the head computes terms of the sources alone once.
         ends = torch.cat([dst[:, None], others.unflatten(0, negatives.shape)], 1)
         pos, neg = self.model.head(src[:, None], ends).tensor_split([1], 1)
-        pos = pos[:, 0]
+        return pos[:, 0], neg
+
+    def _loss(self, work: Iteration, pos: Tensor, neg: Tensor) -> Tensor:
+        """This worker's share of the batch's loss; its gradients become the workers' mean."""
         # -log(sigmoid(x)) is softplus(-x), and -log(1 - sigmoid(x)) is softplus(x). The share gives
         # events of all slices the same weight, whatever the slices' sizes.
         share = self.workers.size / work.num_events
         loss = F.softplus(-pos).sum() * share
-        if negatives.numel():
-            loss = loss + F.softplus(neg).sum() * (share / negatives.shape[1])
+        if neg.numel():
+            loss = loss + F.softplus(neg).sum() * (share / neg.shape[1])
         if loss.requires_grad:
             self.workers.average(loss, self.model)
-        return Output(loss, pos, neg, work.batch), rows
+        return loss
 
     def _merge(self, work: Iteration, rows: Tensor) -> Tensor:
         """Rows that the whole batch writes, merged from the workers' slices."""
@@ -289,7 +263,7 @@ class Stages:
             self.memory.layout,
         )
 
-    def _forward_rows(self, work: Iteration, is_missing: Tensor) -> None:
+    def _forward_rows(self, work: Iteration) -> None:
         """Fills in the rows missing from the store with those that earlier iterations wrote."""
         assert work.rows is not None, "rows were fetched before"
         for owner in range(work.num_committed, work.index):
@@ -298,7 +272,7 @@ class Stages:
                 kept, device = self._written_rows.get(owner), self._device
                 assert kept is not None, "the rows of the last `depth` iterations are kept"
                 work.rows[mine.to(device)] = kept[work.places[mine].to(device)]
-        self.report.num_rows_forwarded += int(is_missing.sum())
+        self.report.num_rows_forwarded += int(work.is_missing.sum())
 
     def write(self, work: Iteration, rows: Tensor) -> None:
         """Writes the rows of an iteration back to the store."""
