@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.registry import ALGORITHMS, LOOPS
 from hybridflow.mapping.models import LLAMA_SIZES
 from hybridflow.mapping.steps import STEPS
 from hybridflow.training.config import built_in
@@ -32,6 +32,7 @@ Start with: hybridflow train grpo-sort
 Built-in recipes: {recipes}.
 
 Algorithms of recipes: {algorithms}.
+Loops (loop.kind): {loops}.
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
@@ -356,5 +357,7 @@ def main(argv: list[str] | None = None) -> int:
         "train": Train, "map": Map, "plan": PlanReshard, "bench": Bench, "export": Export,
         "demo": Demo,
     }  # fmt: skip
-    about = _ABOUT.format(recipes=", ".join(built_in()), algorithms=", ".join(ALGORITHMS))
+    about = _ABOUT.format(
+        recipes=", ".join(built_in()), algorithms=", ".join(ALGORITHMS), loops=", ".join(LOOPS)
+    )
     return run_command(commands, prog="hybridflow", about=about, argv=argv)

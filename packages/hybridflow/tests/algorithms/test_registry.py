@@ -1,20 +1,24 @@
 """Names that are registered from outside are accepted by recipes and shown by the command line."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 import hybridflow as hy
 from hybridflow.algorithms.dataflow import AlgorithmSpec
-from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.loops import OneStep
+from hybridflow.algorithms.loops.loop_spec import LoopSpec
+from hybridflow.algorithms.registry import ALGORITHMS, LOOPS
 from hybridflow.cli import main
 from hybridflow.mapping.models import LLAMA_SIZES
 from hybridflow.mapping.steps import STEPS, StepKind
+from hybridflow.rl.correction import Level
 from hybridflow.rollout.servers.registry import SERVERS
 from hybridflow.tasks.registry import TASKS
 from hybridflow.training.config import read_recipe
 from hybridflow.training.from_mapping import describe_workload
-from hybridflow.training.placement import ENGINES, Server
+from hybridflow.training.placement import ENGINES, Loop, Server
 from hybridflow.training.runtime import Run
 from shared.errors import ConfigError
 
@@ -63,6 +67,35 @@ def test_an_algorithm_from_outside_is_listed_and_trained_by(added, capsys):
     assert describe_workload(recipe).algorithm == "reinforce"
     with hy.Workers.inline() as workers:
         assert [told["reward"] for told in Run.set_up(recipe, workers).steps()] == [8.0]
+
+
+def test_a_loop_from_outside_is_listed_and_trained_by(added, two, capsys):
+    assert "twice" not in shown_help(capsys)
+    seen = []
+
+    def build(inputs):
+        seen.append(inputs)
+        return OneStep(
+            algorithm=inputs.algorithm, rollout=inputs.rollouts[0], prompts=inputs.prompts
+        )
+
+    added(LOOPS, "twice", LoopSpec(build=build, has_eta=True))
+    assert "twice" in shown_help(capsys)
+    changes = {"loop.kind": "twice", "loop.eta": "3", "steps": "1", "batch_size": "8"}
+    with pytest.raises(ConfigError, match="loop 'twice' needs a rollout with a pool"):
+        read_recipe("grpo-sort", changes)
+    places = {"engine": "local", "pools": "{a: 1, b: 1}", "models": "{rollout: {pool: b}}"}
+    changes |= {f"placement.{name}": value for name, value in places.items()}
+    run = Run.set_up(read_recipe("grpo-sort", changes), two)
+    assert len(list(run.steps())) == 1
+    assert [inputs.eta for inputs in seen] == [3]
+
+
+def test_recipes_correct_at_the_levels_that_there_are():
+    for level in get_args(Level):
+        assert Loop(kind="one-step", correct=level).correct == level
+    with pytest.raises(ConfigError, match=f"one of .*, {', '.join(get_args(Level))}, got 'batch'"):
+        Loop(kind="one-step", correct="batch")
 
 
 def test_what_an_algorithm_from_outside_needs_is_checked(added):

@@ -1,7 +1,7 @@
-"""Registry of the algorithms that a recipe can name; recipes, checks and the CLI read it.
+"""Registries of the algorithms and loops that a recipe can name; recipes, checks and the CLI read them.
 
-`ALGORITHMS.add(name, spec, about)` adds an algorithm of your own; see `AlgorithmSpec`. Entries are
-imported on first use, because they import torch.
+`ALGORITHMS.add(name, spec, about)` adds an algorithm of your own, see `AlgorithmSpec`; `LOOPS.add` a
+loop, see `LoopSpec`. Entries are imported on first use, because they import torch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from shared.registry import Registry
 
 if TYPE_CHECKING:
     from hybridflow.algorithms.dataflow import AlgorithmSpec
+    from hybridflow.algorithms.loops.loop_spec import LoopSpec
 
-__all__ = ["ALGORITHMS"]
+__all__ = ["ALGORITHMS", "LOOPS"]
 
 ALGORITHMS: Registry[str, AlgorithmSpec] = Registry("algorithm")
 
@@ -29,3 +30,12 @@ for _name, _entry, _about in (
     ("safe-rlhf", "safe_rlhf:SAFE_RLHF_SPEC", "PPO for reward, held to a bound on cost"),
 ):
     ALGORITHMS.add(_name, f"hybridflow.algorithms.{_entry}", _about)
+
+LOOPS: Registry[str, LoopSpec] = Registry("loop.kind")
+
+for _name, _entry, _about in (
+    ("sync", "sync:SYNC_SPEC", "generate, then train"),
+    ("one-step", "one_step:ONE_STEP_SPEC", "generate a batch while training on the one before"),
+    ("async", "async_:ASYNC_SPEC", "generate and train at once, with bounded staleness"),
+):
+    LOOPS.add(_name, f"hybridflow.algorithms.loops.{_entry}", _about)

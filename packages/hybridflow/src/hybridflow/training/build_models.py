@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridflow.algorithms.registry import LOOPS
 from hybridflow.models.config import PRESETS
 from hybridflow.models.optimizer import AdamW
 from hybridflow.roles.actor import Actor
@@ -97,7 +98,7 @@ class Models:
     def _pool_of(self, name: str, size: int) -> list[ResourcePool]:
         """Reserves a pool; for rollouts of an asynchronous loop, one pool for each replica."""
         place = self._recipe.placement.of("rollout")
-        is_many = self._recipe.loop.kind == "async" and place.pool == name
+        is_many = LOOPS.get(self._recipe.loop.kind).has_replicas and place.pool == name
         if not is_many or "rollout" not in self._recipe.placement.models:
             return [self._workers.pool(size)]
         layout = Layout(dp=size).other(place.generate or "1-1")

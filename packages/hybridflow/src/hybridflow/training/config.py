@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
-from hybridflow.algorithms.registry import ALGORITHMS
+from hybridflow.algorithms.registry import ALGORITHMS, LOOPS
 from hybridflow.training.placement import Loop, Placement, Server, is_set
 from shared.errors import ConfigError
 
@@ -160,7 +160,7 @@ class Recipe:
 
     def _check_rollout(self) -> None:
         """Refuses a loop whose two sides would deadlock, or in which nothing generates."""
-        place, is_apart = self.placement, self.loop.kind != "sync"
+        place, is_apart = self.placement, LOOPS.get(self.loop.kind).is_apart
         if "rollout" not in place.models:
             if is_apart or self.server.kind:
                 who = "a server" if self.server.kind else f"loop {self.loop.kind!r}"

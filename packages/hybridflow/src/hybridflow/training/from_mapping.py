@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+from hybridflow.algorithms.registry import LOOPS
 from hybridflow.mapping import Mapping, ModelPlan, ModelSpec, Workload
 from hybridflow.models.config import read_config
 from hybridflow.training.config import Recipe
@@ -21,7 +22,7 @@ def describe_models(recipe: Recipe) -> list[ModelSpec]:
     Raises:
         ConfigError: if a model cannot be read, or a rollout or server generates.
     """
-    if recipe.loop.kind != "sync" or recipe.server.kind:
+    if LOOPS.get(recipe.loop.kind).is_apart or recipe.server.kind:
         raise ConfigError(
             "loop: the search supports only steps in which the actor generates; set loop=null and "
             "server=null"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from hybridflow.algorithms.registry import LOOPS
 from hybridflow.rollout.servers.registry import SERVERS
 from shared.errors import ConfigError
 from shared.registry import Registry
@@ -28,7 +29,6 @@ for _name, _about in (
 ):
     ENGINES.add(_name, f"hybridflow.training.build_models:start_{_name}", _about)
 
-_LOOPS = ("sync", "one-step", "async")
 _CORRECTIONS = ("", "token", "sequence")
 
 
@@ -114,7 +114,8 @@ class Loop:
     """How generation and training alternate; see `hybridflow.loops`.
 
     Attributes:
-        kind: "sync", "one-step" or "async". The last two need a "rollout" on a pool of its own.
+        kind: a name of `LOOPS`: "sync", or "one-step" or "async", which need a "rollout" on a pool
+            of its own.
         eta: for "async": bound on staleness, in steps between the weights that generated a
             response and those trained on it.
         correct: level of the importance weights that correct for stale weights, "token" or
@@ -128,17 +129,18 @@ class Loop:
     cap: float = 2.0
 
     def __post_init__(self) -> None:
-        _one_of("loop.kind", self.kind, _LOOPS)
+        LOOPS.check(self.kind)
         _one_of("loop.correct", self.correct, _CORRECTIONS)
         if self.eta < 0:
             raise ConfigError(f"loop.eta: expected 0 or more, got {self.eta}")
-        if self.correct and self.kind == "sync":
+        if self.correct and not LOOPS.get(self.kind).is_apart:
             raise ConfigError(
-                "loop.correct: loop 'sync' trains the weights that generated, so there is nothing "
-                "to correct; leave it out"
+                f"loop.correct: loop {self.kind!r} trains the weights that generated, so there is "
+                f"nothing to correct; leave it out"
             )
-        if is_set(self, "eta") and self.kind != "async":
-            raise ConfigError(f"loop.eta: loop {self.kind!r} has no eta; only async has")
+        if is_set(self, "eta") and not LOOPS.get(self.kind).has_eta:
+            known = ", ".join(name for name in LOOPS if LOOPS.get(name).has_eta)
+            raise ConfigError(f"loop.eta: loop {self.kind!r} has no eta; only {known} has")
         if is_set(self, "cap") and not self.correct:
             raise ConfigError("loop.cap: it bounds the weights of loop.correct, which is not set")
 

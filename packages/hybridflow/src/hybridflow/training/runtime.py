@@ -10,6 +10,8 @@ from typing import Any
 
 from hybridflow.algorithms import loops
 from hybridflow.algorithms.dataflow import Algorithm, AlgorithmInputs
+from hybridflow.algorithms.loops.loop_spec import LoopInputs
+from hybridflow.algorithms.registry import LOOPS
 from hybridflow.rollout.sampling import Sampling
 from hybridflow.tasks.base import Task
 from hybridflow.tasks.prompts import Prompts
@@ -98,15 +100,16 @@ class Run:
                 actor=self.algorithm.actor, temperature=self.recipe.temperature,
                 level=settings.correct, cap=settings.cap,
             )  # fmt: skip
-        common: dict[str, Any] = {
-            "algorithm": self.algorithm, "prompts": self.prompts, "correct": correct,
-        }  # fmt: skip
-        if settings.kind == "one-step":
-            self.loop = loops.OneStep(rollout=rollouts[0], **common)
-        elif settings.kind == "async":
-            self.loop = loops.Asynchronous(rollouts=rollouts, eta=settings.eta, **common)
-        else:
+        build = LOOPS.get(settings.kind).build
+        if build is None:
             self.rollout = rollouts[0] if rollouts else None
+        else:
+            self.loop = build(
+                LoopInputs(
+                    algorithm=self.algorithm, prompts=self.prompts, rollouts=rollouts,
+                    correct=correct, eta=settings.eta,
+                )
+            )  # fmt: skip
 
     def steps(
         self, checkpoint: Checkpoint | None = None, every: int = 50

@@ -15,6 +15,7 @@ from typing import Any
 
 from hybridflow.algorithms.dataflow import Algorithm
 from hybridflow.algorithms.loops.buffer import Buffer
+from hybridflow.algorithms.loops.loop_spec import LoopInputs, LoopSpec
 from hybridflow.algorithms.loops.off_policy import Correction
 from hybridflow.algorithms.loops.sync import OnStep
 from hybridflow.roles.rollout import Rollout
@@ -23,7 +24,7 @@ from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 from shared.errors import CommError, ConfigError, RankFailure
 
-__all__ = ["Asynchronous"]
+__all__ = ["ASYNC_SPEC", "Asynchronous"]
 
 log = logging.getLogger(__name__)
 
@@ -185,3 +186,16 @@ class Asynchronous:
         self.buffer.load_state(state["buffer"])
         for replica in self._replicas:
             replica.version = None
+
+
+def _build(inputs: LoopInputs) -> Asynchronous:
+    return Asynchronous(
+        algorithm=inputs.algorithm,
+        rollouts=inputs.rollouts,
+        prompts=inputs.prompts,
+        correct=inputs.correct,
+        eta=inputs.eta,
+    )
+
+
+ASYNC_SPEC = LoopSpec(build=_build, has_eta=True, has_replicas=True)

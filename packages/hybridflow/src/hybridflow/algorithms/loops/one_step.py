@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.algorithms.dataflow import Algorithm
+from hybridflow.algorithms.loops.loop_spec import LoopInputs, LoopSpec
 from hybridflow.algorithms.loops.off_policy import Correction
 from hybridflow.algorithms.loops.sync import OnStep
 from hybridflow.roles.rollout import Rollout
@@ -18,7 +19,7 @@ from hybridflow.roles.served_rollout import ServedRollout
 from hybridflow.workers.batch.batch import Batch
 from hybridflow.workers.future import Future, Joined
 
-__all__ = ["OneStep"]
+__all__ = ["ONE_STEP_SPEC", "OneStep"]
 
 
 @dataclass(kw_only=True)
@@ -83,3 +84,15 @@ class OneStep:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores the result of `state`."""
         self.step, self._drawn = state["step"], state["drawn"]
+
+
+def _build(inputs: LoopInputs) -> OneStep:
+    return OneStep(
+        algorithm=inputs.algorithm,
+        rollout=inputs.rollouts[0],
+        prompts=inputs.prompts,
+        correct=inputs.correct,
+    )
+
+
+ONE_STEP_SPEC = LoopSpec(build=_build)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from hybridflow.algorithms.dataflow import Algorithm
+from hybridflow.algorithms.loops.loop_spec import LoopSpec
 from hybridflow.roles.rollout import Rollout
 from hybridflow.roles.served_rollout import ServedRollout
 from hybridflow.workers.batch.batch import Batch
 
-__all__ = ["OnStep", "run"]
+__all__ = ["SYNC_SPEC", "OnStep", "run"]
 
 OnStep = Callable[[int, dict[str, float]], None]
 """Called after a step with its number, from 0 on, and its metrics: to evaluate, log, or save."""
@@ -50,3 +51,6 @@ def run(
         if on_step is not None:
             on_step(step, metrics)
         yield metrics
+
+
+SYNC_SPEC = LoopSpec(build=None, is_apart=False)
