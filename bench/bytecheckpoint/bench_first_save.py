@@ -72,7 +72,7 @@ def dcp_saver(folder, way, state):
             use_non_blocking_copy=False,
         )
         stager = DefaultStager(options)
-    if way == "stager, used once ahead":
+    if stager is not None and way == "stager, used once ahead":
         stager.stage(state)
     writer = dcp.FileSystemWriter(f"{folder}/dcp")
 

@@ -492,7 +492,7 @@ class Several(torch.optim.Optimizer):
         self.optimizers = optimizers
         super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
 
-    def step(self, closure=None):
+    def step(self, closure=None):  # pyrefly: ignore[bad-override]
         for one in self.optimizers:
             one.step(closure)
 

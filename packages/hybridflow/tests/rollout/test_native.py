@@ -194,14 +194,18 @@ def test_frequencies_follow_the_distribution(model, temperature):
     assert deviation(seen, wrong) > 8
 
 
-@pytest.fixture(scope="module")
-def end(model):
+def often(model):
     """A token that is drawn often, so that samples end at many different lengths."""
     sampling = Sampling(max_new_tokens=9, num_samples=4, temperature=1.5, seed=2)
     made = [
         token for row in responses(generate(model, prompts_of(LENGTHS), sampling)) for token in row
     ]
     return max(set(made), key=made.count)
+
+
+@pytest.fixture(scope="module")
+def end(model):
+    return often(model)
 
 
 def simulated_steps(response_lengths, num_places):
