@@ -12,7 +12,7 @@ def accesses(tmp_path, text, file="src/tiny/room.py"):
     path = tmp_path / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(text))
-    return list(find_private_accesses(path, {"tiny"}))
+    return list(find_private_accesses(path, frozenset({"tiny"})))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,10 @@ def accesses(tmp_path, text, file="src/tiny/room.py"):
         ('monkeypatch.setattr("tiny.planner._count", 3)', "tiny.planner._count"),
         ('mock.patch("tiny.planner._count")', "tiny.planner._count"),
         ('mock.patch.object(plan, "_count")', "plan._count"),
+        ('vars(plan)["_steps"]', "plan._steps"),
+        ('vars(plan).pop("_steps", None)', "plan._steps"),
+        ('plan.__dict__["_steps"] = 3', "plan._steps"),
+        ('plan.runtime.__dict__.get("_steps")', "plan.runtime._steps"),
         # A module's own names are no names of a class that happens to have the same.
         (
             """
@@ -53,7 +57,7 @@ def test_an_access_to_another_objects_privates(tmp_path, text, name):
     assert found.name == name
     assert found.foreign is None
     assert found.line == len(textwrap.dedent(text).rstrip().splitlines())
-    (shown,) = check_privates([tmp_path / "src/tiny/room.py"], tmp_path, {"tiny"})
+    (shown,) = check_privates([tmp_path / "src/tiny/room.py"], tmp_path, frozenset({"tiny"}))
     assert str(shown) == f"rule 8: src/tiny/room.py:{found.line}: {name} is private"
 
 
@@ -106,12 +110,14 @@ def test_listed_privates_of_others_are_allowed(tmp_path, text, entry):
     found = accesses(tmp_path, text)
     assert found
     assert {access.foreign for access in found} == {entry}
-    assert list(check_privates([tmp_path / "src/tiny/room.py"], tmp_path, {"tiny"})) == []
+    assert (
+        list(check_privates([tmp_path / "src/tiny/room.py"], tmp_path, frozenset({"tiny"}))) == []
+    )
 
 
 def test_privates_of_ours_are_not_allowed_by_a_name_of_others(tmp_path):
     (found,) = accesses(tmp_path, "import hook\nhook._update")
     assert found.foreign == "hook._update"
     path = tmp_path / "src/tiny/room.py"
-    (found,) = find_private_accesses(path, {"tiny", "hook"})
+    (found,) = find_private_accesses(path, frozenset({"tiny", "hook"}))
     assert found.foreign is None

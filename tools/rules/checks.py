@@ -146,7 +146,7 @@ def check_file_names(package: Package) -> Iterator[Violation]:
             yield Violation(3, package.at(module.path), f"{word!r} in a file name says nothing")
 
 
-def check_privates(files: Iterable[Path], root: Path, ours: set[str]) -> Iterator[Violation]:
+def check_privates(files: Iterable[Path], root: Path, ours: frozenset[str]) -> Iterator[Violation]:
     """Rule 8: yields the accesses to private names of our objects from elsewhere."""
     for path in files:
         for access in find_private_accesses(path, ours):
@@ -180,7 +180,9 @@ def check_tracked_files(folder: str, tracked: list[str], root: Path) -> Iterator
             yield Violation(9, str(path), "no code and no page names this file: remove it")
 
 
-def check_package(package: Package, tracked: list[str] | None, ours: set[str]) -> list[Violation]:
+def check_package(
+    package: Package, tracked: list[str] | None, ours: frozenset[str]
+) -> list[Violation]:
     """Returns what breaks the rules within one package."""
     root, folder = package.root, str(package.folder.relative_to(package.root))
     files = python_files(root, folder, f"bench/{package.name}")

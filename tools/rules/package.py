@@ -142,12 +142,14 @@ def tracked_files(root: Path) -> list[str] | None:
     return [name for name in listed.stdout.split("\0") if name and (root / name).is_file()]
 
 
-def our_names(packages: list[Package], root: Path) -> set[str]:
+def our_names(packages: list[Package], root: Path) -> frozenset[str]:
     """Returns the first parts of the dotted names of all our modules."""
-    return {
-        *(package.name for package in packages),
-        *(path.stem for path in python_files(root, "bench", "tools", "tests")),
-    }
+    return frozenset(
+        {
+            *(package.name for package in packages),
+            *(path.stem for path in python_files(root, "bench", "tools", "tests")),
+        }
+    )
 
 
 def _entries(folder: Path) -> list[str]:

@@ -3,11 +3,12 @@
 A name that begins with one underscore is its class's own, or its file's. An object reaches its own
 by `self`, `cls` and `super()`, and a file reaches those of the classes that stand in it. A file
 that itself begins with an underscore belongs to its folder. Strings count too, where
-`monkeypatch.setattr`, `patch`, `getattr` and their like take a name. Private names of other
-projects stand in `FOREIGN`, with what they are needed for.
+`monkeypatch.setattr`, `patch`, `getattr` and their like take a name, and as keys of
+`vars(other)` and `other.__dict__`. Private names of other projects stand in `FOREIGN`, with what they are needed for.
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,26 +75,35 @@ class Access:
     foreign: str | None = None
 
 
-def find_private_accesses(path: Path, ours: set[str]) -> Iterator[Access]:
-    """Yields the accesses of a file to private names of other objects.
+def find_private_accesses(path: Path, ours: frozenset[str]) -> tuple[Access, ...]:
+    """Returns the accesses of a file to private names of other objects.
 
     Args:
         path: The Python file.
         ours: First parts of the dotted names of our own modules.
 
-    Yields:
-        Each access. `foreign` is the entry of `FOREIGN` that allows it, None where none does.
+    Returns:
+        The accesses. `foreign` is the entry of `FOREIGN` that allows one, None where none does.
     """
-    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"), path)))
+    return _accesses(path, path.read_text(encoding="utf-8"), ours)
+
+
+@functools.cache  # as several rules ask about the same files
+def _accesses(path: Path, text: str, ours: frozenset[str]) -> tuple[Access, ...]:
+    nodes = list(ast.walk(ast.parse(text, path)))
     bound = _bound_modules(nodes)
     own = _own_names(nodes)
+    found = []
     for node in nodes:
-        if not isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Call):
+        if not isinstance(
+            node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Call | ast.Subscript
+        ):
             continue
         for name, is_import in _private_names(node, bound, own):
             is_ours = name.split(".")[0] in ours
             if not (is_import and is_ours and _is_file_of_the_folder(name, path)):
-                yield Access(path, node.lineno, name, _foreign(name, is_ours))
+                found.append(Access(path, node.lineno, name, _foreign(name, is_ours)))
+    return tuple(found)
 
 
 def _is_private(name: str) -> bool:
@@ -183,6 +193,25 @@ def _private_names(
             yield _dotted(node, bound), False
     elif isinstance(node, ast.Call):
         yield from ((name, False) for name in _names_in_strings(node, bound, own))
+        if isinstance(node.func, ast.Attribute) and node.args:
+            yield from _key_of_names(node.func.value, node.args[0], bound, own)
+    elif isinstance(node, ast.Subscript):
+        yield from _key_of_names(node.value, node.slice, bound, own)
+
+
+def _key_of_names(
+    names: ast.expr, key: ast.expr, bound: dict[str, str], own: set[str]
+) -> Iterator[tuple[str, bool]]:
+    """Yields a private name that is a key of `vars(other)` or `other.__dict__`."""
+    if isinstance(names, ast.Attribute) and names.attr == "__dict__":
+        owner = names.value
+    elif isinstance(names, ast.Call) and _dotted(names.func, bound) == "vars" and names.args:
+        owner = names.args[0]
+    else:
+        return
+    name = key.value if isinstance(key, ast.Constant) else None
+    if isinstance(name, str) and _is_private(name) and not _is_own(owner, name, bound, own):
+        yield f"{_dotted(owner, bound)}.{name}", False
 
 
 def _is_own(value: ast.expr, name: str, bound: dict[str, str], own: set[str]) -> bool:
