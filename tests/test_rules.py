@@ -12,7 +12,7 @@ def texts(violations):
 
 def test_a_clean_package_breaks_no_rule(plant):
     package = plant()
-    assert texts(checks.check_package(package, None, {"tiny"})) == []
+    assert texts(checks.check_package(package, None, frozenset({"tiny"}))) == []
     assert import_all([package], [package.home.parent])["tiny"] == ([], {})
 
 
