@@ -213,6 +213,7 @@ def bench_one_host(benchmark, record_claim):
             None,
         ),
     ):
+        ratios = [theirs / ours for ours, theirs in zip(turns["ours"], turns[way], strict=True)]
         record_claim(
             Claim(
                 name=name,
@@ -228,6 +229,7 @@ def bench_one_host(benchmark, record_claim):
                 source=COMMAND,
             ),
             aim=aim,
+            spread=(min(ratios), max(ratios)),
         )
 
 
@@ -305,6 +307,7 @@ def bench_disjoint_pools_at_line_rate(benchmark, record_claim):
             source=COMMAND,
         ),
         aim=0.9,
+        spread=(limit_s / max(seconds), limit_s / min(seconds)),
     )
 
 
