@@ -83,6 +83,19 @@ def in_turns(ways, benchmark):
     return taken, all(right)
 
 
+def turns_apart(ours, theirs):
+    """The lowest and the highest of the turns' ratios, each of the median calls of a turn."""
+    middles = [
+        [
+            median(calls[at : at + len(calls) // TURNS])
+            for at in range(0, len(calls), len(calls) // TURNS)
+        ]
+        for calls in (ours, theirs)
+    ]
+    ratios = [their_s / our_s for our_s, their_s in zip(*middles, strict=True)]
+    return min(ratios), max(ratios)
+
+
 def spread(seconds):
     low, _, high = quantiles(seconds, n=4)
     return f"quartiles {1e3 * low:.3g} and {1e3 * high:.3g} ms"
@@ -155,6 +168,7 @@ def bench_local_calls_against_verl(what, rounds, aim, peer, benchmark, record_cl
             source=COMMAND,
         ),
         aim=aim,
+        spread=turns_apart(ours, theirs),
     )
 
 
@@ -181,9 +195,16 @@ def bench_ray_calls_against_raw_ray(benchmark, record_claim, tmp_path, monkeypat
         }
         taken, is_right = in_turns(ways, benchmark)
     what = "a call that does nothing, Ray engine, two workers"
-    record_claim(claim_of(what, taken, "raw", "raw Ray, two actors", is_right), aim=1 / 1.1)
+    record_claim(
+        claim_of(what, taken, "raw", "raw Ray, two actors", is_right),
+        aim=1 / 1.1,
+        spread=turns_apart(taken["ours"], taken["raw"]),
+    )
     told = "raw Ray, two actors, calls that carry 34 bytes"
-    record_claim(claim_of(what, taken, "raw, told", told, is_right))
+    record_claim(
+        claim_of(what, taken, "raw, told", told, is_right),
+        spread=turns_apart(taken["ours"], taken["raw, told"]),
+    )
 
 
 def echo(link):
@@ -215,4 +236,7 @@ def bench_local_calls_against_bare_pipes(benchmark, record_claim):
         process.join()
     what = "a call that does nothing, local engine, against its limit"
     told = "42 bytes by pipes to two processes and back"
-    record_claim(claim_of(what, taken, "bare", told, is_right))
+    record_claim(
+        claim_of(what, taken, "bare", told, is_right),
+        spread=turns_apart(taken["ours"], taken["bare"]),
+    )

@@ -144,6 +144,7 @@ def bench_mapping_command(num_gpus, limit_s, benchmark, record_claim):
             source=COMMAND,
         ),
         aim=1.0,
+        spread=(limit_s / max(whole_s), limit_s / min(whole_s)),
     )
 
 
@@ -182,6 +183,7 @@ def bench_mapping_against_brute_force(benchmark, record_claim):
     sizes, _, _, found, least = zip(*told, strict=True)
     most = [case for case in told if case[0] == max(sizes)]
     is_same = all(a == b or isclose(a, b, rel_tol=1e-9) for a, b in zip(found, least, strict=True))
+    ratios = [case[2] / case[1] for case in most]
     num_fitting = sum(seconds < inf for seconds in least)
     record_claim(
         Claim(
@@ -195,7 +197,8 @@ def bench_mapping_against_brute_force(benchmark, record_claim):
             detail=f"{len(told)} cases on {min(sizes)} to {max(sizes)} GPUs, of which {num_fitting} fit "
             f"into memory: the same seconds of a step in all",
             source=COMMAND,
-        )
+        ),
+        spread=(min(ratios), max(ratios)),
     )
 
 

@@ -178,6 +178,11 @@ class Ways:
         return is_right
 
 
+def middles(seconds):
+    """The median counted step of each turn."""
+    return [median(seconds[at : at + STEPS - 1]) for at in range(0, len(seconds), STEPS - 1)]
+
+
 def spread(seconds):
     low, _, high = quantiles(seconds, n=4)
     return f"{low:.2f}-{high:.2f} s"
@@ -205,13 +210,21 @@ def bench_overlap(benchmark, record_claim):
         f"{beside_s:.2f} s beside generation, weights synced in {1e3 * step_s['sync']:.0f} ms; "
         + ", ".join(f"{name} {spread(seconds)}" for name, seconds in ways.taken.items())
     )
-    baselines = [
-        (max(generate_s, train_s), "the longer part of the synchronous loop: ideal overlap", 0.9),
-        (step_s["waiting"], "the synchronous loop on the same ranks", None),
-        (step_s["together"], "the synchronous loop, both ranks generating, then training", None),
+    alone = [
+        [median(seconds[at + 1 : at + STEPS]) for at in range(0, TURNS * STEPS, STEPS)]
+        for seconds in (waiting.wait_s, waiting.learn_s)
     ]
+    by_turn = {name: middles(ways.taken[name]) for name in ways.algorithms}
+    baselines = [
+        (max(generate_s, train_s), "the longer part of the synchronous loop: ideal overlap", 0.9,
+         list(map(max, *alone))),
+        (step_s["waiting"], "the synchronous loop on the same ranks", None, by_turn["waiting"]),
+        (step_s["together"], "the synchronous loop, both ranks generating, then training", None,
+         by_turn["together"]),
+    ]  # fmt: skip
     for way, name in (("ahead", "one step off"), ("eta 1", "asynchronous, eta 1")):
-        for baseline, baseline_name, aim in baselines:
+        for baseline, baseline_name, aim, turns in baselines:
+            ratios = [theirs / ours for ours, theirs in zip(by_turn[way], turns, strict=True)]
             record_claim(
                 Claim(
                     name=f"a step of GRPO {name}, one rank generating, one training",
@@ -226,4 +239,5 @@ def bench_overlap(benchmark, record_claim):
                     source=COMMAND,
                 ),
                 aim=aim,
+                spread=(min(ratios), max(ratios)),
             )

@@ -25,6 +25,7 @@ from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.reshard.planner import find_held_boxes, find_wanted_boxes, plan
 from hybridflow.reshard.transition import Transition
+from hybridflow.reshard.vote import VOTE
 from hybridflow.workers.batch.layout import Layout, generation_groups
 from shared.claims import Claim
 from shared.comms import Group, NetLab, RankPool, all_gather_into, reshard
@@ -135,7 +136,8 @@ def moved(rounds):
             if turn >= WARM_UP:
                 seconds.append(spent)
             if way == "ours":
-                counted = world.ledger.snapshot().diff(before).received_bytes
+                cells = world.ledger.snapshot().diff(before).cells.items()
+                counted = sum(cell.received_bytes for key, cell in cells if key[2] != VOTE)
                 for ours, right in zip(
                     generation.parameters(), reference.parameters(), strict=True
                 ):
@@ -213,6 +215,7 @@ def bench_one_host(benchmark, record_claim):
             None,
         ),
     ):
+        ratios = [theirs / ours for ours, theirs in zip(turns["ours"], turns[way], strict=True)]
         record_claim(
             Claim(
                 name=name,
@@ -228,6 +231,7 @@ def bench_one_host(benchmark, record_claim):
                 source=COMMAND,
             ),
             aim=aim,
+            spread=(min(ratios), max(ratios)),
         )
 
 
@@ -305,6 +309,7 @@ def bench_disjoint_pools_at_line_rate(benchmark, record_claim):
             source=COMMAND,
         ),
         aim=0.9,
+        spread=(limit_s / max(seconds), limit_s / min(seconds)),
     )
 
 

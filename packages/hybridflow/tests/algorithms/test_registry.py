@@ -1,9 +1,9 @@
 """Names that are registered from outside are accepted by recipes and shown by the command line."""
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
+import torch
 
 import hybridflow as hy
 from hybridflow.algorithms.dataflow import AlgorithmSpec
@@ -13,7 +13,8 @@ from hybridflow.algorithms.registry import ALGORITHMS, LOOPS
 from hybridflow.cli import main
 from hybridflow.mapping.models import LLAMA_SIZES
 from hybridflow.mapping.steps import STEPS, StepKind
-from hybridflow.rl.correction import Level
+from hybridflow.rl import correction
+from hybridflow.rl.registry import LEVELS
 from hybridflow.rollout.servers.registry import SERVERS
 from hybridflow.tasks.registry import TASKS
 from hybridflow.training.config import read_recipe
@@ -91,11 +92,19 @@ def test_a_loop_from_outside_is_listed_and_trained_by(added, two, capsys):
     assert [inputs.eta for inputs in seen] == [3]
 
 
-def test_recipes_correct_at_the_levels_that_there_are():
-    for level in get_args(Level):
+def test_a_level_of_correction_from_outside_is_checked_and_used(added):
+    ours = torch.tensor([[-1.0, -1.0]])
+    theirs, mask = torch.tensor([[-2.0, -1.5]]), torch.tensor([[True, True]])
+    for refused in (
+        lambda: Loop(kind="one-step", correct="none"),
+        lambda: correction.weights(ours, theirs, mask, level="none"),
+    ):
+        with pytest.raises(ConfigError, match="token, sequence, got 'none'"):
+            refused()
+    added(LEVELS, "none", torch.zeros_like)
+    for level in LEVELS:
         assert Loop(kind="one-step", correct=level).correct == level
-    with pytest.raises(ConfigError, match=f"one of .*, {', '.join(get_args(Level))}, got 'batch'"):
-        Loop(kind="one-step", correct="batch")
+    assert correction.weights(ours, theirs, mask, level="none").tolist() == [[1.0, 1.0]]
 
 
 def test_what_an_algorithm_from_outside_needs_is_checked(added):

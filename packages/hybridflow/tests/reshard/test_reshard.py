@@ -17,6 +17,7 @@ from hybridflow.models.sharding import shard_over
 from hybridflow.reshard import plan
 from hybridflow.reshard.planner import find_held_boxes, find_wanted_boxes, plan_boxes
 from hybridflow.reshard.transition import Transition, buckets
+from hybridflow.reshard.vote import VOTE
 from hybridflow.workers.batch.layout import Layout, generation_groups, generation_layout
 from shared.comms.group import Group
 from shared.errors import ConfigError, DataError
@@ -379,7 +380,7 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
             adam.step()
         assert all(adams[0].state[p]["step"] == round_ + 1 for p in model.parameters())
         told.append([
-            (part.received_bytes, part.sent_bytes)
+            weight_bytes(part)
             for part in (there.diff(before), back.diff(there))
         ])  # fmt: skip
     return {
@@ -395,6 +396,12 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
         "bucket": largest_bucket(moved, me, itemsize),
         "training_bucket": bucket,
     }  # fmt: skip
+
+
+def weight_bytes(snapshot):
+    """Bytes received and sent, but for the ranks' votes on going on."""
+    cells = [cell for (_, _, phase), cell in snapshot.cells.items() if phase != VOTE]
+    return sum(cell.received_bytes for cell in cells), sum(cell.sent_bytes for cell in cells)
 
 
 def watched(allocate, seen, limit):

@@ -12,12 +12,13 @@ from hybridflow import Batch, WorkerGroup
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.pieces import initialize
-from hybridflow.reshard.planner import find_held_boxes
+from hybridflow.reshard.planner import find_held_boxes, find_wanted_boxes
 from hybridflow.reshard.transition import Transition, buckets
 from hybridflow.roles.actor import ActorWorker, PolicyUpdate
-from hybridflow.workers.batch.layout import Layout
+from hybridflow.workers.batch.layout import Layout, generation_groups
 from hybridflow.workers.pool import ResourcePool
-from shared.errors import RankFailure
+from shared.comms.group import Group
+from shared.errors import CommError, DataError, RankFailure
 
 MODEL = "config:tiny-llama"
 
@@ -49,6 +50,47 @@ def test_weights_of_a_move_that_was_broken_off_are_refused(way, bucket, exceptio
     for move in (moved.to_generation, moved.to_training):
         with pytest.raises(RankFailure, match="start again from the last checkpoint"):
             move()
+
+
+def moved_without_a_piece(way):
+    """On each of four ranks: what a move raises if rank 1 has lost a weight of the second bucket."""
+    world, layout, config = Group.world(), Layout.parse("1-4-1"), read_config(MODEL)
+    groups = generation_groups(layout, "1-1")
+    model = Decoder(config, Shard(config, 0, 1, world.rank, 4))
+    generator = Decoder(config, Shard(config, 0, 1, 0, 1), device="meta")
+    initialize(model, 3)
+    moved = Transition(
+        model,
+        generator,
+        [find_held_boxes(config, layout, rank) for rank in range(4)],
+        [find_wanted_boxes(config, groups, rank) for rank in range(4)],
+        world,
+        bucket_bytes=1,
+    )
+    if way == "back":
+        moved.to_generation()
+    if world.rank == 1:
+        # A norm, which is whole on every rank, so that it is not gathered.
+        side = moved.training if way == "there" else moved.generation
+        lost = next(name for name in sorted(moved.buckets[1]) if "norm" in name)
+        side.pieces[lost] = []
+    begin = time.monotonic()
+    with pytest.raises((CommError, DataError)) as caught:
+        moved.to_generation() if way == "there" else moved.to_training()
+    with pytest.raises(RankFailure, match="start again from the last checkpoint"):
+        moved.to_generation()
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("way", ["there", "back"])
+def test_where_one_rank_cannot_move_a_bucket_all_raise_at_once(way, ranks):
+    found = ranks.run(moved_without_a_piece, way).results
+    kinds, told, seconds = zip(*found, strict=True)
+    assert kinds == ("CommError", "DataError", "CommError", "CommError")
+    assert "expected a tensor that holds" in told[1]
+    assert all("given up when rank 1 raised" in told[k] for k in (0, 2, 3))
+    # Messages between these ranks time out after 100 s.
+    assert max(seconds) < 20
 
 
 class TornWorker(ActorWorker):

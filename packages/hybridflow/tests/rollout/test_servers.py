@@ -301,6 +301,20 @@ def test_stand_in_that_goes_away_while_it_waits_keeps_the_old_version(folders):
     server.close()
 
 
+def test_vllm_stand_in_that_refuses_the_label_goes_on_with_its_weights(folders):
+    server = StandIn("vllm", folders[0])
+    connected(server).sync_weights(folders[1], 3)
+    # The folder of version 3 is unknown to this one, so that it could not be loaded again.
+    rollout = connected(server)
+    server.faults["/update_weight_version"] = [lambda body: (500, "no")]
+    with pytest.raises(CommError, match="version 3 keeps serving"):
+        rollout.sync_weights(folders[0], 4)
+    assert not server.is_paused
+    assert server.paths().count("/collective_rpc") == 1
+    assert rollout.generate(prompts_of(), GREEDY).versions.tolist() == [3] * 4
+    server.close()
+
+
 def test_vllm_stand_in_without_routes_for_weights_is_said_so(folders):
     server = StandIn("vllm", folders[0])
     server.faults["/weight_info"] = [lambda body: (404, "Not Found")]

@@ -9,10 +9,8 @@ at the same bucket, and the exchange can run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +20,14 @@ from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import Piece
 from hybridflow.reshard.planner import Plan, find_held_boxes, plan_boxes
 from hybridflow.reshard.transition import buckets
+from hybridflow.reshard.vote import check_boxes, find_values, together
 from hybridflow.workers.batch.layout import Layout
 from shared.comms import reshard
-from shared.comms.collectives import all_reduce
 from shared.comms.group import Group
-from shared.errors import CommError, ConfigError
-from shared.topology.boxes import Box, intersect
+from shared.errors import ConfigError
+from shared.topology.boxes import Box
 
-__all__ = ["GIVEN_UP", "Exchange", "Holding", "WeightRoute", "checksum"]
-
-GIVEN_UP = "the exchange of weights was given up"
-"""Prefix of the error of a rank that stopped because another rank raised."""
+__all__ = ["Exchange", "Holding", "WeightRoute", "checksum"]
 
 _CHUNK = 1 << 22
 """Elements whose checksum is computed at once, with 24 bytes of memory each."""
@@ -117,6 +112,8 @@ class Exchange:
 
         Raises:
             ConfigError: if the engine has no process groups.
+            DataError: if this rank does not hold, or has no room for, a box of the plan; no weight
+                has been sent then.
             CommError: if another rank raised, died, or did not take part.
         """
         if not Group.exists():
@@ -125,47 +122,36 @@ class Exchange:
                 "support; use Workers.local, or let the actor generate"
             )
         group = Group.of(self._ranks, members_only=True)
-        with _together(group, self._ranks):
+        with together(group):
             model = prepare()
             views: dict[str, list[tuple[Box, Tensor]]] = {}
             for piece in held:
                 views.setdefault(piece.name, []).append((piece.box, piece.view(model)))
-        sums: dict[tuple[int, int, int], int] = {}
-        for number, names in enumerate(self._buckets):
-            moves = [
-                reshard.Move(
-                    transfers=self._plan.transfers[name],
-                    held=views.get(name, ()) if is_source else (),
-                    wanted=() if is_source else views.get(name, ()),
-                )
-                for name in names
+            moves_of = [
+                [
+                    reshard.Move(
+                        transfers=self._plan.transfers[name],
+                        held=views.get(name, ()) if is_source else (),
+                        wanted=() if is_source else views.get(name, ()),
+                    )
+                    for name in names
+                ]
+                for names in self._buckets
             ]
+            for moves in moves_of:
+                check_boxes(moves, group.rank)
+        sums: dict[tuple[int, int, int], int] = {}
+        for number, moves in enumerate(moves_of):
             reshard.run(group, moves, phase="weights")
-            with _together(group, self._ranks):
+            with together(group):
                 for move in moves:
                     for src, dst, box in move.transfers:
                         if group.rank in (src, dst):
-                            found = checksum(_at(move.held or move.wanted, box))
+                            found = checksum(find_values(move.held or move.wanted, box))
                             key = (number, src, dst)
                             # Sender and receiver add up the transfers in the same order.
                             sums[key] = (3 * sums.get(key, 0) + found) % 2**64
         return model, sums
-
-
-@contextmanager
-def _together(group: Group, ranks: Sequence[int]) -> Iterator[None]:
-    """Waits at its end for all ranks; if the body raised on one rank, all raise."""
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - raised once the other ranks know
-        failure = error
-    number = 0 if failure is None else group.rank + 1
-    told = int(all_reduce(group, torch.tensor([number], device=group.device), "max"))
-    if failure is not None:
-        raise failure
-    if told:
-        raise CommError(f"{GIVEN_UP} when rank {ranks[told - 1]} raised; see that rank's error")
 
 
 def checksum(values: Tensor) -> int:
@@ -181,7 +167,3 @@ def checksum(values: Tensor) -> int:
         odd = torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=part.device)
         total += int((part * odd).sum())
     return total % 2**64
-
-
-def _at(views: Sequence[tuple[Box, Any]], box: Box) -> Tensor:
-    return next(values[box.within(held)] for held, values in views if intersect(held, box) == box)

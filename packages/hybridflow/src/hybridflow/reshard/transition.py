@@ -11,6 +11,7 @@ weights split between the layouts are refused from then on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import Piece, local, pieces
 from hybridflow.reshard.planner import Boxes, Plan, plan_boxes
+from hybridflow.reshard.vote import check_boxes, together
 from shared.comms import reshard
 from shared.comms.collectives import all_gather_into
 from shared.comms.group import Group
@@ -152,6 +154,7 @@ class Transition:
 
         Raises:
             RankFailure: if an earlier move, in either direction, was interrupted.
+            CommError: if another rank raised; all ranks stop at the same bucket.
         """
         self._refuse_if_broken_off()
         if not self.is_generating:
@@ -183,25 +186,27 @@ class Transition:
     def _move(self, src: Side, dst: Side, plan: Plan) -> None:
         self._is_under_way = True
         for bucket in self.buckets:
-            dst.allocate(bucket)
             self._move_bucket(bucket, src, dst, plan)
             src.release(bucket)
         self._is_under_way = False
 
     def _move_bucket(self, bucket: set[str], src: Side, dst: Side, plan: Plan) -> None:
         gathered: set[str] = self._gathered & bucket if dst is self.generation else set()
+        # Views must not outlive this call: they would keep released memory alive.
+        with together(self._group) if self._group is not None else nullcontext():
+            dst.allocate(bucket)
+            moves = [
+                reshard.Move(
+                    transfers=plan.transfers[name], held=src.views(name), wanted=dst.views(name)
+                )
+                for name in sorted(bucket - gathered)
+            ]
+            check_boxes(moves, 0 if self._group is None else self._group.rank)
         if gathered:
             assert self._group is not None, "parts lie on several ranks"
             with self._group.ledger.phase("reshard"):
                 parts = [(dst.rows(name), src.rows(name)) for name in sorted(gathered)]
                 all_gather_into(self._group, parts)
-        # Views must not outlive this call: they would keep released memory alive.
-        moves = [
-            reshard.Move(
-                transfers=plan.transfers[name], held=src.views(name), wanted=dst.views(name)
-            )
-            for name in sorted(bucket - gathered)
-        ]
         if self._group is None:
             for move in moves:
                 _copy_locally(move)

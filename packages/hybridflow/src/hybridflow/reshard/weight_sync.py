@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
-from hybridflow.reshard.exchange import GIVEN_UP, WeightRoute
+from hybridflow.reshard.exchange import WeightRoute
 from hybridflow.reshard.planner import Plan
+from hybridflow.reshard.vote import GIVEN_UP
 from hybridflow.workers.pool import ResourcePool
 from shared.errors import CommError, ConfigError, RankFailure
 

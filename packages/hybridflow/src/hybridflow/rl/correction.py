@@ -11,19 +11,19 @@ it, and the original mask to `aggregate` and `denominator`.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hybridflow.rl import kl
 from hybridflow.rl.aggregate import Mask, masked
+from hybridflow.rl.registry import LEVELS
 from shared.errors import ConfigError
 
-__all__ = ["Level", "keep", "mismatch", "weights"]
+__all__ = ["Level", "keep", "mismatch", "sequence_level", "token_level", "weights"]
 
-Level = Literal["token", "sequence"]
+Level = str
+"""Name of a level, one of `hybridflow.rl.registry.LEVELS`."""
 
 
 @torch.no_grad()
@@ -41,14 +41,15 @@ def weights(
         old_logp: log-probabilities computed by the trainer with its weights before the update.
         rollout_logp: log-probabilities computed by the sampler.
         mask: of tokens that count.
-        level: "token" uses the ratio of each token, "sequence" the product over its sequence.
+        level: a name of `LEVELS`: "token" uses the ratio of each token, "sequence" the product over
+            its sequence.
         cap: C, upper bound of a weight.
 
     Returns:
         Weights; 0 where masked.
 
     Raises:
-        ConfigError: the level is neither, or the cap is not positive.
+        ConfigError: there is no such level, or the cap is not positive.
     """
     if not cap > 0:
         raise ConfigError(f"cap: expected a positive number, got {cap}")
@@ -74,7 +75,7 @@ def keep(
         bounds: smallest and largest ratio that is kept.
 
     Raises:
-        ConfigError: the level is neither, or the bounds are not ordered.
+        ConfigError: there is no such level, or the bounds are not ordered.
     """
     low, high = bounds
     if not 0 <= low <= high:
@@ -108,9 +109,15 @@ def mismatch(
 
 def _ratio(old_logp: Tensor, rollout_logp: Tensor, mask: Tensor, level: str) -> Tensor:
     """Ratio of each token or its sequence; at token level 1 where masked."""
-    if level not in get_args(Level):
-        raise ConfigError(f"level: expected one of {', '.join(get_args(Level))}, got {level!r}")
-    log_ratio = masked(old_logp - rollout_logp, mask)
-    if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    log_ratio = LEVELS.get(level)(masked(old_logp - rollout_logp, mask))
     return log_ratio.clamp(-20, 20).exp()
+
+
+def token_level(log_ratio: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
+    """Each token's own log-ratio."""
+    return log_ratio
+
+
+def sequence_level(log_ratio: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
+    """The sum over a token's sequence: the log-ratio of the whole."""
+    return log_ratio.sum(1, keepdim=True).expand_as(log_ratio)

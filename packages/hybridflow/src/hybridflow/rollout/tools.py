@@ -113,7 +113,7 @@ def _run(call: ToolCall, tools: Mapping[str, Tool]) -> ToolAnswer:
         return ToolAnswer(f"no tool {call.name!r}; there are {', '.join(tools) or 'none'}", True)
     try:
         result = tools[call.name](**call.arguments)
-    except BaseException as error:  # noqa: BLE001 - whatever a tool raises goes to the policy
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - also of a tool that calls `exit`
         return ToolAnswer(f"{call.name} failed: {type(error).__name__}: {error}", True)
     if not isinstance(result, str):
         return ToolAnswer(f"{call.name} returned {type(result).__name__}, and not text", True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from hybridflow.algorithms.registry import LOOPS
+from hybridflow.rl.registry import LEVELS
 from hybridflow.rollout.servers.registry import SERVERS
 from shared.errors import ConfigError
 from shared.registry import Registry
@@ -28,8 +29,6 @@ for _name, _about in (
     ("torchrun", "the processes that torchrun has started"),
 ):
     ENGINES.add(_name, f"hybridflow.training.build_models:start_{_name}", _about)
-
-_CORRECTIONS = ("", "token", "sequence")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +117,8 @@ class Loop:
             of its own.
         eta: for "async": bound on staleness, in steps between the weights that generated a
             response and those trained on it.
-        correct: level of the importance weights that correct for stale weights, "token" or
-            "sequence"; empty: no correction.
+        correct: level of the importance weights that correct for stale weights, a name of `LEVELS`;
+            empty: no correction.
         cap: upper bound of an importance weight.
     """
 
@@ -130,7 +129,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         LOOPS.check(self.kind)
-        _one_of("loop.correct", self.correct, _CORRECTIONS)
+        _one_of("loop.correct", self.correct, ("", *LEVELS))
         if self.eta < 0:
             raise ConfigError(f"loop.eta: expected 0 or more, got {self.eta}")
         if self.correct and not LOOPS.get(self.kind).is_apart:

@@ -159,7 +159,8 @@ class Call:
         window = value.window(total) if isinstance(value, Joined) else range(total)
         if not len(window):
             raise DataError(
-                f"{self.route.name}: {total} rows are too few for that many parts; give more rows"
+                f"{self.route.name}: expected a row or more for each part, got none for this one: "
+                f"{total} rows are too few for that many parts; give more rows"
             )
         count = next((share[1] for share in self.route.shares if share is not None), 1)
         size = -(-len(window) // count)
@@ -188,7 +189,10 @@ class Call:
             self.sent.append(handle)
             return [ResultPart(handle, len(source))]
         if not source.has_rows:
-            raise DataError(f"{self.route.name}: {source.name} does not return a batch")
+            raise DataError(
+                f"{self.route.name}: expected the future of a batch, got that of {source.name}, "
+                f"which does not return a batch; join only results that have rows"
+            )
         self.sent += [part.handle for part in source.parts]
         return source.parts
 

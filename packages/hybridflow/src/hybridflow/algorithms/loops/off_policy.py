@@ -24,7 +24,7 @@ class Correction:
     Attributes:
         actor: the model that is trained.
         temperature: at which responses were sampled.
-        level: "token" or "sequence"; see `hybridflow.rl.correction`.
+        level: a name of `hybridflow.rl.registry.LEVELS`.
         cap: upper bound of a token's weight.
     """
 

@@ -102,21 +102,21 @@ def swap(server: Dialect, old: Weights, new: Weights) -> None:
     """Replaces a server's weights while no response is in progress.
 
     If that fails the old weights are loaded again, if their folder is known; otherwise the label
-    keeps the prefix `LOADING`.
+    keeps the prefix `LOADING`, and a server that can pause stays paused, as its weights may be torn.
 
     Raises:
         CommError: if the weights were not replaced.
     """
     try:
         server.hold()
+        # From here on the label shows a crash to the next caller.
+        server.name(LOADING + new.label)
     except CommError:
-        # The server may still pause later, once its responses have ended.
+        # No weights were touched. The server may still pause later, once its responses have ended.
         with suppress(CommError):
             server.release()
         raise
     try:
-        # From here on the label shows a crash to the next caller.
-        server.name(LOADING + new.label)
         server.read(str(new.folder))
         server.name(new.label)
     except CommError:
