@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_model
 
 import bytecheckpoint as bcp
@@ -144,6 +145,16 @@ def test_diff_compares_bits_and_not_values(tmp_path, capsys):
     assert rows["x"] == ["1", "nan"]
     assert rows["y"] == ["4", "0"]
     assert "z" not in rows
+
+
+def test_verify_says_where_a_format_has_no_checksums(run, tmp_path, capsys):
+    torch.distributed.checkpoint.save(
+        {"x": torch.ones(9)}, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
+    for options in ([], ["--deep"]):
+        text = out_of(capsys, "verify", tmp_path / "dcp", *options).out
+        assert "only its structure: the format has no checksums" in text
+        assert "no checksums" not in out_of(capsys, "verify", run, *options).out
 
 
 def test_reshard_writes_balanced_files_with_the_same_content(run, tmp_path, capsys):

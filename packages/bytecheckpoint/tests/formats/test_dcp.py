@@ -391,6 +391,24 @@ def test_unknown_classes_are_named():
         pickles.load_metadata(pickle.dumps(Unknown()), "here")
 
 
+@pytest.mark.parametrize(
+    "hostile",
+    [b"Nr\xff\xff\xff\x00.", b"Np16777215\n.", b"\x80\x04Nr\xff\xff\xff\x00."],
+    ids=["four bytes", "decimal", "protocol 4"],
+)
+def test_a_few_bytes_cannot_ask_for_a_table_of_gigabytes(hostile):
+    # 2 ** 24 entries take 256 MiB; the index of four bytes that is used in earnest takes 64 GiB.
+    for read in (pickles.load_metadata, pickles.load_tree):
+        with pytest.raises(DataError, match=r"entry 16777215 .* of \d+ bytes"):
+            read(hostile, "here")
+
+
+def test_pickles_of_every_protocol_are_read():
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        tree = {"r\xff\xff\xff\xff": [(at, f"p{at}\n") for at in range(300)]}
+        assert pickles.load_tree(pickle.dumps(tree, protocol), "here") == tree
+
+
 def test_a_pickle_cannot_change_classes_for_later_ones():
     # The class itself, and BUILD with attributes to set on it.
     hostile = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections import OrderedDict
 from typing import Any, NamedTuple
 
@@ -220,10 +221,18 @@ class _Reader(pickle.Unpickler):
         return StorageRecord(dtype, key, num_elements)
 
 
+def _check_memo(data: bytes) -> None:
+    """Refuses entries that no writer makes: the table is as long as the largest entry's number."""
+    for opcode, entry, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "LONG_BINPUT") and entry > len(data):
+            raise ValueError(f"it fills entry {entry} of a table, in a pickle of {len(data)} bytes")
+
+
 def _load(
     data: bytes, allowed: dict[tuple[str, str], Any], where: str, *, trusted: bool = False
 ) -> Any:
     try:
+        _check_memo(data)
         return _Reader(data, allowed, trusted).load()
     except _FAILURES as error:
         raise DataError(
