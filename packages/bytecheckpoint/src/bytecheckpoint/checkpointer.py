@@ -18,10 +18,12 @@ from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.job import Handle
+from bytecheckpoint.saving.run_lock import RunLock
 from bytecheckpoint.saving.saver import Saver, StageKind
 from bytecheckpoint.storage import open_storage
 from bytecheckpoint.storage.files import commit
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
+from bytecheckpoint.storage.local import LocalStorage
 from shared.errors import ConfigError
 
 __all__ = ["Checkpointer", "load", "save"]
@@ -100,6 +102,7 @@ class Checkpointer:
         self._overwrite = overwrite
         self._on_error: OnError = on_error
         self._last: Handle | None = None
+        self._lock: RunLock | None = None
         # Steps that are damaged, by what is wrong; the first save sets them aside.
         self._is_settled = False
         self._damaged: dict[int, str] = {}
@@ -124,6 +127,7 @@ class Checkpointer:
             self.close()
         else:
             self._saver.finish()
+            self._lock = None
 
     def save(self, step: int, state: dict[str, Any]) -> Handle:
         """Saves a state if the step is a multiple of `every_n`; called by all ranks.
@@ -141,8 +145,9 @@ class Checkpointer:
             Exception: the save before failed; all ranks raise, and this state is not saved. The
                 save after this one is made again.
             DataError: the state cannot be saved; all ranks raise, nothing was written.
-            ConfigError: the step is negative; the run has steps that were not loaded, and
-                `overwrite` is False; or a save is in progress and `when_busy` is "fail".
+            ConfigError: the step is negative; another job saves to the folder; the run has steps
+                that were not loaded, and `overwrite` is False; or a save is in progress and
+                `when_busy` is "fail".
         """
         if step < 0:
             raise ConfigError(f"expected a step of at least 0, got {step}")
@@ -268,6 +273,7 @@ class Checkpointer:
             Exception: the last save failed.
         """
         self._saver.finish()
+        self._lock = None
         # A forked child cannot wait for its parent's save.
         last, self._last = self._last, None
         if last is not None and last.committed.done():
@@ -285,7 +291,12 @@ class Checkpointer:
     def _prepare(self, step: int, before: Handle | None) -> None:
         """What must be right before anything of a save is written; called on every rank."""
         self._raise_failure(step, before)
-        if self._is_settled or not self._saver.team.is_coordinator:
+        if not self._saver.team.is_coordinator:
+            return
+        if isinstance(self._storage, LocalStorage) and self._lock is None:
+            self._storage.make_root()
+            self._lock = RunLock.take(self._storage.url)
+        if self._is_settled:
             return
         # Looked for again, because another job may have been replacing them.
         _, self._damaged = commit.find_steps(self._storage)

@@ -46,6 +46,10 @@ class LocalStorage:
         self._open: dict[str, _OpenFile] = {}
         self._lock = threading.Lock()
 
+    def make_root(self) -> None:
+        """Makes the folder if it is missing; the first file in it makes its name last."""
+        _make_folder(self.url)
+
     def create(self, path: str, num_bytes: int) -> LocalSink:
         """Opens a new file; `num_bytes` is not needed here.
 
