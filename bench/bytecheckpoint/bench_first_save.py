@@ -27,7 +27,7 @@ from shared.claims import Claim
 from shared.comms import RankPool
 
 NUM_RANKS = 2
-NUM_TENSORS = int(os.environ.get("FIRST_SAVE_TENSORS", "32"))
+NUM_TENSORS = 32
 ROWS, COLUMNS = 4_096, 1_024  # 16 MiB of float32
 TURNS = 3
 SAVES = 3
@@ -137,12 +137,19 @@ def bench_first_save(benchmark, record_claim, tmp_path):
     first = {way: [turn[0][0] for turn in turns] for way, turns in found.items()}
     second = {way: [turn[1][0] for turn in turns] for way, turns in found.items()}
     total = {way: [turn[-1][1] for turn in turns] for way, turns in found.items()}
+    on_disk = {way: [turn[0][1] for turn in turns] for way, turns in found.items()}
     best = min(DCP, key=lambda way: median(first[way]))
     size = f"{NUM_TENSORS * ROWS * COLUMNS * 4 / 1e6:,.0f} MB on {NUM_RANKS} ranks"
     for name, ours, baseline, baseline_name in (
         ("first save blocks, prepared", first["prepared"], first[best], DCP_NAME),
         ("first save blocks, not prepared", first["not prepared"], first[best], DCP_NAME),
         ("first save blocks, prepared", first["prepared"], second["prepared"], "our second save"),
+        (
+            "first save is on disk, stage='fork'",
+            on_disk["fork"],
+            on_disk["prepared"],
+            "stage='arena', prepared",
+        ),
         ("third save is on disk, stage='fork'", total["fork"], total["prepared"], "stage='arena'"),
     ):
         ratios = [theirs / mine for mine, theirs in zip(ours, baseline, strict=True)]

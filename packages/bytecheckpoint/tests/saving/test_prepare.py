@@ -9,7 +9,7 @@ import torch
 import bytecheckpoint as bcp
 from shared.errors import DataError
 
-NUM_BYTES = 64 << 20
+NUM_BYTES = 48 << 20
 
 
 def resident_bytes():
@@ -27,8 +27,9 @@ def is_planned_by(handle):
     return handle.trace.seconds("plan") > 0
 
 
-def training():
-    model = torch.nn.Linear(64, NUM_BYTES // (3 * 4 * 64), bias=False)
+def training(num_bytes=1 << 16):
+    """A model and its AdamW after a step, of about so many bytes."""
+    model = torch.nn.Linear(64, num_bytes // (3 * 4 * 64), bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
@@ -36,7 +37,7 @@ def training():
 
 
 def test_a_prepared_save_plans_nothing_and_finds_its_memory_mapped(tmp_path):
-    state = training()
+    state = training(NUM_BYTES)
     before = resident_bytes()
     with bcp.Checkpointer(tmp_path) as ckpt:
         ckpt.prepare(state)
