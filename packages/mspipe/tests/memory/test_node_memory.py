@@ -1,6 +1,7 @@
 """Rows against a dictionary of them."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from mspipe.memory.node_memory import NodeMemory, latest
 from mspipe.memory.row_layout import NO_MAIL, RowLayout, State
+from mspipe.memory.server import MemoryServer
 from mspipe.models.base import newest_mail
 from shared.errors import ConfigError, DataError
 
@@ -25,6 +27,12 @@ def shared_place():
 @pytest.fixture(params=["cpu", "shm"])
 def place(request):
     return "cpu" if request.param == "cpu" else request.getfixturevalue("shared_place")
+
+
+@pytest.fixture
+def server_place():
+    with MemoryServer() as server:
+        yield server.address
 
 
 def random_state(count, layout, seed=0):
@@ -250,3 +258,25 @@ def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, synced):
     memory = NodeMemory(6, 2, 3)
     memory.save(tmp_path / "memory.safetensors")
     assert synced.replaced == [(tmp_path / "memory.safetensors", True)]
+
+
+@pytest.mark.parametrize("where", ["cpu", "shared_place", "server_place"])
+def test_no_row_is_read_half_written(request, where):
+    """A stale fetch reads rows that the thread of writes may be replacing."""
+    place = where if where == "cpu" else request.getfixturevalue(where)
+    memory, nodes = NodeMemory(64, 1024, 0, place=place), torch.arange(64)
+    words = memory.layout.num_words
+
+    def write(count):
+        for value in range(count):
+            memory.write_rows(nodes, torch.full((64, words), float(value)))
+
+    write(1)
+    memory.read_rows(nodes)  # the first read also compiles
+    writer = threading.Thread(target=write, args=(300,))
+    writer.start()
+    while writer.is_alive():
+        rows = memory.read_rows(nodes)
+        assert torch.equal(rows, rows[:, :1].expand(-1, words))
+    writer.join()
+    memory.close()

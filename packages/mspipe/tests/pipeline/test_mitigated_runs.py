@@ -5,6 +5,7 @@ import torch
 
 from mspipe.data.batching import batches
 from mspipe.pipeline.mitigation import Mitigation
+from mspipe.pipeline.stages import Stages
 
 STALE = {"mode": "stale", "max_staleness": 4, "is_fixed": True}
 
@@ -74,3 +75,22 @@ def test_the_weight_is_fitted_once_an_iteration_however_many_writes_were_missed(
     assert max(num_fits) == 1
     assert sum(num_fits) > 10
     assert sum(mitigation.fits) > 2 * len(mitigation.fits), "all that is known is fitted"
+
+
+def test_the_weight_is_fitted_to_all_missed_writes_of_mixed_states(toy):
+    events = toy.stream(900, num_src=60)
+    mitigation, num_missed = Noted(events, quantile=0.0), []
+
+    class Counted(Stages):
+        def train(self, work):
+            num_mixes = len(mitigation.mixes)
+            found = super().train(work)
+            if len(mitigation.mixes) > num_mixes:
+                is_mixed = mitigation.mixes[-1][1]
+                num_missed.append(int(work.is_missing[work.similar[0]][is_mixed].sum()))
+            return found
+
+    pipe = toy.pipeline(events, mitigation=mitigation, stages=Counted, **STALE)
+    for _ in pipe.train(batches(events, 40)):
+        pass
+    assert [count for count in num_missed if count] == mitigation.fits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -35,7 +36,7 @@ class RowStore(Protocol):
         ...
 
     def read(self, ids: Int64[Tensor, " n"]) -> Float[Tensor, "n words"]:
-        """Copies of rows."""
+        """Copies of rows, each as it was before or after a write of another thread, never in part."""
         ...
 
     def write(self, ids: Int64[Tensor, " n"], rows: Float[Tensor, "n words"]) -> None:
@@ -89,6 +90,9 @@ def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> RowS
 class LocalRows:
     """Rows in one tensor of this process.
 
+    Threads take turns, so that none reads a row half written. On a GPU only the launches do: there
+    streams must be ordered by their users.
+
     Args:
         num_rows: number of rows.
         fresh: float32 [words], the initial value of each row.
@@ -102,6 +106,7 @@ class LocalRows:
         self.device, self.version = device, 0
         self._fresh, self._is_pinned = fresh.to(device), is_pinned
         self._table = self._made(num_rows)
+        self._lock = threading.Lock()  # held while the table is read or changed
 
     def _made(self, num_rows: int) -> Tensor:
         shape = num_rows, len(self._fresh)
@@ -126,28 +131,33 @@ class LocalRows:
     def read(self, ids: Tensor) -> Tensor:
         """Copies of rows."""
         ids = ids.to(self.device)
-        if not self._is_pinned:
-            return gather(self._table, ids)
-        # Also into pinned memory, from which a copy to the GPU is asynchronous.
-        out = torch.empty(len(ids), self._table.shape[1], pin_memory=True)
-        return gather(self._table, ids, out)
+        # Into pinned memory as well, from which a copy to the GPU is asynchronous.
+        shape = len(ids), self._table.shape[1]
+        out = torch.empty(shape, device=self.device, pin_memory=self._is_pinned)
+        with self._lock:
+            return gather(self._table, ids, out)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Replaces rows with distinct ids, and increments the version."""
-        self._table.index_copy_(0, ids.to(self.device), rows.to(self.device))
-        self.version += 1
+        ids, rows = ids.to(self.device), rows.to(self.device)
+        with self._lock:
+            self._table.index_copy_(0, ids, rows)
+            self.version += 1
 
     def reset(self) -> None:
         """Sets all rows to their initial value."""
-        self._table[:] = self._fresh
-        self.version += 1
+        with self._lock:
+            self._table[:] = self._fresh
+            self.version += 1
 
     def grow(self, num_rows: int) -> None:
         """Extends the store to `num_rows` rows; new ones have the initial value."""
         table = self._made(num_rows)
-        table[: len(self._table)] = self._table
-        self._table = table
+        with self._lock:
+            table[: len(self._table)] = self._table
+            self._table = table
 
     def close(self) -> None:
         """Releases the rows."""
-        self._table = self._table[:0]
+        with self._lock:
+            self._table = self._table[:0]

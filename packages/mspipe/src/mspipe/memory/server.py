@@ -2,7 +2,8 @@
 
 A thread serves each connection. It receives a whole request before it accesses the table, so that a
 client that dies halfway changes nothing. One lock guards all changes of rows. Rows that are read
-are sent straight from the table, without a copy.
+are copied a piece at a time and then sent, so that a slow client delays no writer, and none gets a
+row that another was writing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
 
@@ -25,6 +27,8 @@ from shared.errors import CommError, ConfigError, DataError
 __all__ = ["MemoryServer"]
 
 _log = logging.getLogger(__name__)
+
+_ROWS_AT_ONCE = 1024  # copied before they are sent
 
 # Raised by torch and numpy, among others for sizes that do not fit in memory; sent to the client.
 _REFUSALS = (ValueError, OverflowError, RuntimeError, MemoryError)
@@ -144,10 +148,7 @@ class MemoryServer:
                     _send_error(wire, str(error))
                 else:
                     told = self._table.num_rows, self._table.version
-                    if answer is None:
-                        wire.send(Op.OK, *told)
-                    else:
-                        wire.send_rows(Op.OK, *told, *answer)
+                    wire.send(Op.OK, *told, answer)
         except EOFError:
             _log.debug("%s: a client left", self.address)
         except BlockingIOError:
@@ -234,15 +235,15 @@ class _Table:
             raise ConnectionError(f"expected at most {most:,} bytes, {num_bytes:,} are announced")
         return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
 
-    def apply(self, op: Op, first: int, tensors: list[Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Executes a request; for a read returns the table and the ids of the rows to send.
+    def apply(self, op: Op, first: int, tensors: list[Tensor]) -> Iterator[Tensor]:
+        """Executes a request; returns the rows that a read asks for, copied as they are taken.
 
         Raises:
             DataError: the request is invalid; nothing has changed.
         """
         if op == Op.READ:
             self._check(tensors[0])
-            return self._rows.table, tensors[0]
+            return map(self._rows.read, tensors[0].split(_ROWS_AT_ONCE))
         with self._lock:
             if op == Op.HELLO:
                 self._meet(first, *tensors)
@@ -255,7 +256,7 @@ class _Table:
                 assert self._fresh is not None, "hello came first"
                 self._check_size(first, self._fresh)
                 self._rows.grow(first)
-        return None
+        return iter(())
 
     def _meet(self, num_rows: int, fresh: Tensor) -> None:
         if self._fresh is None:

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import torch
@@ -33,8 +34,9 @@ class SharedRows:
     """Rows in shared memory that all processes of the machine and of one user open by name.
 
     The first process to open it creates it, and removes it on closing. Rows that killed processes
-    have left are made anew, with a warning. Writers of different rows need no lock; a reader may see
-    a partly written row, so ranks need a barrier between writing and reading.
+    have left are made anew, with a warning. Threads of a process take turns. Processes that write
+    different rows need no lock; a reader may see a row that another process has written in part, so
+    ranks need a barrier between writing and reading.
 
     Args:
         name: name of the shared memory.
@@ -67,6 +69,7 @@ class SharedRows:
             os.close(descriptor)
         self._version = torch.frombuffer(shared, dtype=torch.int64, count=1)
         self._table = _table_of(shared, len(fresh))
+        self._lock = threading.Lock()  # held while this process reads or changes rows
 
     def _made(self) -> int | None:
         """An open, locked file that has the name from now on; None if another has it meanwhile."""
@@ -160,17 +163,22 @@ class SharedRows:
 
     def read(self, ids: Tensor) -> Tensor:
         """Copies of rows."""
-        return gather(self._table, ids.cpu())
+        ids = ids.cpu()
+        with self._lock:
+            return gather(self._table, ids)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         """Replaces rows with distinct ids, and increments the version."""
-        self._table.index_copy_(0, ids.cpu(), rows.cpu())
-        self._version[0] += 1
+        ids, rows = ids.cpu(), rows.cpu()
+        with self._lock:
+            self._table.index_copy_(0, ids, rows)
+            self._version[0] += 1
 
     def reset(self) -> None:
         """Sets all rows to their initial value."""
-        self._table[:] = self._fresh
-        self._version[0] += 1
+        with self._lock:
+            self._table[:] = self._fresh
+            self._version[0] += 1
 
     def grow(self, num_rows: int) -> None:
         """Refuses: rows that processes share cannot grow."""

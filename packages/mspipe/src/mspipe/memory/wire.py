@@ -12,11 +12,9 @@ pickled, and rows are received straight into the tensor that the caller gets.
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import errno
 import math
-import os
 import socket
 import struct
 import time
@@ -26,19 +24,13 @@ from contextlib import suppress
 import numpy as np
 from torch import Tensor
 
-__all__ = ["LIBC", "MAX_BYTES", "Op", "Wire"]
+__all__ = ["MAX_BYTES", "Op", "Wire"]
 
 MAX_BYTES = 1 << 32
 """Maximum size of a request's tensors; a header that announces more is refused."""
 
 _MAGIC = b"MSP1"
 _HEADER = struct.Struct("<4sIQQ")
-_VOID = ctypes.c_void_p
-_MOST_PIECES = 1024  # buffers per call of writev, the system's IOV_MAX
-
-LIBC = ctypes.CDLL(None, use_errno=True)
-"""The C library: its `writev` takes an array of addresses without a Python object for each."""
-LIBC.writev.restype = ctypes.c_ssize_t
 
 
 class Op(enum.IntEnum):
@@ -84,37 +76,6 @@ class Wire:
             head = b""  # sent together with the first tensor
         if head:
             self._put(head)
-
-    def send_rows(self, op: Op, first: int, second: int, table: Tensor, ids: Tensor) -> None:
-        """Sends a message with rows of a table, without copying them in this process.
-
-        Args:
-            op, first, second: as in `send`.
-            table: float32 [num_rows, words] on the CPU, contiguous.
-            ids: int64 [n], indices of the rows to send.
-        """
-        head = np.frombuffer(_HEADER.pack(_MAGIC, op, first, second), np.uint8)
-        row_bytes = 4 * table.shape[1]
-        pieces = np.empty((1 + len(ids), 2), np.uint64)  # an address and a length each
-        pieces[0] = head.ctypes.data, len(head)
-        pieces[1:, 0] = table.data_ptr() + row_bytes * ids.numpy()
-        pieces[1:, 1] = row_bytes
-        at = 0
-        while at < len(pieces):
-            count = min(_MOST_PIECES, len(pieces) - at)
-            sent = LIBC.writev(self._sock.fileno(), pieces[at:].ctypes.data_as(_VOID), count)
-            if sent < 0:
-                number = ctypes.get_errno()
-                if number == errno.EINTR:
-                    continue
-                raise OSError(number, os.strerror(number))
-            ends = pieces[at : at + count, 1].cumsum()
-            done = int(ends.searchsorted(sent, "right"))
-            at += done
-            if done < count:  # a piece was sent in part
-                rest = int(ends[done]) - sent
-                pieces[at, 0] += pieces[at, 1] - np.uint64(rest)
-                pieces[at, 1] = rest
 
     def _put(self, *buffers: bytes | memoryview) -> None:
         sent = self._sock.sendmsg(buffers)
