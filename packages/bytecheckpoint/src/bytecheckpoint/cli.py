@@ -157,6 +157,8 @@ class Verify(JsonOption):
                     if damage.tensors:
                         lines.append(f"    holds parts of {_shorten(damage.tensors)}")
         how = "every byte" if self.deep else "sizes, headers and tables, not their content (--deep)"
+        if all(one.num_bytes is None for one in found):
+            how = "only its structure: the format has no checksums"
         if found and not damages:
             lines = [f"whole checkpoints: {len(found)}, {format_bytes(total)}; looked at {how}"]
         if lines or self.json:

@@ -224,7 +224,7 @@ class _Reader(pickle.Unpickler):
 def _check_memo(data: bytes) -> None:
     """Refuses entries that no writer makes: the table is as long as the largest entry's number."""
     for opcode, entry, _ in pickletools.genops(data):
-        if opcode.name in ("PUT", "LONG_BINPUT") and entry > len(data):
+        if opcode.name in ("PUT", "LONG_BINPUT") and int(entry or 0) > len(data):
             raise ValueError(f"it fills entry {entry} of a table, in a pickle of {len(data)} bytes")
 
 

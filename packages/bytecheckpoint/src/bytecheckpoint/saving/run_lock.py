@@ -9,6 +9,8 @@ from __future__ import annotations
 import fcntl
 import os
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 from shared.errors import ConfigError
 
@@ -31,9 +33,10 @@ class RunLock:
             ) from error
         except OSError:
             pass  # this file system (NFS) locks no folders
-        self.release = weakref.finalize(self, os.close, descriptor)
+        release: Any = weakref.finalize(self, os.close, descriptor)
         # At the end of the process a save may still be under way: the kernel releases it after.
-        self.release.atexit = False
+        release.atexit = False
+        self.release: Callable[[], Any] = release
 
     @staticmethod
     def take(folder: str) -> RunLock:
