@@ -205,6 +205,7 @@ def pins(wheel):
     return found
 
 
+@pytest.mark.slow
 def test_no_index_is_asked_for_our_names(tmp_path, wheels):
     """All packages with all extras in one request, which also shows that they can be installed together."""
     wanted, versions = [], {}

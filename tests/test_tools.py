@@ -50,7 +50,7 @@ def run(tree, *command):
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["zeta", "ab"])
+@pytest.mark.parametrize("name", [pytest.param("zeta", marks=pytest.mark.slow), "ab"])
 def test_new_package_is_formatted_and_passes_its_tests(tree, name):
     done = tool("new_package", name, root=tree)
     assert done.returncode == 0, done.stderr
@@ -152,6 +152,7 @@ def committed(tree):
         subprocess.run(["git", *command], cwd=tree, check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_build_dist_pins_shared_and_can_be_built_again(tree, tmp_path):
     committed(tree)
     out = tmp_path / "dist"

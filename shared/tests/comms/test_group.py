@@ -44,6 +44,7 @@ def test_unknown_backend(monkeypatch):
         init_from_env(backend="mpi")
 
 
+@pytest.mark.slow
 def test_torchruns_environment(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -234,6 +234,7 @@ def theirs(tmp_path_factory):
         module.strict.close()
 
 
+@pytest.mark.slow
 def test_worker_processes_survive_whatever_rows_do(theirs):
     texts = ["4", "11", "5", "99", "22", "33"]
     scored = theirs.careful(make_roll(*texts, bonus=[0.5] * 6), CHARS)

@@ -90,6 +90,7 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_pools_of_one_environment_have_one_template(monkeypatch):
     with RankPool(2, timeout=LIMIT) as pool:
         first = pool.run(parent).results
@@ -151,6 +152,7 @@ def test_ranks_print_where_the_parent_writes_errors_now(capfd):
     assert "complained of by a rank" in captured.err
 
 
+@pytest.mark.slow
 def test_a_template_that_is_killed_ends_its_ranks_and_is_replaced(monkeypatch):
     # Pools of other tests, which may be open in this process, keep the template of their environment.
     monkeypatch.setenv("MESHYARD_TESTED", "a template to be killed")
