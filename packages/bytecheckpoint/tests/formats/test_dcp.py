@@ -1,5 +1,7 @@
 """Folders of torch's DCP are read in place, and written so that torch loads them."""
 
+import collections
+import enum
 import logging
 import os
 import pickle
@@ -384,6 +386,35 @@ def test_views_of_larger_storages_are_read(tmp_path):
 
 class Unknown:
     pass
+
+
+class _AttributePickler(pickle.Pickler):
+    """Pickles enums' members as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, value):
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def test_members_of_enums_may_be_pickled_as_attributes(saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "dcp")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    with open(folder / ".metadata", "wb") as file:
+        _AttributePickler(file, 4).dump(metadata)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    with bcp.open(saved) as one, bcp.open(folder) as other:
+        assert one.index.names == other.index.names
+
+
+@pytest.mark.parametrize("kind", [dcp.metadata.Metadata, torch.Size, collections.OrderedDict])
+def test_other_attributes_are_refused(kind):
+    class Hostile:
+        def __reduce__(self):
+            return getattr, (kind, "__init__")
+
+    with pytest.raises(DataError, match="attribute of something that is no enum"):
+        pickles.load_metadata(pickle.dumps(Hostile()), "here")
 
 
 def test_unknown_classes_are_named():

@@ -94,6 +94,12 @@ class _TensorProperties:
         self.dtype = state[0]
 
 
+def _name_member(enum: type, name: str) -> str:
+    if enum is not int or type(name) is not str:
+        raise TypeError("an attribute of something that is no enum")
+    return name
+
+
 def _allow_metadata_globals() -> dict[tuple[str, str], Any]:
     """What a `.metadata` may name; new at each call, because a pickle may write to classes."""
     dcp = "torch.distributed.checkpoint"
@@ -115,6 +121,8 @@ def _allow_metadata_globals() -> dict[tuple[str, str], Any]:
     ):
         found[module, "TensorProperties"] = type("TensorProperties", (_TensorProperties,), {})
         found[module, enum] = int
+    # Python 3.11.0 to 3.11.3 pickle a member of an enum as an attribute of its class.
+    found["builtins", "getattr"] = _name_member
     found["torch.serialization", "_get_layout"] = str
     found["torch", "Size"] = tuple
     found["collections", "OrderedDict"] = OrderedDict

@@ -1,8 +1,9 @@
 """The ranks that save and load together, and how they agree.
 
 Messages use a separate gloo group (`Group.control`), so that they do not mix with the collectives
-of training. Background threads report through the group's store, where a dead rank is detected by
-its missing key. Without a process group, a process is a team of one.
+of training. Background threads report through the group's store; a rank whose process ends is
+known by its connection (`liveness`), one that hangs by its missing key. Without a process group, a
+process is a team of one.
 """
 
 from __future__ import annotations
@@ -17,10 +18,17 @@ import msgspec
 import torch
 
 from bytecheckpoint.ranks.failure import Failure
+from bytecheckpoint.ranks.liveness import Liveness
 from shared.comms import Group, all_gather_v, all_reduce, tree
 from shared.errors import CommError
 
 __all__ = ["Team"]
+
+_LOOK_S = 0.2
+"""Seconds between two looks for dead ranks while waiting."""
+
+_SHORTEST_S = 0.001
+"""A store takes a wait of no time for one without an end."""
 
 
 class Team:
@@ -38,12 +46,22 @@ class Team:
         self.rank = self.group.rank if self.group else 0
         self.world_size = self.group.world_size if self.group else 1
         self._alone: dict[str, bytes] = {}
+        self._liveness: Liveness | None = None
         self._store: Any = self.group.board("bytecheckpoint") if self.group else None
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this rank plans and commits."""
         return self.rank == 0
+
+    def watch(self) -> None:
+        """Lets later waits notice dead ranks at once; every rank calls it at the same place."""
+        if self.group is None:
+            return
+        self._liveness = liveness = Liveness(self.rank, self.world_size)
+        address = self.broadcast(liveness.listen() if self.is_coordinator else None)
+        if not self.is_coordinator:
+            liveness.connect(address)
 
     def maximum(self, numbers: list[int]) -> list[int]:
         """The maximum of each number over all ranks; numbers of up to 63 bits."""
@@ -121,10 +139,10 @@ class Team:
         """What all ranks reported, on the coordinator.
 
         Raises:
-            CommError: ranks did not report in time; the message names them.
+            CommError: ranks died, or did not report in time; the message names them.
         """
-        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
-        self._wait(keys, timeout, lambda missing: f"rank {', '.join(missing)} of {self.world_size}")
+        keys = {f"{key}/{rank}": rank for rank in range(self.world_size)}
+        self._wait(keys, timeout)
         found = [self._take(key) for key in keys]
         for one in keys:
             self._forget(one)
@@ -138,9 +156,9 @@ class Team:
         """Waits for the coordinator's bytes.
 
         Raises:
-            CommError: the coordinator announced nothing in time.
+            CommError: the coordinator died, or announced nothing in time.
         """
-        self._wait([key], timeout, lambda _: "the coordinator, rank 0,")
+        self._wait({key: 0}, timeout)
         return self._take(key)
 
     def forget(self, key: str) -> None:
@@ -163,19 +181,46 @@ class Team:
             with suppress(RuntimeError):
                 self._store.delete_key(key)
 
-    def _wait(self, keys: list[str], timeout: timedelta, blame: Callable[[list[str]], str]) -> None:
+    def _wait(self, ranks: dict[str, int], timeout: timedelta) -> None:
+        """Waits for keys, each of which one rank sets."""
         if self._store is None:
             return
-        deadline = time.monotonic() + timeout.total_seconds()
+        begin = time.monotonic()
+        left_s = timeout.total_seconds()
+        while True:
+            # Before the wait: a rank may set its key and end.
+            lost = [] if self._liveness is None else self._liveness.find_lost()
+            try:
+                self._store.wait(
+                    list(ranks), timedelta(seconds=max(min(left_s, _LOOK_S), _SHORTEST_S))
+                )
+                return
+            except RuntimeError as error:
+                left_s = timeout.total_seconds() - (time.monotonic() - begin)
+                if left_s > 0 and not lost:
+                    continue
+                missing = self._find_missing(ranks)
+                dead = [rank for rank in missing if rank in lost]
+                if dead or left_s <= 0:
+                    what = (
+                        "died in the midst of a save; look at its output"
+                        if dead
+                        else f"did not report within {time.monotonic() - begin:.0f} s: it hangs, or "
+                        f"its storage is slow; look at its output, or raise the timeout"
+                    )
+                    raise CommError(
+                        f"rank {', '.join(map(str, dead or missing))} of {self.world_size} {what}. "
+                        f"What was committed before is untouched"
+                    ) from error
+
+    def _find_missing(self, ranks: dict[str, int]) -> list[int]:
         try:
-            self._store.wait(keys, timeout)
+            return [rank for key, rank in ranks.items() if not self._store.check([key])]
         except RuntimeError as error:
-            missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
-            waited_s = timeout.total_seconds() + time.monotonic() - deadline
             raise CommError(
-                f"{blame(missing)} did not report within {waited_s:.0f} s: it died or hangs; look "
-                f"at its output, or raise the timeout if its storage is slow. What was committed "
-                f"before is untouched"
+                "the store of the process group is gone: expected the process that holds it (rank "
+                "0, or torchrun's agent) to outlive the save; look at its output. What was "
+                "committed before is untouched"
             ) from error
 
 

@@ -2,14 +2,21 @@
 
 Training continues without a copy; the kernel copies a page when training changes it. The child only
 copies with numpy, hashes and writes: anything else might wait for a thread that it does not have.
+It closes the sockets that it inherits and ends with its parent, so that a rank that is killed looks
+dead to the others.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
+import stat
+import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 from torch import Tensor
@@ -23,6 +30,10 @@ from bytecheckpoint.storage.files.manifest import FileRecord
 from shared.errors import CommError
 
 __all__ = ["ChildWriter"]
+
+_PR_SET_PDEATHSIG = 1
+# Looked up before any fork: a child must not load libraries.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -57,11 +68,13 @@ class ChildWriter:
         with trace.span("stage"):
             # Views are made before the fork: the child stays out of torch.
             slots, arrays = image.arrays, [view_as_array(value) for value in values]
+            # Linux takes the thread that forks for the parent; others end before their process.
+            parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
             self._read_end, write_end = os.pipe()
             try:
                 self._pid = os.fork()
                 if self._pid == 0:
-                    self._write_and_exit(slots, arrays, write_end)
+                    self._write_and_exit(slots, arrays, write_end, parent)
             except OSError:
                 os.close(self._read_end)
                 raise
@@ -90,9 +103,16 @@ class ChildWriter:
         assert found.file is not None, "the child answers with one of the two"
         return found.file
 
-    def _write_and_exit(self, slots: Sequence, arrays: Sequence, write_end: int) -> None:
+    def _write_and_exit(
+        self, slots: Sequence, arrays: Sequence, write_end: int, parent: int | None
+    ) -> None:
         gc.disable()  # only the parent may run finalizers of its objects
         try:
+            if parent is not None and _prctl is not None:
+                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != parent:
+                    os._exit(1)  # it died before
+            _close_sockets()
             for slot, array in zip(slots, arrays, strict=True):
                 slot[...] = array
             answer = _Answer(file=write_image(self._storage, self._path, self._image))
@@ -104,6 +124,15 @@ class ChildWriter:
         finally:
             # Exit without running the parent's atexit handlers.
             os._exit(0)
+
+
+def _close_sockets() -> None:
+    """Closes all sockets but those that are standard streams; files are written without any."""
+    for name in os.listdir("/dev/fd"):
+        descriptor = int(name)
+        with suppress(OSError):  # the listing's own descriptor is closed already
+            if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.close(descriptor)
 
 
 def _reap(pid: int) -> int | None:

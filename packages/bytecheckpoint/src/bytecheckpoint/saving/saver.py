@@ -120,6 +120,7 @@ class Saver:
                 f"connections to {storage.url}; use stage='arena'"
             )
         self.team = Team()
+        self.team.watch()
         self._storage = storage
         self._stage: StageKind = stage
         self._timeout = timeout

@@ -1,0 +1,128 @@
+"""A rank whose process ends is known within a second, whoever else connects and whatever it forked."""
+
+import os
+import signal
+import socket
+import time
+from contextlib import nullcontext
+from datetime import timedelta
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+import bytecheckpoint as bcp
+from bytecheckpoint.ranks.liveness import Liveness
+from shared.comms import RankPool
+from shared.errors import RankFailure
+
+from ..faulty_storage import deadly, slow
+
+LONG = timedelta(seconds=60)
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    first = Liveness(0, 3)
+    address = first.listen()
+    others = [Liveness(rank, 3) for rank in (1, 2)]
+    for other in others:
+        other.connect(address)
+    yield first, others, msgspec.msgpack.decode(address)
+    for one in (first, *others):
+        one.close()
+
+
+def wait_for_lost(one, expected):
+    deadline = time.monotonic() + 5
+    while (lost := one.find_lost()) != expected:
+        assert time.monotonic() < deadline, f"expected {expected}, got {lost}"
+        time.sleep(0.01)
+
+
+def test_both_sides_see_the_other_end(ends):
+    first, (second, third), _ = ends
+    assert first.find_lost() == second.find_lost() == third.find_lost() == []
+    second.close()
+    wait_for_lost(first, [1])
+    first.close()
+    wait_for_lost(third, [0])
+
+
+def test_strangers_are_no_ranks(ends):
+    first, (second, _), address = ends
+    for greeting in (b"", b"x", bytes(36), address["token"] + (7).to_bytes(4, "little")):
+        with socket.create_connection(("127.0.0.1", address["port"])) as stranger:
+            stranger.sendall(greeting)
+            time.sleep(0.01)
+            assert first.find_lost() == []
+    assert first.find_lost() == []
+    second.close()
+    wait_for_lost(first, [1])
+
+
+def test_a_fork_does_not_keep_a_rank_alive(ends):
+    first, (second, _), _ = ends
+    assert first.find_lost() == []
+    pid = os.fork()
+    if pid == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        second.close()
+        wait_for_lost(first, [1])
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_without_a_way_to_connect_nothing_is_lost(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # an address of no machine
+    first, second = Liveness(0, 2), Liveness(1, 2)
+    address = first.listen()
+    assert address == b""
+    second.connect(address)
+    assert first.find_lost() == second.find_lost() == []
+
+
+def save_and_be_killed(path, stage, dying, call):
+    """What the other rank is told when one is killed in a save, and how long that takes."""
+    rank = dist.get_rank()
+    ckpt = bcp.Checkpointer(path, stage=stage, timeout=LONG)
+    own = {"own": torch.full((100,), float(rank)), "n": 2}
+    ckpt.save(1, {f"r{rank}": own}).committed.result(20)
+    is_child = stage == "fork"
+    bad = nullcontext() if rank != dying else slow(30.0) if is_child else deadly(call)
+    begin = time.monotonic()
+    with bad:
+        handle = ckpt.save(2, {f"r{rank}": own})
+        if rank == dying and is_child:
+            os.kill(os.getpid(), signal.SIGKILL)
+        error = handle.committed.exception(50)
+    waited_s = time.monotonic() - begin
+    (path / f"told-{rank}").write_text(f"{type(error).__name__}\n{waited_s}\n{error}")
+
+
+@pytest.mark.parametrize(
+    ("stage", "dying", "call"),
+    [
+        ("arena", 1, "write"),
+        ("fork", 1, ""),
+        pytest.param("arena", 0, "publish", marks=pytest.mark.slow),
+        pytest.param("fork", 0, "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_killed_in_a_save_is_named_long_before_the_timeout(
+    tmp_path, stage, dying, call
+):
+    with pytest.raises(RankFailure, match=f"rank {dying} of 2"), RankPool(2, timeout=LONG) as pool:
+        pool.run(save_and_be_killed, tmp_path, stage, dying, call)
+    kind, waited_s, text = (tmp_path / f"told-{1 - dying}").read_text().split("\n", 2)
+    assert kind == "CommError"
+    assert f"rank {dying} of 2 died in the midst of a save" in text
+    assert float(waited_s) < 3
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.steps() == [1]
