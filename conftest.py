@@ -2,9 +2,10 @@
 
 Runs before any test file is imported: it decides how Triton kernels run, gives torch one thread,
 has the shapes and types in signatures checked at call time, spares the garbage collector what was
-imported, gives Hypothesis no deadlines, binds the name `shared` to the installed package and lets
-Sybil run READMEs and pages. Each part steps aside when its library is not installed, so that one
-package can be tested with nothing but its own `test` extra.
+imported, gives Hypothesis no deadlines and, without the slow tests, fewer examples, binds the name
+`shared` to the installed package and lets Sybil run READMEs and pages. Each part steps aside when
+its library is not installed, so that one package can be tested with nothing but its own `test`
+extra.
 """
 
 import gc
@@ -81,8 +82,15 @@ if find_spec("hypothesis"):
     from hypothesis import settings
 
     # An example that takes long while the machine does something else is no failure.
-    settings.register_profile("yard", deadline=None, print_blob=True)
-    settings.load_profile("yard")
+    settings.register_profile("many", deadline=None, print_blob=True)
+    settings.register_profile("few", settings.get_profile("many"), max_examples=30)
+
+
+def pytest_configure(config):
+    """Gives properties fewer examples where the slow tests are left out, and a hundred beside them."""
+    if find_spec("hypothesis"):
+        settings.load_profile("few" if "not slow" in config.option.markexpr else "many")
+
 
 # Collecting shared/tests in importlib mode would otherwise bind the name to the folder shared/.
 import shared  # noqa: F401

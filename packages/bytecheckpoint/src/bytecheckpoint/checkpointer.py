@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from bytecheckpoint.loading.loading import Dedupe, LoadReport, load_state
 from bytecheckpoint.loading.rates import Rates
@@ -20,6 +21,7 @@ from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.job import Handle
 from bytecheckpoint.saving.run_lock import RunLock
 from bytecheckpoint.saving.saver import Saver, StageKind
+from bytecheckpoint.saving.termination import FinishOnSignal
 from bytecheckpoint.storage import open_storage
 from bytecheckpoint.storage.files import commit
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
@@ -62,6 +64,8 @@ class Checkpointer:
         stage: StageKind = "arena",
         timeout: timedelta = _TIMEOUT,
         on_error: OnError = "raise",
+        process_group: dist.ProcessGroup | None = None,
+        finish_on_sigterm: bool = False,
     ) -> None:
         """Opens the run; every rank makes its own, at the same place in its program.
 
@@ -80,9 +84,14 @@ class Checkpointer:
             on_error: "raise": the save after a failed one raises its error; "warn": a failed save
                 is only logged and told by its handle, for a training that looks at those. `close`
                 raises the error of the last save either way.
+            process_group: the ranks that save and load together; None: all of the world. Only they
+                make this checkpointer, on a folder of their own.
+            finish_on_sigterm: at SIGTERM, as before a preemption, let the save in progress commit,
+                and only then do what the signal did before, which ends the process by default.
 
         Raises:
-            ConfigError: a setting is out of range, or the URL cannot be opened.
+            ConfigError: a setting is out of range, the URL cannot be opened, this process is not
+                in the group, or signals cannot be handled as this is not the main thread.
         """
         if every_n < 1 or (keep is not None and keep < 1):
             raise ConfigError(
@@ -95,7 +104,10 @@ class Checkpointer:
         if on_error not in ("raise", "warn"):
             raise ConfigError(f"expected on_error to be 'raise' or 'warn', got {on_error!r}")
         self._storage = open_storage(url)
-        self._saver = Saver(self._storage, stage=stage, timeout=timeout)
+        self._saver = Saver(
+            self._storage, stage=stage, timeout=timeout, process_group=process_group
+        )
+        self._sigterm = FinishOnSignal(self._saver.wait) if finish_on_sigterm else None
         self._keep = keep
         self._every_n = every_n
         self._when_busy = when_busy
@@ -126,8 +138,7 @@ class Checkpointer:
         if error is None:
             self.close()
         else:
-            self._saver.finish()
-            self._lock = None
+            self._finish()
 
     def save(self, step: int, state: dict[str, Any]) -> Handle:
         """Saves a state if the step is a multiple of `every_n`; called by all ranks.
@@ -272,12 +283,17 @@ class Checkpointer:
         Raises:
             Exception: the last save failed.
         """
-        self._saver.finish()
-        self._lock = None
+        self._finish()
         # A forked child cannot wait for its parent's save.
         last, self._last = self._last, None
         if last is not None and last.committed.done():
             last.committed.result()
+
+    def _finish(self) -> None:
+        self._saver.finish()
+        self._lock = None
+        if self._sigterm is not None:
+            self._sigterm.remove()
 
     def _see(self, state: dict[str, Any]) -> None:
         """Prepares for saves of the first state that passes by; tells of failure in the log."""
@@ -362,6 +378,7 @@ def save(
     *,
     overwrite: bool = False,
     timeout: timedelta = _TIMEOUT,
+    process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Saves one checkpoint and returns when it exists; called by all ranks.
 
@@ -370,6 +387,7 @@ def save(
         state: see `Checkpointer.save`.
         overwrite: replace an existing checkpoint, atomically once the new one is complete.
         timeout: how long to wait for the slowest rank.
+        process_group: the ranks that save together; None: all of the world.
 
     Raises:
         FileExistsError: there is a checkpoint.
@@ -386,7 +404,7 @@ def save(
                 f"overwrite=True to replace it"
             )
 
-    saver = Saver(storage, timeout=timeout)
+    saver = Saver(storage, timeout=timeout, process_group=process_group)
     handle = saver.save(name, state, overwrite=overwrite, check=check)
     saver.finish()
     handle.committed.result()
@@ -403,6 +421,7 @@ def load(
     dedupe: Dedupe = "auto",
     rates: Rates | None = None,
     num_threads: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Loads one checkpoint into a state in any layout; called by all ranks.
 
@@ -419,6 +438,7 @@ def load(
             "never": each rank reads all it needs; "auto": whichever `rates` predict to be faster.
         rates: rates of storage and network, for "auto"; measured by default.
         num_threads: number of parallel reads per rank; None: chosen by kind of storage.
+        process_group: the ranks that load together; None: all of the world.
 
     Returns:
         A report of what was read, and how.
@@ -429,7 +449,7 @@ def load(
     """
     root, name = split_url(os.fspath(path))
     return load_state(
-        Team(),
+        Team(process_group),
         open_storage(root),
         name,
         state,

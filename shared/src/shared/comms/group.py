@@ -51,7 +51,7 @@ class Group:
         is_cuda = self.backend == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else _CPU
         self._subgroups: dict[tuple[int, ...], Group] = {}
-        self._control: Group | None = None
+        self._controls: dict[tuple[int, ...], Group] = {}
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, ranks={list(self.ranks)}, backend={self.backend!r})"
@@ -122,19 +122,35 @@ class Group:
         return dist.PrefixStore(name, store.clone())
 
     @staticmethod
-    def control() -> Group:
-        """A gloo group of all ranks, separate from the default group.
+    def control(ranks: Sequence[int] | None = None) -> Group:
+        """A gloo group of all ranks, or of some, separate from the groups of training.
 
         For small messages and CPU tensors during training: its messages neither mix with nor wait
-        for those of the default group, whatever that one's backend. The first call is collective:
-        every rank of the world makes it. Later calls return the same group without communication.
+        for those of other groups, whatever their backend. The first call is collective: every rank
+        of the group makes it, and no other. Later calls return the same group without
+        communication.
+
+        Args:
+            ranks: ranks of the world, in any order; None: all.
+
+        Raises:
+            ConfigError: if a rank is named twice or lies outside the world.
         """
         world = Group.world()
-        if world._control is None:
-            process_group = dist.new_group(timeout=world.timeout, backend="gloo")
-            assert isinstance(process_group, dist.ProcessGroup), "all ranks are members"
-            world._control = Group(process_group, world.ranks, world.timeout, world.ledger)
-        return world._control
+        key = world.ranks if ranks is None else _sort_ranks(world, ranks)
+        if key not in world._controls:
+            is_part = key != world.ranks
+            if is_part:
+                _join_equally_many(world, key)
+            process_group = dist.new_group(
+                list(key),
+                timeout=world.timeout,
+                backend="gloo",
+                use_local_synchronization=is_part,
+            )
+            assert isinstance(process_group, dist.ProcessGroup), "only members call this"
+            world._controls[key] = Group(process_group, key, world.timeout, world.ledger)
+        return world._controls[key]
 
     @staticmethod
     def of(ranks: Sequence[int], *, members_only: bool = False) -> Group:
@@ -152,11 +168,7 @@ class Group:
             ConfigError: if a rank is named twice or lies outside the world.
         """
         world = Group.world()
-        key = tuple(sorted(ranks))
-        if len(set(key)) != len(key) or not key or not set(key) <= set(world.ranks):
-            raise ConfigError(
-                f"a group needs different ranks of 0..{world.world_size - 1}, got {list(key)}"
-            )
+        key = _sort_ranks(world, ranks)
         if key == world.ranks:
             return world
         if key not in world._subgroups:
@@ -169,6 +181,15 @@ class Group:
             mine = process_group if isinstance(process_group, dist.ProcessGroup) else None
             world._subgroups[key] = Group(mine, key, world.timeout, world.ledger)
         return world._subgroups[key]
+
+
+def _sort_ranks(world: Group, ranks: Sequence[int]) -> tuple[int, ...]:
+    key = tuple(sorted(ranks))
+    if len(set(key)) != len(key) or not key or not set(key) <= set(world.ranks):
+        raise ConfigError(
+            f"a group needs different ranks of 0..{world.world_size - 1}, got {list(key)}"
+        )
+    return key
 
 
 def _join_equally_many(world: Group, ranks: Sequence[int]) -> None:

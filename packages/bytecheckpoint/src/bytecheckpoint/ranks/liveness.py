@@ -21,6 +21,7 @@ import weakref
 from contextlib import suppress
 
 import msgspec
+import torch.distributed as dist
 
 __all__ = ["Liveness"]
 
@@ -53,8 +54,8 @@ class Liveness:
 
     def listen(self) -> bytes:
         """Begins to listen; returns the address and token for the others, empty if it cannot."""
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         try:
+            host = _find_host()
             family, _, _, _, found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             address = str(found[0])
             is_alone = os.environ.get("LOCAL_WORLD_SIZE") == str(self._world_size)
@@ -143,6 +144,19 @@ class Liveness:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), number)
         connection.setblocking(False)
         self._connections[rank] = connection
+
+
+def _find_host() -> str:
+    """A name or address by which the others reach this machine."""
+    master = os.environ.get("MASTER_ADDR")
+    if master is None:
+        return socket.gethostname()
+    if dist.is_initialized() and dist.get_rank() == 0:
+        return master
+    family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing, but selects the outgoing interface
+        return str(probe.getsockname()[0])
 
 
 _all: weakref.WeakSet[Liveness] = weakref.WeakSet()

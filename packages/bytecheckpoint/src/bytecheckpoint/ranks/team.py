@@ -16,11 +16,12 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.liveness import Liveness
 from shared.comms import Group, all_gather_v, all_reduce, tree
-from shared.errors import CommError
+from shared.errors import CommError, ConfigError
 
 __all__ = ["Team"]
 
@@ -32,7 +33,7 @@ _SHORTEST_S = 0.001
 
 
 class Team:
-    """All ranks of the world, or this process alone.
+    """All ranks of the world or of one process group, or this process alone.
 
     Attributes:
         rank: this process's rank; rank 0 is the coordinator.
@@ -40,9 +41,25 @@ class Team:
         group: gloo group of their messages, None for a single process.
     """
 
-    def __init__(self) -> None:
-        """Every rank makes its team at the same place in its program, the first time."""
-        self.group = Group.control() if Group.exists() else None
+    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Every rank makes its team at the same place in its program, the first time.
+
+        Args:
+            process_group: whose ranks form the team; None: all of the world.
+
+        Raises:
+            ConfigError: this process is not in the group.
+        """
+        ranks = None
+        if process_group is not None:
+            # A rank outside a group has an integer in its place.
+            if not isinstance(process_group, dist.ProcessGroup):
+                raise ConfigError(
+                    f"expected a process group that rank {dist.get_rank()} is in, got one of other "
+                    f"ranks; let only its members save and load"
+                )
+            ranks = dist.get_process_group_ranks(process_group)
+        self.group = Group.control(ranks) if Group.exists() else None
         self.rank = self.group.rank if self.group else 0
         self.world_size = self.group.world_size if self.group else 1
         self._alone: dict[str, bytes] = {}

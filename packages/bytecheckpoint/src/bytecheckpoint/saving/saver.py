@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import msgspec
 import torch
+import torch.distributed as dist
 import xxhash
 
 from bytecheckpoint.planner import planner
@@ -103,23 +104,31 @@ class _Planned(msgspec.Struct, frozen=True):
 class Saver:
     """Saves states of one training to one storage, one at a time."""
 
-    def __init__(self, storage: Storage, *, stage: StageKind = "arena", timeout: timedelta) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        stage: StageKind = "arena",
+        timeout: timedelta,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         """Joins the team; every rank makes its own, at the same place in its program.
 
         Args:
             storage: storage for the checkpoints.
             stage: "arena" copies values to a buffer, "fork" lets a child process write them.
             timeout: how long to wait for the slowest rank's file.
+            process_group: whose ranks save together; None: all of the world.
 
         Raises:
-            ConfigError: a child process cannot write to this storage.
+            ConfigError: this process is not in the group; a child process cannot write to this storage.
         """
         if stage == "fork" and not storage.has_rename:
             raise ConfigError(
                 f"stage='fork' writes from a child process, which cannot use its parent's "
                 f"connections to {storage.url}; use stage='arena'"
             )
-        self.team = Team()
+        self.team = Team(process_group)
         self.team.watch()
         self._storage = storage
         self._stage: StageKind = stage
