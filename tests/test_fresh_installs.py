@@ -36,6 +36,8 @@ def fresh(tmp_path):
     hidden = ("PYTHON", "HATCH", "VIRTUAL_ENV", "MESHYARD", "COVERAGE", "PYTEST")
     env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     env["PATH"] = os.pathsep.join([str(tmp_path / "venv/bin"), env["PATH"]])
+    # To compile all of torch takes a minute, and what is imported is compiled then.
+    env["PIP_COMPILE"] = "0"
     # Where torch's CPU build may lie; hatch's environments know it by uv's name.
     links = env.get("PIP_FIND_LINKS") or env.get("UV_FIND_LINKS")
     if links:
