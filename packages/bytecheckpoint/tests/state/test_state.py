@@ -3,6 +3,8 @@
 Each odd kind is a test of a few lines; there are so many kinds that the lines are many.
 """
 
+import collections
+import enum
 import math
 import random
 from collections import namedtuple
@@ -22,6 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import bytecheckpoint as bcp
+from bytecheckpoint.state.values import decode_tree
 from shared.comms import RankPool
 from shared.errors import DataError
 
@@ -212,6 +215,76 @@ def test_values_that_look_like_the_formats_own_marks(tmp_path):
 Pair = namedtuple("Pair", ["first", "second"])
 
 
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Count(enum.IntEnum):
+    ONE = 1
+
+
+class Text(str):
+    __slots__ = ()
+
+
+NUMBERS = [
+    np.float32(0.1),
+    np.float64(0.1),
+    np.float16(-0.0),
+    np.int8(-3),
+    np.uint64(2**64 - 1),
+    np.bool_(True),
+    np.complex64(1 - 2j),
+    np.float64("nan"),
+    bytearray(b"\x00ab"),
+]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=lambda value: type(value).__name__)
+def test_a_number_keeps_its_type_and_bits(tmp_path, value):
+    path = saved(tmp_path, {"a": {"b": value, "c": [value]}})
+    state = {"a": {"b": 0, "c": [0]}}
+    bcp.load(path, state)
+    for found in (state["a"]["b"], state["a"]["c"][0]):
+        assert type(found) is type(value)
+        assert bytes(memoryview(found)) == bytes(memoryview(value))
+
+
+def test_a_number_is_a_key(tmp_path):
+    path = saved(tmp_path, {"a": {np.int64(3): 1, 4: 2}})
+    state = {"a": {}}
+    bcp.load(path, state)
+    assert state["a"] == {3: 1, 4: 2}
+    assert [type(key) for key in state["a"]] == [np.int64, int]
+
+
+@pytest.mark.parametrize(
+    "content", [["<f4", "AAA="], ["|O", "AAAAAAAAAAA="], ["x", ""], "AA", [3, 4]]
+)
+def test_a_damaged_number_is_told(content):
+    with pytest.raises(DataError, match=r"\$scalar"):
+        decode_tree({"$scalar": content}, lambda name: None)
+
+
+@pytest.mark.parametrize(
+    ("full", "empty"),
+    [
+        (collections.Counter(a=2, b=1), collections.Counter()),
+        (collections.OrderedDict(b=1, a=2), collections.OrderedDict()),
+        (collections.defaultdict(list, a=[1]), collections.defaultdict(list)),
+    ],
+    ids=["Counter", "OrderedDict", "defaultdict"],
+)
+def test_a_dictionary_keeps_its_class(tmp_path, full, empty):
+    path = saved(tmp_path, {"a": {"full": full}})
+    for into in (empty, full.copy()):
+        state = {"a": {"full": into}}
+        bcp.load(path, state)
+        assert state["a"]["full"] is into
+        assert into == full
+        assert list(into) == list(full)
+
+
 @pytest.mark.parametrize(
     ("value", "word"),
     [
@@ -225,9 +298,14 @@ Pair = namedtuple("Pair", ["first", "second"])
         (torch.eye(2).to_sparse(), "sparse"),
         (torch.empty(2, device="meta"), "meta"),
         ({(1, 2): 3}, "tuple"),
+        (Colour.RED, "enum"),
+        (Count.ONE, "enum"),
+        (Text("a"), "Text"),
+        (np.str_("a"), "str_"),
+        (np.datetime64("2020-01-01"), "datetime64"),
     ],
     ids=["set", "dtype", "object", "function", "numpy text", "numpy objects", "byte order",
-         "sparse", "meta", "key"],
+         "sparse", "meta", "key", "enum", "int enum", "text", "numpy str", "numpy time"],
 )  # fmt: skip
 def test_what_cannot_be_stored_is_refused_with_its_path(tmp_path, value, word):
     with pytest.raises(DataError, match=r"^outer\.inner\b") as raised:

@@ -304,7 +304,11 @@ class _Restore:
         elif not nodes:
             self.missing.append(path)
         else:
-            return self._decode(nodes[0])
+            found = self._decode(nodes[0])
+            if not isinstance(value, dict) or not isinstance(found, dict):
+                return found
+            if self.apply:
+                value.update(found)  # it stays the Counter or OrderedDict that it is
         return value
 
     def _dict(self, path: str, value: dict[Any, Any], nodes: list[Any]) -> None:

@@ -1,12 +1,13 @@
 """Non-tensor values of a state as JSON: read back exactly, or refused when saved.
 
-JSON has no tuples, bytes, non-string keys or non-finite numbers; those are written as objects with
-one key that begins with a dollar sign. Nothing is ever unpickled.
+JSON has no tuples, bytes, non-string keys, non-finite numbers or numpy's types; those are written as
+objects with one key that begins with a dollar sign. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
 import base64
+import enum
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -18,27 +19,37 @@ from shared.errors import DataError
 
 __all__ = ["decode_tree", "dump", "encode_leaf", "parse"]
 
+_NUMBER_KINDS = "biufc"
+"""numpy's truth values, whole numbers, floating-point and complex numbers."""
+
 
 def encode_leaf(value: Any, path: str) -> Any:
     """Encodes a value that is not a container as JSON.
 
     Args:
-        value: a number, text, bytes, truth value or None; numpy's scalars too.
+        value: a number, text, bytes, bytearray, truth value or None; numpy's numbers too.
         path: shown in errors.
 
     Raises:
         DataError: it cannot be encoded as JSON, and unpickling it later would run code.
     """
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | str | int):
+    kind = type(value)
+    if value is None or kind in (bool, str, int):
         return value
-    if isinstance(value, float):
+    if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
-    if isinstance(value, bytes | bytearray):
-        return {"$bytes": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, complex):
+    if kind is bytes or kind is bytearray:
+        return {f"${kind.__name__}": base64.b64encode(value).decode("ascii")}
+    if kind is complex:
         return {"$complex": [encode_leaf(value.real, path), encode_leaf(value.imag, path)]}
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMBER_KINDS:
+        data = base64.b64encode(value.tobytes()).decode("ascii")
+        return {"$scalar": [value.dtype.str, data]}
+    if isinstance(value, enum.Enum):
+        raise DataError(
+            f"{path}: expected numbers and texts, got the member {value} of an enum, which would "
+            f"come back as a plain value; store {value.name!r} or its value"
+        )
     raise DataError(
         f"{path}: expected tensors, numbers, texts, lists and dictionaries, got a "
         f"{type(value).__module__}.{type(value).__qualname__}; give it state_dict() and "
@@ -88,6 +99,13 @@ def _decode_tagged(kind: str, content: Any, tensor: Callable[[str], Any]) -> Any
             return tuple(decode_tree(item, tensor) for item in content)
         case "$bytes":
             return base64.b64decode(content, validate=True)
+        case "$bytearray":
+            return bytearray(base64.b64decode(content, validate=True))
+        case "$scalar":
+            dtype, data = np.dtype(content[0]), base64.b64decode(content[1], validate=True)
+            if dtype.kind not in _NUMBER_KINDS or len(data) != dtype.itemsize:
+                raise ValueError(f"{len(data)} bytes are no number of type {dtype}")
+            return np.frombuffer(data, dtype)[0]
         case "$float":
             return float(content)
         case "$complex":
