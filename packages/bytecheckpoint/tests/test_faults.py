@@ -15,6 +15,7 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -251,6 +252,37 @@ def test_a_rank_that_hangs_is_named_in_time_and_may_finish_later(tmp_path, pool)
 
 
 # --- Training beside a save. ---
+
+
+def test_a_fork_freezes_memory_that_processes_share(tmp_path, monkeypatch):
+    fork = os.fork
+
+    def fork_and_lag():
+        pid = fork()
+        if pid == 0:
+            time.sleep(0.3)
+        return pid
+
+    mapped = np.memmap(tmp_path / "mapped", np.float32, "w+", shape=(1000,))
+    shared = torch.zeros(3000).share_memory_()
+    values = {
+        "mapped": torch.from_numpy(mapped),
+        "array": mapped[10:20],
+        "shared": shared[5:],
+        "strided": shared[::3],
+        "own": torch.zeros(1000),
+        "none": torch.zeros(0),
+    }
+    with bcp.Checkpointer(tmp_path / "run", stage="fork") as ckpt:
+        with monkeypatch.context() as lagging:
+            lagging.setattr(os, "fork", fork_and_lag)
+            handle = ckpt.save(1, values)
+        for value in (mapped, shared, values["own"]):
+            value += 1
+        handle.committed.result(20)
+    with bcp.open(tmp_path / "run" / commit.format_step(1)) as saved:
+        for name in values:
+            assert not saved.read(name).any(), name
 
 
 def collectives_beside(path, stage):

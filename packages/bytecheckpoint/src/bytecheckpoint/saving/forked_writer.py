@@ -2,12 +2,14 @@
 
 Training continues without a copy; the kernel copies a page when training changes it. The child only
 copies with numpy, hashes and writes: anything else might wait for a thread that it does not have.
-It closes the sockets that it inherits and ends with its parent, so that a rank that is killed looks
+Memory that processes share is copied before the fork, as a fork does not freeze it. The child
+closes the sockets that it inherits and ends with its parent, so that a rank that is killed looks
 dead to the others.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import gc
 import os
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from bytecheckpoint.ranks.failure import Failure
@@ -67,7 +70,8 @@ class ChildWriter:
         self._trace = trace
         with trace.span("stage"):
             # Views are made before the fork: the child stays out of torch.
-            slots, arrays = image.arrays, [view_as_array(value) for value in values]
+            arrays = _copy_shared([view_as_array(value) for value in values])
+            slots = image.arrays
             # Linux takes the thread that forks for the parent; others end before their process.
             parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
             self._read_end, write_end = os.pipe()
@@ -124,6 +128,23 @@ class ChildWriter:
         finally:
             # Exit without running the parent's atexit handlers.
             os._exit(0)
+
+
+def _copy_shared(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The arrays, with copies of those that lie in memory shared with other processes or files."""
+    starts, stops = [], []
+    with suppress(FileNotFoundError), open("/proc/self/maps", "rb") as maps:
+        for line in maps:
+            area, mode = line.split(b" ", 2)[:2]
+            if mode.endswith(b"s"):
+                start, _, stop = area.partition(b"-")
+                starts.append(int(start, 16))
+                stops.append(int(stop, 16))
+    found = []
+    for array in arrays:
+        at = bisect.bisect_right(starts, array.ctypes.data) - 1
+        found.append(array.copy() if at >= 0 and array.ctypes.data < stops[at] else array)
+    return found
 
 
 def _close_sockets() -> None:
