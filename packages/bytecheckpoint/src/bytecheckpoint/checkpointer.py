@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from bytecheckpoint.loading.loading import Dedupe, LoadReport, load_state
 from bytecheckpoint.loading.rates import Rates
@@ -26,6 +25,7 @@ from bytecheckpoint.storage import open_storage
 from bytecheckpoint.storage.files import commit
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from bytecheckpoint.storage.local import LocalStorage
+from shared.comms import ProcessGroup
 from shared.errors import ConfigError
 
 __all__ = ["Checkpointer", "load", "save"]
@@ -64,7 +64,7 @@ class Checkpointer:
         stage: StageKind = "arena",
         timeout: timedelta = _TIMEOUT,
         on_error: OnError = "raise",
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
         finish_on_sigterm: bool = False,
     ) -> None:
         """Opens the run; every rank makes its own, at the same place in its program.
@@ -378,7 +378,7 @@ def save(
     *,
     overwrite: bool = False,
     timeout: timedelta = _TIMEOUT,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> None:
     """Saves one checkpoint and returns when it exists; called by all ranks.
 
@@ -421,7 +421,7 @@ def load(
     dedupe: Dedupe = "auto",
     rates: Rates | None = None,
     num_threads: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> LoadReport:
     """Loads one checkpoint into a state in any layout; called by all ranks.
 

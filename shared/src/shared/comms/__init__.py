@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         scatter_v,
     )
     from shared.comms.courier import PendingRounds, Round, post_rounds
-    from shared.comms.group import Group
+    from shared.comms.group import Group, ProcessGroup
     from shared.comms.init import init_from_env
     from shared.comms.launch import RankPool, RunResult
     from shared.comms.ledger import Ledger, LedgerSnapshot, Traffic
@@ -35,6 +35,7 @@ __all__ = [
     "NetLab",
     "NetLabUnavailable",
     "PendingRounds",
+    "ProcessGroup",
     "RankPool",
     "Round",
     "RunResult",
@@ -55,6 +56,7 @@ __all__ = [
 
 _HOME = {
     "Group": "group",
+    "ProcessGroup": "group",
     "init_from_env": "init",
     "Ledger": "ledger",
     "LedgerSnapshot": "ledger",

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shared.comms.ledger import Ledger
 from shared.errors import CommError, ConfigError
 
-__all__ = ["Group"]
+__all__ = ["Group", "ProcessGroup"]
 
 
 class Group:
@@ -122,8 +123,8 @@ class Group:
         return dist.PrefixStore(name, store.clone())
 
     @staticmethod
-    def control(ranks: Sequence[int] | None = None) -> Group:
-        """A gloo group of all ranks, or of some, separate from the groups of training.
+    def control(process_group: ProcessGroup | None = None) -> Group:
+        """A gloo group of all ranks, or of a process group's, separate from the groups of training.
 
         For small messages and CPU tensors during training: its messages neither mix with nor wait
         for those of other groups, whatever their backend. The first call is collective: every rank
@@ -131,25 +132,33 @@ class Group:
         communication.
 
         Args:
-            ranks: ranks of the world, in any order; None: all.
+            process_group: whose ranks; None: those of the world.
 
         Raises:
-            ConfigError: if a rank is named twice or lies outside the world.
+            ConfigError: if this process is not in the process group.
         """
         world = Group.world()
-        key = world.ranks if ranks is None else _sort_ranks(world, ranks)
+        key = world.ranks
+        if process_group is not None:
+            # torch gives ranks outside a group an integer in its place.
+            if not isinstance(process_group, ProcessGroup):
+                raise ConfigError(
+                    f"expected a process group that rank {dist.get_rank()} is in, got one of other "
+                    f"ranks; let only its members take part"
+                )
+            key = tuple(sorted(dist.get_process_group_ranks(process_group)))
         if key not in world._controls:
             is_part = key != world.ranks
             if is_part:
                 _join_equally_many(world, key)
-            process_group = dist.new_group(
+            made = dist.new_group(
                 list(key),
                 timeout=world.timeout,
                 backend="gloo",
                 use_local_synchronization=is_part,
             )
-            assert isinstance(process_group, dist.ProcessGroup), "only members call this"
-            world._controls[key] = Group(process_group, key, world.timeout, world.ledger)
+            assert isinstance(made, ProcessGroup), "only members call this"
+            world._controls[key] = Group(made, key, world.timeout, world.ledger)
         return world._controls[key]
 
     @staticmethod
@@ -168,7 +177,11 @@ class Group:
             ConfigError: if a rank is named twice or lies outside the world.
         """
         world = Group.world()
-        key = _sort_ranks(world, ranks)
+        key = tuple(sorted(ranks))
+        if len(set(key)) != len(key) or not key or not set(key) <= set(world.ranks):
+            raise ConfigError(
+                f"a group needs different ranks of 0..{world.world_size - 1}, got {list(key)}"
+            )
         if key == world.ranks:
             return world
         if key not in world._subgroups:
@@ -181,15 +194,6 @@ class Group:
             mine = process_group if isinstance(process_group, dist.ProcessGroup) else None
             world._subgroups[key] = Group(mine, key, world.timeout, world.ledger)
         return world._subgroups[key]
-
-
-def _sort_ranks(world: Group, ranks: Sequence[int]) -> tuple[int, ...]:
-    key = tuple(sorted(ranks))
-    if len(set(key)) != len(key) or not key or not set(key) <= set(world.ranks):
-        raise ConfigError(
-            f"a group needs different ranks of 0..{world.world_size - 1}, got {list(key)}"
-        )
-    return key
 
 
 def _join_equally_many(world: Group, ranks: Sequence[int]) -> None:

@@ -21,7 +21,6 @@ import weakref
 from contextlib import suppress
 
 import msgspec
-import torch.distributed as dist
 
 __all__ = ["Liveness"]
 
@@ -52,10 +51,17 @@ class Liveness:
         self._connections: dict[int, socket.socket] = {}
         _all.add(self)
 
-    def listen(self) -> bytes:
-        """Begins to listen; returns the address and token for the others, empty if it cannot."""
+    def listen(self, is_first: bool = True) -> bytes:
+        """Begins to listen.
+
+        Args:
+            is_first: whether this is rank 0 of the world, whose machine MASTER_ADDR names.
+
+        Returns:
+            The address and token for the others, empty if it cannot listen.
+        """
         try:
-            host = _find_host()
+            host = _find_host(is_first)
             family, _, _, _, found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             address = str(found[0])
             is_alone = os.environ.get("LOCAL_WORLD_SIZE") == str(self._world_size)
@@ -146,12 +152,12 @@ class Liveness:
         self._connections[rank] = connection
 
 
-def _find_host() -> str:
+def _find_host(is_first: bool) -> str:
     """A name or address by which the others reach this machine."""
     master = os.environ.get("MASTER_ADDR")
     if master is None:
         return socket.gethostname()
-    if dist.is_initialized() and dist.get_rank() == 0:
+    if is_first:
         return master
     family, _, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

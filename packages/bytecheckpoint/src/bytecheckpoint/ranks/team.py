@@ -16,12 +16,11 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.liveness import Liveness
-from shared.comms import Group, all_gather_v, all_reduce, tree
-from shared.errors import CommError, ConfigError
+from shared.comms import Group, ProcessGroup, all_gather_v, all_reduce, tree
+from shared.errors import CommError
 
 __all__ = ["Team"]
 
@@ -41,7 +40,7 @@ class Team:
         group: gloo group of their messages, None for a single process.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, process_group: ProcessGroup | None = None) -> None:
         """Every rank makes its team at the same place in its program, the first time.
 
         Args:
@@ -50,16 +49,7 @@ class Team:
         Raises:
             ConfigError: this process is not in the group.
         """
-        ranks = None
-        if process_group is not None:
-            # A rank outside a group has an integer in its place.
-            if not isinstance(process_group, dist.ProcessGroup):
-                raise ConfigError(
-                    f"expected a process group that rank {dist.get_rank()} is in, got one of other "
-                    f"ranks; let only its members save and load"
-                )
-            ranks = dist.get_process_group_ranks(process_group)
-        self.group = Group.control(ranks) if Group.exists() else None
+        self.group = Group.control(process_group) if Group.exists() else None
         self.rank = self.group.rank if self.group else 0
         self.world_size = self.group.world_size if self.group else 1
         self._alone: dict[str, bytes] = {}
@@ -76,7 +66,8 @@ class Team:
         if self.group is None:
             return
         self._liveness = liveness = Liveness(self.rank, self.world_size)
-        address = self.broadcast(liveness.listen() if self.is_coordinator else None)
+        is_first = self.group.ranks[0] == 0
+        address = self.broadcast(liveness.listen(is_first) if self.is_coordinator else None)
         if not self.is_coordinator:
             liveness.connect(address)
 

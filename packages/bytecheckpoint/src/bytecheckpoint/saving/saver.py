@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-import torch.distributed as dist
 import xxhash
 
 from bytecheckpoint.planner import planner
@@ -33,6 +32,7 @@ from bytecheckpoint.state.describe import LocalState, describe, pause_collection
 from bytecheckpoint.state.values import dump
 from bytecheckpoint.storage import Storage
 from bytecheckpoint.storage.files.dtypes import get_dtype_name
+from shared.comms import ProcessGroup
 from shared.errors import ConfigError
 from shared.topology.boxes import Box
 
@@ -110,7 +110,7 @@ class Saver:
         *,
         stage: StageKind = "arena",
         timeout: timedelta,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         """Joins the team; every rank makes its own, at the same place in its program.
 
