@@ -66,6 +66,7 @@ class Checkpointer:
         on_error: OnError = "raise",
         process_group: ProcessGroup | None = None,
         finish_on_sigterm: bool = False,
+        verify_replicas: bool = False,
     ) -> None:
         """Opens the run; every rank makes its own, at the same place in its program.
 
@@ -88,6 +89,9 @@ class Checkpointer:
                 make this checkpointer, on a folder of their own.
             finish_on_sigterm: at SIGTERM, as before a preemption, let the save in progress commit,
                 and only then do what the signal did before, which ends the process by default.
+            verify_replicas: before each save, compare the values that several ranks hold, and
+                refuse to save where they differ; training waits while each rank hashes all that it
+                holds.
 
         Raises:
             ConfigError: a setting is out of range, the URL cannot be opened, this process is not
@@ -105,7 +109,11 @@ class Checkpointer:
             raise ConfigError(f"expected on_error to be 'raise' or 'warn', got {on_error!r}")
         self._storage = open_storage(url)
         self._saver = Saver(
-            self._storage, stage=stage, timeout=timeout, process_group=process_group
+            self._storage,
+            stage=stage,
+            timeout=timeout,
+            process_group=process_group,
+            verify_replicas=verify_replicas,
         )
         self._sigterm = FinishOnSignal(self._saver.wait) if finish_on_sigterm else None
         self._keep = keep
@@ -379,6 +387,7 @@ def save(
     overwrite: bool = False,
     timeout: timedelta = _TIMEOUT,
     process_group: ProcessGroup | None = None,
+    verify_replicas: bool = False,
 ) -> None:
     """Saves one checkpoint and returns when it exists; called by all ranks.
 
@@ -388,6 +397,7 @@ def save(
         overwrite: replace an existing checkpoint, atomically once the new one is complete.
         timeout: how long to wait for the slowest rank.
         process_group: the ranks that save together; None: all of the world.
+        verify_replicas: compare the values that several ranks hold, and refuse where they differ.
 
     Raises:
         FileExistsError: there is a checkpoint.
@@ -404,7 +414,9 @@ def save(
                 f"overwrite=True to replace it"
             )
 
-    saver = Saver(storage, timeout=timeout, process_group=process_group)
+    saver = Saver(
+        storage, timeout=timeout, process_group=process_group, verify_replicas=verify_replicas
+    )
     handle = saver.save(name, state, overwrite=overwrite, check=check)
     saver.finish()
     handle.committed.result()

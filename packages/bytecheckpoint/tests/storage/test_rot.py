@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ import xxhash
 
 import bytecheckpoint as bcp
 from bytecheckpoint.loading.reader import UNIT_BYTES
+from bytecheckpoint.planner import planner
 from bytecheckpoint.storage.files import commit
 from bytecheckpoint.storage.files.index import BLOCK_BYTES, count_blocks
 from bytecheckpoint.storage.files.manifest import Manifest
@@ -54,11 +56,12 @@ def is_untouched(nested):
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Two steps with the same tensors, each in two files."""
+    """Two steps with the same tensors, each in two files of one size."""
     folder = tmp_path_factory.mktemp("rot")
-    for step in (1, 2):
-        bcp.save(folder / f"one{step}", state(step))
-        reshard(folder / f"one{step}", folder / f"two{step}", 2)
+    with mock.patch.object(planner, "SMALL_BYTES", 0):  # else they all lie in the first file
+        for step in (1, 2):
+            bcp.save(folder / f"one{step}", state(step))
+            reshard(folder / f"one{step}", folder / f"two{step}", 2)
     return folder
 
 

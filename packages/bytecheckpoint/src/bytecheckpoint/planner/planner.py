@@ -27,6 +27,13 @@ from shared.topology.boxes import Box, decompose
 
 __all__ = ["Pieces", "RankPart", "SavePlan", "WriterAssignment", "assign_writers", "plan"]
 
+SMALL_BYTES = 64 * 1024
+"""Boxes below it come from the lowest rank that holds them.
+
+Running statistics and counters may differ by rank without an error, and one cut between two ranks
+would be neither's.
+"""
+
 _MIB = 1024 * 1024
 # A multiple of every item size, so that no element is cut.
 _CUT_BYTES = 16
@@ -189,6 +196,7 @@ def plan(
 ) -> SavePlan:
     """Plans a save of everything that the ranks hold.
 
+    A box that several ranks hold is cut between them or given to one; a small one to the lowest.
     O(rows log rows), and O(entries) for boxes that several ranks hold.
 
     Args:
@@ -213,6 +221,7 @@ def plan(
     chunks, first, owner = _find_distinct(pieces)
     itemsizes = np.array([parse_dtype(name).itemsize for name in pieces.dtypes], dtype=np.int64)
     num_bytes = chunks.sizes.prod(axis=1) * itemsizes[chunks.tensor]
+    first, owner = _keep_lowest(first, owner, num_bytes < SMALL_BYTES)
     granule = -(-split_bytes // _CUT_BYTES) * _CUT_BYTES
     chunks, writer = _cut(chunks, itemsizes, num_bytes, place(num_bytes, first, owner, granule))
     index, ranks = _lay_out(pieces, chunks, writer, itemsizes, dict(aliases or {}))
@@ -231,6 +240,16 @@ def _find_distinct(pieces: Pieces) -> tuple[ChunkTable, np.ndarray, np.ndarray]:
     first = np.append(np.flatnonzero(is_new), len(used))
     chunks = ChunkTable(tensor[is_new], offsets[is_new], sizes[is_new])
     return chunks, first, pieces.owner[used]
+
+
+def _keep_lowest(
+    first: np.ndarray, owner: np.ndarray, is_small: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Owners of which the small boxes have only the lowest."""
+    counts = np.diff(first)
+    place = np.arange(len(owner)) - np.repeat(first[:-1], counts)
+    kept = np.where(is_small, 1, counts)
+    return np.concatenate(([0], np.cumsum(kept))), owner[place < np.repeat(kept, counts)]
 
 
 def _cut(

@@ -27,6 +27,7 @@ from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.forked_writer import ChildWriter
 from bytecheckpoint.saving.image import Image, find_sources, make_ahead
 from bytecheckpoint.saving.job import Handle, Job
+from bytecheckpoint.saving.replicas import check_replicas
 from bytecheckpoint.saving.writer import Writer
 from bytecheckpoint.state.describe import LocalState, describe, pause_collection
 from bytecheckpoint.state.values import dump
@@ -111,6 +112,7 @@ class Saver:
         stage: StageKind = "arena",
         timeout: timedelta,
         process_group: ProcessGroup | None = None,
+        verify_replicas: bool = False,
     ) -> None:
         """Joins the team; every rank makes its own, at the same place in its program.
 
@@ -119,6 +121,7 @@ class Saver:
             stage: "arena" copies values to a buffer, "fork" lets a child process write them.
             timeout: how long to wait for the slowest rank's file.
             process_group: whose ranks save together; None: all of the world.
+            verify_replicas: compare what several ranks hold before each save.
 
         Raises:
             ConfigError: this process is not in the group; a child process cannot write to this storage.
@@ -133,6 +136,7 @@ class Saver:
         self._storage = storage
         self._stage: StageKind = stage
         self._timeout = timeout
+        self._verify_replicas = verify_replicas
         self._plan: _Plan | None = None
         self._key: str | None = None
         self._handle: Handle | None = None
@@ -212,7 +216,8 @@ class Saver:
             A handle; it holds failures after the copy.
 
         Raises:
-            DataError: the state of a rank cannot be saved; nothing was touched.
+            DataError: the state of a rank cannot be saved, or ranks hold different values of a box
+                and are compared; nothing was touched.
             CommError: a rank is missing.
         """
         self.wait()
@@ -221,6 +226,9 @@ class Saver:
         is_planned, has_rank_trees = self._agree(begun, handle.trace)
         if not is_planned:
             self._plan_and_copy(begun, handle.trace)
+        if self._verify_replicas:
+            with handle.trace.span("compare"):
+                check_replicas(self.team, begun.local.tensors)
         plan = begun.plan
         assert plan is not None, "a rank without a plan has reported a failure"
         key = plan.next_key()

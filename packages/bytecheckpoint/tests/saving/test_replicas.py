@@ -1,0 +1,109 @@
+"""Ranks that hold different values of what should be the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import bytecheckpoint as bcp
+from bytecheckpoint.saving.replicas import check_replicas
+from shared.comms import RankPool
+from shared.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4) as pool:
+        yield pool
+
+
+def _state(drifted=(), *, size=64):
+    """A replicated weight, a scalar, and a matrix sharded over pairs of ranks."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2))
+    local = torch.arange(4.0).view(2, 2).to(torch.bfloat16) + rank % 2
+    state = {
+        "weight": torch.arange(float(size)),
+        "scale": torch.tensor(3.0),
+        "grid": DTensor.from_local(local, mesh, (Replicate(), Shard(0)), run_check=False),
+        "none": torch.empty(0, 5),
+    }
+    for name, ranks in drifted:
+        if rank in ranks:
+            with torch.no_grad():
+                getattr(state[name], "_local_tensor", state[name]).view(-1)[-1] += 1
+    return state
+
+
+def _attempts(path, stage):
+    """Saves a state twice, drifts, and saves again: what each attempt raised."""
+    raised = []
+    ckpt = bcp.Checkpointer(path, stage=stage, verify_replicas=True)
+    for step, drifted in enumerate(
+        [(), (), [("weight", [2])], [("scale", [0])], [("grid", [3])], [("grid", [1, 3])], ()]
+    ):
+        try:
+            ckpt.save(step, _state(drifted)).committed.result(20)
+            raised.append("")
+        except DataError as error:
+            raised.append(str(error))
+    steps = ckpt.steps()
+    ckpt.close()
+    return raised, steps
+
+
+@pytest.mark.parametrize("stage", ["arena", "fork"])
+def test_values_that_differ_are_refused_and_named(four, tmp_path, stage):
+    results = four.run(_attempts, tmp_path, stage).results
+    assert all(result == results[0] for result in results), "all ranks raise the same"
+    raised, steps = results[0]
+    assert [bool(text) for text in raised] == [False, False, True, True, True, False, False]
+    assert steps == [0, 1, 5, 6]
+    assert "weight: expected equal values of" in raised[2]
+    assert "different ones on ranks 0 and 2;" in raised[2]
+    assert "scale" in raised[3]
+    assert "ranks 0 and 1;" in raised[3]
+    assert "grid" in raised[4]
+    assert "ranks 1 and 3;" in raised[4], "the ranks of one shard"
+
+
+def _checks(drifted):
+    state = {f"w{i}": torch.full((3,), float(i)) for i in range(100)}
+    if dist.get_rank() in drifted:
+        for value in state.values():
+            value += 1
+    from bytecheckpoint.ranks.team import Team
+    from bytecheckpoint.state.describe import describe
+
+    team = Team()
+    with pytest.raises(DataError) as caught:
+        check_replicas(team, describe(state, team.rank).tensors)
+    return str(caught.value)
+
+
+def test_many_differing_tensors_are_one_short_message(four):
+    (text,) = set(four.run(_checks, [1, 3]).results)
+    assert "(and of 63 other boxes or more)" in text
+    assert len(text) < 400
+
+
+def _save_drifted(path):
+    rank = dist.get_rank()
+    state = {
+        "mean": torch.full((16_000,), float(rank)),  # 64 kB, below 64 KiB
+        "weight": torch.full((1 << 20,), float(rank)),
+    }
+    bcp.save(path, state)
+
+
+def test_small_tensors_come_whole_from_the_lowest_rank_without_the_check(four, tmp_path):
+    four.run(_save_drifted, tmp_path / "saved")
+    state = {"mean": torch.empty(16_000), "weight": torch.empty(1 << 20)}
+    bcp.load(tmp_path / "saved", state)
+    assert torch.equal(state["mean"], torch.zeros(16_000))
+    assert state["weight"].unique().tolist() == [0, 1, 2, 3], "large ones are cut"
+
+
+def test_one_process_has_nothing_to_compare(tmp_path):
+    bcp.save(tmp_path / "alone", {"x": torch.ones(3)}, verify_replicas=True)
