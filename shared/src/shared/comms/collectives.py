@@ -171,7 +171,7 @@ def all_gather_v(group: Group, tensor: Tensor) -> list[Tensor]:
     gathered = [tensor.new_empty((int(count), *tensor.shape[1:])) for count in counts]
     gathered[group.rank] = tensor
     rounds = _ring(group, [tensor] * group.world_size, gathered)
-    run_rounds(group, rounds, None, "all_gather_v")
+    run_rounds(group, rounds, None, "all_gather_v", at_once=True)
     return gathered
 
 
@@ -228,7 +228,7 @@ def gather_v(group: Group, tensor: Tensor, root: int = 0) -> list[Tensor] | None
         return None
     gathered = [tensor if rank == root else _empty(headers[rank]) for rank in _ranks(group)]
     rounds = [_recv_only(rank, gathered[rank]) for rank in _ranks(group) if rank != root]
-    run_rounds(group, rounds, None, "gather_v")
+    run_rounds(group, rounds, None, "gather_v", at_once=True)
     return gathered
 
 
@@ -262,9 +262,9 @@ def scatter_v(group: Group, tensors: Sequence[Tensor] | None, root: int = 0) -> 
         )
     peers = [rank for rank in _ranks(group) if rank != root]
     headers = [_send_only(rank, _header(tensors[rank])) for rank in peers]
-    run_rounds(group, headers, None, "scatter_v")
+    run_rounds(group, headers, None, "scatter_v", at_once=True)
     rounds = [_send_only(rank, tensors[rank].contiguous()) for rank in peers]
-    run_rounds(group, rounds, None, "scatter_v")
+    run_rounds(group, rounds, None, "scatter_v", at_once=True)
     return tensors[root]
 
 
@@ -273,9 +273,8 @@ def all_to_all_v(
 ) -> None:
     """Exchange one tensor between every pair of ranks.
 
-    Over gloo in ring rounds: in round r = 1..N-1 each rank sends to rank + r and receives from
-    rank - r. Over NCCL all messages go out as one batch. A rank's tensor for itself is copied.
-    Empty tensors are not sent.
+    All messages start at once, so that an exchange takes one latency and not one a peer. A rank's
+    tensor for itself is copied. Empty tensors are not sent.
 
     Args:
         group: group whose ranks take part.
@@ -293,7 +292,7 @@ def all_to_all_v(
                 f"all_to_all_v needs one tensor for each of {group.world_size} ranks in {name}, "
                 f"got {len(tensors)}"
             )
-    run_rounds(group, _ring(group, sends, recvs), phase, "all_to_all_v")
+    run_rounds(group, _ring(group, sends, recvs), phase, "all_to_all_v", at_once=True)
     recvs[group.rank].copy_(sends[group.rank])
 
 

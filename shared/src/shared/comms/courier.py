@@ -9,8 +9,8 @@ messages nor queue behind them. On GPUs the rounds are enqueued on NCCL's stream
 those of a collective as one batch, so that all links of a switched fabric are busy at once.
 
 A receive is posted when its round begins, not earlier: gloo sends a message only once its receive
-is posted, so receivers keep the ranks in step. With receives posted in advance, the rounds of four
-hosts overlapped and lost a sixth of the links' rate, since a send ends once the kernel buffers it.
+is posted, so receivers keep the ranks in step. A collective whose messages do not depend on one
+another starts them all together instead, and so waits for one latency and not for one a round.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -135,14 +135,24 @@ def post_rounds(
     return _post(group, rounds, phase, op, "rounds")
 
 
-def run_rounds(group: Group, rounds: Sequence[Round], phase: str | None, op: str) -> None:
+def run_rounds(
+    group: Group, rounds: Sequence[Round], phase: str | None, op: str, *, at_once: bool = False
+) -> None:
     """Run rounds to their end over connections separate from those of posted rounds.
+
+    Args:
+        group: as for `post_rounds`.
+        rounds: as for `post_rounds`.
+        phase: as for `post_rounds`.
+        op: as for `post_rounds`.
+        at_once: start all messages together, so that their latencies overlap: no round may send
+            what another receives, and no two may receive from one peer.
 
     Raises:
         CommError: if a round fails.
         ConfigError: as in `post_rounds`.
     """
-    _post(group, rounds, phase, op, "collectives").wait_all()
+    _post(group, rounds, phase, op, "collectives", at_once=at_once).wait_all()
 
 
 def connect(group: Group) -> None:
@@ -193,18 +203,24 @@ def peer_died(world_rank: int) -> None:
 
 
 def _post(
-    group: Group, rounds: Sequence[Round], phase: str | None, op: str, lane: str
+    group: Group,
+    rounds: Sequence[Round],
+    phase: str | None,
+    op: str,
+    lane: str,
+    *,
+    at_once: bool = False,
 ) -> PendingRounds:
     process_group = group.checked()
     phase = group.ledger.current_phase if phase is None else phase
     for index, item in enumerate(rounds):
         _check(group, item, index)
-    schedule = _Schedule(group, tuple(rounds), phase, op)
+    schedule = _Schedule(group, tuple(rounds), phase, op, at_once)
     if group.world_size == 1:
         return _NoRounds(len(rounds))
     if group.backend == "nccl":
         _join(group, process_group)
-        return _StreamRounds(schedule, process_group, at_once=lane == "collectives")
+        return _StreamRounds(schedule, process_group)
     return _courier(group, lane).post(schedule)
 
 
@@ -247,6 +263,7 @@ class _Schedule:
     rounds: Sequence[Round]
     phase: str
     op: str
+    at_once: bool
 
     def made(self, index: int) -> Tensor | None:
         """The tensor to send in a round, made by calling `send` if that is a function."""
@@ -287,31 +304,55 @@ def _blamed(schedule: _Schedule, index: int, verb: str, peer: int) -> Iterator[N
 
 def _run(channel: dist.ProcessGroup, pending: _CourierRounds, buffers: list[object]) -> None:
     """Run a schedule over gloo; update `pending`, and keep in `buffers` what gloo may still use."""
-    schedule = pending.schedule
-    buffers.append(schedule)
-    for index, item in enumerate(schedule.rounds):
-        start = time.perf_counter()
-        pending.current = index
-        receiving = sending = None
-        if item.recv is not None and item.recv.numel():
-            with _blamed(schedule, index, "receiving from", item.recv_from):
-                receiving = channel.recv([item.recv], item.recv_from, 0)
-            buffers.append(receiving)
-        tensor = schedule.made(index)
-        if tensor is not None:
-            with _blamed(schedule, index, "sending to", item.send_to):
-                sending = channel.send([tensor], item.send_to, 0)
-            buffers += [sending, tensor]
-        if receiving is not None and item.recv is not None:
-            with _blamed(schedule, index, "receiving from", item.recv_from):
-                receiving.wait()
-            schedule.record(item.recv_from, item.recv, "received")
-        pending.landed[index].set()
-        if sending is not None and tensor is not None:
-            with _blamed(schedule, index, "sending to", item.send_to):
-                sending.wait()
-            schedule.record(item.send_to, tensor, "sent")
-        pending.round_s[index] = time.perf_counter() - start
+    buffers.append(pending.schedule)
+    indices = range(len(pending))
+    if pending.schedule.at_once:
+        begun = [_begin(channel, pending, index, buffers) for index in indices]
+        for index, one in zip(indices, begun, strict=True):
+            _end(pending, index, one)
+    else:
+        for index in indices:
+            _end(pending, index, _begin(channel, pending, index, buffers))
+
+
+class _Begun(NamedTuple):
+    start_s: float
+    receiving: dist.Work | None
+    sending: dist.Work | None
+    sent: Tensor | None
+
+
+def _begin(
+    channel: dist.ProcessGroup, pending: _CourierRounds, index: int, buffers: list[object]
+) -> _Begun:
+    schedule, item, start_s = pending.schedule, pending.schedule.rounds[index], time.perf_counter()
+    pending.current = index
+    receiving = sending = None
+    if item.recv is not None and item.recv.numel():
+        with _blamed(schedule, index, "receiving from", item.recv_from):
+            receiving = channel.recv([item.recv], item.recv_from, 0)
+        buffers.append(receiving)
+    tensor = schedule.made(index)
+    if tensor is not None:
+        with _blamed(schedule, index, "sending to", item.send_to):
+            sending = channel.send([tensor], item.send_to, 0)
+        buffers += [sending, tensor]
+    return _Begun(start_s, receiving, sending, tensor)
+
+
+def _end(pending: _CourierRounds, index: int, begun: _Begun) -> None:
+    schedule, item = pending.schedule, pending.schedule.rounds[index]
+    pending.current = index
+    if begun.receiving is not None and item.recv is not None:
+        with _blamed(schedule, index, "receiving from", item.recv_from):
+            begun.receiving.wait()
+        schedule.record(item.recv_from, item.recv, "received")
+    pending.landed[index].set()
+    if begun.sending is not None and begun.sent is not None:
+        with _blamed(schedule, index, "sending to", item.send_to):
+            begun.sending.wait()
+        schedule.record(item.send_to, begun.sent, "sent")
+    pending.round_s[index] = time.perf_counter() - begun.start_s
 
 
 # gloo may still access buffers after a failure, so they are kept for the life of the process.
@@ -382,13 +423,16 @@ class _Courier:
 
     def peer_died(self, world_rank: int) -> None:
         for pending in list(self._unfinished)[:1]:
-            schedule, index = pending.schedule, pending.current
-            item = schedule.rounds[index] if schedule.rounds else None
+            schedule, current = pending.schedule, pending.current
+            under_way = range(current, len(pending) if schedule.at_once else current + 1)
             ranks = schedule.group.ranks
-            if item and world_rank in (ranks[item.send_to], ranks[item.recv_from]):
-                gone = RuntimeError("its process has ended")
-                peer = ranks.index(world_rank)
-                self._fail(schedule.failure(index, "exchanging with", peer, gone))
+            for index in under_way if schedule.rounds else ():
+                item = schedule.rounds[index]
+                if world_rank in (ranks[item.send_to], ranks[item.recv_from]):
+                    gone = RuntimeError("its process has ended")
+                    peer = ranks.index(world_rank)
+                    self._fail(schedule.failure(index, "exchanging with", peer, gone))
+                    break
 
     def _fail(self, error: BaseException) -> None:
         # After a failure the peers' messages are out of step, so later rounds fail too.
@@ -433,12 +477,9 @@ class _StreamRounds(PendingRounds):
     Args:
         schedule: the rounds.
         process_group: the group's own.
-        at_once: enqueue all rounds as one batch, whose messages go out together.
     """
 
-    def __init__(
-        self, schedule: _Schedule, process_group: dist.ProcessGroup, *, at_once: bool
-    ) -> None:
+    def __init__(self, schedule: _Schedule, process_group: dist.ProcessGroup) -> None:
         super().__init__(len(schedule.rounds))
         self._schedule = schedule
         # The stream may reach a message after the caller has dropped its tensor.
@@ -447,11 +488,11 @@ class _StreamRounds(PendingRounds):
         batch: list[dist.P2POp] = []
         for index in range(len(self)):
             ops = self._ops(index, process_group)
-            if at_once:
+            if schedule.at_once:
                 batch += ops
             else:
                 self._works.append(self._enqueued(index, ops))
-        if at_once:
+        if schedule.at_once:
             self._works = [self._enqueued(0, batch)] * len(self)
 
     def _ops(self, index: int, process_group: dist.ProcessGroup) -> list[dist.P2POp]:
