@@ -17,7 +17,8 @@ from shared.comms import (
     gather_v,
     scatter_v,
 )
-from shared.comms.courier import Round, connect, post_rounds
+from shared.comms.courier import connect, post_rounds
+from shared.comms.rounds import Round
 from shared.errors import CommError, ConfigError
 from shared.topology import Mesh
 

@@ -19,12 +19,13 @@ if TYPE_CHECKING:
         gather_v,
         scatter_v,
     )
-    from shared.comms.courier import PendingRounds, Round, post_rounds
+    from shared.comms.courier import post_rounds
     from shared.comms.group import Group, ProcessGroup
     from shared.comms.init import init_from_env
     from shared.comms.launch import RankPool, RunResult
     from shared.comms.ledger import Ledger, LedgerSnapshot, Traffic
     from shared.comms.netlab import HostCounters, NetLab, NetLabUnavailable
+    from shared.comms.rounds import PendingRounds, Round
     from shared.comms.tree import Tree
 
 __all__ = [
@@ -61,8 +62,8 @@ _HOME = {
     "Ledger": "ledger",
     "LedgerSnapshot": "ledger",
     "Traffic": "ledger",
-    "PendingRounds": "courier",
-    "Round": "courier",
+    "PendingRounds": "rounds",
+    "Round": "rounds",
     "post_rounds": "courier",
     "RankPool": "launch",
     "RunResult": "launch",

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shared.comms.courier import PendingRounds, Round, post_rounds, run_rounds
+from shared.comms.courier import post_rounds, run_rounds
 from shared.comms.group import Group
+from shared.comms.rounds import PendingRounds, Round
 from shared.errors import CommError, ConfigError
 
 __all__ = [

@@ -19,94 +19,22 @@ import queue
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shared.comms.group import Group
-from shared.errors import CommError, ConfigError
+from shared.comms.rounds import PendingRounds, Round, RoundSchedule, shorten
+from shared.errors import CommError
 
-__all__ = ["PendingRounds", "Round", "connect", "peer_died", "post_rounds", "run_rounds"]
+__all__ = ["connect", "peer_died", "post_rounds", "run_rounds"]
 
 # Posted rounds and the rounds of a collective run on separate connections, in parallel.
 _LANES = ("rounds", "collectives")
-
-Payload = Tensor | Callable[[], Tensor | None] | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Round:
-    """One rank's send and receive in one round.
-
-    Attributes:
-        send_to: rank in the group to send to.
-        send: contiguous tensor to send, or a function without arguments that returns it; the
-            courier calls it just before the send, so that only that round's message is packed.
-            None or an empty tensor sends nothing.
-        recv_from: rank in the group to receive from.
-        recv: contiguous tensor to receive into, of exactly the size the peer sends; None or an
-            empty tensor receives nothing.
-    """
-
-    send_to: int
-    send: Payload
-    recv_from: int
-    recv: Tensor | None
-
-
-class PendingRounds(ABC):
-    """Handle of posted rounds.
-
-    Attributes:
-        seconds_waited: time the caller spent blocked in `wait` and `wait_all`, in seconds.
-        round_s: duration of each round in seconds; NaN for a round that has not ended and on GPUs,
-            where rounds run on a stream and are not timed.
-    """
-
-    def __init__(self, num_rounds: int) -> None:
-        self.seconds_waited = 0.0
-        self.round_s = [float("nan")] * num_rounds
-
-    def __len__(self) -> int:
-        return len(self.round_s)
-
-    def wait(self, index: int) -> None:
-        """Block until the tensor that round `index` receives is complete.
-
-        The tensors it sends may only be written to again after `wait_all`.
-
-        Raises:
-            CommError: if this round or one before it failed; names rank, peer, round and phase.
-        """
-        self._timed(lambda: self._wait(index))
-
-    def wait_all(self) -> None:
-        """Block until every round has ended and all buffers may be reused.
-
-        Raises:
-            CommError: if a round failed.
-        """
-        self._timed(self._wait_all)
-
-    def _timed(self, block: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        try:
-            block()
-        finally:
-            self.seconds_waited += time.perf_counter() - start
-
-    @abstractmethod
-    def _wait(self, index: int) -> None: ...
-
-    @abstractmethod
-    def _wait_all(self) -> None: ...
 
 
 def post_rounds(
@@ -186,7 +114,7 @@ def _join(group: Group, process_group: dist.ProcessGroup) -> None:
     except RuntimeError as error:
         raise CommError(
             f"rank {group.ranks[group.rank]}: connecting the ranks {list(group.ranks)} failed: "
-            f"{_reason(error)}. One of them died, or does not take part in what all must call "
+            f"{shorten(error)}. One of them died, or does not take part in what all must call "
             f"together"
         ) from error
     _joined.add(group)
@@ -213,9 +141,7 @@ def _post(
 ) -> PendingRounds:
     process_group = group.checked()
     phase = group.ledger.current_phase if phase is None else phase
-    for index, item in enumerate(rounds):
-        _check(group, item, index)
-    schedule = _Schedule(group, tuple(rounds), phase, op, at_once)
+    schedule = RoundSchedule(group, tuple(rounds), phase, op, at_once)
     if group.world_size == 1:
         return _NoRounds(len(rounds))
     if group.backend == "nccl":
@@ -229,77 +155,6 @@ def _courier(group: Group, lane: str) -> _Courier:
     if lane not in couriers:
         couriers[lane] = _Courier(group, lane)
     return couriers[lane]
-
-
-def _check(group: Group, item: Round, index: int) -> None:
-    for peer, payload in ((item.send_to, item.send), (item.recv_from, item.recv)):
-        if payload is None:
-            continue
-        if not 0 <= peer < group.world_size or peer == group.rank:
-            raise ConfigError(
-                f"round {index}: rank {group.rank} of {group.world_size} needs another rank of "
-                f"the group as its peer, got {peer}; copy locally what a rank keeps"
-            )
-        if isinstance(payload, Tensor):
-            _check_tensor(group, payload, index)
-
-
-def _check_tensor(group: Group, tensor: Tensor, index: int) -> None:
-    if tensor.device.type != group.device.type:
-        raise ConfigError(
-            f"round {index}: the {group.backend} backend moves {group.device.type} tensors, got "
-            f"one on {tensor.device}; copy it to {group.device.type} first"
-        )
-    if not tensor.is_contiguous():
-        raise ConfigError(
-            f"round {index}: a message must be contiguous, got shape {tuple(tensor.shape)} with "
-            f"strides {tensor.stride()}; call .contiguous() or slice rows only"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Schedule:
-    group: Group
-    rounds: Sequence[Round]
-    phase: str
-    op: str
-    at_once: bool
-
-    def made(self, index: int) -> Tensor | None:
-        """The tensor to send in a round, made by calling `send` if that is a function."""
-        send = self.rounds[index].send
-        if callable(send) and not isinstance(send, Tensor):
-            send = send()
-            if send is not None:
-                _check_tensor(self.group, send, index)
-        return send if send is not None and send.numel() else None
-
-    def record(self, peer: int, tensor: Tensor, direction: Literal["sent", "received"]) -> None:
-        num_bytes = tensor.numel() * tensor.element_size()
-        world_rank = self.group.ranks[peer]
-        self.group.ledger.record(self.op, world_rank, num_bytes, self.phase, direction=direction)
-
-    def failure(self, index: int, verb: str, peer: int, error: RuntimeError) -> CommError:
-        ranks = self.group.ranks
-        return CommError(
-            f"rank {ranks[self.group.rank]}: {verb} rank {ranks[peer]} failed in round {index} of "
-            f"{len(self.rounds)} of phase {self.phase!r} ({self.op}): {_reason(error)}. Rank "
-            f"{ranks[peer]} died, hangs or disagrees on the message; look at its own output, or "
-            f"raise the group's timeout ({self.group.timeout.total_seconds():g} s) if it is slow"
-        )
-
-
-def _reason(error: RuntimeError) -> str:
-    # gloo appends two sentences of general advice to the one that describes the failure.
-    return str(error).splitlines()[0].split(". This is typically")[0].rstrip(". ")
-
-
-@contextmanager
-def _blamed(schedule: _Schedule, index: int, verb: str, peer: int) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise schedule.failure(index, verb, peer, error) from error
 
 
 def _run(channel: dist.ProcessGroup, pending: _CourierRounds, buffers: list[object]) -> None:
@@ -329,12 +184,12 @@ def _begin(
     pending.current = index
     receiving = sending = None
     if item.recv is not None and item.recv.numel():
-        with _blamed(schedule, index, "receiving from", item.recv_from):
+        with schedule.blame(index, "receiving from", item.recv_from):
             receiving = channel.recv([item.recv], item.recv_from, 0)
         buffers.append(receiving)
     tensor = schedule.made(index)
     if tensor is not None:
-        with _blamed(schedule, index, "sending to", item.send_to):
+        with schedule.blame(index, "sending to", item.send_to):
             sending = channel.send([tensor], item.send_to, 0)
         buffers += [sending, tensor]
     return _Begun(start_s, receiving, sending, tensor)
@@ -344,12 +199,12 @@ def _end(pending: _CourierRounds, index: int, begun: _Begun) -> None:
     schedule, item = pending.schedule, pending.schedule.rounds[index]
     pending.current = index
     if begun.receiving is not None and item.recv is not None:
-        with _blamed(schedule, index, "receiving from", item.recv_from):
+        with schedule.blame(index, "receiving from", item.recv_from):
             begun.receiving.wait()
         schedule.record(item.recv_from, item.recv, "received")
     pending.landed[index].set()
     if begun.sending is not None and begun.sent is not None:
-        with _blamed(schedule, index, "sending to", item.send_to):
+        with schedule.blame(index, "sending to", item.send_to):
             begun.sending.wait()
         schedule.record(item.send_to, begun.sent, "sent")
     pending.round_s[index] = time.perf_counter() - begun.start_s
@@ -360,7 +215,7 @@ _abandoned: list[list[object]] = []
 
 
 class _CourierRounds(PendingRounds):
-    def __init__(self, schedule: _Schedule) -> None:
+    def __init__(self, schedule: RoundSchedule) -> None:
         super().__init__(len(schedule.rounds))
         self.schedule = schedule
         self.current = 0
@@ -400,7 +255,7 @@ class _Courier:
         except RuntimeError as error:
             raise CommError(
                 f"rank {group.ranks[group.rank]}: connecting the ranks {list(group.ranks)} for "
-                f"{lane} failed: {_reason(error)}. One of them died, or did not make the call that "
+                f"{lane} failed: {shorten(error)}. One of them died, or did not make the call that "
                 f"all ranks must make"
             ) from error
         # A backend has a process group's send and recv; torch's type stubs omit them.
@@ -412,7 +267,7 @@ class _Courier:
         weakref.finalize(group, self._posted.put, None)
         threading.Thread(target=self._carry, name="courier", daemon=True).start()
 
-    def post(self, schedule: _Schedule) -> _CourierRounds:
+    def post(self, schedule: RoundSchedule) -> _CourierRounds:
         pending = _CourierRounds(schedule)
         self._unfinished.append(pending)
         self._posted.put(pending)
@@ -479,7 +334,7 @@ class _StreamRounds(PendingRounds):
         process_group: the group's own.
     """
 
-    def __init__(self, schedule: _Schedule, process_group: dist.ProcessGroup) -> None:
+    def __init__(self, schedule: RoundSchedule, process_group: dist.ProcessGroup) -> None:
         super().__init__(len(schedule.rounds))
         self._schedule = schedule
         # The stream may reach a message after the caller has dropped its tensor.
@@ -511,14 +366,12 @@ class _StreamRounds(PendingRounds):
     def _enqueued(self, index: int, ops: list[dist.P2POp]) -> list[dist.Work]:
         if not ops:
             return []
-        with _blamed(
-            self._schedule, index, "exchanging with", self._schedule.rounds[index].send_to
-        ):
+        with self._schedule.blame(index, "exchanging with", self._schedule.rounds[index].send_to):
             return dist.batch_isend_irecv(ops)
 
     def _wait(self, index: int) -> None:
         item = self._schedule.rounds[index]
-        with _blamed(self._schedule, index, "exchanging with", item.recv_from):
+        with self._schedule.blame(index, "exchanging with", item.recv_from):
             for work in self._works[index]:
                 work.wait()
 

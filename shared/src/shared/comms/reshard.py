@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shared.comms.courier import PendingRounds, Round, post_rounds
+from shared.comms.courier import post_rounds
 from shared.comms.group import Group
+from shared.comms.rounds import PendingRounds, Round
 from shared.errors import ConfigError, DataError
 from shared.topology.boxes import Box, intersect, subtract
 

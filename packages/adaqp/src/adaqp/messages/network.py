@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Bool, Float64
 
 from shared.comms.collectives import all_gather, all_reduce, barrier
-from shared.comms.courier import Round, post_rounds
+from shared.comms.courier import post_rounds
 from shared.comms.group import Group
+from shared.comms.rounds import Round
 from shared.errors import ConfigError
 from shared.topology.link import fit_link
 from shared.units import KiB, MiB

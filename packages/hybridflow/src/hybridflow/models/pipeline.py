@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.models.decoder import Attend, Decoder, attend_causally
-from shared.comms.courier import Round, post_rounds
+from shared.comms.courier import post_rounds
 from shared.comms.group import Group
+from shared.comms.rounds import Round
 
 __all__ = ["run_forward", "train"]
 

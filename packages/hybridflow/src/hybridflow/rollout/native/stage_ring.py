@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hybridflow.models.decoder import Decoder
 from hybridflow.rollout.native.slots import SlotTable
-from shared.comms.courier import Round, post_rounds
+from shared.comms.courier import post_rounds
 from shared.comms.group import Group
+from shared.comms.rounds import Round
 
 __all__ = ["Message", "Ring"]
 
