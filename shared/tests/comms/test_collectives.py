@@ -1,3 +1,5 @@
+import threading
+import time
 from contextlib import contextmanager
 from unittest import mock
 
@@ -52,6 +54,27 @@ def gathers() -> None:
     share = scatter_v(group, shares, root=1)
     assert share.tolist() == list(range(rank))
     assert share.dtype == torch.uint8
+
+
+def exchange_with_a_late_rank(path) -> None:
+    group = Group.world()
+    sends = [torch.full((5,), 10.0 * group.rank + peer) for peer in range(4)]
+    recvs = [torch.full((5,), -1.0) for _ in range(4)]
+
+    def come_when_the_others_are_through():
+        while time.monotonic() < deadline and -1 in (recvs[1][-1], recvs[2][-1]):
+            time.sleep(0.01)
+        if time.monotonic() < deadline:
+            path.touch()
+
+    deadline = time.monotonic() + 10
+    if group.rank == 0:
+        threading.Thread(target=come_when_the_others_are_through).start()
+    while group.rank == 3 and not path.exists():
+        assert time.monotonic() < deadline, "the others wait for the late rank in turn"
+        time.sleep(0.01)
+    all_to_all_v(group, sends, recvs)
+    assert [t.tolist() for t in recvs] == [[10.0 * peer + group.rank] * 5 for peer in range(4)]
 
 
 def gathers_into_place() -> dict:
@@ -257,6 +280,10 @@ def check_conserved(by_peer: list[dict]) -> None:
         for peer, traffic in peers.items():
             assert traffic.sent_bytes == by_peer[peer][rank].received_bytes
             assert traffic.received_bytes == by_peer[peer][rank].sent_bytes
+
+
+def test_an_exchange_waits_for_a_late_rank_with_its_messages_alone(pool_of_four, tmp_path):
+    pool_of_four.run(exchange_with_a_late_rank, tmp_path / "come")
 
 
 def test_all_to_all_of_unequal_sizes(pool_of_four):

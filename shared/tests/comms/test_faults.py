@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shared.comms import Group, RankPool, Round, all_to_all_v, barrier, post_rounds
+from shared.comms import Group, RankPool, Round, all_to_all_v, barrier, post_rounds, scatter_v
 from shared.errors import ConfigError, RankFailure
 
 LIMIT = timedelta(seconds=60)
@@ -100,6 +100,17 @@ def killed_in_an_exchange() -> None:
         all_to_all_v(group, [torch.zeros(4)] * 2, [torch.zeros(4), torch.zeros(4)])
 
 
+def killed_before_its_part() -> None:
+    group = Group.world()
+    if group.rank == 2:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 1:
+        time.sleep(1000)
+    with group.ledger.phase("parts"):
+        scatter_v(group, [torch.zeros(4)] * 3)
+
+
 def hanging() -> None:
     if dist.get_rank() == 1:
         time.sleep(1000)
@@ -152,6 +163,12 @@ def test_rank_killed_in_an_exchange_of_the_main_thread():
     text = str(failure_of(2, killed_in_an_exchange))
     assert "killed by SIGKILL" in text
     assert "rank 1 failed in round 0 of 1 of phase 'backward1' (all_to_all_v)" in text
+
+
+def test_sender_learns_of_a_dead_peer_while_it_waits_for_a_slow_one():
+    text = str(failure_of(3, killed_before_its_part))
+    assert text.startswith("rank 2 of 3 failed running killed_before_its_part: killed by SIGKILL")
+    assert "rank 2 failed in round 1 of 2 of phase 'parts' (scatter_v): its process has" in text
 
 
 def test_hanging_rank_is_stopped_and_its_place_told():
