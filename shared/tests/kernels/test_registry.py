@@ -64,6 +64,7 @@ def test_a_form_that_cannot_be_imported_says_what_is_missing():
         select(kernel, "cpu")
 
 
+@pytest.mark.slow
 def test_triton_on_cpu_tensors_needs_the_interpreter():
     script = (
         "from shared.kernels.registry import select\n"
