@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import bytecheckpoint as bcp
 from bytecheckpoint.ranks.liveness import Liveness
+from bytecheckpoint.ranks.team import Team
 from shared.comms import RankPool
-from shared.errors import RankFailure
+from shared.errors import CommError, RankFailure
 
 from ..faulty_storage import deadly, slow
 
@@ -54,14 +55,35 @@ def test_both_sides_see_the_other_end(ends):
 
 def test_strangers_are_no_ranks(ends):
     first, (second, _), address = ends
-    for greeting in (b"", b"x", bytes(36), address["token"] + (7).to_bytes(4, "little")):
+    wrong_token, no_rank = bytes(32) + (1).to_bytes(4, "little"), (7).to_bytes(4, "little")
+    for greeting in (b"", b"x", bytes(36), wrong_token, address["token"] + no_rank):
         with socket.create_connection(("127.0.0.1", address["port"])) as stranger:
             stranger.sendall(greeting)
             time.sleep(0.01)
             assert first.find_lost() == []
+        time.sleep(0.01)
+        assert first.find_lost() == []  # nor when it has gone
+    second.close()
+    wait_for_lost(first, [1])
+
+
+@pytest.mark.parametrize("num_silent", [1, 9])
+def test_strangers_that_say_nothing_keep_no_rank_out(monkeypatch, num_silent):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    first, second = Liveness(0, 2), Liveness(1, 2)
+    data = first.listen()
+    port = msgspec.msgpack.decode(data)["port"]
+    silent = []
+    for _ in range(num_silent):
+        silent.append(socket.create_connection(("127.0.0.1", port)))
+        assert first.find_lost() == []
+    second.connect(data)
     assert first.find_lost() == []
     second.close()
     wait_for_lost(first, [1])
+    for one in (first, *silent):
+        one.close()
 
 
 def test_a_fork_does_not_keep_a_rank_alive(ends):
@@ -92,6 +114,27 @@ def test_without_a_way_to_connect_nothing_is_lost(monkeypatch, ends):
     ends[0].close()
     second.connect(msgspec.msgpack.encode(ends[2]))  # nobody listens there any more
     assert second.find_lost() == []
+
+
+def wait_for_the_dead_and_the_slow(path):
+    """What rank 0 is told when rank 1 is killed while rank 2 has not reported yet."""
+    team = Team()
+    team.watch()
+    if team.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if team.rank == 2:
+        team.announced("done", LONG)
+        return
+    with pytest.raises(CommError) as told:
+        team.reports("own", LONG)
+    path.write_text(str(told.value))
+    team.announce("done", b"")
+
+
+def test_a_slow_rank_is_not_named_with_a_dead_one(tmp_path):
+    with pytest.raises(RankFailure, match="rank 1 of 3"), RankPool(3) as pool:
+        pool.run(wait_for_the_dead_and_the_slow, tmp_path / "told")
+    assert (tmp_path / "told").read_text().startswith("rank 1 of 3 died in the midst of a save")
 
 
 def save_and_be_killed(path, stage, dying, call):

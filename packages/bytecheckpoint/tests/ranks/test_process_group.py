@@ -1,10 +1,14 @@
 """Ranks of one process group save and load without the others."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import bytecheckpoint as bcp
+from bytecheckpoint.ranks.liveness import Liveness
+from bytecheckpoint.ranks.team import Team
 from shared.comms import RankPool
 from shared.errors import ConfigError
 
@@ -38,3 +42,23 @@ def test_each_group_saves_and_loads_on_its_own(tmp_path, four):
         assert whole == [rank % 2] * 5 + [2 + rank % 2] * 5
     with bcp.open(tmp_path / "pair-1" / "step_00000001") as checkpoint:
         assert checkpoint.world_size == 2
+
+
+def say_who_listens():
+    """In which of two groups the listening rank takes itself for the world's first."""
+    rank = dist.get_rank()
+    own = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    said = []
+    listen = Liveness.listen
+
+    def told(self, is_first=True):
+        said.append(is_first)
+        return listen(self, is_first)
+
+    with mock.patch.object(Liveness, "listen", told):
+        Team(own).watch()
+    return said
+
+
+def test_only_the_first_rank_of_the_world_listens_at_its_address(four):
+    assert four.run(say_who_listens).results == [[True], [False], [], []]

@@ -134,3 +134,82 @@ def test_callers_that_say_nothing_hold_no_more_threads_than_are_allowed():
     for caller in silent:
         caller.close()
     listener.close()
+
+
+# Values across machines.
+
+
+@pytest.fixture
+def stores():
+    """Of ranks 0 and 1, of which each believes the other to be on another machine."""
+    stores = [PlacedStore(rank, _KEY) for rank in range(2)]
+    listeners = [Listener(_HERE, _KEY, partial(_serve, store)) for store in stores]
+    for store in stores:
+        store.places = {
+            rank: StoreAddress(rank, "127.0.0.1", listener.port, stores[rank].folder)
+            for rank, listener in enumerate(listeners)
+        }
+    yield stores
+    for store, listener in zip(stores, listeners, strict=True):
+        listener.close()
+        store.remove()
+
+
+def _serve(store, link):
+    assert link.receive() == "values"
+    store.serve(link)
+
+
+def test_only_what_is_wanted_is_sent(stores, monkeypatch):
+    counted, receive_bytes = [], PeerLink.receive_bytes
+    here = threading.get_ident()
+
+    def counting(link, num_bytes):
+        if threading.get_ident() == here:
+            counted.append(num_bytes)
+        return receive_bytes(link, num_bytes)
+
+    monkeypatch.setattr(PeerLink, "receive_bytes", counting)
+    y = torch.randn(1000, 5000)
+    handle = stores[0].pack(Batch(x=torch.arange(1000), y=y, z=torch.ones(1000, 5000)))
+    wanted = partial(take_rows, columns=("x", "y"), start=300, stop=310)
+    for _ in range(2):
+        found = stores[1].load(handle, wanted)
+        assert found.keys() == ["x", "y"]
+        assert found["x"].tolist() == list(range(300, 310))
+        assert torch.equal(found["y"], y[300:310])
+        assert 10 * 5000 * 4 < sum(counted) < 10 * 5000 * 4 + 2000
+        counted.clear()
+        found["y"] += 1  # the reader's own
+    # On the machine itself nothing is sent.
+    assert torch.equal(stores[0].load(handle, wanted)["y"], y[300:310])
+    assert counted == []
+
+
+def test_what_can_not_be_read_is_told_as_on_the_machine_itself(stores):
+    handle = stores[0].pack(Batch(y=torch.ones(1000, 50)))
+    wanted = partial(take_rows, columns=("nothing",), start=0, stop=None)
+    errors = []
+    for store in stores:
+        with pytest.raises((DataError, KeyError)) as caught:
+            store.load(handle, wanted)
+        errors.append((caught.type, str(caught.value)))
+    assert errors[0] == errors[1]
+    assert len(stores[1].load(handle)) == 1000  # the connection is as good as before
+
+
+def test_an_owner_that_is_gone_is_named():
+    store, gone = (PlacedStore(rank, _KEY) for rank in (1, 3))
+    listener = Listener(_HERE, _KEY, lambda link: link.close())
+    store.places = {
+        1: StoreAddress(1, "127.0.0.1", 0, store.folder),
+        3: StoreAddress(3, "127.0.0.1", listener.port, gone.folder),
+    }
+    handle = gone.pack(torch.ones(100_000))
+    with pytest.raises(CommError, match="a value of rank 3 cannot be read"):
+        store.load(handle)
+    listener.close()
+    with pytest.raises(CommError, match="a value of rank 3 cannot be read"):
+        store.load(handle)
+    store.remove()
+    gone.remove()

@@ -142,6 +142,8 @@ class Liveness:
                 self._keep(rank, connection)
             else:
                 connection.close()
+        while len(self._greetings) > self._world_size:  # strangers that say nothing
+            self._greetings.pop(0).close()
 
     def _keep(self, rank: int, connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -32,7 +32,6 @@ class FinishOnSignal:
                 "thread, or wait for its saves in a handler of your own"
             )
         self._wait = wait
-        self._pid = os.getpid()
         self._before: Any = signal.signal(signal.SIGTERM, self._handle)
 
     def remove(self) -> None:
@@ -44,7 +43,6 @@ class FinishOnSignal:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def _handle(self, number: int, frame: Any) -> None:
-        if os.getpid() == self._pid:  # a forked child has no save to finish
-            self._wait()
+        self._wait()
         self.remove()
         os.kill(os.getpid(), number)
