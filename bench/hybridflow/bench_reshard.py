@@ -187,7 +187,7 @@ def bench_resident_memory(benchmark, record_claim):
             detail=f"VmHWM over {ROUNDS} moves there and back, less what was resident before them "
             f"beside training's shard, of the rank with the most; the generation shard alone takes "
             f"{generation / 1e6:.0f} MB, and what is live at once was counted as "
-            f"{counted / 1e6:.0f} MB; the rest are pages that the allocator keeps, and the transport",
+            f"{counted / 1e6:.0f} MB",
             source=COMMAND,
         ),
         spread=tuple(sorted((rank[0] + rank[1]) / rank[2] for rank in found))[:: len(found) - 1],

@@ -1,5 +1,6 @@
 import threading
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -35,6 +36,21 @@ def rounds_in_order() -> None:
     assert all(seconds > 0 for seconds in pending.round_s)
     traffic = group.ledger.snapshot().diff(before).by_phase()["forward1"]
     assert (traffic.sent_bytes, traffic.received_bytes, traffic.calls) == (120, 120, 12)
+
+
+def packed_for_its_round() -> list[int]:
+    """How many earlier messages live when each round's is packed."""
+    found, packed = [], []
+
+    def pack() -> torch.Tensor:
+        found.append(sum(message() is not None for message in packed))
+        tensor = torch.ones(1000)
+        packed.append(weakref.ref(tensor))
+        return tensor
+
+    received = [torch.empty(1000) for _ in range(5)]
+    post_rounds(Group.world(), [swap(pack, into) for into in received], "packed").wait_all()
+    return found
 
 
 def schedules_in_a_row() -> None:
@@ -156,6 +172,11 @@ def half_types() -> None:
         received = torch.empty(7, dtype=dtype)
         post_rounds(group, [swap(torch.ones(7).to(dtype), received)], "p").wait_all()
         assert received.float().sum() == 7
+
+
+def test_a_message_is_let_go_when_its_round_has_ended(pool):
+    # The last one is being taken down while the next is packed.
+    assert all(max(found) <= 1 for found in pool.run(packed_for_its_round).results)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shared.comms import Group, RankPool, Round, all_to_all_v, barrier, post_rounds, scatter_v
+from shared.comms.courier import run_rounds
 from shared.errors import ConfigError, RankFailure
 
 LIMIT = timedelta(seconds=60)
@@ -111,6 +112,25 @@ def killed_before_its_part() -> None:
         scatter_v(group, [torch.zeros(4)] * 3)
 
 
+def killed_while_messages_start() -> None:
+    group = Group.world()
+    if group.rank == 2:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 1:
+        time.sleep(1000)
+
+    def packed():
+        time.sleep(1.2)
+        return torch.zeros(4)
+
+    rounds = [
+        Round(send_to=2, send=torch.zeros(4), recv_from=2, recv=None),
+        Round(send_to=1, send=packed, recv_from=1, recv=None),
+    ]
+    run_rounds(group, rounds, "packing", "parts", at_once=True)
+
+
 def hanging() -> None:
     if dist.get_rank() == 1:
         time.sleep(1000)
@@ -169,6 +189,11 @@ def test_sender_learns_of_a_dead_peer_while_it_waits_for_a_slow_one():
     text = str(failure_of(3, killed_before_its_part))
     assert text.startswith("rank 2 of 3 failed running killed_before_its_part: killed by SIGKILL")
     assert "rank 2 failed in round 1 of 2 of phase 'parts' (scatter_v): its process has" in text
+
+
+def test_sender_learns_of_a_peer_that_dies_while_its_messages_start():
+    text = str(failure_of(3, killed_while_messages_start))
+    assert "rank 2 failed in round 0 of 2 of phase 'packing' (parts): its process has" in text
 
 
 def test_hanging_rank_is_stopped_and_its_place_told():

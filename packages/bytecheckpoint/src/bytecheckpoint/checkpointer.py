@@ -115,7 +115,9 @@ class Checkpointer:
             process_group=process_group,
             verify_replicas=verify_replicas,
         )
-        self._sigterm = FinishOnSignal(self._saver.wait) if finish_on_sigterm else None
+        self._sigterm = (
+            FinishOnSignal(lambda: self._saver.is_under_way) if finish_on_sigterm else None
+        )
         self._keep = keep
         self._every_n = every_n
         self._when_busy = when_busy

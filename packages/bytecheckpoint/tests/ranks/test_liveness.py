@@ -6,6 +6,7 @@ import socket
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from unittest import mock
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import bytecheckpoint as bcp
 from bytecheckpoint.ranks.liveness import Liveness
 from bytecheckpoint.ranks.team import Team
-from shared.comms import RankPool
+from shared.comms import Group, RankPool
 from shared.errors import CommError, RankFailure
 
 from ..faulty_storage import deadly, slow
@@ -175,3 +176,30 @@ def test_a_rank_that_is_killed_in_a_save_is_named_long_before_the_timeout(
     assert float(waited_s) < 3
     with bcp.Checkpointer(tmp_path) as ckpt:
         assert ckpt.steps() == [1]
+
+
+class GoneStore:
+    """A store whose host has ended: every call fails at once."""
+
+    num_waits = 0
+
+    def wait(self, *_):
+        self.num_waits += 1
+        raise RuntimeError("broken pipe")
+
+    def check(self, *_):
+        raise RuntimeError("broken pipe")
+
+
+def wait_on_a_store_that_is_gone():
+    store = GoneStore()
+    with mock.patch.object(Group, "board", return_value=store):
+        team = Team()
+    with pytest.raises(CommError, match="the store of the process group is gone"):
+        team.announced("done", LONG)
+    return store.num_waits
+
+
+def test_a_store_that_is_gone_is_told_at_once():
+    with RankPool(1) as pool:
+        assert pool.run(wait_on_a_store_that_is_gone).results == [1]

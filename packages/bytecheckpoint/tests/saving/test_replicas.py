@@ -28,6 +28,7 @@ def _state(drifted=(), *, size=64):
         "scale": torch.tensor(3.0),
         "grid": DTensor.from_local(local, mesh, (Replicate(), Shard(0)), run_check=False),
         "none": torch.empty(0, 5),
+        "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
     }
     for name, ranks in drifted:
         if rank in ranks:

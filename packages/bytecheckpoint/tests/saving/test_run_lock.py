@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -69,3 +71,35 @@ def test_a_job_is_refused_at_its_first_save_while_another_one_holds_the_folder(t
             assert ckpt.steps() == [1]
     finally:
         answers.close()
+
+
+def test_one_process_shares_its_lock_under_all_names_of_a_folder(tmp_path):
+    run, alias = tmp_path / "run", tmp_path / "alias"
+    run.mkdir()
+    alias.symlink_to(run)
+    held, other = RunLock.take(os.fspath(run)), RunLock.take(os.fspath(alias))
+    assert held is other
+
+
+def test_the_lock_is_held_until_the_process_is_gone(tmp_path):
+    """Finalizers run before the functions registered first, as a save may still be under way."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import atexit, os, sys\n"
+        "def ask():\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        try:\n"
+        "            RunLock.take(sys.argv[1])\n"
+        "        except ValueError:\n"
+        "            os._exit(7)\n"
+        "        os._exit(0)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "atexit.register(ask)\n"
+        "from bytecheckpoint.saving.run_lock import RunLock\n"
+        "lock = RunLock.take(sys.argv[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "7\n"

@@ -11,31 +11,43 @@ import torch
 import bytecheckpoint as bcp
 from shared.errors import ConfigError
 
-from ..faulty_storage import slow
+from ..faulty_storage import before, slow
 
 
-def end_in_a_save(path, *, handler=None, finish=True):
-    """Status of a process that gets SIGTERM while it writes."""
+def end(act, handler=None):
+    """Status of a process, the leader of a group, that acts and then sleeps."""
     pid = os.fork()
     if pid == 0:
         try:
+            os.setpgid(0, 0)
             signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
-            ckpt = bcp.Checkpointer(path, finish_on_sigterm=finish)
-            with slow(0.5):
-                handle = ckpt.save(1, {"x": torch.ones(3)})
-                assert not handle.committed.done()
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(20)
+            act()
+            time.sleep(20)
         finally:
             os._exit(3)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_a_save_is_finished_before_the_process_ends(tmp_path):
-    assert end_in_a_save(tmp_path / "waited") == -signal.SIGTERM
+def end_in_a_save(path, *, handler=None, finish=True, stage="arena"):
+    """Status of a process whose whole group gets SIGTERM while it writes."""
+
+    def act():
+        ckpt = bcp.Checkpointer(path, finish_on_sigterm=finish, stage=stage)
+        with slow(0.5):
+            handle = ckpt.save(1, {"x": torch.ones(3)})
+            assert not handle.committed.done()
+            os.killpg(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+
+    return end(act, handler)
+
+
+@pytest.mark.parametrize("stage", ["arena", "fork"])
+def test_a_save_is_finished_before_the_process_ends(tmp_path, stage):
+    assert end_in_a_save(tmp_path / "waited", stage=stage) == -signal.SIGTERM
     with bcp.Checkpointer(tmp_path / "waited") as ckpt:
         assert ckpt.steps() == [1]
-    assert end_in_a_save(tmp_path / "ended", finish=False) == -signal.SIGTERM
+    assert end_in_a_save(tmp_path / "ended", finish=False, stage=stage) == -signal.SIGTERM
     with bcp.Checkpointer(tmp_path / "ended") as ckpt:
         assert ckpt.steps() == []
 
@@ -47,11 +59,68 @@ def test_the_handler_before_is_called_after_the_commit(tmp_path):
     assert end_in_a_save(tmp_path, handler=handler) == 41
 
 
+def test_a_signal_while_a_save_is_made_ready_waits_for_it(tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def act():
+        def interrupted(thread):
+            start(thread)
+            if thread.name == "bytecheckpoint-save":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(threading.Thread, "start", interrupted)
+        ckpt = bcp.Checkpointer(tmp_path, finish_on_sigterm=True)
+        with slow(0.2):
+            ckpt.save(1, {"x": torch.ones(3)})
+            time.sleep(20)
+
+    assert end(act) == -signal.SIGTERM
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.steps() == [1]
+
+
+def test_a_lock_that_the_interrupted_code_holds_and_the_save_needs_blocks_neither(tmp_path):
+    def act():
+        ckpt = bcp.Checkpointer(tmp_path, finish_on_sigterm=True)
+        lock = threading.Lock()
+
+        def wait_for_lock(*_):
+            with lock:
+                pass
+
+        with before("write", wait_for_lock):
+            with lock:
+                ckpt.save(1, {"x": torch.ones(3)})
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+
+    assert end(act) == -signal.SIGTERM
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.steps() == [1]
+
+
+@pytest.mark.parametrize("first", [signal.SIG_DFL, lambda number, frame: os._exit(41)])
+def test_a_later_handler_may_call_this_one(tmp_path, first):
+    def act():
+        ckpt = bcp.Checkpointer(tmp_path, finish_on_sigterm=True)
+        ours = signal.getsignal(signal.SIGTERM)
+        assert callable(ours)
+        signal.signal(signal.SIGTERM, lambda number, frame: ours(number, frame))
+        with slow(0.2):
+            ckpt.save(1, {"x": torch.ones(3)})
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(20)
+
+    assert end(act, first) == (41 if callable(first) else -signal.SIGTERM)
+    with bcp.Checkpointer(tmp_path) as ckpt:
+        assert ckpt.steps() == [1]
+
+
 def test_close_installs_the_handler_before(tmp_path):
-    before = signal.getsignal(signal.SIGTERM)
+    first = signal.getsignal(signal.SIGTERM)
     with bcp.Checkpointer(tmp_path, finish_on_sigterm=True):
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
+        assert signal.getsignal(signal.SIGTERM) != first
+    assert signal.getsignal(signal.SIGTERM) == first
 
 
 def test_another_thread_is_refused(tmp_path):

@@ -242,6 +242,8 @@ def test_a_summary_counts_events():
     assert (summary.cut_share, summary.node_balance, summary.edge_balance) == (0.5, 2.0, 2.25)
     assert "2 of 4 events cut (50.0 %)" in str(summary)
     assert "   1            1              1" in str(summary)
+    to_one = Events([0, 0, 1], [2, 2, 2], [0, 1, 2])  # an event belongs to its source's part
+    assert summarize(to_one, torch.tensor([0, 0, 1]), 2).num_edges == (3, 0)
 
 
 def test_nothing_to_cut():

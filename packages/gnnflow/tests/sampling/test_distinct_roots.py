@@ -46,6 +46,18 @@ def test_distinct_roots_are_those_no_earlier_root_equals(roots, is_float):
     assert kept.tolist() == [at for at in range(len(roots)) if at not in repeats]
 
 
+def test_roots_whose_neighbours_differ_in_one_respect_are_two():
+    same = {
+        "roots": [4, 4], "root_times": [9, 9], "nodes": [1, 1], "times": [7, 7], "dt": [2, 2],
+        "eids": [3, 3], "row": [0, 1],
+    }  # fmt: skip
+    assert find_distinct_roots(TemporalBlock(*map(torch.tensor, same.values())))[0].tolist() == [0]
+    for name in ("nodes", "times", "eids"):
+        differing = {**same, name: [same[name][0], 5]}
+        kept, place = find_distinct_roots(TemporalBlock(*map(torch.tensor, differing.values())))
+        assert (kept.tolist(), place.tolist()) == ([0, 1], [0, 1]), name
+
+
 def test_roots_whose_keys_collide_are_two():
     # The key is a sum of products modulo 2^64, so that times exist that make up for another node.
     a, b = -0x61C8864680B583EB, -0x3D4D51C2D82B14B1

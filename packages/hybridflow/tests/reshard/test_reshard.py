@@ -294,14 +294,19 @@ NESTED = ("grouped", "gathered whole, bfloat16", "stages", "stages and shards", 
 
 
 def storage_bytes():
-    """Bytes of all tensors' storages that live now, of those made since gc.freeze()."""
-    found = {}
+    """Bytes that all tensors' storages span now, of those made since gc.freeze()."""
+    spans = set()
     for thing in gc.get_objects():
         if isinstance(thing, torch.Tensor) and thing.is_floating_point():
             values = thing.to_local() if hasattr(thing, "to_local") else thing  # of a DTensor
             if values.device.type == "cpu":
-                found[values.untyped_storage().data_ptr()] = values.untyped_storage().nbytes()
-    return sum(found.values())
+                storage = values.untyped_storage()
+                spans.add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+    total, end = 0, 0
+    for first, last in sorted(spans):  # weights of two layouts may have places that overlap
+        total += max(0, last - max(first, end))
+        end = max(end, last)
+    return total
 
 
 def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
@@ -329,6 +334,9 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
     group = Group.of(micro, members_only=True) if len(micro) > 1 else None
     generator = Decoder(config, gen_shard, device="meta", dtype=dtype)
     sources = [find_held_boxes(config, layout, r, is_sharded=is_sharded) for r in micro]
+    itemsize = dtype.itemsize
+    held = itemsize * sum(p.box.numel for p in pieces(model, share))
+    others = storage_bytes() - held
     moved = Transition(
         model,
         generator,
@@ -339,9 +347,6 @@ def there_and_back(train, generate, changed, dtype, is_sharded, bucket_bytes):
         bucket_bytes,
     )
     seen, me = [], micro.index(world.rank)
-    itemsize = dtype.itemsize
-    held = itemsize * sum(p.box.numel for p in pieces(model, share))
-    others = storage_bytes() - held
     bucket = itemsize * max(
         sum(piece.box.numel for name in names for piece in moved.training.pieces.get(name, ()))
         for names in moved.buckets

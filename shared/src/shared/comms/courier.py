@@ -167,7 +167,9 @@ def _run(channel: dist.ProcessGroup, pending: _CourierRounds, buffers: list[obje
             _end(pending, index, one)
     else:
         for index in indices:
+            pending.current = index
             _end(pending, index, _begin(channel, pending, index, buffers))
+            del buffers[1:]  # gloo is done with them, and messages packed for a round are large
 
 
 class _Begun(NamedTuple):
@@ -181,7 +183,6 @@ def _begin(
     channel: dist.ProcessGroup, pending: _CourierRounds, index: int, buffers: list[object]
 ) -> _Begun:
     schedule, item, start_s = pending.schedule, pending.schedule.rounds[index], time.perf_counter()
-    pending.current = index
     receiving = sending = None
     if item.recv is not None and item.recv.numel():
         with schedule.blame(index, "receiving from", item.recv_from):

@@ -198,14 +198,14 @@ class Team:
         while True:
             # Before the wait: a rank may set its key and end.
             lost = [] if self._liveness is None else self._liveness.find_lost()
+            asked_s, asked = max(min(left_s, _LOOK_S), _SHORTEST_S), time.monotonic()
             try:
-                self._store.wait(
-                    list(ranks), timedelta(seconds=max(min(left_s, _LOOK_S), _SHORTEST_S))
-                )
+                self._store.wait(list(ranks), timedelta(seconds=asked_s))
                 return
             except RuntimeError as error:
                 left_s = timeout.total_seconds() - (time.monotonic() - begin)
-                if left_s > 0 and not lost:
+                # A store that is gone answers at once.
+                if left_s > 0 and not lost and time.monotonic() - asked > asked_s / 2:
                     continue
                 missing = self._find_missing(ranks)
                 dead = [rank for rank in missing if rank in lost]

@@ -75,6 +75,8 @@ class ChildWriter:
             # Linux takes the thread that forks for the parent; others end before their process.
             parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
             self._read_end, write_end = os.pipe()
+            # A signal to all processes of a job may not end the child: it ends with its parent.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             try:
                 self._pid = os.fork()
                 if self._pid == 0:
@@ -84,6 +86,7 @@ class ChildWriter:
                 raise
             finally:
                 os.close(write_end)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def run(self, staged: threading.Event) -> FileRecord:
         """Waits for the child.
@@ -98,8 +101,8 @@ class ChildWriter:
             status = _reap(self._pid)
         if not answer:
             raise CommError(
-                f"the child process {self._pid} that wrote {self._path} ended with status {status} "
-                f"before it had; memory may be short: use stage='arena', or save less often"
+                f"the child process {self._pid} that wrote {self._path} {_name_end(status)} before "
+                f"it had; if memory is short, use stage='arena', or save less often"
             )
         found = msgspec.msgpack.decode(answer, type=_Answer)
         if found.failure is not None:
@@ -154,6 +157,15 @@ def _close_sockets() -> None:
         with suppress(OSError):  # the listing's own descriptor is closed already
             if descriptor > 2 and stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 os.close(descriptor)
+
+
+def _name_end(status: int | None) -> str:
+    if status is None:
+        return "ended"
+    code = os.waitstatus_to_exitcode(status)
+    return (
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+    )
 
 
 def _reap(pid: int) -> int | None:

@@ -73,7 +73,16 @@ def _hash(rank: int, tensors: dict[str, LocalTensor]) -> tuple[Hashes, dict[int,
             for box, values in pieces:
                 key = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode((name, box)))
                 names[key] = name, box
-                memory = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                memory = (
+                    values.detach()
+                    .resolve_conj()
+                    .resolve_neg()
+                    .cpu()
+                    .contiguous()
+                    .reshape(-1)
+                    .view(torch.uint8)
+                    .numpy()
+                )
                 rows.append((key, xxhash.xxh3_64_intdigest(memory.data), rank))
     return np.array(rows, dtype=np.uint64).reshape(-1, 3), names
 

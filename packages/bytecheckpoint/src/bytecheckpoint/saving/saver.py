@@ -141,6 +141,7 @@ class Saver:
         self._key: str | None = None
         self._handle: Handle | None = None
         self._thread: threading.Thread | None = None
+        self._is_entered = False
         self._pid = os.getpid()
 
     @property
@@ -148,6 +149,11 @@ class Saver:
         """Whether a save is in progress on this rank; never in a forked child."""
         is_own = self._pid == os.getpid()
         return is_own and self._handle is not None and not self._handle.committed.done()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save is being made ready, or in progress; never in a forked child."""
+        return self.is_busy or (self._is_entered and self._pid == os.getpid())
 
     def wait(self) -> None:
         """Blocks until no save is in progress."""
@@ -220,36 +226,40 @@ class Saver:
                 and are compared; nothing was touched.
             CommError: a rank is missing.
         """
-        self.wait()
-        handle = Handle(step, Trace(self.team.rank))
-        begun = self._begin(state, check, handle.trace)
-        is_planned, has_rank_trees = self._agree(begun, handle.trace)
-        if not is_planned:
-            self._plan_and_copy(begun, handle.trace)
-        if self._verify_replicas:
-            with handle.trace.span("compare"):
-                check_replicas(self.team, begun.local.tensors)
-        plan = begun.plan
-        assert plan is not None, "a rank without a plan has reported a failure"
-        key = plan.next_key()
-        job = Job(
-            handle=handle,
-            team=self.team,
-            storage=self._storage,
-            path=path,
-            folder=f"data-{key}",
-            key=key,
-            index=plan.index,
-            state=begun.local,
-            has_rank_trees=has_rank_trees,
-            overwrite=overwrite,
-            timeout=self._timeout,
-            before_commit=before_commit,
-            after_commit=after_commit,
-        )
-        self._forget_last(key)
-        self._start(job, plan, begun.copied)
-        return handle
+        self._is_entered = True
+        try:
+            self.wait()
+            handle = Handle(step, Trace(self.team.rank))
+            begun = self._begin(state, check, handle.trace)
+            is_planned, has_rank_trees = self._agree(begun, handle.trace)
+            if not is_planned:
+                self._plan_and_copy(begun, handle.trace)
+            if self._verify_replicas:
+                with handle.trace.span("compare"):
+                    check_replicas(self.team, begun.local.tensors)
+            plan = begun.plan
+            assert plan is not None, "a rank without a plan has reported a failure"
+            key = plan.next_key()
+            job = Job(
+                handle=handle,
+                team=self.team,
+                storage=self._storage,
+                path=path,
+                folder=f"data-{key}",
+                key=key,
+                index=plan.index,
+                state=begun.local,
+                has_rank_trees=has_rank_trees,
+                overwrite=overwrite,
+                timeout=self._timeout,
+                before_commit=before_commit,
+                after_commit=after_commit,
+            )
+            self._forget_last(key)
+            self._start(job, plan, begun.copied)
+            return handle
+        finally:
+            self._is_entered = False
 
     def _begin(self, state: dict[str, Any], check: Callable[[], None], trace: Trace) -> _Begun:
         """Describes this rank's state, and copies it if the last plan fits; raises nothing."""

@@ -4,7 +4,8 @@ A bucket of weights is allocated in generation's layout and filled from the trai
 rank and of others in its group; then its training shard is freed. On the way back the training
 shard is cut out of generation's. So peak memory is the generation shard and one bucket; keeping the
 training shards as well (as gathering into fresh memory does) would take M / (t p) more (after
-HybridFlow, arXiv 2409.19256, section 5). No copy remains to restore after an interrupted move:
+HybridFlow, arXiv 2409.19256, section 5). On a CPU both layouts share one region (`region`); a GPU's
+allocator reuses freed blocks by itself. No copy remains to restore after an interrupted move:
 weights split between the layouts are refused from then on.
 """
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import Piece, local, pieces
 from hybridflow.reshard.planner import Boxes, Plan, plan_boxes
+from hybridflow.reshard.region import Region
 from hybridflow.reshard.vote import check_boxes, together
 from shared.comms import reshard
 from shared.comms.collectives import all_gather_into
@@ -43,6 +45,7 @@ class Side:
     ) -> None:
         self.model, self._device, self._is_kept = model, device, is_kept
         self._shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        self._places: dict[str, Tensor] = {}
         # Resolved once, as doing so for each weight of each move takes measurable time.
         self._owners = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2])
@@ -67,6 +70,23 @@ class Side:
         (piece,) = self.pieces[name]
         return getattr(*self._owners[piece.parameter]).data[piece.rows]
 
+    def sizes(self, names: set[str]) -> dict[str, Tensor]:
+        """Tensors without memory, of the sizes and types of the parameters of the named weights."""
+        return {
+            name: torch.empty(
+                self._shapes[name], dtype=getattr(*self._owners[name]).dtype, device="meta"
+            )
+            for name in sorted(self.parameters_of(names))
+        }
+
+    def settle(self, places: dict[str, Tensor]) -> None:
+        """Allocates parameters at these places from now on, and moves there what is allocated."""
+        self._places = places
+        for name, place in places.items():
+            parameter = getattr(*self._owners[name])
+            if parameter.device.type != "meta" and parameter.numel():
+                parameter.data = place.copy_(parameter.data)
+
     def allocate(self, names: set[str]) -> None:
         """Allocates the parameters that hold the named weights."""
         self._set({name: self._shapes[name] for name in self.parameters_of(names)})
@@ -80,7 +100,10 @@ class Side:
             return
         for name, shape in shapes.items():
             parameter = getattr(*self._owners[name])
-            fresh = torch.empty(shape, dtype=parameter.dtype, device=self._device)
+            if shape.numel() and name in self._places:
+                fresh = self._places[name]
+            else:
+                fresh = torch.empty(shape, dtype=parameter.dtype, device=self._device)
             self.live_bytes += fresh.numel() * fresh.element_size()
             if parameter.device == fresh.device:
                 self.live_bytes -= parameter.numel() * parameter.element_size()
@@ -145,6 +168,15 @@ class Transition:
         }
         for bucket in self.buckets:
             self.generation.release(bucket)
+        self._region: Region | None = None
+        if first.device.type == "cpu" and not self._is_kept:
+            self._region = Region(
+                [self.generation.sizes(bucket) for bucket in self.buckets],
+                [self.training.sizes(bucket) for bucket in self.buckets],
+            )
+            with torch.no_grad():
+                self.training.settle(self._region.falling)
+            self.generation.settle(self._region.rising)
         self.peak_bytes = 0
         self.is_generating = False
         self._is_under_way = False
@@ -173,6 +205,8 @@ class Transition:
                 self.generation.release(bucket)
         elif self.is_generating:
             self._move(self.generation, self.training, self.plan_back)
+            if self._region is not None:
+                self._region.give_back()
         self.is_generating = False
 
     def _refuse_if_broken_off(self) -> None:
@@ -185,7 +219,8 @@ class Transition:
     @torch.no_grad()
     def _move(self, src: Side, dst: Side, plan: Plan) -> None:
         self._is_under_way = True
-        for bucket in self.buckets:
+        # Back in the reverse order: see `region`.
+        for bucket in self.buckets if dst is self.generation else reversed(self.buckets):
             self._move_bucket(bucket, src, dst, plan)
             src.release(bucket)
         self._is_under_way = False
