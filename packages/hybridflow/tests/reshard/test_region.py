@@ -1,10 +1,17 @@
 """Two layouts in one region: what lives at one time never overlaps, and takes no more than it must."""
 
+from pathlib import Path
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybridflow.models.config import read_config
+from hybridflow.models.decoder import Decoder, Shard
+from hybridflow.reshard.planner import find_held_boxes
 from hybridflow.reshard.region import Region
+from hybridflow.reshard.transition import Transition
+from hybridflow.workers.batch.layout import Layout
 
 ALIGNMENT = 64
 SIZES = st.lists(
@@ -63,11 +70,30 @@ def test_buckets_trade_places_without_touching_what_is_live(sizes):
         assert (values == marks[name]).all(), name
 
 
-def test_memory_that_training_leaves_free_goes_back_to_the_kernel():
+def lazily_free_bytes():
+    """What this process has told the kernel that it may take."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("LazyFree:"))
+
+
+def test_the_kernel_may_take_what_training_leaves_free():
     like = {"w": torch.empty(16 << 20, dtype=torch.uint8, device="meta")}
     region = Region([like, {}], [{}, {"v": like["w"]}])
     region.rising["w"].fill_(1)
     region.falling["v"].fill_(2)
+    before = lazily_free_bytes()
     region.give_back()
-    assert not region.rising["w"].any()  # fresh pages
+    assert lazily_free_bytes() - before == 16 << 20
     assert (region.falling["v"] == 2).all()
+
+
+def test_a_move_back_to_training_lets_the_kernel_take_generations_memory():
+    config = read_config("config:tiny-llama")
+    training = Decoder(config, Shard(config, 0, 1, 0, 1))
+    generation = Decoder(config, Shard(config, 0, 1, 0, 1), device="meta")
+    boxes = [find_held_boxes(config, Layout(), 0)]
+    move = Transition(training, generation, boxes, boxes, None)
+    move.to_generation()
+    before = lazily_free_bytes()
+    move.to_training()
+    assert lazily_free_bytes() - before > move.training.live_bytes / 2

@@ -53,11 +53,15 @@ class Region:
         self.falling = self._place(falling, self._num_spare_bytes)
 
     def give_back(self) -> None:
-        """Returns to the kernel what training's weights leave free, generation's values with it."""
+        """Lets the kernel take what training's weights leave free, generation's values with it.
+
+        It does so when memory is short. Until then the pages stay, as faulting them in again would
+        cost more than the messages of a move.
+        """
         num_bytes = self._num_spare_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         if num_bytes:
             with suppress(OSError, AttributeError):  # then the memory stays with this process
-                self._memory.madvise(mmap.MADV_DONTNEED, 0, num_bytes)
+                self._memory.madvise(mmap.MADV_FREE, 0, num_bytes)
 
     def _place(self, buckets: Sequence[Mapping[str, Tensor]], offset: int) -> dict[str, Tensor]:
         places = {}
