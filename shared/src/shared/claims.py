@@ -239,8 +239,8 @@ def read_demo(path: str | os.PathLike[str]) -> Demo:
     except ValueError as error:
         raise DataError(f"{file}: expected JSON, {error}; run the demo again") from error
     if not isinstance(record, dict) or record.get("format") != _FORMAT:
-        came = record.get("format") if isinstance(record, dict) else type(record).__name__
-        raise DataError(f"{file}: expected format {_FORMAT}, got {came!r}; run the demo again")
+        found = record.get("format") if isinstance(record, dict) else type(record).__name__
+        raise DataError(f"{file}: expected format {_FORMAT}, got {found!r}; run the demo again")
     if set(record) != {"package", "format", "claims", "figures"}:
         raise DataError(
             f"{file}: expected package, format, claims and figures, got {sorted(record)}; "

@@ -250,10 +250,10 @@ def test_the_switch_and_the_type_choose_a_form(monkeypatch):
 @pytest.mark.parametrize(
     ("index", "value", "text"),
     [
-        ("neighbors", 7, r"expected neighbors in \[0, 7\), came 0 to 7"),
-        ("neighbors", -1, r"expected neighbors in \[0, 7\), came -1 to"),
-        ("edge_index", 5, r"expected edge_index in \[0, 5\), came 0 to 5"),
-        ("edge_index", -2, r"expected edge_index in \[0, 5\), came -2 to"),
+        ("neighbors", 7, r"expected neighbors in \[0, 7\), got 0 to 7"),
+        ("neighbors", -1, r"expected neighbors in \[0, 7\), got -1 to"),
+        ("edge_index", 5, r"expected edge_index in \[0, 5\), got 0 to 5"),
+        ("edge_index", -2, r"expected edge_index in \[0, 5\), got -2 to"),
     ],
 )
 def test_an_index_out_of_range_is_refused(index, value, text):
@@ -267,5 +267,5 @@ def test_a_query_that_does_not_fit_is_refused():
     edges = edges_of([3, 2])
     query, bias, *others = leaves_of(edges, 4, 2, 2)
     for wrong in ([query[..., :-1], bias], [query[:1], bias[:1]]):
-        with pytest.raises(DataError, match=r"expected query \[2, heads, 9\], came \["):
+        with pytest.raises(DataError, match=r"expected query \[2, heads, 9\], got \["):
             run(attend, edges, [*wrong, *others], 0.2)

@@ -128,16 +128,16 @@ def test_empty_input(dim):
 def test_out_is_returned_and_its_shape_checked():
     out = torch.empty(2, 4)
     assert gather(torch.ones(3, 4), torch.tensor([0, 2]), out) is out
-    with pytest.raises(DataError, match=r"out \[2, 4\], came \[2, 5\]"):
+    with pytest.raises(DataError, match=r"out \[2, 4\], got \[2, 5\]"):
         unhooked(gather)(torch.ones(3, 4), torch.tensor([0, 2]), torch.empty(2, 5))
-    with pytest.raises(DataError, match=r"src \[2, 4\], came \[2, 5\]"):
+    with pytest.raises(DataError, match=r"src \[2, 4\], got \[2, 5\]"):
         unhooked(scatter_add)(torch.ones(3, 4), torch.tensor([0, 2]), torch.ones(2, 5))
 
 
 @pytest.mark.parametrize("index", [[0, 3], [-1, 0]])
 def test_an_index_outside_is_refused(index):
     index = torch.tensor(index)
-    text = rf"index in \[0, 3\), came {int(index.min())} to {int(index.max())}"
+    text = rf"index in \[0, 3\), got {int(index.min())} to {int(index.max())}"
     with pytest.raises(DataError, match=text):
         gather(torch.ones(3, 4), index)
     with pytest.raises(DataError, match=text):

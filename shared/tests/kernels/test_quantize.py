@@ -294,7 +294,7 @@ def test_no_gradient_is_recorded():
 
 @pytest.mark.parametrize("bits", [0, 3, 16, -1])
 def test_other_widths_are_refused(bits):
-    with pytest.raises(ConfigError, match=rf"bits to be one of \(1, 2, 4, 8\), came {bits}"):
+    with pytest.raises(ConfigError, match=rf"bits to be one of \(1, 2, 4, 8\), got {bits}"):
         quantize(torch.ones(2, 2), bits, key=KEY)
 
 
@@ -307,26 +307,26 @@ def test_other_wire_types_are_refused():
 
 def test_outputs_of_another_shape_or_type_are_refused():
     x = torch.ones(3, 8)
-    with pytest.raises(DataError, match=r"data to be torch.uint8 \[3, 4\].*came.*\[3, 5\]"):
+    with pytest.raises(DataError, match=r"data to be torch.uint8 \[3, 4\].*got.*\[3, 5\]"):
         quantize(x, 4, key=KEY, data=torch.zeros(3, 5, dtype=torch.uint8))
     with pytest.raises(DataError, match=r"params to be torch\.bfloat16"):
         quantize(x, 4, key=KEY, wire_dtype=torch.bfloat16, params=torch.zeros(3, 2))
     packed = quantize(x, 4, key=KEY)
     with pytest.raises(DataError, match=r"data to be torch.uint8 \[3, 2\]"):
         dequantize(packed.data, packed.params, 2, 8)
-    with pytest.raises(DataError, match=r"out to be .*\[3, 8\], came .*\[3, 9\]"):
+    with pytest.raises(DataError, match=r"out to be .*\[3, 8\], got .*\[3, 9\]"):
         dequantize(packed.data, packed.params, 4, 8, out=torch.zeros(3, 9))
-    with pytest.raises(ConfigError, match="`index` names rows of `out`"):
+    with pytest.raises(ConfigError, match="expected `out`, whose rows"):
         dequantize(packed.data, packed.params, 4, 8, index=torch.arange(3))
 
 
 @pytest.mark.parametrize("index", [[0, 3], [-1, 0]])
 def test_an_index_outside_is_refused(index):
     low, high = min(index), max(index)
-    with pytest.raises(DataError, match=rf"index in \[0, 3\), came {low} to {high}"):
+    with pytest.raises(DataError, match=rf"index in \[0, 3\), got {low} to {high}"):
         quantize(torch.ones(3, 8), 4, key=KEY, index=torch.tensor(index))
     packed = quantize(torch.ones(2, 8), 4, key=KEY)
-    with pytest.raises(DataError, match=rf"index in \[0, 3\), came {low} to {high}"):
+    with pytest.raises(DataError, match=rf"index in \[0, 3\), got {low} to {high}"):
         dequantize(
             packed.data, packed.params, 4, 8, out=torch.zeros(3, 8), index=torch.tensor(index)
         )

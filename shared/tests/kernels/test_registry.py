@@ -42,13 +42,13 @@ def test_the_choice_is_logged_once(caplog):
 
 
 def test_an_unknown_kernel_is_refused_with_the_known_names():
-    with pytest.raises(ConfigError, match=r"'gather', 'quantize', 'segment'.*came 'softmax'"):
+    with pytest.raises(ConfigError, match=r"'gather', 'quantize', 'segment'.*got 'softmax'"):
         select("softmax", "cpu")
 
 
 def test_an_unknown_form_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv(SWITCH, "cuda")
-    with pytest.raises(ConfigError, match="reference, cpu, triton, came 'cuda'"):
+    with pytest.raises(ConfigError, match="reference, cpu, triton, got 'cuda'"):
         select("quantize", "cpu")
 
 

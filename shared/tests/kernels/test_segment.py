@@ -207,10 +207,10 @@ def test_a_csr_on_its_own_device_is_itself():
     ("indptr", "indices", "text"),
     [
         ([0, 2, 1], [0], "falling in between"),
-        ([0, 1], [0, 1], "nnz = 2, came 0 to 1"),
-        ([1, 2], [0, 1], "came 1 to 2"),
-        ([0, 2], [0, 3], r"\[0, num_cols = 3\), came 0 to 3"),
-        ([0, 2], [-1, 1], "came -1 to 1"),
+        ([0, 1], [0, 1], "nnz = 2, got 0 to 1"),
+        ([1, 2], [0, 1], "got 1 to 2"),
+        ([0, 2], [0, 3], r"\[0, num_cols = 3\), got 0 to 3"),
+        ([0, 2], [-1, 1], "got -1 to 1"),
     ],
 )
 def test_a_broken_structure_is_refused(indptr, indices, text):
@@ -221,16 +221,16 @@ def test_a_broken_structure_is_refused(indptr, indices, text):
 def test_types_and_lengths_are_checked():
     with pytest.raises(DataError, match="for each of 2 entries"):
         CSR(torch.tensor([0, 2]), torch.tensor([0, 1]), 3, torch.ones(3))
-    with pytest.raises(DataError, match=r"x \[3, dim\].*came \[4, 2\]"):
+    with pytest.raises(DataError, match=r"x \[3, dim\].*got \[4, 2\]"):
         spmm(random_csr(2, 3, 4), torch.ones(4, 2))
-    with pytest.raises(DataError, match=r"out \[2, 5\].*came \[3, 5\]"):
+    with pytest.raises(DataError, match=r"out \[2, 5\].*got \[3, 5\]"):
         spmm(random_csr(2, 3, 4), torch.ones(3, 5), out=torch.ones(3, 5))
-    with pytest.raises(ConfigError, match="no `out` came"):
+    with pytest.raises(ConfigError, match="expected `out`"):
         spmm(random_csr(2, 3, 4), torch.ones(3, 5), accumulate=True)
 
 
 def test_ids_outside_are_refused_by_from_coo():
-    with pytest.raises(DataError, match="came 0 to 3"):
+    with pytest.raises(DataError, match="got 0 to 3"):
         CSR.from_coo(torch.tensor([0, 1]), torch.tensor([3, 0]), 2, 3)
-    with pytest.raises(DataError, match="came 0 to 2"):
+    with pytest.raises(DataError, match="got 0 to 2"):
         CSR.from_coo(torch.tensor([0, 2]), torch.tensor([2, 0]), 2, 3)

@@ -269,9 +269,9 @@ def test_memory_is_independent_of_the_vocabulary(form, monkeypatch, tmp_path):
     ("weight", "tokens", "text"),
     [
         (torch.zeros(3, 4), torch.zeros(2).long(), r"expected a head \[vocabulary, 5\]"),
-        (torch.zeros(3, 5).half(), torch.zeros(2).long(), "came .3, 5. of torch.float16"),
-        (torch.zeros(0, 5), torch.zeros(2).long(), r"at least 1, came \[0, 5\]"),
-        (torch.zeros(3, 5), torch.zeros(3).long(), "expected 2 tokens, one a row, came 3"),
+        (torch.zeros(3, 5).half(), torch.zeros(2).long(), "got .3, 5. of torch.float16"),
+        (torch.zeros(0, 5), torch.zeros(2).long(), r"at least 1, got \[0, 5\]"),
+        (torch.zeros(3, 5), torch.zeros(3).long(), "expected 2 tokens, one a row, got 3"),
     ],
 )
 def test_what_does_not_fit_is_refused(weight, tokens, text):

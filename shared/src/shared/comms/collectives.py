@@ -256,10 +256,10 @@ def scatter_v(group: Group, tensors: Sequence[Tensor] | None, root: int = 0) -> 
         run_rounds(group, [_recv_only(root, tensor)], None, "scatter_v")
         return tensor
     if tensors is None or len(tensors) != group.world_size:
-        came = "None" if tensors is None else f"{len(tensors)} tensors"
+        found = "None" if tensors is None else f"{len(tensors)} tensors"
         raise ConfigError(
             f"scatter_v on the root, rank {root}, needs one tensor for each of "
-            f"{group.world_size} ranks, got {came}"
+            f"{group.world_size} ranks, got {found}"
         )
     peers = [rank for rank in _ranks(group) if rank != root]
     headers = [_send_only(rank, _header(tensors[rank])) for rank in peers]

@@ -182,9 +182,9 @@ def scatter(
     if parent is None:
         order, outcome = range(group.world_size), parts
         if not isinstance(parts, Exception) and (parts is None or len(parts) != len(order)):
-            came = "None" if parts is None else f"{len(parts)} parts"
+            found = "None" if parts is None else f"{len(parts)} parts"
             outcome = ConfigError(
-                f"scatter needs bytes for {len(order)} ranks on rank 0, got {came}"
+                f"scatter needs bytes for {len(order)} ranks on rank 0, got {found}"
             )
     else:
         order, outcome = tree.subtree(group.rank), _received(group, parent, "scatter")

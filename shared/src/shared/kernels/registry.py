@@ -74,7 +74,7 @@ def select(kernel: str | Kernel, device: torch.device | str) -> ModuleType:
     device_type = torch.device(device).type
     if isinstance(kernel, str):
         if kernel not in KERNELS:
-            raise ConfigError(f"expected a kernel among {sorted(KERNELS)}, came {kernel!r}")
+            raise ConfigError(f"expected a kernel among {sorted(KERNELS)}, got {kernel!r}")
         kernel = KERNELS[kernel]
     forced = os.environ.get(SWITCH, "")
     key = (kernel, device_type, forced)
@@ -90,7 +90,7 @@ def select(kernel: str | Kernel, device: torch.device | str) -> ModuleType:
 
 def _form(kernel: Kernel, device_type: str, forced: str) -> str:
     if forced and forced not in _FORMS:
-        raise ConfigError(f"expected {SWITCH} to be one of {', '.join(_FORMS)}, came {forced!r}")
+        raise ConfigError(f"expected {SWITCH} to be one of {', '.join(_FORMS)}, got {forced!r}")
     if forced == "cpu" and device_type != "cpu":
         raise ConfigError(
             f"{SWITCH}=cpu asks for the CPU form of {kernel.name}, but the tensors lie on "
@@ -112,7 +112,7 @@ def _load(kernel: Kernel, form: str, device_type: str) -> ModuleType:
         ) from error
     if form == "triton" and device_type == "cpu" and not _is_interpreted(module):
         raise ConfigError(
-            f"expected CUDA tensors for the Triton form of {kernel.name}, came tensors on the CPU: "
+            f"expected CUDA tensors for the Triton form of {kernel.name}, got tensors on the CPU: "
             f"set TRITON_INTERPRET=1 before anything imports triton, or unset {SWITCH}"
         )
     return module

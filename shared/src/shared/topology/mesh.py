@@ -105,9 +105,9 @@ class Mesh:
 
         world_size = dist.get_world_size() if dist.is_initialized() else None
         if world_size != self.size:
-            came = "not initialised" if world_size is None else f"{world_size} ranks"
+            found = "not initialised" if world_size is None else f"{world_size} ranks"
             raise TopologyError(
-                f"a mesh of {dict(self.axes)} needs a world of {self.size} ranks, it is {came}"
+                f"a mesh of {dict(self.axes)} needs a world of {self.size} ranks, it is {found}"
             )
         shape, names = tuple(self.axes.values()), tuple(self.axes)
         return init_device_mesh(device_type, shape, mesh_dim_names=names)

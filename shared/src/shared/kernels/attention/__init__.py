@@ -47,7 +47,7 @@ def attend(
     num_inputs = rows.shape[1] + edges.edge_rows.shape[1] + len(frequency)
     if query.shape[2] != num_inputs or len(query) != len(edges.starts) - 1:
         raise DataError(
-            f"expected query [{len(edges.starts) - 1}, heads, {num_inputs}], came {list(query.shape)}"
+            f"expected query [{len(edges.starts) - 1}, heads, {num_inputs}], got {list(query.shape)}"
         )
     if rows.device.type == "cpu" and len(edges.neighbors):
         for name, index, end in (
@@ -56,7 +56,7 @@ def attend(
         ):
             low, high = (int(bound) for bound in index.aminmax())
             if low < 0 or high >= end:
-                raise DataError(f"expected {name} in [0, {end}), came {low} to {high}")
+                raise DataError(f"expected {name} in [0, {end}), got {low} to {high}")
     if query.dtype == rows.dtype == torch.float32:
         form = select("attention", rows.device)
     else:

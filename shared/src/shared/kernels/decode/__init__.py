@@ -51,7 +51,7 @@ def attend(
     ):
         raise DataError(
             f"expected queries of a multiple of {num_kv_heads} heads of {dim}, two such heads more "
-            f"a key head, and {dim // 2} angles, came {list(qkv.shape)} and {list(cos.shape)}, with "
+            f"a key head, and {dim // 2} angles, got {list(qkv.shape)} and {list(cos.shape)}, with "
             f"{list(own.shape)} of one's own"
         )
     is_cpu = qkv.device.type == "cpu"

@@ -30,7 +30,7 @@ def gather(
     if out is None:
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if tuple(out.shape) != shape:
-        raise DataError(f"expected out {list(shape)}, came {list(out.shape)}")
+        raise DataError(f"expected out {list(shape)}, got {list(out.shape)}")
     if out.numel():
         with torch.no_grad():
             select("gather", x.device).gather(x, index, out)
@@ -60,7 +60,7 @@ def scatter_add(
     """
     _check_index(index, len(out))
     if tuple(src.shape) != (len(index), out.shape[1]):
-        raise DataError(f"expected src {[len(index), out.shape[1]]}, came {list(src.shape)}")
+        raise DataError(f"expected src {[len(index), out.shape[1]]}, got {list(src.shape)}")
     if src.numel():
         with torch.no_grad():
             select("gather", out.device).scatter_add(out, index, src)
@@ -72,4 +72,4 @@ def _check_index(index: Tensor, num_rows: int) -> None:
     if index.device.type == "cpu" and len(index):
         low, high = (int(bound) for bound in index.aminmax())
         if low < 0 or high >= num_rows:
-            raise DataError(f"expected index in [0, {num_rows}), came {low} to {high}")
+            raise DataError(f"expected index in [0, {num_rows}), got {low} to {high}")

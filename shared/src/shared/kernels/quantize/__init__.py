@@ -94,9 +94,9 @@ def quantize(
     """
     width = packed_width(x.shape[1], bits)
     if rounding not in ("stochastic", "nearest"):
-        raise ConfigError(f"expected rounding 'stochastic' or 'nearest', came {rounding!r}")
+        raise ConfigError(f"expected rounding 'stochastic' or 'nearest', got {rounding!r}")
     if wire_dtype not in _WIRE_DTYPES:
-        raise ConfigError(f"expected wire_dtype torch.float32 or torch.bfloat16, came {wire_dtype}")
+        raise ConfigError(f"expected wire_dtype torch.float32 or torch.bfloat16, got {wire_dtype}")
     num_rows = len(x) if index is None else len(index)
     if data is None:
         data = torch.empty(num_rows, width, dtype=torch.uint8, device=x.device)
@@ -152,9 +152,9 @@ def dequantize(
         DataError: A shape does not fit, or an index lies outside `out`.
     """
     if params.dtype not in _WIRE_DTYPES:
-        raise ConfigError(f"expected float32 or bfloat16 params, came {params.dtype}")
+        raise ConfigError(f"expected float32 or bfloat16 params, got {params.dtype}")
     if index is not None and out is None:
-        raise ConfigError("`index` names rows of `out`, but no `out` came: pass one")
+        raise ConfigError("expected `out`, whose rows `index` names, got None; pass it")
     _check_tensor("data", data, (len(data), packed_width(dim, bits)), torch.uint8)
     _check_tensor("params", params, (len(data), 2), params.dtype)
     if out is None:
@@ -162,7 +162,7 @@ def dequantize(
     _check_tensor("out", out, (len(data) if index is None else len(out), dim), out.dtype)
     if index is not None:
         if len(index) != len(data):
-            raise DataError(f"expected index [{len(data)}], came [{len(index)}]")
+            raise DataError(f"expected index [{len(data)}], got [{len(index)}]")
         _check_index(index, len(out))
     if data.numel():
         with torch.no_grad():
@@ -176,16 +176,16 @@ def _check_index(index: Tensor, num_rows: int) -> None:
     if index.device.type == "cpu" and len(index):
         low, high = (int(bound) for bound in index.aminmax())
         if low < 0 or high >= num_rows:
-            raise DataError(f"expected index in [0, {num_rows}), came {low} to {high}")
+            raise DataError(f"expected index in [0, {num_rows}), got {low} to {high}")
 
 
 def _check_bits(bits: int) -> None:
     if bits not in BITS:
-        raise ConfigError(f"expected bits to be one of {BITS}, came {bits}")
+        raise ConfigError(f"expected bits to be one of {BITS}, got {bits}")
 
 
-def _check_tensor(name: str, came: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tuple(came.shape) != shape or came.dtype != dtype:
+def _check_tensor(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tuple(given.shape) != shape or given.dtype != dtype:
         raise DataError(
-            f"expected {name} to be {dtype} {list(shape)}, came {came.dtype} {list(came.shape)}"
+            f"expected {name} to be {dtype} {list(shape)}, got {given.dtype} {list(given.shape)}"
         )

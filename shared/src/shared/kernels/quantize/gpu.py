@@ -189,7 +189,7 @@ def quantize(
     """
     if x.shape[1] > _MAX_DIM:
         raise ConfigError(
-            f"expected at most {_MAX_DIM} columns a row in the Triton form, came {x.shape[1]}: "
+            f"expected at most {_MAX_DIM} columns a row in the Triton form, got {x.shape[1]}: "
             "cut the rows, or quantise on the CPU"
         )
     x = x if x.stride(1) == 1 else x.contiguous()

@@ -47,14 +47,14 @@ def spmm(
         DataError: Shapes or devices do not fit.
     """
     if reduce not in ("sum", "mean"):
-        raise ConfigError(f"expected reduce 'sum' or 'mean', came {reduce!r}")
+        raise ConfigError(f"expected reduce 'sum' or 'mean', got {reduce!r}")
     if accumulate and out is None:
-        raise ConfigError("accumulate=True adds to `out`, but no `out` came: pass one")
+        raise ConfigError("expected `out`, to which accumulate=True adds, got None; pass it")
     if transpose:
         csr = csr.t()
     if x.ndim != 2 or len(x) != csr.num_cols or x.device != csr.indptr.device:
         raise DataError(
-            f"expected x [{csr.num_cols}, dim] on {csr.indptr.device}, came {list(x.shape)} "
+            f"expected x [{csr.num_cols}, dim] on {csr.indptr.device}, got {list(x.shape)} "
             f"on {x.device}"
         )
     shape = (csr.num_rows, x.shape[1])
@@ -62,7 +62,7 @@ def spmm(
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
     if tuple(out.shape) != shape or out.device != x.device:
         raise DataError(
-            f"expected out {list(shape)} on {x.device}, came {list(out.shape)} on {out.device}"
+            f"expected out {list(shape)} on {x.device}, got {list(out.shape)} on {out.device}"
         )
     if out.numel():
         with torch.no_grad():

@@ -42,32 +42,32 @@ class CSR:
         """
         if self.indptr.dtype != torch.int64 or self.indptr.ndim != 1 or not len(self.indptr):
             raise DataError(
-                f"expected indptr to be int64 [num_rows + 1], came {self.indptr.dtype} "
+                f"expected indptr to be int64 [num_rows + 1], got {self.indptr.dtype} "
                 f"{list(self.indptr.shape)}"
             )
         if self.indices.dtype not in (torch.int32, torch.int64) or self.indices.ndim != 1:
             raise DataError(
-                f"expected indices to be int32 or int64 [nnz], came {self.indices.dtype} "
+                f"expected indices to be int32 or int64 [nnz], got {self.indices.dtype} "
                 f"{list(self.indices.shape)}"
             )
         if self.weight is not None and (
             self.weight.shape != self.indices.shape or not self.weight.is_floating_point()
         ):
             raise DataError(
-                f"expected a float weight for each of {self.nnz} entries, came "
+                f"expected a float weight for each of {self.nnz} entries, got "
                 f"{self.weight.dtype} {list(self.weight.shape)}"
             )
         first, last = int(self.indptr[0]), int(self.indptr[-1])
         if first != 0 or last != self.nnz or bool((self.indptr.diff() < 0).any()):
             raise DataError(
-                f"expected indptr to rise from 0 to nnz = {self.nnz}, came {first} to {last}"
+                f"expected indptr to rise from 0 to nnz = {self.nnz}, got {first} to {last}"
                 + (", falling in between" if (first, last) == (0, self.nnz) else "")
             )
         if self.nnz:
             low, high = (int(bound) for bound in self.indices.aminmax())
             if low < 0 or high >= self.num_cols:
                 raise DataError(
-                    f"expected indices in [0, num_cols = {self.num_cols}), came {low} to {high}"
+                    f"expected indices in [0, num_cols = {self.num_cols}), got {low} to {high}"
                 )
         # The compiled forms step through them by address.
         for name in ("indptr", "indices", "weight"):
@@ -98,7 +98,7 @@ class CSR:
         """
         if dst.shape != src.shape or dst.ndim != 1:
             raise DataError(
-                f"expected dst and src of one length, came {list(dst.shape)}, {list(src.shape)}"
+                f"expected dst and src of one length, got {list(dst.shape)}, {list(src.shape)}"
             )
         # One row that holds every entry, transposed, is the entries sorted by column; sorting that
         # by row keeps the order of columns within each row.

@@ -62,7 +62,7 @@ def count_before(adjacency: Adjacency, bounds: Shaped[Tensor, " nodes"]) -> Int6
     if bounds.shape != (adjacency.num_nodes,) or bounds.dtype != adjacency.times.dtype:
         raise DataError(
             f"expected a bound of {adjacency.times.dtype} for each of {adjacency.num_nodes} nodes, "
-            f"came {bounds.dtype} {list(bounds.shape)}"
+            f"got {bounds.dtype} {list(bounds.shape)}"
         )
     return select("temporal", bounds.device).count_before(adjacency, bounds.contiguous())
 
@@ -100,21 +100,21 @@ def sample(
         DataError: lengths, types or devices do not fit.
     """
     if policy not in ("recent", "uniform"):
-        raise ConfigError(f"expected policy 'recent' or 'uniform', came {policy!r}")
+        raise ConfigError(f"expected policy 'recent' or 'uniform', got {policy!r}")
     if not 0 <= fanout <= MAX_FANOUT:
-        raise ConfigError(f"expected a fanout in [0, {MAX_FANOUT}], came {fanout}")
+        raise ConfigError(f"expected a fanout in [0, {MAX_FANOUT}], got {fanout}")
     before = root_times if before is None else before
     for name, tensor in (("root_times", root_times), ("before", before), ("since", since)):
         if tensor is None:
             continue
         if tensor.dtype != adjacency.times.dtype or tensor.shape != roots.shape:
             raise DataError(
-                f"expected {name} {adjacency.times.dtype} {list(roots.shape)}, came {tensor.dtype} "
+                f"expected {name} {adjacency.times.dtype} {list(roots.shape)}, got {tensor.dtype} "
                 f"{list(tensor.shape)}"
             )
     if roots.dtype != torch.int64 or roots.device != adjacency.table.device:
         raise DataError(
-            f"expected int64 roots on {adjacency.table.device}, came {roots.dtype} on {roots.device}"
+            f"expected int64 roots on {adjacency.table.device}, got {roots.dtype} on {roots.device}"
         )
     form = select("temporal", roots.device)
     run = form.recent if policy == "recent" else form.uniform

@@ -90,16 +90,16 @@ class Adjacency:
         """
         if not len(src) == len(dst) == len(times) == len(src if eids is None else eids):
             raise DataError(
-                f"expected src, dst, times and eids of one length, came {len(src)}, {len(dst)}, "
+                f"expected src, dst, times and eids of one length, got {len(src)}, {len(dst)}, "
                 f"{len(times)}, {len(src if eids is None else eids)}"
             )
         if times.dtype not in (torch.int64, torch.float64):
-            raise DataError(f"expected times of int64 or float64, came {times.dtype}")
+            raise DataError(f"expected times of int64 or float64, got {times.dtype}")
         ids = torch.stack([src, dst]) if len(src) else src.new_zeros(2, 1)
         low, high = (int(bound) for bound in ids.aminmax())
         num_nodes = num_nodes if num_nodes is not None else (high + 1 if len(src) else 0)
         if len(src) and (low < 0 or high >= num_nodes):
-            raise DataError(f"expected node ids in [0, {num_nodes}), came {low} to {high}")
+            raise DataError(f"expected node ids in [0, {num_nodes}), got {low} to {high}")
         order = torch.argsort(times, stable=True)
         order = order[torch.argsort(src[order], stable=True)]
         counts = torch.bincount(src, minlength=num_nodes)

@@ -98,7 +98,7 @@ def _check(hidden: Tensor, weight: Tensor, tokens: Tensor) -> None:
     if hidden.shape[1] != weight.shape[1] or hidden.dtype != weight.dtype or not len(weight):
         raise DataError(
             f"expected a head [vocabulary, {hidden.shape[1]}] of {hidden.dtype}, with a vocabulary "
-            f"of at least 1, came {list(weight.shape)} of {weight.dtype}"
+            f"of at least 1, got {list(weight.shape)} of {weight.dtype}"
         )
     if len(tokens) != len(hidden):
-        raise DataError(f"expected {len(hidden)} tokens, one a row, came {len(tokens)}")
+        raise DataError(f"expected {len(hidden)} tokens, one a row, got {len(tokens)}")
