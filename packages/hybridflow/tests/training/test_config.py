@@ -27,6 +27,7 @@ def test_built_in_recipes_are_valid(name):
         ({"batch_size": "9"}, "expected a multiple of num_samples"),
         ({"placement.engine": "threads"}, "placement.engine: expected one of inline, local, ray"),
         ({"steps": "0"}, "steps: expected 1 or more"),
+        ({"cache_bytes": "-1"}, "cache_bytes: expected 0 or more, got -1"),
         ({"algorithm.x": "1"}, "algorithm.x: algorithm is 'grpo', which has no keys in it"),
         ({"placement.pools": "{a: 1"}, "placement.pools: expected YAML"),
         (
@@ -79,6 +80,21 @@ def test_train_writes_metrics_and_says_how_it_went(tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert all(0 <= line["reward"] <= 1 and line["seconds"] > 0 for line in lines)
+
+
+def test_a_recipe_bounds_the_memory_of_generation(caplog, tmp_path):
+    """Waves say what they take, and their responses are those of one wave."""
+    rewards = []
+    for changes in ((), ("cache_bytes=60_000",)):
+        with caplog.at_level("INFO", logger="hybridflow"):
+            out = tmp_path / str(len(rewards))
+            settings = ["--set", "steps=2", "batch_size=32", *changes, "--out", str(out)]
+            assert main(["train", "grpo-sort", *settings]) == 0
+        told = [r.getMessage() for r in caplog.records if "waves of up to" in r.getMessage()]
+        assert bool(told) == bool(changes)
+        lines = (out / "metrics.jsonl").read_text().splitlines()
+        rewards.append([json.loads(line)["reward"] for line in lines])
+    assert rewards[0] == pytest.approx(rewards[1], abs=0.05)
 
 
 def test_users_own_prompts_and_reward(tmp_path, capsys):

@@ -123,6 +123,7 @@ class Models:
         return self._kept(
             "actor", Actor, optimizer=self._optimizer, seed=self._recipe.seed,
             generate=place.generate or None, is_sharded=place.is_sharded,
+            cache_bytes=self._recipe.cache_bytes or None,
         )  # fmt: skip
 
     def critic(self, role: str, seed: int) -> Critic:
@@ -161,7 +162,15 @@ class Models:
                 )
             ]
         model = _named(recipe.model, self._vocab_size)
-        return [Rollout(model, pool, generate=place.generate or "1-1") for pool in pools]
+        return [
+            Rollout(
+                model,
+                pool,
+                generate=place.generate or "1-1",
+                cache_bytes=recipe.cache_bytes or None,
+            )
+            for pool in pools
+        ]
 
 
 def _named(model: str, vocab_size: int) -> Model:

@@ -72,6 +72,8 @@ class Recipe:
         loop: how generation and training alternate.
         server: that generates in place of the actor.
         max_tokens: most tokens of a micro-batch, padding included.
+        cache_bytes: bytes that keys and values of a generation may take on a rank: prompts are
+            generated in waves that fit; 0: all at once.
     """
 
     algorithm: str
@@ -96,12 +98,15 @@ class Recipe:
     loop: Loop = field(default_factory=Loop)
     server: Server = field(default_factory=Server)
     max_tokens: int = 16384
+    cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         ALGORITHMS.check(self.algorithm)
         for name in ("steps", "batch_size", "num_samples", "num_updates", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.cache_bytes < 0:
+            raise ConfigError(f"cache_bytes: expected 0 or more, got {self.cache_bytes}")
         if self.spec.kind.is_grouped and self.num_samples < 2:
             raise ConfigError(
                 f"num_samples: {self.algorithm} compares the responses to a prompt, so it needs 2 "

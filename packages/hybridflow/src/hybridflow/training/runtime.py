@@ -27,7 +27,7 @@ from shared.errors import ConfigError
 
 __all__ = ["Run", "start_workers"]
 
-_MAY_CHANGE = ("placement", "server", "steps", "max_tokens")
+_MAY_CHANGE = ("placement", "server", "steps", "max_tokens", "cache_bytes")
 """Recipe keys that may change when a run resumes."""
 
 
