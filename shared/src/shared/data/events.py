@@ -1,4 +1,4 @@
-"""A list of events: who met whom, and when.
+"""A list of timed events between two nodes each.
 
 One type for everything that is read, inserted, drawn for replay or trained on. An event keeps its id
 through all of it: its features are found by the id, and its random draws are keyed by it.
@@ -137,7 +137,7 @@ class Events:
         return rows
 
     def sorted(self) -> Events:
-        """By time; events of one time stay in their order. Itself where that is so already."""
+        """By time; events of one time stay in their order. Returns itself if it is sorted already."""
         return self if self.is_sorted else self[self.t.argsort(stable=True)]
 
     def digest(self) -> str:

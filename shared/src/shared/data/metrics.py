@@ -1,4 +1,4 @@
-"""How well links are told from others: AP, AUC, and the ranking metrics of TGB's evaluator.
+"""Metrics of link prediction: AP, AUC, and the ranking metrics of TGB's evaluator.
 
 All are exact, in float64. Ranks follow the Temporal Graph Benchmark (arXiv 2307.01026): 1 plus the negatives that score higher,
 and half of those that score the same, the mean of the optimistic and the pessimistic rank.

@@ -1,4 +1,4 @@
-"""What draws of negative destinations have in common: kinds, random words by event, searches by time.
+"""Shared parts of drawing negative destinations: kinds, random words by event, searches by time.
 
 Kinds after Poursafaei et al., "Towards Better Evaluation for Dynamic Link Prediction" (arXiv
 2207.10128). Which destinations are candidates is each package's own: a stream is known in advance or

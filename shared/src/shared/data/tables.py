@@ -1,4 +1,4 @@
-"""Events from files and objects that people have: Parquet, CSV, pandas, PyG, TGB's folders.
+"""Events from Parquet, CSV, pandas, PyG and TGB's folders.
 
 Files are data: nothing here unpickles anything.
 """
@@ -297,7 +297,7 @@ def _dates(column: Series) -> Series:
 
 
 def _numbered(src: Series, dst: Series) -> tuple[np.ndarray, np.ndarray]:
-    """Ids in the order in which names come up, row by row, the source first."""
+    """Ids in the order in which names appear, row by row, the source first."""
     import pandas
 
     ends = np.stack([src.astype(str), dst.astype(str)], 1).reshape(-1)

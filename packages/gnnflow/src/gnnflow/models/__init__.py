@@ -1,4 +1,4 @@
-"""Models that read what a sampler gives: a layer a hop, or a Transformer over sequences.
+"""Models of sampled neighbourhoods: one layer a hop, or a Transformer over sequences.
 
 Each takes a sample and the `Inputs` attached to it and gives a row a root, has `layout`, `uses_time`,
 `dim`, `node_dim`, `edge_dim` and `num_layers`, and computes every distinct root once.

@@ -1,4 +1,4 @@
-"""What turns embeddings into predictions: of a link between two nodes, of a node's class."""
+"""Heads that turn embeddings into predictions: of a link between two nodes, of a node's class."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["Hop"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hop:
-    """Roots and their neighbours, as rows of what the layer before gave.
+    """Roots and their neighbours, as rows of the previous layer's output.
 
     Attributes:
         own: int64 [num_roots], the roots' rows.
@@ -43,7 +43,7 @@ class Hop:
         edges: Rows | None,
         like: Tensor,
     ) -> Hop:
-        """The roots `kept` of a block, rising, and their neighbours.
+        """The roots `kept` of a block, ascending, and their neighbours.
 
         Args:
             block: what was sampled.

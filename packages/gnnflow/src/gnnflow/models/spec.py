@@ -1,4 +1,4 @@
-"""What a recipe has to know of a model: how it is built, and what is sampled for it."""
+"""A model as recipes know it: how it is built, and what is sampled for it."""
 
 from __future__ import annotations
 

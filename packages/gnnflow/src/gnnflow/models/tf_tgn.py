@@ -54,7 +54,7 @@ class Block(nn.Module):
         x: Float[Tensor, "num_roots length dim"],
         at: Int64[Tensor, " num_roots"] | None = None,
     ) -> Float[Tensor, "num_roots num_queries dim"]:
-        """What positions give that see those up to their own: all of them, or only position `at`."""
+        """Outputs, where a position attends to those up to its own: of all, or only of `at`."""
         read = self.attention_norm(x)
         asking, mask = read, None
         if at is not None:
