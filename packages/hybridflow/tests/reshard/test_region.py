@@ -1,6 +1,7 @@
 """Two layouts in one region: what lives at one time never overlaps, and takes no more than it must."""
 
-from pathlib import Path
+import ctypes
+import mmap
 
 import torch
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from hybridflow.models.config import read_config
 from hybridflow.models.decoder import Decoder, Shard
+from hybridflow.models.pieces import initialize
 from hybridflow.reshard.planner import find_held_boxes
 from hybridflow.reshard.region import Region
 from hybridflow.reshard.transition import Transition
@@ -70,30 +72,47 @@ def test_buckets_trade_places_without_touching_what_is_live(sizes):
         assert (values == marks[name]).all(), name
 
 
-def lazily_free_bytes():
-    """What this process has told the kernel that it may take."""
-    lines = Path("/proc/self/smaps").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("LazyFree:"))
+MADV_PAGEOUT = 21  # Python has no name for it
 
 
-def test_the_kernel_may_take_what_training_leaves_free():
-    like = {"w": torch.empty(16 << 20, dtype=torch.uint8, device="meta")}
+def reclaim(values):
+    """Has the kernel take what it may of these pages, as when memory is short."""
+    first = values.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    num_bytes = values.data_ptr() + values.nbytes - first
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), MADV_PAGEOUT) == 0
+
+
+def test_the_kernel_may_take_what_training_leaves_free_and_no_more():
+    like = {"w": torch.empty(300 * mmap.PAGESIZE + 100, dtype=torch.uint8, device="meta")}
     region = Region([like, {}], [{}, {"v": like["w"]}])
-    region.rising["w"].fill_(1)
-    region.falling["v"].fill_(2)
-    before = lazily_free_bytes()
-    region.give_back()
-    assert lazily_free_bytes() - before == 16 << 20
-    assert (region.falling["v"] == 2).all()
+    for is_given_back in (False, True):
+        region.rising["w"].fill_(1)
+        region.falling["v"].fill_(2)
+        if is_given_back:
+            region.give_back()
+        reclaim(region.rising["w"])
+        reclaim(region.falling["v"])
+        assert (region.falling["v"] == 2).all()
+        left = int(region.rising["w"].sum())
+        assert (left < 100 * mmap.PAGESIZE) == is_given_back
 
 
 def test_a_move_back_to_training_lets_the_kernel_take_generations_memory():
     config = read_config("config:tiny-llama")
     training = Decoder(config, Shard(config, 0, 1, 0, 1))
+    initialize(training, 3)
     generation = Decoder(config, Shard(config, 0, 1, 0, 1), device="meta")
     boxes = [find_held_boxes(config, Layout(), 0)]
     move = Transition(training, generation, boxes, boxes, None)
+    before = [parameter.detach().clone() for parameter in training.parameters()]
     move.to_generation()
-    before = lazily_free_bytes()
+    places = [parameter.data for parameter in generation.parameters()]
     move.to_training()
-    assert lazily_free_bytes() - before > move.training.live_bytes / 2
+    for place in places:
+        reclaim(place)
+    assert sum(int(place.count_nonzero()) for place in places) < 0.5 * sum(
+        p.numel() for p in before
+    )
+    for parameter, values in zip(training.parameters(), before, strict=True):
+        assert torch.equal(parameter, values)
