@@ -59,8 +59,8 @@ def lives():
 
 
 def check(folder, num_kills):
-    """Lives in turn; each starts on what the kill before has left."""
-    reported = 0
+    """Lives in turn; each starts on what the kill before has left. Returns the moments met."""
+    waited = 0
     moments = set()
     with lives() as live:
         for seed in range(num_kills):
@@ -69,11 +69,13 @@ def check(folder, num_kills):
             assert not found["wrong"], (life, seed, found)
             # What a rank was told is committed is there after the kill.
             assert found["newest"] >= found["told"], (life, seed, found)
-            reported += found["told"] >= 0
+            # A life that is killed only after a rank has told of a save, however slow the machine.
+            if found["saves_awaited"]:
+                assert found["told"] >= 0, (life, seed, found)
+            waited += found["saves_awaited"]
             moments.add(found["moment"])
-    # Else it was never the moments in between that were met.
-    assert reported > num_kills // 2
-    assert len(moments) > 1
+    assert waited > 0
+    return moments
 
 
 def test_the_newest_checkpoint_survives_kills(tmp_path):
@@ -83,7 +85,8 @@ def test_the_newest_checkpoint_survives_kills(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_newest_checkpoint_survives_many_kills(tmp_path):
-    check(tmp_path, NUM_KILLS_SLOW)
+    # Else it was never the moments in between that were met.
+    assert len(check(tmp_path, NUM_KILLS_SLOW)) > 1
 
 
 @pytest.mark.slow
@@ -188,7 +191,8 @@ def one_life(folder, life, seed):
                 os._exit(1)
         pids.append(pid)
     # Both have begun, or have saved some times: then any moment may be the last.
-    newest, _ = _told(reading, WORLD_SIZE * drawn.choice([1, 2, 3]), 20.0)
+    lines_each = drawn.choice([1, 2, 3])
+    newest, _ = _told(reading, WORLD_SIZE * lines_each, 60.0)
     time.sleep(drawn.uniform(0, 0.08))
     if LIVES[life][3] == "one":
         os.kill(drawn.choice(pids), signal.SIGKILL)
@@ -208,6 +212,7 @@ def one_life(folder, life, seed):
     return {
         "told": newest,
         "newest": found,
+        "saves_awaited": lines_each > 1,
         "wrong": wrong,
         "moment": len(names) - 2 * sum(name == "manifest.json" for name in names),
     }
