@@ -90,11 +90,11 @@ def test_a_read_that_a_write_overtakes_is_not_kept(begins):
     def slow_read(ids):
         found = read(ids)
         waits.set()
-        assert goes.wait(5)
+        assert goes.wait(60)
         return found
 
     def other():
-        assert waits.wait(5)
+        assert waits.wait(60)
         behind.read = read
         cached.write(torch.tensor([3]), torch.ones(1, 3))
         cached.write(torch.tensor([9]), torch.ones(1, 3))  # 3 has to leave
@@ -103,7 +103,7 @@ def test_a_read_that_a_write_overtakes_is_not_kept(begins):
     def slow_write(ids, rows):
         if 3 in ids.tolist():
             reader.start()
-            assert waits.wait(5)
+            assert waits.wait(60)
         write(ids, rows)
 
     behind.read = slow_read
@@ -140,7 +140,10 @@ def test_training_through_a_cache_is_the_same(toy):
         assert toy.train(pipe, events) == expected
         every = torch.arange(events.num_nodes)
         assert torch.equal(memory.read_rows(every), plain.memory.read_rows(every))
-        assert 0 < memory.cache.num_found < memory.cache.num_asked
+        found = memory.cache.num_found
+        assert found < memory.cache.num_asked
+        # Where rows are forwarded, those that are left to read may all be rows that no one has read.
+        assert found > 0 or settings_["mode"] == "forward"
 
 
 def test_a_cache_without_room_is_refused():

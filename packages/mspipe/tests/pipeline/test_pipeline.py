@@ -20,6 +20,7 @@ from mspipe.pipeline.stages import Stages
 from mspipe.planner import plan
 from shared.errors import DataError
 
+NUM_LATE = 20  # iterations in the runs of `Late`
 EXACT = [
     {"mode": "prefetch"},
     {"mode": "prefetch", "is_early": False},
@@ -53,6 +54,25 @@ def slowed(pipe, seed, most_s=0.004):
     pipe.sampler = Slow(pipe.sampler, ["sample"], seed, most_s)
     pipe.memory.rows = Slow(pipe.memory.rows, ["read", "write"], seed + 1, most_s)
     return pipe
+
+
+class Late(Stages):
+    """Each write waits for the next iteration's fetch, which misses it therefore."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        self._num_fetched = 0
+
+    def fetch_memory(self, work):
+        super().fetch_memory(work)
+        self._num_fetched = work.index + 1
+
+    def write(self, work, rows):
+        deadline = time.monotonic() + 60
+        while self._num_fetched < min(work.index + 2, NUM_LATE):
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        super().write(work, rows)
 
 
 @pytest.mark.unchecked
@@ -106,7 +126,7 @@ def test_forwarding_is_exact_for_any_stream(
 def test_rows_are_forwarded_where_the_store_lags(toy):
     events = toy.stream(400)
     pipe = toy.pipeline(events, mode="forward", depth=3)
-    pipe.memory.rows = Slow(pipe.memory.rows, ["write"], 0, 0.05)
+    pipe.stages = Late
     toy.train(pipe, events, epochs=1, size=20)
     report = pipe.report()
     assert report.num_rows_forwarded > 100
@@ -120,7 +140,7 @@ def test_rows_are_forwarded_where_the_store_lags(toy):
 @pytest.mark.parametrize("cap", [2, 3])
 def test_staleness_never_exceeds_its_cap(toy, cap):
     events = toy.stream(600)
-    pipe = slowed(toy.pipeline(events, mode="stale", max_staleness=cap), 3, 0.02)
+    pipe = slowed(toy.pipeline(events, mode="stale", max_staleness=cap, stages=Late), 3, 0.02)
     toy.train(pipe, events, epochs=1, size=30)
     report = pipe.report()
     assert 1 < max(report.staleness) <= cap
