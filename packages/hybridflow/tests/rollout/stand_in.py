@@ -38,6 +38,8 @@ class StandIn:
         faults: by path, functions of the body that are called once each before it is answered;
             what they return is sent instead, as (status, text).
         slow_s: that a response lasts.
+        may_answer: responses wait until it is set, as it is at first.
+        least_running: responses wait until so many have been under way at once.
     """
 
     def __init__(self, kind, folder, config=CONFIG):
@@ -45,7 +47,12 @@ class StandIn:
         self.model = made_model(0, config)
         self.seen, self.faults, self.slow_s = [], {}, 0.0
         self.is_paused, self.num_running, self.most_running = False, 0, 0
-        self.changed = threading.Condition()
+        self.changed, self.may_answer, self.least_running = (
+            threading.Condition(),
+            threading.Event(),
+            0,
+        )
+        self.may_answer.set()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -98,6 +105,9 @@ class StandIn:
             self.changed.wait_for(lambda: not self.is_paused)
             self.num_running += 1
             self.most_running = max(self.most_running, self.num_running)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self.most_running >= self.least_running, 60)
+        self.may_answer.wait(60)
         time.sleep(self.slow_s)
         sampling = Sampling(max_new_tokens=limit, temperature=temperature, seed=seed, end_token=end)
         found = native.generate(self.model, [torch.tensor(prompt)], sampling)

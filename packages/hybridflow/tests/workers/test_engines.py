@@ -29,10 +29,10 @@ _LOG: list[str] = []  # of a rank's process, so that all groups on it write to o
 
 
 def _wait_until(is_so):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not is_so():
         if time.monotonic() > deadline:
-            raise TimeoutError("30 s have not been enough")
+            raise TimeoutError("60 s have not been enough")
         time.sleep(0.002)
 
 

@@ -33,15 +33,15 @@ def test_messages_and_bytes_arrive_as_they_were_sent():
         answered.set()
 
     listener = Listener(_HERE, _KEY, answer)
-    link = connect(("127.0.0.1", listener.port), _KEY, 10)
+    link = connect(("127.0.0.1", listener.port), _KEY, 60)
     data = bytes(range(256)) * 4096
     link.send({"a": 1})
     link.send_bytes(data)
     assert link.receive() == [{"a": 1}, data]
-    assert answered.wait(10)
+    assert answered.wait(60)
     listener.close()
     with pytest.raises(OSError, match="refused"):
-        connect(("127.0.0.1", listener.port), _KEY, 10)
+        connect(("127.0.0.1", listener.port), _KEY, 60)
     link.close()
 
 
@@ -60,7 +60,7 @@ def test_a_caller_without_the_key_is_neither_answered_nor_read(tmp_path):
     listener = Listener(_HERE, _KEY, answered.append)
     address = ("127.0.0.1", listener.port)
     with pytest.raises(CommError, match="does not know its key"):
-        connect(address, _OTHER_KEY, 10)
+        connect(address, _OTHER_KEY, 60)
     bomb = pickle.dumps(_Bomb(tmp_path / "trace"))
     with socket.create_connection(address) as caller:
         caller.sendall(len(bomb).to_bytes(8, "little") + bomb + bytes(64))
@@ -69,7 +69,7 @@ def test_a_caller_without_the_key_is_neither_answered_nor_read(tmp_path):
                 pass
     assert answered == []
     assert not (tmp_path / "trace").exists()
-    connect(address, _KEY, 10).close()
+    connect(address, _KEY, 60).close()
     listener.close()
     pickle.loads(bomb)
     assert (tmp_path / "trace").exists()  # it does leave one
@@ -88,8 +88,8 @@ def test_a_caller_that_repeats_what_it_hears_is_refused():
 def test_a_listener_is_reached_at_its_own_address_only():
     listener = Listener(_HERE, _KEY, lambda link: link.close())
     with pytest.raises(ConnectionRefusedError):
-        connect(("127.0.0.2", listener.port), _KEY, 10)
-    connect((_HERE, listener.port), _KEY, 10).close()
+        connect(("127.0.0.2", listener.port), _KEY, 60)
+    connect((_HERE, listener.port), _KEY, 60).close()
     listener.close()
 
 
@@ -110,10 +110,12 @@ def test_callers_that_say_nothing_keep_others_out_for_a_moment_only():
     silent = [socket.create_connection((_HERE, listener.port)) for _ in range(6)]
     dripping = socket.create_connection((_HERE, listener.port))
     dripping.sendall(b"x")
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while time.monotonic() < until:
-        with suppress(TimeoutError):
-            connect((_HERE, listener.port), _KEY, 10).close()
+        with suppress(
+            CommError, EOFError, OSError
+        ):  # this one too may have been let in and be late
+            connect((_HERE, listener.port), _KEY, 60).close()
             break
     else:
         pytest.fail("nobody is let in any more")
@@ -126,7 +128,7 @@ def test_callers_that_say_nothing_hold_no_more_threads_than_are_allowed():
     before = set(threading.enumerate())
     listener = Listener(_HERE, _KEY, lambda link: link.close(), proof_s=60, max_unproven=2)
     silent = [socket.create_connection((_HERE, listener.port)) for _ in range(6)]
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while len(set(threading.enumerate()) - before) < 3 and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.2)  # for a third caller, if it were let in

@@ -31,6 +31,8 @@ __all__ = ["READ_BYTES", "LocalEngine", "StreamLink"]
 
 _FOREVER = timedelta(days=20)  # near the longest timeout of poll
 _SIZE = struct.Struct("<Q")
+_END_S = 5.0
+"""Seconds that a process may take to end once it has closed its connection."""
 READ_BYTES = 1 << 16
 """Most bytes that one system call reads."""
 
@@ -188,7 +190,7 @@ class LocalEngine:
         how = "it closed its connection"
         with suppress(IndexError):  # the pool has stopped all ranks by now
             # A process closes its connections shortly before its end can be observed.
-            deadline = time.monotonic() + 0.2
+            deadline = time.monotonic() + _END_S
             while (code := self._pool.exit_code(rank)) is None and time.monotonic() < deadline:
                 time.sleep(0.002)
             if code is not None:
