@@ -1,7 +1,7 @@
 """What every test of the yard needs, in hatch's environment and in a package's own.
 
 Runs before any test file is imported: it decides how Triton kernels run, gives torch one thread,
-has the shapes and types in signatures checked at call time, spares the garbage collector what was
+has the shapes and types in signatures checked at call time, lets pools wait for their ranks, spares the garbage collector what was
 imported, gives Hypothesis no deadlines and, without the slow tests, fewer examples, binds the name
 `shared` to the installed package and lets Sybil run READMEs and pages. Each part steps aside when
 its library is not installed, so that one package can be tested with nothing but its own `test`
@@ -76,6 +76,18 @@ def pytest_collection():
 def pytest_unconfigure():
     """Lets libraries clean up what they have made, or they complain of it at the end."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_pools():
+    """Gives ranks long to report once another has failed, and to end: this machine may be busy."""
+    pool = sys.modules.get("shared.comms.launch.pool")
+    if pool is None:
+        yield
+        return
+    before, pool._GRACE_S = pool._GRACE_S, 60.0
+    yield
+    pool._GRACE_S = before
 
 
 if find_spec("hypothesis"):

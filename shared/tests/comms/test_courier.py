@@ -122,7 +122,7 @@ def collectives_while_rounds_fly() -> None:
 
 
 def silent_peer() -> str:
-    group = private_group(timedelta(seconds=1))
+    group = private_group(timedelta(seconds=3))  # for the rounds before too
     received = torch.empty(1)
     post_rounds(group, [swap(torch.ones(1), received)], "warm").wait_all()
     text = ""
@@ -132,7 +132,7 @@ def silent_peer() -> str:
         start = time.monotonic()
         with pytest.raises(CommError) as caught:
             pending.wait_all()
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 40
         text = str(caught.value)
         with pytest.raises(CommError):
             post_rounds(group, [swap(None, None)], "later").wait(0)
@@ -141,7 +141,7 @@ def silent_peer() -> str:
 
 
 def failing_callable() -> None:
-    group = private_group(timedelta(seconds=20))
+    group = private_group(timedelta(seconds=60))
     received = torch.empty(1)
     post_rounds(group, [swap(torch.ones(1), received)], "warm").wait_all()
 
@@ -198,6 +198,6 @@ def test_on_two_ranks(pool, function):
 
 
 def test_silent_peer_ends_in_an_error_that_names_peer_round_and_phase(pool):
-    text = pool.run(silent_peer, timeout=timedelta(seconds=60)).results[0]
+    text = pool.run(silent_peer, timeout=timedelta(seconds=100)).results[0]
     assert "rank 0: receiving from rank 1 failed in round 1 of 2 of phase 'backward1'" in text
-    assert "timeout (1 s)" in text
+    assert "timeout (3 s)" in text

@@ -8,12 +8,22 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from shared.comms import Group, RankPool, Round, all_to_all_v, barrier, post_rounds, scatter_v
+from shared.comms import (
+    Group,
+    RankPool,
+    Round,
+    all_to_all_v,
+    barrier,
+    courier,
+    post_rounds,
+    scatter_v,
+)
 from shared.comms.courier import run_rounds
 from shared.errors import ConfigError, RankFailure
 
@@ -29,7 +39,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pids: list[int]) -> list[int]:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return left
@@ -38,7 +48,8 @@ def wait_until_gone(pids: list[int]) -> list[int]:
 def failure_of(num_ranks: int, function, *args, timeout: timedelta | None = None):
     """The failure of a run on a fresh pool; nothing of the pool may be left."""
     with RankPool(num_ranks, timeout=LIMIT) as pool:
-        pids = pool.pids
+        pids = pool.run(os.getpid).results
+        assert pool.run(nothing).results == [None] * num_ranks  # ranks have this file now
         start = time.monotonic()
         with pytest.raises(RankFailure) as caught:
             pool.run(function, *args, timeout=timeout)
@@ -48,6 +59,17 @@ def failure_of(num_ranks: int, function, *args, timeout: timedelta | None = None
     assert wait_until_gone(pids) == []
     assert seconds < LIMIT.total_seconds() / 2
     return caught.value
+
+
+def nothing() -> None:
+    pass
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def raising() -> None:
@@ -101,34 +123,51 @@ def killed_in_an_exchange() -> None:
         all_to_all_v(group, [torch.zeros(4)] * 2, [torch.zeros(4), torch.zeros(4)])
 
 
-def killed_before_its_part() -> None:
-    group = Group.world()
-    if group.rank == 2:
-        time.sleep(0.5)
+def be_slow_or_killed(rank: int, folder: Path) -> None:
+    """Rank 2 is killed when rank 0 has begun, and rank 1 does nothing until rank 0 has been told."""
+    if rank == 2:
+        wait_for(folder / "begun")
         os.kill(os.getpid(), signal.SIGKILL)
-    if group.rank == 1:
-        time.sleep(1000)
-    with group.ledger.phase("parts"):
-        scatter_v(group, [torch.zeros(4)] * 3)
+    wait_for(folder / "told")
 
 
-def killed_while_messages_start() -> None:
+def killed_before_its_part(folder: Path) -> None:
+    group, end = Group.world(), courier._end
+    if group.rank:
+        be_slow_or_killed(group.rank, folder)
+        return
+
+    def begun(*args):
+        (folder / "begun").touch()  # all messages have started when the first is waited for
+        end(*args)
+
+    mock.patch.object(courier, "_end", begun).start()
+    try:
+        with group.ledger.phase("parts"):
+            scatter_v(group, [torch.zeros(4)] * 3)
+    finally:
+        (folder / "told").touch()
+
+
+def killed_while_messages_start(folder: Path) -> None:
     group = Group.world()
-    if group.rank == 2:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if group.rank == 1:
-        time.sleep(1000)
+    if group.rank:
+        be_slow_or_killed(group.rank, folder)
+        return
 
     def packed():
-        time.sleep(1.2)
+        (folder / "begun").touch()
+        wait_for(folder / "told")
         return torch.zeros(4)
 
     rounds = [
         Round(send_to=2, send=torch.zeros(4), recv_from=2, recv=None),
         Round(send_to=1, send=packed, recv_from=1, recv=None),
     ]
-    run_rounds(group, rounds, "packing", "parts", at_once=True)
+    try:
+        run_rounds(group, rounds, "packing", "parts", at_once=True)
+    finally:
+        (folder / "told").touch()
 
 
 def hanging() -> None:
@@ -185,22 +224,22 @@ def test_rank_killed_in_an_exchange_of_the_main_thread():
     assert "rank 1 failed in round 0 of 1 of phase 'backward1' (all_to_all_v)" in text
 
 
-def test_sender_learns_of_a_dead_peer_while_it_waits_for_a_slow_one():
-    text = str(failure_of(3, killed_before_its_part))
+def test_sender_learns_of_a_dead_peer_while_it_waits_for_a_slow_one(tmp_path):
+    text = str(failure_of(3, killed_before_its_part, tmp_path))
     assert text.startswith("rank 2 of 3 failed running killed_before_its_part: killed by SIGKILL")
     assert "rank 2 failed in round 1 of 2 of phase 'parts' (scatter_v): its process has" in text
 
 
-def test_sender_learns_of_a_peer_that_dies_while_its_messages_start():
-    text = str(failure_of(3, killed_while_messages_start))
+def test_sender_learns_of_a_peer_that_dies_while_its_messages_start(tmp_path):
+    text = str(failure_of(3, killed_while_messages_start, tmp_path))
     assert "rank 2 failed in round 0 of 2 of phase 'packing' (parts): its process has" in text
 
 
 def test_hanging_rank_is_stopped_and_its_place_told():
-    failure = failure_of(2, hanging, timeout=timedelta(seconds=1))
+    failure = failure_of(2, hanging, timeout=timedelta(seconds=3))
     assert failure.rank == 1
     assert "rank 1 of 2 failed running hanging: did not finish" in str(failure)
-    assert "within 1 s" in str(failure)
+    assert "within 3 s" in str(failure)
     assert "in hanging" in str(failure)
 
 

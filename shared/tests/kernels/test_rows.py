@@ -19,7 +19,7 @@ def test_every_row_is_handled_once(two_threads, num_rows):
 
 
 def test_large_work_runs_side_by_side(two_threads):
-    meet = threading.Barrier(2, timeout=10)
+    meet = threading.Barrier(2, timeout=60)
     over_rows(lambda start, stop: meet.wait(), 10, 1 << 30)
     assert not meet.broken
 

@@ -43,6 +43,9 @@ _FOLDER = "meshyard-ranks-"
 # How long ranks may take to report, or to stop, once one has failed or the pool is closed.
 _GRACE_S = 2.0
 
+# How long a rank may take to write its stack, and how its end is found.
+_STACKS_S, _LOOK_S, _MOST_LOOKS = 10.0, 0.05, 6
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult:
@@ -341,21 +344,25 @@ class RankPool:
         stacks = dict.fromkeys(ranks, "(no stack: it does not answer signals)")
         assert self._folder is not None, "ranks run, so their folder was made"
         files = {rank: self._folder / f"stack-{rank}" for rank in ranks}
-        for rank, file in files.items():
+        for rank, file in list(files.items()):
             # Without the file the handler is not registered yet and the signal would kill the rank.
             if file.exists() and self._processes[rank].poll() is None:
                 self._processes[rank].send_signal(signal.SIGUSR1)
-        seen = dict.fromkeys(ranks, "")
-        deadline = time.monotonic() + 2
+            else:
+                del files[rank]
+        num_looks = dict.fromkeys(files, 0)
+        deadline = time.monotonic() + _STACKS_S
         while files and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(_LOOK_S)
             for rank, file in list(files.items()):
-                text = file.read_text() if file.exists() else ""
-                # Written line by line: the file is complete when it did not grow since last time.
-                if text and text == seen[rank]:
-                    stacks[rank] = text.rstrip()
+                text = file.read_text().rstrip()
+                if not text:
+                    continue
+                num_looks[rank] = num_looks[rank] + 1 if text == stacks[rank] else 0
+                stacks[rank] = text
+                # Written piece by piece: the file is complete when it has not grown for some looks.
+                if num_looks[rank] == _MOST_LOOKS:
                     del files[rank]
-                seen[rank] = text
         return stacks
 
     def _stop(self, grace_s: float) -> None:
