@@ -394,7 +394,9 @@ def test_a_sample_sees_whole_insertions_only():
     seen, stop = [], threading.Event()
 
     def read():
-        while not stop.is_set():
+        is_last = False
+        while not is_last:
+            is_last = stop.is_set()
             block = sampler.sample(nodes, rounds + 1).layers[0]
             seen.append(set(torch.bincount(block.row, minlength=num_nodes).tolist()))
 
@@ -417,7 +419,7 @@ def test_a_waiting_writer_comes_before_new_readers():
     def first_reader():
         with guard.reading:
             entered.set()
-            release.wait(5)
+            release.wait(60)
 
     def writer():
         with guard.writing:
@@ -429,7 +431,7 @@ def test_a_waiting_writer_comes_before_new_readers():
 
     threads = [threading.Thread(target=first_reader)]
     threads[0].start()
-    entered.wait(5)
+    entered.wait(60)
     threads.append(threading.Thread(target=writer))
     threads[1].start()
     while not guard.is_writing:
@@ -438,7 +440,7 @@ def test_a_waiting_writer_comes_before_new_readers():
     threads[2].start()
     release.set()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert order == ["writer", "reader"]
 
 

@@ -165,7 +165,7 @@ def refusing(what):
 
 @pytest.mark.parametrize("what", ["fetch", "restore"])
 def test_ids_that_one_rank_refuses_fail_on_all(pool, what):
-    good, bad = pool.run(refusing, what, timeout=timedelta(seconds=20)).results
+    good, bad = pool.run(refusing, what, timeout=timedelta(seconds=50)).results
     assert good[0].startswith("rank 1 refused its ids")
     assert bad[0].startswith(f"expected edge ids in [0, {NUM_EDGES})")
     assert good[1]
@@ -174,7 +174,7 @@ def test_ids_that_one_rank_refuses_fail_on_all(pool, what):
 
 @pytest.mark.parametrize("what", ["owners", "growth", "kind"])
 def test_ranks_that_disagree_are_told_at_once_and_may_go_on(pool, what):
-    found = pool.run(disagreeing, what, timeout=timedelta(seconds=20)).results
+    found = pool.run(disagreeing, what, timeout=timedelta(seconds=50)).results
     for rank, (error, is_right) in enumerate(found):
         assert error.startswith(f"DataError: rank {1 - rank} asks for other features")
         assert is_right
@@ -198,7 +198,7 @@ def mixed_up():
 
 
 def test_ranks_out_of_step_are_told_at_once(pool):
-    found = pool.run(mixed_up, timeout=timedelta(seconds=20)).results
+    found = pool.run(mixed_up, timeout=timedelta(seconds=50)).results
     assert found[0][0].startswith("rank 0 is in phase 'sample', rank 1 in 'features'; all ranks")
     assert found[1][0].startswith("rank 1 is in phase 'features', rank 0 in 'sample'; all ranks")
     assert found[0][1] == found[1][1] == 9

@@ -353,7 +353,7 @@ def refusing(what):
 def test_what_one_rank_refuses_fails_on_all_and_nobody_waits(pool, what, on_others, on_itself):
     begin = time.monotonic()
     good, bad = pool.run(refusing, what).results
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 50
     assert good[0].startswith(on_others)
     assert bad[0].startswith(on_itself)
     assert good[1:] == bad[1:] == (1, True)
@@ -389,10 +389,10 @@ def dying(path, what):
 def test_a_rank_that_dies_is_named(tmp_path, what):
     with (
         pytest.raises(RankFailure, match="rank 1 of 2") as caught,
-        RankPool(2, timeout=timedelta(seconds=30)) as two,
+        RankPool(2, timeout=timedelta(seconds=100)) as two,
     ):
         two.run(dying, tmp_path, what)
-    # The pool waits two seconds for the other ranks' errors, and shows where they hang after that.
+    # The pool waits a while for the other ranks' errors, and shows where they hang after that.
     (told,) = [line for line in str(caught.value).split("\n") if "CommError: rank 0" in line]
     assert "rank 1 died, hangs" in told.lower()
     assert f"phase '{what}'" in told

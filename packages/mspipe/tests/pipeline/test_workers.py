@@ -235,7 +235,7 @@ def test_workers_that_differ_are_told_apart(pool, what):
 
 def test_a_worker_that_dies_ends_the_others():
     with (
-        RankPool(2, timeout=timedelta(seconds=20)) as ranks,
+        RankPool(2, timeout=timedelta(seconds=100)) as ranks,
         pytest.raises(RankFailure, match="rank 1"),
     ):
         ranks.run(learn_apart, "death")
