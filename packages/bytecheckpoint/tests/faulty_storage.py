@@ -47,6 +47,17 @@ def slow(seconds, call="write"):
     return before(call, lambda *_: time.sleep(seconds))
 
 
+def held(path, call="write"):
+    """Every such call waits until there is a file at `path`, a minute at most."""
+
+    def act(*_):
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+    return before(call, act)
+
+
 def deadly(call):
     """The process is killed at the first such call."""
     return before(call, lambda *_: os.kill(os.getpid(), signal.SIGKILL))

@@ -46,8 +46,8 @@ def test_every_nth_step_is_saved_and_the_newest_is_loaded(tmp_path):
         handles = [ckpt.save(step, state(step)) for step in range(8)]
         assert [handle.is_skipped for handle in handles] == [step % 3 > 0 for step in range(8)]
         for handle in handles:
-            assert handle.staged.wait(10)
-            assert handle.committed.result(10) is None
+            assert handle.staged.wait(60)
+            assert handle.committed.result(60) is None
         assert ckpt.steps() == [0, 3, 6]
         into = state()
         assert ckpt.load_latest(into) == 6
@@ -103,7 +103,7 @@ def test_a_run_that_was_not_loaded_is_refused_before_anything_is_touched(tmp_pat
         into = state()
         assert ckpt.load_latest(into) == 20
         assert into["n"] == 20
-        ckpt.save(30, state(30)).committed.result(10)
+        ckpt.save(30, state(30)).committed.result(60)
     assert folders(tmp_path) == [20, 30]
 
 
@@ -123,7 +123,7 @@ def test_a_run_may_go_on_when_loaded_or_when_its_folder_was_empty(tmp_path, load
 def save_anew(path):
     ckpt = bcp.Checkpointer(path)
     try:
-        ckpt.save(1, {f"own{dist.get_rank()}": torch.ones(3)}).committed.result(20)
+        ckpt.save(1, {f"own{dist.get_rank()}": torch.ones(3)}).committed.result(60)
     except ConfigError as error:
         return str(error)
     return "saved"
@@ -161,7 +161,7 @@ def test_a_failed_save_removes_nothing(tmp_path, monkeypatch):
             broken.setattr(commit, "commit", refuse)
             handle = ckpt.save(2, state(2))
             with pytest.raises(OSError, match="No space left"):
-                handle.committed.result(10)
+                handle.committed.result(60)
         assert ckpt.steps() == [1]
         ckpt.save(3, state(3))
         ckpt.close()
@@ -244,7 +244,7 @@ def test_a_step_that_exists_is_replaced_only_when_asked_to(tmp_path):
         ckpt.save(1, state(1)).committed.result()
         failed = ckpt.save(1, state(2)).committed
         with pytest.raises(FileExistsError, match="step_00000001"):
-            failed.result(10)
+            failed.result(60)
         into = state()
         ckpt.load(1, into)
         assert into["n"] == 1
@@ -431,7 +431,7 @@ def test_a_damaged_newest_step_is_passed_over_and_set_aside(tmp_path, caplog, da
         assert "step 20 is damaged" in caplog.text
         # Loading changes nothing: another job may only be looking.
         assert folders(tmp_path) == [10, 20]
-        ckpt.save(20, state(-20)).committed.result(10)
+        ckpt.save(20, state(-20)).committed.result(60)
         into = state()
         assert ckpt.load_latest(into) == 20
         assert into["n"] == -20
@@ -483,7 +483,7 @@ def test_a_thread_that_cannot_start_fails_the_save_and_hangs_nothing(tmp_path, m
         full.setattr(threading.Thread, "start", refuse)
         handle = ckpt.save(1, state())
     with pytest.raises(RankFailure, match="can't start new thread"):
-        handle.committed.result(10)
+        handle.committed.result(60)
     assert handle.staged.is_set()
-    ckpt.save(2, state(2)).committed.result(10)
+    ckpt.save(2, state(2)).committed.result(60)
     assert ckpt.steps() == [2]

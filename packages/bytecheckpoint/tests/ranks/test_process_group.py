@@ -26,7 +26,7 @@ def save_in_pairs(path):
     own, other = groups[rank % 2], groups[1 - rank % 2]
     half = bcp.FlatShard(torch.full((5,), float(rank)), (10,), 5 * (rank // 2))
     with bcp.Checkpointer(path / f"pair-{rank % 2}", process_group=own) as ckpt:
-        ckpt.save(1, {"x": half}).committed.result(20)
+        ckpt.save(1, {"x": half}).committed.result(60)
         steps = ckpt.steps()
     bcp.save(path / f"alone-{rank % 2}", {"x": half}, process_group=own)
     whole = torch.zeros(10)

@@ -45,7 +45,7 @@ def _attempts(path, stage):
         [(), (), [("weight", [2])], [("scale", [0])], [("grid", [3])], [("grid", [1, 3])], ()]
     ):
         try:
-            ckpt.save(step, _state(drifted)).committed.result(20)
+            ckpt.save(step, _state(drifted)).committed.result(60)
             raised.append("")
         except DataError as error:
             raised.append(str(error))

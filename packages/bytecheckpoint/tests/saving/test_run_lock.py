@@ -44,7 +44,7 @@ def ask_for_lock(path):
 def test_a_second_job_is_refused_until_the_first_one_closes(tmp_path):
     run = tmp_path / "jobs" / "run7"
     with bcp.Checkpointer(run) as ckpt:
-        ckpt.save(1, {"x": torch.ones(3)}).committed.result(20)
+        ckpt.save(1, {"x": torch.ones(3)}).committed.result(60)
         # A child that was forked neither holds the lock nor takes it from the parent by ending.
         for _ in range(2):
             assert ask_for_lock(run).startswith("ConfigError")
@@ -67,7 +67,7 @@ def test_a_job_is_refused_at_its_first_save_while_another_one_holds_the_folder(t
             assert os.listdir(tmp_path) == []
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            ckpt.save(1, {"x": torch.ones(3)}).committed.result(20)
+            ckpt.save(1, {"x": torch.ones(3)}).committed.result(60)
             assert ckpt.steps() == [1]
     finally:
         answers.close()

@@ -11,7 +11,7 @@ import torch
 import bytecheckpoint as bcp
 from shared.errors import ConfigError
 
-from ..faulty_storage import before, slow
+from ..faulty_storage import before, held, slow
 
 
 def end(act, handler=None):
@@ -22,7 +22,7 @@ def end(act, handler=None):
             os.setpgid(0, 0)
             signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
             act()
-            time.sleep(20)
+            time.sleep(60)
         finally:
             os._exit(3)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -33,11 +33,14 @@ def end_in_a_save(path, *, handler=None, finish=True, stage="arena"):
 
     def act():
         ckpt = bcp.Checkpointer(path, finish_on_sigterm=finish, stage=stage)
-        with slow(0.5):
+        go = path.with_name(f"{path.name}-go")
+        with held(go):
             handle = ckpt.save(1, {"x": torch.ones(3)})
             assert not handle.committed.done()
+            if finish:
+                threading.Timer(0.3, go.touch).start()
             os.killpg(os.getpid(), signal.SIGTERM)
-            time.sleep(20)
+            time.sleep(60)
 
     return end(act, handler)
 
@@ -72,7 +75,7 @@ def test_a_signal_while_a_save_is_made_ready_waits_for_it(tmp_path, monkeypatch)
         ckpt = bcp.Checkpointer(tmp_path, finish_on_sigterm=True)
         with slow(0.2):
             ckpt.save(1, {"x": torch.ones(3)})
-            time.sleep(20)
+            time.sleep(60)
 
     assert end(act) == -signal.SIGTERM
     with bcp.Checkpointer(tmp_path) as ckpt:
@@ -92,7 +95,7 @@ def test_a_lock_that_the_interrupted_code_holds_and_the_save_needs_blocks_neithe
             with lock:
                 ckpt.save(1, {"x": torch.ones(3)})
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(20)
+            time.sleep(60)
 
     assert end(act) == -signal.SIGTERM
     with bcp.Checkpointer(tmp_path) as ckpt:
@@ -109,7 +112,7 @@ def test_a_later_handler_may_call_this_one(tmp_path, first):
         with slow(0.2):
             ckpt.save(1, {"x": torch.ones(3)})
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(20)
+            time.sleep(60)
 
     assert end(act, first) == (41 if callable(first) else -signal.SIGTERM)
     with bcp.Checkpointer(tmp_path) as ckpt:
