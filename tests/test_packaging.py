@@ -273,9 +273,10 @@ def test_help_comes_at_once_and_without_torch(home):
         best_s = min(best_s, _children_s() - before_s)
         assert done.returncode == 0, done.stderr
         assert "usage" in done.stdout.lower()
-        if best_s < 0.5:
+        if best_s < 1.0:
             break
-    assert best_s < 0.5, f"{home.name} --help took {best_s:.2f} s at best"
+    # Torch alone would take more.
+    assert best_s < 1.0, f"{home.name} --help took {best_s:.2f} s at best"
 
 
 @pytest.mark.parametrize("home", **packages_by_name)

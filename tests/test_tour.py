@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,15 +111,27 @@ def test_failing_demo_shows_the_end_of_its_stderr(tmp_path):
 def test_demo_out_of_time_is_ended_with_its_children(tmp_path):
     hang = f"""
 import subprocess, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 Path({str(tmp_path / "pid")!r}).write_text(str(child.pid))
-time.sleep(60)
+time.sleep(600)
 """
-    done = tour(tmp_path, hang, "--timeout", "2")
-    assert done.returncode == 1
-    assert "still running after 2 s" in done.stdout
-    child = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
-    assert not child.exists() or child.read_text().split()[2] == "Z"
+    for limit_s in (2, 20):  # on a busy machine the demo may not have come to its child in two
+        done = tour(tmp_path, hang, "--timeout", str(limit_s))
+        assert done.returncode == 1
+        assert f"still running after {limit_s} s" in done.stdout
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            break
+    deadline = time.monotonic() + 60
+    while is_running((tmp_path / "pid").read_text()):  # it may take a moment to end
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid):
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_check_without_a_report_says_what_is_missing(tmp_path):

@@ -37,9 +37,13 @@ def moto_server(
     Yields:
         Its URL.
     """
+    keeper = None
     if not port:
-        with socket.create_server((host, 0)) as free:
-            port = free.getsockname()[1]
+        # Kept, as another process may be given the port before the server listens; that shares it.
+        keeper = socket.socket()
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind((host, 0))
+        port = keeper.getsockname()[1]
     command = [*prefix, sys.executable, "-m", "moto.server", "-H", host, "-p", str(port)]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL, **quiet)
@@ -57,6 +61,8 @@ def moto_server(
     finally:
         server.kill()
         server.wait()
+        if keeper is not None:
+            keeper.close()
 
 
 def make_bucket(endpoint: str) -> str:
