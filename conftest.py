@@ -1,15 +1,16 @@
 """What every test of the yard needs, in hatch's environment and in a package's own.
 
 Runs before any test file is imported: it decides how Triton kernels run, gives torch one thread,
-has the shapes and types in signatures checked at call time, lets pools wait for their ranks, spares the garbage collector what was
-imported, gives Hypothesis no deadlines and, without the slow tests, fewer examples, binds the name
-`shared` to the installed package and lets Sybil run READMEs and pages. Each part steps aside when
-its library is not installed, so that one package can be tested with nothing but its own `test`
-extra.
+has the shapes and types in signatures checked at call time, lets pools wait for their ranks, seeds
+each test, spares the garbage collector what was imported, gives Hypothesis no deadlines and,
+without the slow tests, fewer examples and always the same, binds the name `shared` to the installed
+package and lets Sybil run READMEs and pages. Each part steps aside when its library is not
+installed, so that one package can be tested with nothing but its own `test` extra.
 """
 
 import gc
 import os
+import random
 import shutil
 import sys
 from importlib.util import find_spec
@@ -62,6 +63,16 @@ def pytest_runtest_protocol(item):
         config.update("jaxtyping_disable", False)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """Begins every test with the same random numbers, whatever tests have run before it."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Takes what imports have made out of the garbage collector's sight: a sixth of the tests' time."""
@@ -91,15 +102,20 @@ def _patient_pools():
 
 
 if find_spec("hypothesis"):
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
     # An example that takes long while the machine does something else is no failure.
-    settings.register_profile("many", deadline=None, print_blob=True)
-    settings.register_profile("few", settings.get_profile("many"), max_examples=30)
+    settings.register_profile(
+        "many", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    # Always the same ones: who has changed nothing is told of nothing new.
+    settings.register_profile(
+        "few", settings.get_profile("many"), max_examples=30, derandomize=True, database=None
+    )
 
 
 def pytest_configure(config):
-    """Gives properties fewer examples where the slow tests are left out, and a hundred beside them."""
+    """Gives properties few and fixed examples without the slow tests, and a hundred beside them."""
     if find_spec("hypothesis"):
         settings.load_profile("few" if "not slow" in config.option.markexpr else "many")
 
