@@ -22,9 +22,16 @@ from ..processes import assert_gone, environment_of, with_variable
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _set_environment(monkeypatch, num_ranks=1):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+@pytest.fixture
+def kept_port():
+    """A port that no other process is given; a store may share it."""
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield keeper.getsockname()[1]
+
+
+def _set_environment(monkeypatch, port, num_ranks=1):
     for name, value in zip(_NAMES, (0, num_ranks, 0, 1, "127.0.0.1", port), strict=True):
         monkeypatch.setenv(name, str(value))
 
@@ -58,8 +65,8 @@ def test_ranks_of_one_agent_are_on_one_machine(monkeypatch):
     assert set(hosts[3:]) <= {"127.0.0.1", "::1"}  # the way to localhost begins there
 
 
-def test_a_second_controller_is_refused(monkeypatch):
-    _set_environment(monkeypatch)
+def test_a_second_controller_is_refused(monkeypatch, kept_port):
+    _set_environment(monkeypatch, kept_port)
     store = meeting_place(timedelta(seconds=60))
     store.add("controllers", 1)
     with pytest.raises(ConfigError, match=r"a second Workers\.torchrun\(\).* calls it once"):
@@ -82,8 +89,8 @@ class _Hasty:
 @pytest.mark.parametrize(
     ("script", "how"), [("import time; time.sleep(60)", "no sign of it"), ("exit(3)", "exited: 3")]
 )
-def test_a_rank_that_does_not_come_up_is_named_in_time(monkeypatch, script, how):
-    _set_environment(monkeypatch)
+def test_a_rank_that_does_not_come_up_is_named_in_time(monkeypatch, kept_port, script, how):
+    _set_environment(monkeypatch, kept_port)
     started, popen = [], subprocess.Popen
 
     def start(command, **settings):
@@ -99,10 +106,9 @@ def test_a_rank_that_does_not_come_up_is_named_in_time(monkeypatch, script, how)
     assert started[0].returncode is not None
 
 
-def test_processes_that_do_not_meet_are_told_where(monkeypatch):
-    _set_environment(monkeypatch, num_ranks=2)
-    port = os.environ["MASTER_PORT"]
-    with pytest.raises(RankFailure, match=rf"within 1 s .*127\.0\.0\.1 at port {port}"):
+def test_processes_that_do_not_meet_are_told_where(monkeypatch, kept_port):
+    _set_environment(monkeypatch, kept_port, num_ranks=2)
+    with pytest.raises(RankFailure, match=rf"within 1 s .*127\.0\.0\.1 at port {kept_port}"):
         Workers.torchrun(timeout=timedelta(seconds=1))
 
 

@@ -107,7 +107,10 @@ def test_links_are_not_followed(path, tmp_path):
 
 def test_nothing_is_left_beside_the_name(path):
     def listed():
-        return {name for name in os.listdir("/dev/shm") if "mspipe" in name}
+        # Of this process alone: others' tests may run beside these.
+        return {
+            name for name in os.listdir("/dev/shm") if f"mspipe-test-shared-{os.getpid()}" in name
+        }
 
     before = listed()
     memory = NodeMemory(4, 2, 1, place=place_of(path))
