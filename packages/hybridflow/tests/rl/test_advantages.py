@@ -110,9 +110,9 @@ class Counted(TorchDispatchMode):
 
     num_operations = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.num_operations += 1
-        return function(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def test_gae_takes_as_many_operations_for_many_responses_as_for_one():
