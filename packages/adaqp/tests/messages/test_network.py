@@ -133,8 +133,13 @@ def test_impossible_costs_are_refused(value):
 @pytest.mark.netns
 @pytest.mark.skipif(lab.available() is not None, reason=str(lab.available()))
 def test_probe_finds_the_rate_of_a_real_slow_network():
+    s_per_byte = 1 / parse_rate("100mbit")
     with NetLab(hosts=2, rate="100mbit") as net, net.pool() as ranks:
-        text, _ = ranks.run(probed, None, 2.0).results[0]
-    table = LinkTable.from_json(text)
-    assert table.s_per_byte[0, 1] == pytest.approx(1 / parse_rate("100mbit"), rel=0.12)
-    assert table.s_per_byte[1, 0] == pytest.approx(1 / parse_rate("100mbit"), rel=0.12)
+        for _ in range(5):  # a busy machine makes any link slow
+            text, _ = ranks.run(probed, None, 2.0).results[0]
+            found = LinkTable.from_json(text).s_per_byte
+            assert min(found[0, 1], found[1, 0]) > 0.88 * s_per_byte
+            if max(found[0, 1], found[1, 0]) < 1.12 * s_per_byte:
+                break
+    assert found[0, 1] == pytest.approx(s_per_byte, rel=0.12)
+    assert found[1, 0] == pytest.approx(s_per_byte, rel=0.12)
