@@ -96,9 +96,9 @@ def _patient_pools():
     if pool is None:
         yield
         return
-    before, pool._GRACE_S = pool._GRACE_S, 60.0
+    before, pool.GRACE_S = pool.GRACE_S, 60.0
     yield
-    pool._GRACE_S = before
+    pool.GRACE_S = before
 
 
 if find_spec("hypothesis"):

@@ -27,9 +27,9 @@ def _patience():
     """A rank that is slow to answer after another has raised is no reason to end processes in common."""
     from hybridflow.workers import controller
 
-    before, controller._CANCEL_S = controller._CANCEL_S, 60.0
+    before, controller.CANCEL_S = controller.CANCEL_S, 60.0
     yield
-    controller._CANCEL_S = before
+    controller.CANCEL_S = before
 
 
 @pytest.fixture(scope="session")

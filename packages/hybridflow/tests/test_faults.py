@@ -258,7 +258,7 @@ def test_shared_memory_is_empty_after_closing(folders):
 
 
 def test_a_rank_that_raises_frees_those_that_wait_for_it(local, tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridflow.workers.controller._CANCEL_S", 2.0)
+    monkeypatch.setattr("hybridflow.workers.controller.CANCEL_S", 2.0)
     pids = local.pid().result()
     future = local.hang_in_collective(str(tmp_path / "told"))
     with pytest.raises(RankFailure, match="ArithmeticError: rank 1 gives up") as caught:
@@ -348,7 +348,7 @@ def test_rays_faults_are_told_like_the_others(ray_start, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_of_ray_that_raises_frees_those_that_wait_for_it(ray_start, tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridflow.workers.controller._CANCEL_S", 2.0)
+    monkeypatch.setattr("hybridflow.workers.controller.CANCEL_S", 2.0)
     with Workers.ray(num_ranks=2) as workers:
         group = WorkerGroup(Frail, workers.pool(2))
         pids = group.pid().result(60)

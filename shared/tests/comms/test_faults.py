@@ -132,7 +132,7 @@ def be_slow_or_killed(rank: int, folder: Path) -> None:
 
 
 def killed_before_its_part(folder: Path) -> None:
-    group, end = Group.world(), courier._end
+    group, end = Group.world(), courier.wait_for_end
     if group.rank:
         be_slow_or_killed(group.rank, folder)
         return
@@ -141,7 +141,7 @@ def killed_before_its_part(folder: Path) -> None:
         (folder / "begun").touch()  # all messages have started when the first is waited for
         end(*args)
 
-    mock.patch.object(courier, "_end", begun).start()
+    mock.patch.object(courier, "wait_for_end", begun).start()
     try:
         with group.ledger.phase("parts"):
             scatter_v(group, [torch.zeros(4)] * 3)

@@ -163,7 +163,7 @@ def test_a_rank_beside_the_controller_that_is_killed(torchrun_job):
 
 @pytest.mark.slow
 def test_a_rank_that_raises_frees_those_that_wait_for_it(torchrun_job, tmp_path, monkeypatch):
-    monkeypatch.setattr("hybridflow.workers.controller._CANCEL_S", 2.0)
+    monkeypatch.setattr("hybridflow.workers.controller.CANCEL_S", 2.0)
     with torchrun_job(2, 1) as (workers, others):
         group = WorkerGroup(Frail, workers.pool(2))
         pids = group.pid().result(60)

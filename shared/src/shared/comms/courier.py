@@ -31,7 +31,7 @@ from shared.comms.group import Group
 from shared.comms.rounds import PendingRounds, Round, RoundSchedule, shorten
 from shared.errors import CommError
 
-__all__ = ["connect", "peer_died", "post_rounds", "run_rounds"]
+__all__ = ["connect", "peer_died", "post_rounds", "run_rounds", "wait_for_end"]
 
 # Posted rounds and the rounds of a collective run on separate connections, in parallel.
 _LANES = ("rounds", "collectives")
@@ -164,11 +164,11 @@ def _run(channel: dist.ProcessGroup, pending: _CourierRounds, buffers: list[obje
     if pending.schedule.at_once:
         begun = [_begin(channel, pending, index, buffers) for index in indices]
         for index, one in zip(indices, begun, strict=True):
-            _end(pending, index, one)
+            wait_for_end(pending, index, one)
     else:
         for index in indices:
             pending.current = index
-            _end(pending, index, _begin(channel, pending, index, buffers))
+            wait_for_end(pending, index, _begin(channel, pending, index, buffers))
             del buffers[1:]  # gloo is done with them, and messages packed for a round are large
 
 
@@ -196,7 +196,12 @@ def _begin(
     return _Begun(start_s, receiving, sending, tensor)
 
 
-def _end(pending: _CourierRounds, index: int, begun: _Begun) -> None:
+def wait_for_end(pending: _CourierRounds, index: int, begun: _Begun) -> None:
+    """Waits until a round that has begun has ended, and records its bytes and seconds.
+
+    Raises:
+        CommError: the peer died or the timeout passed; names the peer and the round.
+    """
     schedule, item = pending.schedule, pending.schedule.rounds[index]
     pending.current = index
     if begun.receiving is not None and item.recv is not None:

@@ -25,13 +25,13 @@ from hybridflow.workers.pool import ResourcePool
 from hybridflow.workers.timeline import Span
 from shared.errors import ConfigError, RankFailure
 
-__all__ = ["Engine", "Workers"]
+__all__ = ["CANCEL_S", "Engine", "Workers"]
 
 _NUM_SPANS = 10_000
 _MOST_UNANSWERED = 4
 """Unanswered calls a rank may have: so few that their replies fit into a pipe's buffer. A rank
 blocked on sending its reply reads nothing; sending it more would deadlock."""
-_CANCEL_S = 2.0
+CANCEL_S = 2.0
 """Seconds that other ranks may take to answer once one has raised; they may be waiting for it."""
 
 
@@ -355,7 +355,7 @@ class Workers:
 
     def _limit_s(self, deadline: float | None) -> float | None:
         limits = [deadline] if deadline is not None else []
-        limits += [call.failed_at + _CANCEL_S for call in self._calls.values() if call.failed_at]
+        limits += [call.failed_at + CANCEL_S for call in self._calls.values() if call.failed_at]
         return max(0.0, min(limits) - time.monotonic()) if limits else None
 
     def _forward(self) -> None:
@@ -411,7 +411,7 @@ class Workers:
         """Ends all ranks if some do not answer after another rank of their call has raised."""
         now = time.monotonic()
         for call in list(self._calls.values()):
-            if call.failed_at and now >= call.failed_at + _CANCEL_S:
+            if call.failed_at and now >= call.failed_at + CANCEL_S:
                 self._fail(call.failure())
                 threading.Thread(target=self.engine.close, args=(True,), daemon=True).start()
                 return

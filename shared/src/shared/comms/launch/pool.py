@@ -36,12 +36,12 @@ from shared.process_mark import (
     sweep_marked_folders,
 )
 
-__all__ = ["KEEP_MEMORY", "RankPool", "RunResult"]
+__all__ = ["GRACE_S", "KEEP_MEMORY", "RankPool", "RunResult"]
 
 _FOLDER = "meshyard-ranks-"
 
 # How long ranks may take to report, or to stop, once one has failed or the pool is closed.
-_GRACE_S = 2.0
+GRACE_S = 2.0
 
 # How long a rank may take to write its stack, and how its end is found.
 _STACKS_S, _LOOK_S, _MOST_LOOKS = 10.0, 0.05, 6
@@ -173,7 +173,7 @@ class RankPool:
             for control in self._controls:
                 with suppress(OSError):
                     control.send(("stop",))
-        self._stop(_GRACE_S if self._is_open else 0.0)
+        self._stop(GRACE_S if self._is_open else 0.0)
 
     @property
     def pids(self) -> list[int]:
@@ -305,7 +305,7 @@ class RankPool:
                     else:
                         messages[rank] = message
             if reports:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + GRACE_S)
                 self._tell_of_deaths(reports, list(waiting))
         hung = self._stacks(list(waiting.values()))
         limit = "after another rank failed" if reports else f"within {timeout.total_seconds():g} s"
@@ -326,7 +326,7 @@ class RankPool:
     def _death(self, rank: int) -> _Report:
         process = self._processes[rank]
         try:
-            code = process.wait(_GRACE_S)
+            code = process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             how = "closed its control connection"
         else:
