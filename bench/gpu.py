@@ -31,6 +31,7 @@ sys.path.insert(0, str(SOURCES))
 
 from definition import Definition
 from gpu_clock import Row, measure
+from gpu_matmul import weight_matmul_rows
 from gpu_report import benchmark_name, claim_run, render_gpu_report
 from history import append_history
 from machine import commit, describe_machine, versions
@@ -429,6 +430,7 @@ def main() -> int:
             *temporal_rows("cpu", 200, 2),
             *attention_rows("cpu", 20, 2),
             *log_probs_rows("cpu", 20, 300, 2),
+            *weight_matmul_rows("cpu", (70, 256), 2),
         ]
         return 0 if all(row.correct for row in rows) else 1
     if not torch.cuda.is_available():
@@ -443,6 +445,7 @@ def main() -> int:
         *temporal_rows("cuda", 20_000_000, 20),
         *attention_rows("cuda", 200_000, 20),
         *log_probs_rows("cuda", 4_096, 151_936, 20),
+        *weight_matmul_rows("cuda", (8_192, 28_672), 20),
     ]
     path = keep(rows, args.out, args.commit, tests, time.time() - started)
     print(f"bench-gpu: wrote {path} and appended to history.jsonl")

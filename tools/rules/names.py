@@ -40,14 +40,23 @@ SAME_ROLE = {
     "Events": "a stream of timestamped edges",
     "Failure": "what went wrong on a rank, as another process reads it",
     "LinkHead": "scores a link between two embeddings",
+    "MilpResult": "what an integer program's solver found",
+    "ModelSpec": "the shape of a model, from which bytes follow",
     "Negatives": "draws negative destinations",
     "Piece": "the part of a tensor that one rank holds",
     "Plan": "what a planner decided",
+    "Profile": "measured times that plans are made from",
     "Recipe": "a run as a file describes it",
     "Run": "a training run that has been set up",
+    "Sampling": "how tokens are chosen",
     "Settings": "how a stream is learnt",
+    "Size": "how much a demo does",
+    "Solution": "what a planner found for one problem",
     "Span": "one piece of work, with its start and its end",
+    "Stage": "consecutive layers of a model on one rank",
     "TimeEncoding": "cosines of a time difference",
+    "Timing": "measured seconds of one of several, in turns",
+    "Workload": "the requests that a plan is made for",
 }
 
 # Exported class names that mean two things, and what they mean where. They keep their names for
@@ -60,6 +69,10 @@ EXPORTED_CLASHES = {
     "Mesh": {
         "hybridflow": "a worker group's ranks in training and in generation",
         "shared": "ranks as a box with named axes",
+    },
+    "Pipeline": {
+        "llmpq": "the stages of a model on their ranks, on the way to answers",
+        "mspipe": "the stages of a training step, several steps under way",
     },
     "Round": {
         "gnnflow": "one increment of a stream: evaluated, then trained on",

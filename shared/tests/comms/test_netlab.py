@@ -24,6 +24,7 @@ from shared.comms import (
     netlab,
     post_rounds,
 )
+from shared.comms.handicap import handicap
 from shared.errors import ConfigError, RankFailure
 
 MB = 10**6
@@ -274,3 +275,16 @@ def test_bad_settings():
         NetLab(rate="fast")
     with pytest.raises(ConfigError, match="this lab has no hosts"):
         NetLab().counters()
+
+
+def capability() -> str:
+    return torch.backends.cpu.get_cpu_capability()
+
+
+@needs_namespaces
+def test_ranks_in_hosts_can_be_handicapped():
+    with NetLab(hosts=2, rate="1gbit") as lab:
+        with lab.pool(handicaps=[[], handicap(isa="AVX2")]) as pool:
+            assert pool.run(capability).results == [capability(), "AVX2"]
+        with pytest.raises(ConfigError, match="expected one for each of 2 ranks, got 1"):
+            lab.pool(handicaps=[[]])

@@ -16,6 +16,7 @@ from shared.kernels.quantize import dequantize, quantize
 from shared.kernels.segment import CSR, spmm
 from shared.kernels.temporal import Adjacency, count_before, sample
 from shared.kernels.token_log_probs import answer, gradients, partial_sums
+from shared.kernels.weight_matmul import BITS, matmul, pack, unpack
 
 pytestmark = [
     pytest.mark.gpu,
@@ -190,3 +191,18 @@ def test_decoding_equals_numba():
     theirs = decode.attend(*inputs, places)
     torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(own.cpu(), inputs[4], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group_size", [64, 128, 100])
+@pytest.mark.parametrize("bits", BITS)
+def test_products_with_packed_weights_equal_numba(bits, group_size, dtype):
+    g = torch.Generator().manual_seed(6)
+    packed = pack(torch.randn(1_000, 1_500, generator=g), bits, group_size=group_size)
+    there = packed.to("cuda")
+    for tokens in (1, 70):
+        x = torch.randn(tokens, 1_500, generator=g).to(dtype)
+        ours, theirs = matmul(x.cuda(), there).cpu().float(), matmul(x, packed).float()
+        most = max(1e-5, 2 * torch.finfo(dtype).eps) * float(theirs.abs().max())
+        assert float((ours - theirs).abs().max()) <= most
+    assert torch.equal(unpack(there, dtype).cpu(), unpack(packed, dtype))

@@ -129,6 +129,17 @@ def test_device_with_a_bad_number():
         Cluster.from_yaml(text.replace("memory_bytes: 10000000000", "memory_bytes: 0"))
 
 
+def test_a_device_written_without_narrow_peaks_has_none():
+    text = Cluster(hosts=(Host(name="a", devices=(MINE,)),)).to_yaml()
+    old = "\n".join(line for line in text.splitlines() if "int8" not in line and "fp8" not in line)
+    assert Cluster.from_yaml(old).device(0) == dataclasses.replace(
+        MINE, int8_ops_per_s=None, fp8_flops_per_s=None
+    )
+    peaks = dataclasses.replace(MINE, int8_ops_per_s=2e12, fp8_flops_per_s=1e12)
+    cluster = Cluster(hosts=(Host(name="a", devices=(peaks,)),))
+    assert Cluster.from_yaml(cluster.to_yaml()).device(0) == peaks
+
+
 def test_ranks_outside():
     with pytest.raises(TopologyError, match=r"ranks 0\.\.1, not 2"):
         Cluster.uniform(2, 1, CPU).device(2)
@@ -151,6 +162,8 @@ def test_detect_gpus(monkeypatch):
         "NVIDIA H100 80GB HBM3",
         "NVIDIA H200",
         "NVIDIA A100-SXM4-80GB",
+        "NVIDIA A100-SXM4-40GB",
+        "Tesla P100-PCIE-12GB",
         "NVIDIA A800-SXM4-80GB",
         "Tesla V100-SXM2-32GB",
         "Tesla T4",
@@ -159,9 +172,11 @@ def test_detect_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: names[index])
     found = [device.name for device in Cluster.detect().hosts[0].devices]
-    assert found == ["H100", "H200", "A100_80", "A800", "V100_32", "T4", "L4"]
-    names[1] = "NVIDIA A100-SXM4-40GB"
-    with pytest.raises(TopologyError, match=r"device 1 is 'NVIDIA A100-SXM4-40GB'.*no preset"):
+    assert found == [
+        *("H100", "H200", "A100_80", "A100_40", "P100_12", "A800", "V100_32", "T4", "L4")
+    ]
+    names[1] = "NVIDIA A10"
+    with pytest.raises(TopologyError, match=r"device 1 is 'NVIDIA A10'.*no preset"):
         Cluster.detect()
 
 
@@ -174,3 +189,18 @@ def test_detect_under_torchrun(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(TopologyError, match="WORLD_SIZE=6 is no multiple of LOCAL_WORLD_SIZE=4"):
         Cluster.detect()
+
+
+def test_a_device_is_described_by_what_differs_from_a_preset():
+    cluster = Cluster.from_yaml(
+        "hosts: [{name: a, devices: [{like: T4, name: 'old T4', memory_bytes: 12e9}, T4]}]"
+    )
+    assert cluster.device(0) == dataclasses.replace(T4, name="old T4", memory_bytes=12 * 10**9)
+    assert cluster.device(1) == T4
+
+
+def test_a_device_like_no_preset_is_refused_by_its_path():
+    with pytest.raises(TopologyError, match=r"hosts\[0\].devices\[0\].like: expected one of .*T5"):
+        Cluster.from_yaml("hosts: [{name: a, devices: [{like: T5}]}]")
+    with pytest.raises(TopologyError, match="colour"):
+        Cluster.from_yaml("hosts: [{name: a, devices: [{like: T4, colour: red}]}]")

@@ -6,7 +6,8 @@ from shared.topology.device import PRESETS, Device
 
 
 def test_presets_are_found_by_name():
-    assert set(PRESETS) == {"H200", "H100", "A100_80", "A800", "V100_32", "T4", "L4", "CPU"}
+    gpus = {"H200", "H100", "A100_80", "A100_40", "A800", "V100_32", "P100_12", "T4", "L4"}
+    assert set(PRESETS) == {*gpus, "CPU"}
     assert all(getattr(device, name) is preset for name, preset in PRESETS.items())
 
 
@@ -25,7 +26,21 @@ def test_data_sheets_ratios():
     )
 
 
-@pytest.mark.parametrize("key", ["flops_per_s", "flops_fp32_per_s", "memory_bytes_per_s"])
+def test_narrow_types_have_peaks_where_matrix_units_take_them():
+    for name in ("H100", "L4", "T4", "A100_40"):
+        assert PRESETS[name].int8_ops_per_s == pytest.approx(
+            2 * PRESETS[name].flops_per_s, rel=0.01
+        )
+    for name in ("V100_32", "P100_12", "CPU"):
+        assert PRESETS[name].int8_ops_per_s is None
+    with_fp8 = {name for name, preset in PRESETS.items() if preset.fp8_flops_per_s}
+    assert with_fp8 == {"H200", "H100", "L4"}
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["flops_per_s", "flops_fp32_per_s", "memory_bytes_per_s", "int8_ops_per_s", "fp8_flops_per_s"],
+)
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_numbers_must_be_positive(key, value):
     numbers = dict.fromkeys(("flops_per_s", "flops_fp32_per_s", "memory_bytes_per_s"), 1.0)

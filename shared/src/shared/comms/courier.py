@@ -38,12 +38,17 @@ _LANES = ("rounds", "collectives")
 
 
 def post_rounds(
-    group: Group, rounds: Sequence[Round], phase: str | None = None, *, op: str = "rounds"
+    group: Group,
+    rounds: Sequence[Round],
+    phase: str | None = None,
+    *,
+    op: str = "rounds",
+    lane: str = "rounds",
 ) -> PendingRounds:
     """Start rounds of messages and return at once; the rounds run one after another.
 
     Every member of the group posts its own side of the same schedule; a schedule starts when the
-    one posted before it has ended.
+    one posted before it in its lane has ended.
 
     Args:
         group: group whose ranks exchange the messages.
@@ -52,6 +57,8 @@ def post_rounds(
         phase: name of the program's phase, for the ledger and for errors; the ledger's open phase
             when None.
         op: name of the operation in the ledger.
+        lane: schedules of different lanes run beside each other, over connections of their own. On
+            CPUs a lane other than the default is opened by `connect` first.
 
     Returns:
         A handle; call its `wait` or `wait_all`, which raise if a round failed.
@@ -60,7 +67,7 @@ def post_rounds(
         ConfigError: if a peer is not in the group, or a tensor is not contiguous or not on the
             device type that the group's backend sends from.
     """
-    return _post(group, rounds, phase, op, "rounds")
+    return _post(group, rounds, phase, op, lane)
 
 
 def run_rounds(
@@ -83,10 +90,10 @@ def run_rounds(
     _post(group, rounds, phase, op, "collectives", at_once=at_once).wait_all()
 
 
-def connect(group: Group) -> None:
+def connect(group: Group, lanes: Sequence[str] = ()) -> None:
     """Open a group's connections for rounds now instead of when the first are posted.
 
-    Every member calls it. The closed connection of a peer that dies later is then detected.
+    Every member calls it, with the same lanes beside the default ones. The closed connection of a peer that dies later is then detected.
 
     Raises:
         CommError: if a peer does not connect within the timeout.
@@ -97,7 +104,7 @@ def connect(group: Group) -> None:
     if group.backend == "nccl":
         _join(group, process_group)
         return
-    for lane in _LANES:
+    for lane in (*_LANES, *lanes):
         _courier(group, lane)
 
 

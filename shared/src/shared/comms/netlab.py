@@ -146,21 +146,35 @@ class NetLab:
     ) -> None:
         self._remove()
 
-    def pool(self, *, hosts: Sequence[int] | None = None, **options: Any) -> RankPool:
+    def pool(
+        self,
+        *,
+        hosts: Sequence[int] | None = None,
+        handicaps: Sequence[Sequence[str]] | None = None,
+        **options: Any,
+    ) -> RankPool:
         """A pool of ranks in the hosts, `ranks_per_host` consecutive ones in each.
 
         Args:
             hosts: indices of the hosts that get ranks; all by default.
+            handicaps: words before each rank's command, as `handicap` makes them; none by default.
             **options: RankPool's options other than num_ranks, prefix and ranks_per_host.
 
         Returns:
             A pool, to be entered by the caller.
 
         Raises:
-            ConfigError: if the lab's `with` block is not entered, or it has no such host.
+            ConfigError: if the lab's `with` block is not entered, it has no such host, or there is
+                not one handicap for each rank.
         """
         hosts = range(self.hosts) if hosts is None else hosts
         prefix = [self.command(host) for host in hosts for _ in range(self.ranks_per_host)]
+        if handicaps is not None:
+            if len(handicaps) != len(prefix):
+                raise ConfigError(
+                    f"handicaps: expected one for each of {len(prefix)} ranks, got {len(handicaps)}"
+                )
+            prefix = [[*words, *more] for words, more in zip(prefix, handicaps, strict=True)]
         env = {**options.pop("env", {}), "GLOO_SOCKET_IFNAME": _DEVICE}
         return RankPool(
             len(prefix), prefix=prefix, env=env, ranks_per_host=self.ranks_per_host, **options

@@ -55,6 +55,7 @@ KERNELS = {
         "segment",
         "temporal",
         "token_log_probs",
+        "weight_matmul",
     )
 }
 chosen_forms: dict[tuple[Kernel, str, str], ModuleType] = {}

@@ -159,7 +159,7 @@ class Cluster:
         """Read a cluster from YAML, as written by `to_yaml` or by hand.
 
         A device is the name of a preset, perhaps with a count ("H100 x 8"), or a mapping of
-        Device's fields. A link is a mapping of `alpha_s` (0 by default) and either
+        Device's fields, of which those left out are the preset's that `like` names. A link is a mapping of `alpha_s` (0 by default) and either
         `beta_s_per_byte` or `rate` ("100gbit").
 
         Args:
@@ -266,7 +266,11 @@ def _read_devices(entry: Any, path: str) -> list[Device]:
                 f"mapping, got {entry!r}"
             )
         return [PRESETS[name]] * int(count or 1)
-    _check_keys(entry, path, required={item.name for item in fields(Device)}, optional=set())
+    optional = {"int8_ops_per_s", "fp8_flops_per_s"}
+    required = {item.name for item in fields(Device)} - optional
+    if isinstance(entry, dict) and "like" in entry:
+        entry = _fill_in(entry, path)
+    _check_keys(entry, path, required=required, optional=optional)
     try:
         # float(), because YAML reads 1e12 as text: its floats need a decimal point.
         device = Device(
@@ -274,12 +278,27 @@ def _read_devices(entry: Any, path: str) -> list[Device]:
             kind=entry["kind"],
             flops_per_s=float(entry["flops_per_s"]),
             flops_fp32_per_s=float(entry["flops_fp32_per_s"]),
-            memory_bytes=int(entry["memory_bytes"]),
+            memory_bytes=int(float(entry["memory_bytes"])),
             memory_bytes_per_s=float(entry["memory_bytes_per_s"]),
+            **{key: _optional_float(entry.get(key)) for key in optional},
         )
     except (TypeError, ValueError) as error:
         raise TopologyError(f"{path}: {error}") from error
     return [device]
+
+
+def _fill_in(entry: dict[str, Any], path: str) -> dict[str, Any]:
+    """A device's keys over those of the preset that it is like."""
+    if entry["like"] not in PRESETS:
+        raise TopologyError(
+            f"{path}.like: expected one of {', '.join(PRESETS)}, got {entry['like']!r}"
+        )
+    own = {key: value for key, value in entry.items() if key != "like"}
+    return asdict(PRESETS[entry["like"]]) | own
+
+
+def _optional_float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 def _read_link(tree: Any, path: str) -> Link:
