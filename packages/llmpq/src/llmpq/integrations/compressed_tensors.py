@@ -1,0 +1,166 @@
+"""A folder in the compressed-tensors format, which transformers and vLLM load.
+
+Codes are written as the plan's kernels have them: asymmetric, in groups, with integer zero points, so
+the loaded model's weights equal ours bit for bit where it runs in the plan's dtype and that holds
+float16 scales exactly (float32, float16). Codes may be stored in more bits than they need, which
+changes no weight: transformers reads all matrices of a model at one width.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from llmpq.config import ModelSpec
+from llmpq.planner.plan import Plan
+from llmpq.runtime.linear import QuantLinear
+from llmpq.runtime.loader import load
+from shared.errors import ConfigError
+from shared.files import atomic_folder
+from shared.kernels import weight_matmul
+
+__all__ = ["export", "quantization_config", "write_folder"]
+
+
+def export(plan: Plan, folder: Path, out: Path) -> list[str]:
+    """Writes the model, rounded as planned, to the folder `out`; see `llmpq.integrations.export`."""
+    widths = sorted({bits for bits in plan.bits if bits < 16})
+    write_folder(plan, folder, out, dict.fromkeys(widths, max(widths, default=16)))
+    lines = [f"wrote {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})"]
+    if len(widths) > 1:
+        lines.append(
+            f"all rounded layers are stored in {widths[-1]} bits, as transformers reads one width a "
+            f"model; their weights are those of {', '.join(map(str, widths))} bits"
+        )
+    return lines
+
+
+def write_folder(
+    plan: Plan,
+    folder: Path,
+    out: Path,
+    stored_bits: Mapping[int, int],
+    *,
+    dequantize: bool = True,
+) -> None:
+    """Writes a folder in which each width's codes take `stored_bits[width]` bits.
+
+    Args:
+        plan: the plan.
+        folder: the model it is for.
+        out: folder to write, replaced at once.
+        stored_bits: bits that codes of each width take, at least as many.
+        dequantize: whether transformers turns codes into weights while it loads. Otherwise it expects
+            zero points unpacked, which the format does not store; other engines do not care.
+
+    Raises:
+        ConfigError: the plan is of another model, or its group size does not divide columns.
+        DataError: a weight is missing or not finite.
+    """
+    try:
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    except ImportError as error:
+        raise ConfigError(
+            "this export needs compressed-tensors 0.15 or newer; do "
+            "`pip install 'compressed-tensors>=0.15'`"
+        ) from error
+    _check_groups(ModelSpec.from_hf(folder), plan)
+    model = load(folder, plan)
+    tensors: dict[str, Tensor] = {}
+    rounded: dict[str, int] = {}
+    dtype = getattr(torch, plan.dtype)
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantLinear):
+            continue
+        packed = module.packed
+        bits = rounded[name] = stored_bits[packed.bits]
+        # The format has signed codes: all are lower by half of their range.
+        codes, zero = (
+            (each.to(torch.int16) - (1 << (bits - 1))).to(torch.int8)
+            for each in (weight_matmul.codes(packed), packed.zero)
+        )
+        tensors[f"{name}.weight_packed"] = pack_to_int32(codes, bits)
+        tensors[f"{name}.weight_zero_point"] = pack_to_int32(zero, bits, packed_dim=0)
+        tensors[f"{name}.weight_scale"] = packed.scale.to(dtype)
+        shape = [packed.out_features, packed.in_features]
+        tensors[f"{name}.weight_shape"] = torch.tensor(shape)
+        if module.bias is not None:
+            tensors[f"{name}.bias"] = module.bias.to(dtype)
+    # Each parameter once: a tied head is written as the embedding.
+    tensors |= {name: value.detach() for name, value in model.named_parameters()}
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype"] = config["dtype"] = plan.dtype
+    if rounded:
+        config["quantization_config"] = quantization_config(
+            model, rounded, plan.group_size, dequantize=dequantize
+        )
+    with atomic_folder(out) as partial:
+        for path in folder.iterdir():
+            is_weight = path.suffix in (".safetensors", ".bin", ".gguf", ".pt", ".pth")
+            is_index = path.name.endswith(".index.json")
+            if path.is_file() and not is_weight and not is_index:
+                shutil.copy(path, partial / path.name)
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        contiguous = {name: value.contiguous() for name, value in tensors.items()}
+        save_file(contiguous, partial / "model.safetensors", metadata={"format": "pt"})
+
+
+def quantization_config(
+    model: nn.Module, rounded: Mapping[str, int], group_size: int, *, dequantize: bool
+) -> dict[str, Any]:
+    """The `quantization_config` of a model's configuration.
+
+    Args:
+        model: the model, for the names of what is not rounded.
+        rounded: stored bits of each rounded matrix, by its module's name.
+        group_size: columns that share a scale.
+        dequantize: see `write_folder`.
+    """
+    groups = {}
+    for bits in sorted(set(rounded.values())):
+        groups[f"group_{bits}"] = {
+            "targets": [name for name, width in rounded.items() if width == bits],
+            "weights": {
+                "num_bits": bits,
+                "type": "int",
+                "symmetric": False,
+                "strategy": "group",
+                "group_size": group_size,
+                "dynamic": False,
+            },
+            "input_activations": None,
+            "output_activations": None,
+        }
+    kept = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name not in rounded
+    ]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "dequantize": dequantize,
+        "config_groups": groups,
+        "ignore": kept,
+        "kv_cache_scheme": None,
+    }
+
+
+def _check_groups(spec: ModelSpec, plan: Plan) -> None:
+    if all(bits == 16 for bits in plan.bits):
+        return
+    for matrix in spec.matrices:
+        if matrix.in_features % plan.group_size:
+            raise ConfigError(
+                f"Plan.group_size: compressed-tensors needs groups of one size, expected a divisor "
+                f"of {matrix.in_features} (columns of {matrix.name}), got {plan.group_size}; plan "
+                f"with another group size"
+            )

@@ -1,0 +1,124 @@
+"""Everything that a plan is made from, read and measured: model, devices, prompts, sensitivity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmpq.config import ModelSpec, Quality, Workload
+from llmpq.data import read_prompts, tokenise
+from llmpq.profiler.cache import find_sensitivity
+from llmpq.profiler.cluster_profile import profile_cluster
+from llmpq.profiler.profile import Profile
+from shared.errors import ConfigError
+from shared.topology.cluster import Cluster
+
+__all__ = ["PlannerInputs", "calibration_batches", "measure_inputs"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannerInputs:
+    """What `plan` and `plan_baseline` take.
+
+    Attributes:
+        given: model, profile, noise, workload and quality, the arguments by position.
+        settings: widths, group size and dtype, the arguments by name.
+        profile: of the cluster's devices, among `given` too.
+        texts: token ids of all prompts.
+    """
+
+    given: tuple[ModelSpec, Profile, np.ndarray, Workload, Quality]
+    settings: dict[str, Any]
+    profile: Profile
+    texts: list[list[int]]
+
+
+def measure_inputs(
+    model: str | Path,
+    cluster: str | Path,
+    prompts: str | Path,
+    *,
+    bits: Sequence[int],
+    group_size: int,
+    dtype: str,
+    max_kl: float | None,
+    num_prompts: int,
+    new_tokens: int,
+    profiles: str | Path,
+    force: bool = False,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> PlannerInputs | None:
+    """Reads model, cluster and prompts, and measures devices and sensitivity where that is missing.
+
+    Every rank of the world calls it alike, if there is a world: see `profile_cluster`.
+
+    Args:
+        model: folder of a Hugging Face model.
+        cluster: YAML file of hosts, devices and links.
+        prompts: JSON Lines, see `read_prompts`.
+        bits: widths to choose from.
+        group_size: columns that share a scale.
+        dtype: of activations, and of weights of 16 bits.
+        max_kl: highest expected loss in nats a token; None for no limit.
+        num_prompts: prompts in a batch, at most.
+        new_tokens: tokens of each answer.
+        profiles: folder of measurements.
+        force: take measurements that another torch or processor gave.
+        on_progress: called with what is being measured.
+
+    Returns:
+        What a plan is made from, on rank 0; None elsewhere.
+
+    Raises:
+        ConfigError: a file or setting is not as expected, or a device's profile is missing.
+        DataError: the prompts are none.
+    """
+    spec, described = ModelSpec.from_hf(model), Cluster.from_yaml(cluster)
+    if group_size < 1:
+        raise ConfigError(f"group_size: expected at least 1, got {group_size}")
+    quality = Quality(max_kl=max_kl)
+    texts = tokenise(model, read_prompts(prompts))
+    workload = Workload(
+        num_prompts=min(num_prompts, len(texts)),
+        prompt_tokens=max(map(len, texts)),
+        new_tokens=new_tokens,
+    )
+    common: dict[str, Any] = {"bits": tuple(bits), "group_size": group_size}
+    profile = profile_cluster(
+        profiles, model, described, dtype=dtype, workload=workload, force=force,
+        on_progress=lambda what: on_progress(f"measuring {what}"), **common,
+    )  # fmt: skip
+    if profile is None:
+        return None
+    on_progress("measuring sensitivity")
+    noise = find_sensitivity(profiles, model, lambda: calibration_batches(texts), **common).noise
+    return PlannerInputs(
+        given=(spec, profile, noise, workload, quality),
+        settings=common | {"dtype": dtype},
+        profile=profile,
+        texts=texts,
+    )
+
+
+def calibration_batches(
+    texts: Sequence[Sequence[int]], *, num_tokens: int = 384, length: int = 64
+) -> list[Tensor]:
+    """Some of the prompts' own tokens, a sequence each.
+
+    Args:
+        texts: token ids of prompts.
+        num_tokens: about as many in all; a few hundred are enough for sensitivity.
+        length: most tokens of a sequence.
+    """
+    found, left = [], num_tokens
+    for ids in texts:
+        if len(ids) >= 2 and left > 0:
+            found.append(torch.tensor([ids[:length]]))
+            left -= len(found[-1][0])
+    return found

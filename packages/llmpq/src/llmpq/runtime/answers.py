@@ -1,0 +1,170 @@
+"""Answers a file of prompts in waves, and goes on after an interruption with those not yet answered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmpq.runtime.pipeline import Pipeline
+from shared.comms import Group, tree
+from shared.errors import ConfigError, DataError
+
+__all__ = ["Request", "answer", "find_unanswered", "pad_left"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to answer.
+
+    Attributes:
+        id: names it in the file of answers.
+        number: among all prompts, which decides its draws.
+        token_ids: the prompt.
+    """
+
+    id: str
+    number: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def prompt_hash(self) -> str:
+        """16 hexadecimal digits of the token ids, by which an answer names its prompt."""
+        return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:16]
+
+
+def answer(
+    pipe: Pipeline,
+    requests: Sequence[Request] | None,
+    out: str | Path,
+    *,
+    wave_size: int,
+    max_new_tokens: int,
+    decode: Callable[[list[int]], str] | None = None,
+    on_answered: Callable[[int], None] = lambda _: None,
+    **sampling: Any,
+) -> int:
+    """Answers what the file of answers lacks; every rank of the pipeline calls it.
+
+    Waves are of prompts of like lengths, the longest first, so that memory runs short at the
+    beginning if at all. A wave's answers are written and synced before the next one begins.
+
+    Args:
+        pipe: an entered pipeline.
+        requests: all prompts, on rank 0; ignored elsewhere.
+        out: JSON Lines of answers on rank 0: "id", "prompt_hash", "token_ids" and, with `decode`,
+            "answer".
+        wave_size: most prompts at once.
+        max_new_tokens: most tokens an answer has.
+        decode: text of token ids.
+        on_answered: called on rank 0 with the number of answers in each wave.
+        **sampling: see `Pipeline.generate`; `eos_token_id` among it.
+
+    Returns:
+        The number of prompts answered now.
+
+    Raises:
+        ConfigError: wave_size is below 1.
+        DataError: the file of answers holds something else, or answers other prompts.
+        CommError: a stage died; waves written before stay.
+    """
+    if wave_size < 1:
+        raise ConfigError(f"wave_size: expected at least 1, got {wave_size}")
+    group, out = Group.world(), Path(out)
+    waves: list[list[Request]] = []
+    if group.rank == 0:
+        left = find_unanswered(requests or (), out)
+        left.sort(key=lambda one: (-len(one.token_ids), one.number))
+        waves = [left[at : at + wave_size] for at in range(0, len(left), wave_size)]
+    told = json.dumps([[(r.id, r.number, r.token_ids) for r in wave] for wave in waves]).encode()
+    if group.world_size > 1:
+        told = tree.broadcast(group.control(), told if group.rank == 0 else None)
+    count = 0
+    for wave in json.loads(told):
+        found = [Request(name, number, tuple(ids)) for name, number, ids in wave]
+        ids, mask = pad_left([one.token_ids for one in found])
+        numbers = torch.tensor([one.number for one in found])
+        tokens = pipe.generate(
+            ids, mask, max_new_tokens=max_new_tokens, prompt_numbers=numbers, **sampling
+        )
+        if tokens is not None:
+            _append(out, found, tokens, sampling.get("eos_token_id"), decode)
+            on_answered(len(found))
+        count += len(found)
+    return count
+
+
+def find_unanswered(requests: Sequence[Request], path: str | Path) -> list[Request]:
+    """Prompts that a file of answers lacks; an unfinished last line is cut off.
+
+    Raises:
+        DataError: a line is no answer, or answers another prompt under the id of one of these.
+    """
+    path = Path(path)
+    if not path.exists():
+        return list(requests)
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:  # the process was killed while it wrote
+        with open(path, "r+b") as file:
+            file.truncate(len(whole))
+    hash_of = {}
+    for number, line in enumerate(whole.decode().split("\n")[:-1], 1):
+        try:
+            found = json.loads(line)
+            hash_of[str(found["id"])] = found["prompt_hash"]
+            found["token_ids"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f'{path}:{number}: expected an answer with "id", "prompt_hash" and "token_ids", got '
+                f"{line[:80]}; give another --out"
+            ) from error
+    for one in requests:
+        if hash_of.get(one.id, one.prompt_hash) != one.prompt_hash:
+            raise DataError(
+                f"{path}: expected answers to these prompts, got one to another prompt of id "
+                f"{one.id!r}; give another --out"
+            )
+    return [one for one in requests if one.id not in hash_of]
+
+
+def pad_left(texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids [texts, longest] padded on the left, and the mask of those that count."""
+    longest = max(map(len, texts))
+    ids = torch.zeros(len(texts), longest, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, text in enumerate(texts):
+        ids[row, longest - len(text) :] = torch.tensor(text)
+        mask[row, longest - len(text) :] = 1
+    return ids, mask
+
+
+def _append(
+    out: Path,
+    wave: Sequence[Request],
+    tokens: Tensor,
+    ends: int | Sequence[int] | None,
+    decode: Callable[[list[int]], str] | None,
+) -> None:
+    last_ones = {ends} if isinstance(ends, int) else set(ends or ())
+    lines = []
+    for one, row in zip(wave, tokens.tolist(), strict=True):
+        last = next((at for at, token in enumerate(row) if token in last_ones), len(row) - 1)
+        record: dict[str, Any] = {
+            "id": one.id, "prompt_hash": one.prompt_hash, "token_ids": row[: last + 1]
+        }  # fmt: skip
+        if decode is not None:
+            record["answer"] = decode(row[: last + 1])
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out, "ab") as file:
+        file.write("".join(lines).encode())
+        file.flush()
+        os.fsync(file.fileno())

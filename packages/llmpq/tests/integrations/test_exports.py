@@ -1,0 +1,177 @@
+"""Exports beside the engines that read them: transformers' logits, accelerate's placement."""
+
+import json
+import re
+
+import pytest
+import torch
+from accelerate import infer_auto_device_map
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llmpq.integrations import EXPORTS, export
+from llmpq.integrations.device_map import device_map
+from llmpq.integrations.llama_cpp import tensor_split, tensor_types
+from llmpq.integrations.vllm import partition
+from llmpq.planner.plan import Plan, Stage
+from llmpq.runtime.linear import QuantLinear
+from llmpq.runtime.loader import load
+from shared.errors import ConfigError
+from shared.kernels import weight_matmul
+
+FAMILIES = {
+    "llama": {"intermediate_size": 96, "num_key_value_heads": 2},
+    "mistral": {"intermediate_size": 96, "num_key_value_heads": 2},
+    "qwen2": {"intermediate_size": 96, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
+    "bloom": {},
+}
+IDS = torch.arange(20).view(2, 10) % 64
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request, tmp_path):
+    torch.manual_seed(0)
+    names = {"num_hidden_layers": 4, "num_attention_heads": 4}
+    if request.param == "bloom":
+        names = {"n_layer": 4, "n_head": 4}
+    config = AutoConfig.for_model(
+        request.param, vocab_size=64, hidden_size=32, **names, **FAMILIES[request.param]
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def make_plan(bits=(3, 16, 4, 8), **settings):
+    stages = (Stage(rank=1, layers=(0, 3)), Stage(rank=0, layers=(3, 4)))
+    return Plan(stages=stages, bits=bits, group_size=16, prefill_size=1, decode_size=1, **settings)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+@pytest.mark.parametrize("bits", [(3, 16, 4, 8), (3, 3, 16, 3)])
+def test_transformers_loads_the_folder_with_our_logits(folder, tmp_path, bits):
+    plan = make_plan(bits)
+    lines = export(plan, "compressed-tensors", folder, tmp_path / "out")
+    assert str(tmp_path / "out") in lines[0]
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ours = load(folder, plan)
+    torch.testing.assert_close(logits(loaded), logits(ours), rtol=2e-5, atol=2e-5)
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    assert not torch.allclose(logits(loaded), logits(whole), rtol=1e-3, atol=1e-3)
+
+
+def test_an_unquantised_plan_is_the_model(folder, tmp_path):
+    export(make_plan((16,) * 4), "compressed-tensors", folder, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(logits(loaded), logits(whole))
+
+
+def test_every_module_has_a_device(folder, tmp_path):
+    export(make_plan(), "device-map", folder, tmp_path / "map.json")
+    devices = json.loads((tmp_path / "map.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert devices == device_map(make_plan(), model)
+    # accelerate's own map of everything on one device, at the same granularity.
+    prefixes = tuple(f"{name}." for name in devices)
+    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+        assert name.startswith(prefixes), name
+    layers = {name: rank for name, rank in devices.items() if re.search(r"\.\d+$", name)}
+    assert list(layers.values()) == [1, 1, 1, 0]
+    assert {rank for name, rank in devices.items() if name not in layers} == {1}
+    assert infer_auto_device_map(model, {"cpu": "1GB"}) == {"": "cpu"}
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_vllm_gets_the_stages_and_widths_that_it_has(folder, tmp_path):
+    plan = make_plan()
+    assert partition(plan) == "3,1"
+    lines = export(plan, "vllm", folder, tmp_path / "out")
+    assert any("VLLM_PP_LAYER_PARTITION=3,1 vllm serve" in line for line in lines)
+    assert any("--pipeline-parallel-size 2" in line for line in lines)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    groups = config["config_groups"]
+    assert {group["weights"]["num_bits"] for group in groups.values()} == {4, 8}
+    # 4-bit groups hold the layers of 3 and 4 bits; the format's own reader finds our weights in them.
+    assert {re.findall(r"layers\.(\d)", name)[0] for name in groups["group_4"]["targets"]} == {
+        "0",
+        "2",
+    }
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name, module in load(folder, plan).named_modules():
+        if isinstance(module, QuantLinear):
+            bits = 8 if module.bits == 8 else 4
+            shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
+            codes = unpack_from_int32(tensors[f"{name}.weight_packed"], bits, shape)
+            scale = tensors[f"{name}.weight_scale"]
+            zero = unpack_from_int32(
+                tensors[f"{name}.weight_zero_point"], bits, scale.shape, packed_dim=0
+            )
+            steps = codes.float() - zero.float().repeat_interleave(16, 1)
+            found = steps * scale.repeat_interleave(16, 1)
+            assert torch.equal(found, weight_matmul.unpack(module.packed))
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_llama_cpp_gets_types_and_split(folder, tmp_path):
+    export(make_plan(), "llama.cpp", folder, tmp_path / "commands.sh")
+    text = (tmp_path / "commands.sh").read_text()
+    assert "--tensor-split 3,2" in text
+    assert "--gpu-layers 5" in text
+    kinds = {}
+    for pattern, kind in tensor_types(make_plan()):
+        for layer in range(4):
+            for tensor in ("attn_q", "ffn_down", "attn_output"):
+                if re.search(pattern, f"blk.{layer}.{tensor}.weight"):
+                    kinds.setdefault(layer, set()).add(kind)
+        assert not re.search(pattern, "blk.10.attn_q.weight")
+    assert kinds == {0: {"q3_K"}, 1: {"bf16"}, 2: {"q4_K"}, 3: {"q8_0"}}
+
+
+@pytest.mark.parametrize("counts", [(8, 22), (1, 1, 1), (13, 5, 12), (30,), (41, 38, 47)])
+def test_llama_cpp_puts_each_layer_where_the_plan_does(counts):
+    ends = torch.tensor(counts).cumsum(0).tolist()
+    stages = tuple(
+        Stage(rank=rank, layers=(end - count, end))
+        for rank, (count, end) in enumerate(zip(counts, ends, strict=True))
+    )
+    plan = Plan(stages=stages, bits=(4,) * ends[-1], prefill_size=1, decode_size=1)
+    # Its rule: the first device whose share of the sum, as float32, exceeds layer / (layers + 1).
+    shares = torch.tensor([float(part) for part in tensor_split(plan).split(",")])
+    bounds = shares.cumsum(0) / shares.sum()
+    for stage in stages:
+        for layer in range(*stage.layers):
+            place = torch.tensor(float(layer)) / (ends[-1] + 1)
+            assert int(torch.searchsorted(bounds, place, right=True)) == stage.rank
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_what_cannot_be_exported_is_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"export: expected one of compressed-tensors, .*'onnx'"):
+        export(make_plan(), "onnx", folder, tmp_path / "out")
+    uneven = Plan(
+        stages=make_plan().stages, bits=(4,) * 4, group_size=20, prefill_size=1, decode_size=1
+    )
+    with pytest.raises(ConfigError, match=r"a divisor of 32 \(columns of self_attn\.q_proj\)"):
+        export(uneven, "compressed-tensors", folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    short = Plan(
+        stages=(Stage(rank=0, layers=(0, 2)),), bits=(4,) * 2, prefill_size=1, decode_size=1
+    )
+    for target in ("compressed-tensors", "vllm", "device-map"):
+        with pytest.raises(ConfigError):
+            export(short, target, folder, tmp_path / "out")
+    assert set(EXPORTS) == {"compressed-tensors", "vllm", "llama.cpp", "device-map"}

@@ -1,0 +1,109 @@
+"""A stage that dies or stands still: every rank raises in time, and names it."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from llmpq.planner.plan import Plan, Stage
+from llmpq.runtime.pipeline import Pipeline
+from shared.comms import Group, RankPool
+from shared.errors import CommError, ConfigError, DataError, RankFailure
+
+from .tiny_models import make
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make("llama", tmp_path_factory.mktemp("faults") / "llama")
+
+
+def three_stages():
+    stages = tuple(
+        Stage(rank=rank, layers=(at, to)) for rank, at, to in ((0, 0, 2), (1, 2, 4), (2, 4, 5))
+    )
+    return Plan(stages=stages, bits=(4,) * 5, group_size=16, prefill_size=1, decode_size=2)
+
+
+def generate_until(path, model, faulty, fault):
+    """What this rank is told when one stops in the midst of decoding, and how long that takes."""
+    rank = Group.world().rank
+    with Pipeline(three_stages(), model) as pipe:
+        if rank == faulty:
+            calls = []
+            module = torch.nn.Module.__call__
+
+            def counted(self, *args, **options):
+                if type(self).__name__ == "StageModel":
+                    calls.append(1)
+                    if len(calls) == 9:
+                        os.kill(os.getpid(), signal.SIGKILL) if fault == "dies" else time.sleep(
+                            1000
+                        )
+                return module(self, *args, **options)
+
+            torch.nn.Module.__call__ = counted
+        begin = time.monotonic()
+        with pytest.raises(CommError) as told:
+            pipe.generate(torch.ones(4, 3, dtype=torch.int64), max_new_tokens=50)
+        (path / f"told-{rank}").write_text(f"{time.monotonic() - begin}\n{told.value}")
+
+
+@pytest.mark.parametrize("faulty", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_stage_that_dies_is_named_by_the_others(model, tmp_path, faulty):
+    limit = timedelta(seconds=90)
+    with (
+        pytest.raises(RankFailure, match=f"rank {faulty} of 3"),
+        RankPool(3, timeout=limit) as pool,
+    ):
+        pool.run(generate_until, tmp_path, model, faulty, "dies")
+    for rank in {0, 1, 2} - {faulty}:
+        seconds, text = (tmp_path / f"told-{rank}").read_text().split("\n", 1)
+        assert float(seconds) < limit.total_seconds(), "a death is told before any timeout"
+        assert f"rank {faulty}" in text
+
+
+@pytest.mark.slow
+def test_a_stage_that_stands_still_is_named_within_the_timeout(model, tmp_path):
+    limit = timedelta(seconds=4)
+    with pytest.raises(RankFailure), RankPool(3, timeout=limit) as pool:
+        pool.run(generate_until, tmp_path, model, 1, "hangs", timeout=timedelta(seconds=60))
+    seconds, text = (tmp_path / "told-2").read_text().split("\n", 1)
+    assert float(seconds) < 45, "far below the minute that the call may take"
+    assert "rank 1" in text
+
+
+def try_bad_input(model):
+    plan = three_stages()
+    with Pipeline(plan, model) as pipe:
+        with pytest.raises(
+            DataError, match="expected a token in each prompt, got none in prompt 1"
+        ):
+            pipe.generate(torch.ones(2, 3, dtype=torch.int64),
+                          torch.tensor([[1, 1, 0], [0, 0, 0]]), max_new_tokens=1)  # fmt: skip
+        with pytest.raises(ConfigError, match="max_new_tokens: expected at least 1, got 0"):
+            pipe.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=0)
+        with pytest.raises(ConfigError, match="temperature: expected 0 or more"):
+            pipe.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=1, temperature=-1.0)
+        one = pipe.generate(torch.ones(3, 3, dtype=torch.int64), max_new_tokens=1)
+        assert one is None or one.shape == (3, 1)
+
+
+def test_bad_input_is_refused_before_anything_is_sent(model):
+    with RankPool(3) as pool:
+        pool.run(try_bad_input, model)
+
+
+def start_with_too_few(model):
+    with pytest.raises(
+        ConfigError, match="expected at least 3 ranks, as a stage is on rank 2, got 2"
+    ):
+        Pipeline(three_stages(), model)
+
+
+def test_a_plan_for_more_ranks_is_refused(model):
+    with RankPool(2) as pool:
+        pool.run(start_with_too_few, model)

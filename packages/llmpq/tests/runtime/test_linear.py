@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+from llmpq.runtime import linear
+from llmpq.runtime.linear import FORMS, QuantLinear, fastest_form, form_for, forms_table
+from shared.errors import ConfigError
+from shared.kernels.weight_matmul import pack, unpack
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# What rounding costs: none beyond float32's, bfloat16's of weights and x, 8 bits of both.
+TOLERANCES = {"packed": 1e-5, "dense32": 1e-5, "dense16": 2e-2, "int8": 4e-2}
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize("form", list(FORMS))
+def test_every_form_gives_the_product(form, bits):
+    packed, bias = pack(draw(40, 96), bits, group_size=64), draw(40, seed=1)
+    x = draw(2, 9, 96, seed=2)
+    out = QuantLinear(packed, bias, forms=[[1, form]])(x)
+    exact = x.double() @ unpack(packed).double().t() + bias
+    assert out.shape == (2, 9, 40)
+    assert out.dtype == torch.float32
+    assert float((out - exact).abs().max() / exact.abs().max()) <= TOLERANCES[form]
+
+
+def test_dense_forms_cut_large_weights_into_blocks(monkeypatch):
+    monkeypatch.setattr(linear, "BLOCK_BYTES", 1)
+    packed, x = pack(draw(200, 40), 4), draw(3, 40)
+    exact = x.double() @ unpack(packed).double().t()
+    assert float((FORMS["dense32"](x, packed) - exact).abs().max()) <= 1e-4
+
+
+def test_the_table_decides_by_tokens(monkeypatch):
+    used = []
+    for name in ("packed", "dense16", "dense32"):
+        monkeypatch.setitem(
+            FORMS, name, lambda x, w, name=name: used.append(name) or x.new_zeros(*x.shape[:-1], 8)
+        )
+    table = [[1, "packed"], [4, "dense32"], [10, "dense16"]]
+    layer = QuantLinear(pack(draw(8, 32), 4), forms=table)
+    for shape in ((1, 32), (3, 32), (4, 1, 32), (3, 3, 32), (2, 5, 32)):
+        layer(torch.zeros(shape))
+    assert used == ["packed", "packed", "dense32", "dense32", "dense16"]
+    assert [form_for(table, tokens) for tokens in (0, 1, 4, 9, 10, 999)] == [
+        "packed",
+        "packed",
+        "dense32",
+        "dense32",
+        "dense16",
+        "dense16",
+    ]
+
+
+@pytest.mark.parametrize(
+    "table",
+    [[], [[2, "packed"]], [[1, "packed"], [1, "dense32"]], [[1, "dense64"]], [["a", "packed"]]],
+)
+def test_wrong_tables_are_refused(table):
+    with pytest.raises(ConfigError, match="forms"):
+        QuantLinear(pack(draw(8, 32), 4), forms=table)
+
+
+def test_state_moves_with_the_layer():
+    layer = QuantLinear(pack(draw(8, 300), 3, group_size=100), draw(8))
+    other = QuantLinear(pack(draw(8, 300, seed=5), 3, group_size=100), draw(8, seed=5))
+    other.load_state_dict(layer.state_dict())
+    x = draw(2, 300)
+    assert torch.equal(layer(x), other(x))
+    assert not any(True for _ in layer.parameters())
+    assert "bits=3" in repr(layer)
+
+
+def test_bfloat16_in_and_out():
+    packed = pack(draw(8, 64), 4)
+    for tokens in (1, 100):
+        x = draw(tokens, 64).bfloat16()
+        out = QuantLinear(packed)(x)
+        assert out.dtype == torch.bfloat16
+        exact = x.double() @ unpack(packed).double().t()
+        assert float((out - exact).abs().max() / exact.abs().max()) <= 2e-2
+
+
+def test_the_fastest_form_is_one_that_was_measured():
+    asked = {"bits": 4, "tokens": 2, "in_features": 64, "out_features": 48}
+    assert fastest_form(**asked) == fastest_form(**asked)
+    assert fastest_form(**asked) in ("packed", "dense16", "dense32")
+    with pytest.raises(ConfigError, match="at least 1"):
+        fastest_form(bits=4, tokens=0, in_features=64, out_features=48)
+    with pytest.raises(ConfigError, match="bits"):
+        fastest_form(bits=5, tokens=1, in_features=64, out_features=48)
+
+
+def test_a_table_names_each_change_once():
+    times = {
+        1: {"packed": 1.0, "dense16": 2.0},
+        4: {"packed": 1.0, "dense16": 2.0},
+        16: {"packed": 3.0, "dense16": 2.0},
+        64: {"packed": 9.0, "dense16": 2.0},
+    }
+    assert forms_table(times) == [[1, "packed"], [16, "dense16"]]

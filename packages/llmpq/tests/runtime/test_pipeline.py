@@ -1,0 +1,154 @@
+"""Tokens of pipelines, beside transformers' own generation and one process."""
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from llmpq.planner.plan import Plan, Stage
+from llmpq.runtime.loader import load, open_weights
+from llmpq.runtime.pipeline import Pipeline
+from shared.comms import RankPool
+
+from .tiny_models import FAMILIES, make
+
+NUM_LAYERS = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make(family, folder / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def three():
+    with RankPool(3) as pool:
+        yield pool
+
+
+def plan_for(cuts, ranks, bits=16, *, prefill_size=2, decode_size=4):
+    bounds = [0, *cuts, NUM_LAYERS]
+    stages = [
+        Stage(rank=rank, layers=(low, high))
+        for rank, (low, high) in zip(ranks, pairwise(bounds), strict=True)
+    ]
+    widths = (bits,) * NUM_LAYERS if isinstance(bits, int) else bits
+    return Plan(
+        stages=tuple(stages), bits=widths, group_size=16,
+        prefill_size=prefill_size, decode_size=decode_size,
+    )  # fmt: skip
+
+
+def prompts(num_prompts=6, longest=9):
+    """Ragged prompts, padded on the right."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, 131, (num_prompts, longest))
+    lengths = torch.randint(2, longest + 1, (num_prompts,))
+    mask = (torch.arange(longest) < lengths[:, None]).long()
+    return ids * mask, mask
+
+
+def generated(plan, folder, ids, mask, settings):
+    with Pipeline(plan, folder) as pipe:
+        return pipe.generate(ids, mask, **settings)
+
+
+def by_transformers(model, ids, mask, num_new):
+    """Greedy tokens of each prompt alone."""
+    found = []
+    for row, keep in zip(ids, mask.bool(), strict=True):
+        whole = model.generate(
+            row[keep][None], attention_mask=torch.ones(1, int(keep.sum()), dtype=torch.int64),
+            max_new_tokens=num_new, min_new_tokens=num_new, do_sample=False,
+        )  # fmt: skip
+        found.append(whole[0, int(keep.sum()) :])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers(family, models, three):
+    ids, mask = prompts()
+    model = AutoModelForCausalLM.from_pretrained(models[family])
+    expected = by_transformers(model, ids, mask, 7)
+    assert len(expected.unique()) > 5
+    for plan in (plan_for([2], [1, 0]), plan_for([1, 3], [0, 1, 2])):
+        settings = {"max_new_tokens": 7, "eos_token_id": None}
+        found = three.run(generated, plan, models[family], ids, mask, settings).results
+        assert found[0].tolist() == expected.tolist()
+        assert found[1:] == [None, None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantised_tokens_are_those_of_one_process(family, models, three):
+    ids, mask = prompts()
+    plan = plan_for([2, 3], [2, 0, 1], bits=(4, 3, 8, 16, 4))
+    expected = by_transformers(load(models[family], plan), ids, mask, 7)
+    settings = {"max_new_tokens": 7}
+    found = three.run(generated, plan, models[family], ids, mask, settings).results
+    assert found[0].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("limit", [12, 3])
+def test_answers_end_as_in_transformers(limit, models, three):
+    ids, mask = prompts()
+    ids, mask = ids[:, -4:] * 0 + ids[:, :4], torch.ones_like(ids[:, :4])
+    model = AutoModelForCausalLM.from_pretrained(models["llama"])
+    free = by_transformers(model, ids, mask, 12)
+    # Tokens of which every answer has one, at different places.
+    ends = sorted({int(row[at]) for row, at in zip(free, (0, 2, 4, 1, 3, 5), strict=True)})
+    expected = model.generate(
+        ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, eos_token_id=ends,
+        pad_token_id=0,
+    )[:, 4:]  # fmt: skip
+    assert len({int((row == 0).sum()) for row in expected}) > 1, "some end before others"
+    settings = {"max_new_tokens": limit, "eos_token_id": ends, "pad_token_id": 0}
+    for plan in (plan_for([2], [1, 0], decode_size=6), plan_for([2], [0, 1], prefill_size=1)):
+        found = three.run(generated, plan, models["llama"], ids, mask, settings).results[0]
+        assert found.tolist() == expected.tolist()
+
+
+def counted_seconds(plan, folder, ids, mask):
+    with Pipeline(plan, folder) as pipe:
+        empty = pipe.stage_s.total_s
+        for _ in range(2):  # of the last call alone
+            pipe.generate(ids, mask, max_new_tokens=4)
+        found = pipe.stage_s
+    parts = found.prefill, found.decode, found.head_prefill, found.head_decode
+    return empty, [len(part) for part in parts], min(min(part, default=1.0) for part in parts)
+
+
+def test_seconds_of_each_micro_batch_are_kept(models, three):
+    ids, mask = prompts()
+    plan = plan_for([2], [1, 0], prefill_size=2, decode_size=4)
+    results = three.run(counted_seconds, plan, models["llama"], ids, mask).results
+    # 6 prompts: prefills of 2, 2, 2; decodes of 4 and 2, three steps each behind the prefill.
+    assert [counts for _, counts, _ in results] == [[3, 6, 0, 0], [3, 6, 3, 6], [0, 0, 0, 0]]
+    assert all(empty == 0 and least > 0 for empty, _, least in results)
+
+
+def read_bytes(plan, folder):
+    with Pipeline(plan, folder) as pipe:
+        return pipe.read_bytes
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_stage_reads_its_own_tensors_alone(bits, models, three):
+    found = three.run(read_bytes, plan_for([2], [1, 0], bits), models["llama"]).results
+    with safe_open(models["llama"] / "model.safetensors", framework="pt") as file:
+        sizes = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
+    late = sum(sizes[name] for name in sizes if re.search(r"layers\.[234]\.", name))
+    assert found == [late, sum(sizes.values()) - late, 0]
+
+
+def test_a_large_tensor_is_read_in_parts(tmp_path):
+    expected = torch.randn(70_000, 48)
+    save_file({"a": expected, "b": expected[:3].clone()}, tmp_path / "model.safetensors")
+    with open_weights(tmp_path) as files:
+        assert torch.equal(files.copy("a", torch.float32), expected)
+        assert torch.equal(files.copy("b", torch.bfloat16), expected[:3].bfloat16())
+        assert files.read_bytes == expected.nbytes + expected[:3].nbytes

@@ -1,0 +1,248 @@
+"""The command line end to end on a small model: plan, run, resume, export, simulate, and mistakes."""
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+
+from llmpq import Plan, Stage
+from llmpq.cli import main
+from llmpq.integrations import EXPORTS
+from llmpq.profiler import SENSITIVITIES
+
+from .runtime.tiny_models import add_tokenizer, make
+
+
+def run_here(*args, expect=0):
+    """What the command line prints when it runs in this process, with its exit status checked."""
+    out, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(errors):
+        try:
+            status = main([*map(str, args)])
+        except SystemExit as ended:
+            status = ended.code
+    assert status == expect, out.getvalue() + errors.getvalue()
+    return out.getvalue() if status == 0 else errors.getvalue()
+
+
+def llmpq_cli(*args, num_ranks=1, cwd=None, expect=0):
+    """What the command line prints under torchrun, with its exit status checked."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", str(num_ranks), "-m", "llmpq", *map(str, args)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        timeout=110,
+    )
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a model, prompts, and a cluster of two devices of one kind."""
+    home = tmp_path_factory.mktemp("cli")
+    add_tokenizer(make("llama", home / "model"))
+    lines = ["the rain falls on it", "a green hill", {"token_ids": [3, 4, 5], "id": "ids"}]
+    (home / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (home / "cluster.yaml").write_text(
+        "hosts: [{name: here, devices: [{like: CPU, name: mine, memory_bytes: 1e8}, "
+        "{like: CPU, name: mine, memory_bytes: 1e8}]}]\n"
+    )
+    return home
+
+
+PLANNING = ("--bits", 4, 16, "--group-size", 16, "--batch", 2, "--new-tokens", 3)
+
+
+@pytest.fixture(scope="module")
+def planned(home):
+    """What `plan` printed; plan.json lies in the same folder."""
+    return run_here(
+        "plan", home / "model", "--cluster", home / "cluster.yaml",
+        "--prompts", home / "prompts.jsonl", "--out", home / "plan.json",
+        "--profiles", home / "profiles", "--max-kl", 10, *PLANNING,
+    )  # fmt: skip
+
+
+def test_help_does_not_import_torch():
+    heavy = {"torch", "numba", "scipy", "numpy", "transformers"}
+    script = f"import sys, llmpq.cli; assert not {heavy} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_plan_is_explained(home, planned):
+    for part in ("bottleneck:", "nats a token of 10 allowed", "tokens/s", "what would help most"):
+        assert part in planned
+    plan = Plan.load(home / "plan.json")
+    assert plan.folder == str(home / "model")
+    assert plan.num_layers == 5
+
+
+def test_what_was_measured_is_measured_once(home, planned):
+    times = {path: path.stat().st_mtime_ns for path in (home / "profiles").iterdir()}
+    assert len(times) == 2, "devices and sensitivity"
+    record = json.loads(
+        run_here(
+            "plan",
+            home / "model",
+            "--cluster",
+            home / "cluster.yaml",
+            "--json",
+            "--prompts",
+            home / "prompts.jsonl",
+            "--out",
+            home / "again.json",
+            "--profiles",
+            home / "profiles",
+            "--baseline",
+            "even",
+            *PLANNING,
+        )
+    )
+    assert record["tokens_per_s"] > 0
+    assert {path: path.stat().st_mtime_ns for path in (home / "profiles").iterdir()} == times
+    halves = [stage.layers for stage in Plan.load(home / "again.json").stages]
+    assert halves == [(0, 2), (2, 5)]
+
+
+def test_a_plan_is_simulated(home, planned):
+    record = json.loads(run_here("simulate", home / "plan.json", "--json", "--new-tokens", 9))
+    shorter = json.loads(run_here("simulate", home / "plan.json", "--json"))
+    assert record["seconds"] > shorter["seconds"] > 0
+    assert "busy" in run_here("simulate", home / "plan.json")
+
+
+def test_a_plan_is_exported_beside_it(home, planned):
+    run_here("export", home / "plan.json", "--to", "device-map")
+    tree = json.loads((home / "plan-device-map").read_text())
+    assert tree["model.layers.0"] == tree["model.embed_tokens"]
+
+
+def test_sensitivity_is_printed_by_layer(home):
+    text = run_here(
+        "sensitivity", home / "model", "--prompts", home / "prompts.jsonl", "--bits", 3, 4,
+        "--group-size", 16, "--profiles", home / "other",
+    )  # fmt: skip
+    assert len(text.splitlines()) == 6
+    assert "3 bits" in text
+
+
+@pytest.mark.slow
+def test_ranks_measure_plan_run_and_resume(home, tmp_path):
+    common = (
+        home / "model", "--cluster", home / "cluster.yaml", "--prompts", home / "prompts.jsonl",
+    )  # fmt: skip
+    text = llmpq_cli("plan", *common, *PLANNING, num_ranks=2, cwd=tmp_path)
+    assert text.count("tokens/s") == 1, "rank 0 alone prints"
+    stages = (Stage(rank=1, layers=(0, 2)), Stage(rank=0, layers=(2, 5)))
+    plan = Plan(
+        stages=stages, bits=(4,) * 5, group_size=16, prefill_size=1, decode_size=1,
+        folder=str(home / "model"),
+    )  # fmt: skip
+    plan.save(tmp_path / "two.json")
+    for prompts, answered in (("prompts.jsonl", "3 of 3"), ("prompts.jsonl", "0 of 3")):
+        text = llmpq_cli(
+            "run", "two.json", "--prompts", home / prompts, "--out", "answers.jsonl",
+            "--new-tokens", 3, num_ranks=2, cwd=tmp_path,
+        )  # fmt: skip
+        assert f"answered {answered} prompts" in text
+    run_here(
+        "run", tmp_path / "two.json", "--prompts", home / "prompts.jsonl",
+        "--out", tmp_path / "other.jsonl", expect=1,
+    )  # fmt: skip
+
+
+def mistakes():
+    """Arguments by what the message has to say."""
+    planning = ["plan", "MODEL", "--cluster", "CLUSTER", "--prompts", "PROMPTS"]
+    return {
+        "expected the config.json": ["plan", "nowhere", *planning[2:]],
+        "No such file": [*planning[:3], "nowhere.yaml", *planning[4:]],
+        "expected prompts as JSON Lines": [*planning[:5], "nowhere.jsonl"],
+        "nats a token": [*planning, "--max-kl", "-1"],
+        "group_size: expected at least 1": [*planning, "--group-size", "0"],
+        "num_prompts: expected at least 1": [*planning, "--batch", "0"],
+        "expected a plan as JSON": ["run", "MODEL", "--prompts", "PROMPTS", "--out", "a.jsonl"],
+        "expected the plan to name": ["export", "PLAN", "--to", "vllm"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("message", mistakes())
+def test_a_mistake_is_told_in_a_sentence(home, tmp_path, monkeypatch, message):
+    monkeypatch.chdir(tmp_path)
+    plan = Plan(
+        stages=(Stage(rank=0, layers=(0, 5)),), bits=(8,) * 5, prefill_size=1, decode_size=1
+    )
+    plan.save("plan.json")
+    names = {
+        "MODEL": home / "model", "CLUSTER": home / "cluster.yaml", "PLAN": "plan.json",
+        "PROMPTS": home / "prompts.jsonl",
+    }  # fmt: skip
+    text = run_here(*[names.get(one, one) for one in mistakes()[message]], expect=1)
+    assert message in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("wrong", [("--dtype", "float64"), ("--bits", "5"), ("--solver", "best")])
+def test_wrong_usage_is_told_before_anything_is_read(wrong):
+    given = ("nowhere", "--cluster", "nowhere", "--prompts", "nowhere")
+    assert wrong[1] in run_here("plan", *given, *wrong, expect=2)
+
+
+@pytest.mark.slow
+def test_plans_are_compared_in_turns_and_drawn(home, planned):
+    out = llmpq_cli(
+        "compare", home / "model", "--cluster", home / "cluster.yaml",
+        "--prompts", home / "prompts.jsonl", "--profiles", home / "profiles", "--rounds", 1,
+        "--out", home / "compared", "--json", *PLANNING, num_ranks=2,
+    )  # fmt: skip
+    timings = json.loads(out)["timings"]
+    assert [one["name"] for one in timings][:2] == ["plan", "even"]
+    for one in timings:
+        assert len(one["turns_s"]) == 1
+        plan = Plan.load(home / "compared" / f"{one['name']}.json")
+        assert [tuple(stage["layers"]) for stage in one["stages"]] == [
+            stage.layers for stage in plan.stages
+        ]
+        assert plan.folder == str(home / "model")
+    assert "<svg" in (home / "compared" / "stages.svg").read_text()
+    # Where no plan is possible, every rank ends at once and says why.
+    said = run_here(
+        "compare", home / "model", "--cluster", home / "cluster.yaml",
+        "--prompts", home / "prompts.jsonl", "--profiles", home / "profiles",
+        "--bits", 4, "--group-size", 16, "--max-kl", 1e-9, expect=1,
+    )  # fmt: skip
+    assert "1e-09" in said
+
+
+def test_a_plan_is_rounded_by_gptq_and_exported(home, planned):
+    said = run_here(
+        "plan", home / "model", "--cluster", home / "cluster.yaml", "--method", "gptq",
+        "--prompts", home / "prompts.jsonl", "--out", home / "rounded.json", "--max-kl", 10,
+        "--profiles", home / "profiles", *PLANNING, "--bits", 4,
+    )  # fmt: skip
+    assert "rounded.safetensors: the loss expected is that of rounding to nearest" in said
+    plan = Plan.load(home / "rounded.json")
+    assert (plan.method, plan.codes) == ("gptq", str(home / "rounded.safetensors"))
+    assert "4" in run_here("export", home / "rounded.json", "--to", "llama.cpp")
+
+
+def test_an_unknown_engine_is_wrong_usage():
+    assert "compressed-tensors" in run_here("export", "plan.json", "--to", "onnx", expect=2)
+
+
+@pytest.mark.parametrize(
+    ("registry", "command"), [(EXPORTS, "export"), (SENSITIVITIES, "sensitivity")]
+)
+def test_what_is_registered_from_outside_is_in_the_help(registry, command):
+    registry.add("mine", "json:dumps", "one of my own")
+    try:
+        assert "mine" in run_here(command, "--help")
+    finally:
+        registry.remove("mine")

