@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 ASSETS = ROOT / "tests" / "assets"
 # Losses of training that goes on may differ in the last digits on another processor.
 CLOSE = {"rel": 1e-3, "abs": 1e-6}
+NEAR_RANKS = 0.01
 
 
 def _writer():
@@ -212,7 +213,9 @@ def check_gnnflow_continual(folder, pool):
     assert rounds == expected["rounds"][:2]
     assert len(trainer.rounds) == 2, "the checkpoint was written after two rounds"
     for found, whole in zip(map(writer.gnnflow_round, run), expected["rounds"][2:], strict=True):
-        assert found == pytest.approx(whole, **CLOSE)
+        assert found[:-3] == pytest.approx(whole[:-3], rel=1e-4)
+        # Metrics of ranks: two of 21 events whose scores are as good as equal may change places.
+        assert found[-3:] == pytest.approx(whole[-3:], abs=NEAR_RANKS)
 
 
 def test_a_graph_of_gnnflow_has_the_same_neighbors(tmp_path):
