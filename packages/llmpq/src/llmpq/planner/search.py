@@ -7,8 +7,11 @@ all orders at once rules most micro-batches out before any order is solved.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,9 +187,10 @@ class Found:
 
 
 class _Best:
-    """The best placement so far, over problems."""
+    """The best placement so far, over problems; threads may offer."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self.objective = np.inf
         self.found: tuple[tuple[int, ...], tuple[int, int], Problem, _Placement] | None = None
 
@@ -201,9 +205,10 @@ class _Best:
         if placed is None or not problem.is_feasible(*placed):
             return np.inf
         objective = problem.objective(*placed)
-        if objective < self.objective:
-            self.objective = objective
-            self.found = order, sizes, problem, placed
+        with self._lock:
+            if objective < self.objective:
+                self.objective = objective
+                self.found = order, sizes, problem, placed
         return objective
 
 
@@ -392,26 +397,37 @@ def _reorder(relaxed: MilpResult, given: Sequence[int], order: Sequence[int]) ->
 def _prove(
     candidates: Candidates, pairs: list[_Relaxed], best: _Best, gap: float, end: float
 ) -> dict[object, float]:
-    """Raises the bound of each pair, then of each of its orders, to the gap from the best."""
-    bounds: dict[object, float] = {sizes: relaxed.lower_bound for relaxed, sizes, _ in pairs}
-    for _, sizes, problem in pairs:
-        cutoff = best.objective * (1 - gap)
+    """Raises the bound of each pair, then of each of its orders, to the gap from the best.
+
+    Programs are solved side by side, as HiGHS leaves the interpreter to other threads.
+    """
+
+    def bound_all_orders(pair: _Relaxed) -> float:
+        relaxed, _, problem = pair
         left = end - time.perf_counter()
-        if bounds[sizes] >= cutoff or left <= 0:
-            continue
+        if relaxed.lower_bound >= best.objective * (1 - gap) or left <= 0:
+            return relaxed.lower_bound
         counted = solve_counts(problem, gap=gap / 4, time_limit_s=min(left, 3.0))
-        bounds[sizes] = max(bounds[sizes], counted.lower_bound)
-        if bounds[sizes] >= cutoff:
-            continue
-        whole = bounds.pop(sizes)
-        for order in candidates.orders:
-            bounds[sizes, order] = whole
-            left = end - time.perf_counter()
-            if left <= 0:
-                continue
-            problem = candidates.problem(order, sizes)
-            cutoff = best.objective * (1 - gap)
-            exact = solve_layers(problem, gap=gap / 2, time_limit_s=left, cutoff=cutoff)
-            bounds[sizes, order] = max(whole, exact.lower_bound)
-            best.offer(order, sizes, problem, _placed(problem, exact))
+        return max(relaxed.lower_bound, counted.lower_bound)
+
+    def bound_order(sizes: tuple[int, int], order: tuple[int, ...], known: float) -> float:
+        left, cutoff = end - time.perf_counter(), best.objective * (1 - gap)
+        if known >= cutoff or left <= 0:
+            return known
+        problem = candidates.problem(order, sizes)
+        exact = solve_layers(problem, gap=gap / 2, time_limit_s=left, cutoff=cutoff)
+        best.offer(order, sizes, problem, _placed(problem, exact))
+        return max(known, exact.lower_bound)
+
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        bounds: dict[object, float] = {}
+        steps = []
+        for (_, sizes, _), known in zip(pairs, threads.map(bound_all_orders, pairs), strict=True):
+            if known >= best.objective * (1 - gap):
+                bounds[sizes] = known
+            else:
+                steps += [(known, sizes, order) for order in candidates.orders]
+        steps.sort(key=lambda step: step[0])
+        raised = threads.map(lambda step: bound_order(step[1], step[2], step[0]), steps)
+        bounds |= {step[1:]: bound for step, bound in zip(steps, raised, strict=True)}
     return bounds
