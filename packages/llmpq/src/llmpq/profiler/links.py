@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from itertools import combinations
 from statistics import median
 
 import torch
 
 from shared.comms import Group, Round, all_gather, barrier, post_rounds
-from shared.errors import ConfigError
-from shared.topology.cluster import Cluster
 from shared.topology.link import Link, fit_link
 
-__all__ = ["measure_links", "put_links"]
+__all__ = ["measure_links"]
 
 _SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22)
 _TURNS = 3
@@ -52,39 +48,6 @@ def measure_links(group: Group, *, limit_s: float = 2.0) -> dict[tuple[int, int]
         )
         for low, high in combinations(range(size), 2)
     }
-
-
-def put_links(cluster: Cluster, links: Mapping[tuple[int, int], Link]) -> Cluster:
-    """The cluster with measured links in place of its own; of pairs of hosts, their slowest ranks'.
-
-    Args:
-        cluster: hosts and devices in rank order.
-        links: as `measure_links` returns them.
-
-    Raises:
-        ConfigError: a rank is not in the cluster.
-    """
-    slowest: dict[tuple[str, str], Link] = {}
-    for ranks, link in links.items():
-        if max(ranks) >= cluster.num_ranks:
-            raise ConfigError(
-                f"links[{ranks}]: expected ranks 0 to {cluster.num_ranks - 1} of the cluster; start "
-                f"as many ranks as it has devices"
-            )
-        pair = cluster.host(ranks[0]).name, cluster.host(ranks[1]).name
-        if pair not in slowest or link.time_s(_SIZES[-1]) > slowest[pair].time_s(_SIZES[-1]):
-            slowest[pair] = link
-    return replace(
-        cluster,
-        hosts=tuple(
-            replace(host, link=slowest.get((host.name, host.name), host.link))
-            for host in cluster.hosts
-        ),
-        links={
-            **cluster.links,
-            **{pair: one for pair, one in slowest.items() if len(set(pair)) > 1},
-        },
-    )
 
 
 def _lead_echoes(group: Group, peer: int, limit_s: float) -> list[tuple[int, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from llmpq.data import read_prompts, tokenise
 from llmpq.profiler.cache import find_sensitivity
 from llmpq.profiler.cluster_profile import profile_cluster
 from llmpq.profiler.profile import Profile
-from shared.errors import ConfigError
+from shared.comms import Group, tree
+from shared.errors import ConfigError, MeshyardError
 from shared.topology.cluster import Cluster
 
 __all__ = ["PlannerInputs", "calibration_batches", "measure_inputs"]
@@ -60,8 +62,8 @@ def measure_inputs(
 
     Args:
         model: folder of a Hugging Face model.
-        cluster: YAML file of hosts, devices and links.
-        prompts: JSON Lines, see `read_prompts`.
+        cluster: YAML file of hosts, devices and links; read on rank 0.
+        prompts: JSON Lines, see `read_prompts`; read on rank 0.
         bits: widths to choose from.
         group_size: columns that share a scale.
         dtype: of activations, and of weights of 16 bits.
@@ -79,11 +81,12 @@ def measure_inputs(
         ConfigError: a file or setting is not as expected, or a device's profile is missing.
         DataError: the prompts are none.
     """
-    spec, described = ModelSpec.from_hf(model), Cluster.from_yaml(cluster)
+    spec, quality = ModelSpec.from_hf(model), Quality(max_kl=max_kl)
     if group_size < 1:
         raise ConfigError(f"group_size: expected at least 1, got {group_size}")
-    quality = Quality(max_kl=max_kl)
-    texts = tokenise(model, read_prompts(prompts))
+    described, texts = _read_on_first_rank(
+        lambda: (Cluster.from_yaml(cluster), tokenise(model, read_prompts(prompts)))
+    )
     workload = Workload(
         num_prompts=min(num_prompts, len(texts)),
         prompt_tokens=max(map(len, texts)),
@@ -104,6 +107,22 @@ def measure_inputs(
         profile=profile,
         texts=texts,
     )
+
+
+def _read_on_first_rank(
+    read: Callable[[], tuple[Cluster, list[list[int]]]],
+) -> tuple[Cluster, list[list[int]]]:
+    """What rank 0's files say, or its error, on every rank: other machines need not have the files."""
+    group = Group.world() if Group.exists() else None
+    if group is None or group.world_size == 1:
+        return read()
+    told: bytes | Exception | None = None
+    if group.rank == 0:
+        try:
+            told = pickle.dumps(read())
+        except MeshyardError as error:
+            told = error
+    return pickle.loads(tree.broadcast(group.control(), told))
 
 
 def calibration_batches(
