@@ -1,0 +1,41 @@
+"""What a plan is made from: files of rank 0, and text to calibrate with."""
+
+import json
+
+import pytest
+
+from llmpq.profiler.planner_inputs import calibration_batches, measure_inputs
+from shared.comms import Group, RankPool
+from shared.errors import RankFailure
+from shared.topology.cluster import Cluster, Host
+from shared.topology.device import CPU
+
+from ..runtime.tiny_models import add_tokenizer, make
+
+
+def measured(model, here, elsewhere):
+    """Only the first rank is given the files that are there."""
+    folder = here if Group.world().rank == 0 else elsewhere
+    return measure_inputs(
+        model, folder / "cluster.yaml", folder / "prompts.jsonl", bits=(4,), group_size=16,
+        dtype="float32", max_kl=None, num_prompts=4, new_tokens=2, profiles=here / "profiles",
+    )  # fmt: skip
+
+
+def test_files_of_the_first_rank_are_enough(tmp_path):
+    model = add_tokenizer(make("llama", tmp_path / "model"))
+    # A rank too few: what is read of both files is said on both ranks before anything is measured.
+    Cluster(hosts=(Host(name="x", devices=(CPU,)),)).to_yaml(tmp_path / "cluster.yaml")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps("the rain falls") + "\n")
+    with RankPool(2) as pool, pytest.raises(RankFailure, match="1 devices, got 2 ranks"):
+        pool.run(measured, model, tmp_path, tmp_path / "nowhere")
+
+
+def test_calibration_takes_the_beginnings_of_prompts_up_to_its_tokens():
+    texts = [list(range(100)), [5], list(range(7)), list(range(50))]
+    found = calibration_batches(texts, num_tokens=30, length=20)
+    assert [batch.tolist() for batch in found] == [
+        [list(range(20))],
+        [list(range(7))],
+        [list(range(20))],
+    ]
