@@ -1,0 +1,215 @@
+"""What a step costs: seconds of a micro-batch by the lengths in it, and how many tokens fit in memory.
+
+Attention between the tokens of a document takes time that grows with the square of its length, all
+else grows with the length itself, and each micro-batch has a fixed part. Documents packed into one
+micro-batch never attend to each other, so their seconds add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import floor, isfinite
+
+import numpy as np
+from jaxtyping import Float
+
+from shared.errors import ConfigError
+
+__all__ = ["Cost", "Replica", "SequenceTooLong", "check_lengths", "token_cap"]
+
+_ROUND = 128
+"""Tokens to a multiple of which caps are rounded down."""
+_ACTIVATION_BYTES = {1: 38, 2: 39, 4: 42, 8: 48}
+"""Bytes of a layer's activations for each token and hidden unit of a shard, by tensor-parallel degree
+(from the published planner of Hydraulis, for 16-bit training without recomputation)."""
+
+
+class SequenceTooLong(ConfigError):
+    """A sequence that nothing can hold; names its index, its length and the largest cap."""
+
+    def __init__(self, index: int, length: int, cap: int) -> None:
+        self.index, self.length, self.cap = index, length, cap
+        super().__init__(
+            f"sequence {index}: expected at most {cap} tokens, got {length}; give more ranks or "
+            f"memory, or cut or drop it (see `too_long=`)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds of a micro-batch, forward and backward: the sum of a s^2 + b s over its lengths s, + c.
+
+    Attributes:
+        a: seconds for each token squared.
+        b: seconds for each token.
+        c: seconds of any micro-batch.
+        error: mean relative error at the timings it was fitted to; None if it was not fitted.
+        largest_error: the largest of them.
+
+    Raises:
+        ConfigError: a coefficient is negative or not finite, or a and b are both 0.
+    """
+
+    a: float
+    b: float
+    c: float = 0.0
+    error: float | None = field(default=None, compare=False)
+    largest_error: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("a", "b", "c"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise ConfigError(f"Cost.{name}: expected a finite number, 0 or more, got {value}")
+        if not self.a and not self.b:
+            raise ConfigError("Cost: expected a or b above 0, got 0 for both; nothing to balance")
+
+    @classmethod
+    def fit(cls, timings: Iterable[tuple[Sequence[int], float]]) -> Cost:
+        """Fits the three coefficients, none negative, to relative errors.
+
+        Args:
+            timings: lengths of the documents in a micro-batch, and its seconds.
+
+        Raises:
+            ConfigError: fewer than three timings, or seconds that are not above 0.
+        """
+        from scipy.optimize import nnls
+
+        rows, seconds = [], []
+        for number, (lengths, taken_s) in enumerate(timings):
+            known = check_lengths(lengths, f"timings[{number}]").astype(float)
+            if not (isfinite(taken_s) and taken_s > 0):
+                raise ConfigError(
+                    f"timings[{number}]: expected seconds above 0, got {taken_s}; measure it anew"
+                )
+            rows.append((float(known @ known), float(known.sum()), 1.0))
+            seconds.append(taken_s)
+        if len(rows) < 3:
+            raise ConfigError(f"Cost.fit: expected at least 3 timings, got {len(rows)}")
+        features, taken = np.array(rows), np.array(seconds)
+        scale = features.max(axis=0)
+        found, _ = nnls(features / scale / taken[:, None], np.ones(len(taken)))
+        errors = np.abs(features / scale @ found / taken - 1)
+        a, b, c = (float(value) for value in found / scale)
+        return cls(a=a, b=b, c=c, error=float(errors.mean()), largest_error=float(errors.max()))
+
+    def sequence_s(self, lengths: Sequence[int] | np.ndarray) -> Float[np.ndarray, " sequence"]:
+        """Seconds that each sequence adds to its micro-batch."""
+        known = np.asarray(lengths, dtype=float)
+        return known * (self.a * known + self.b)
+
+    def micro_batch_s(self, lengths: Sequence[int] | np.ndarray) -> float:
+        """Seconds of a micro-batch of these documents; 0 without any."""
+        return float(self.sequence_s(lengths).sum() + self.c) if len(lengths) else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """Ranks that train one copy of the model together.
+
+    Attributes:
+        cost: seconds of a micro-batch on its slowest stage.
+        cap: most tokens in a micro-batch.
+        stages: pipeline stages.
+
+    Raises:
+        ConfigError: cap or stages below 1.
+    """
+
+    cost: Cost
+    cap: int
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("cap", "stages"):
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"Replica.{name}: expected at least 1, got {getattr(self, name)}"
+                )
+
+
+def check_lengths(lengths: Sequence[int] | np.ndarray, name: str = "lengths") -> np.ndarray:
+    """Lengths as int64.
+
+    Raises:
+        ConfigError: one is not a whole number above 0; says which.
+    """
+    found = np.asarray(lengths)
+    if found.ndim != 1:
+        raise ConfigError(f"{name}: expected a sequence of lengths, got the shape {found.shape}")
+    if not found.size:
+        return np.zeros(0, dtype=np.int64)
+    numbers = found.astype(float)
+    wrong = ~(np.isfinite(numbers) & (numbers >= 1) & (numbers == np.floor(numbers)))
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise ConfigError(f"{name}[{at}]: expected a whole number of tokens above 0, got {found[at]}")
+    return found.astype(np.int64)
+
+
+def token_cap(
+    *,
+    hidden: int,
+    layers: int,
+    vocab: int,
+    tp: int,
+    pp: int,
+    optimizer: tuple[int, int, int],
+    memory_bytes: float,
+    reserve_bytes: float,
+    state_bytes: float = 197,
+    sharded: float = 0.75,
+) -> int:
+    """Most tokens in a micro-batch of a replica, from the memory that states and activations take.
+
+    The memory model of Hydraulis (arXiv 2412.07894, by its published planner): parameters, gradients
+    and optimizer states, of which a share is sharded in the optimizer's own layout, and activations.
+    The first stage of a 1F1B pipeline keeps as many micro-batches as there are stages, each with its
+    share of the layers, so that activations do not fall with `pp`.
+
+    Args:
+        hidden: hidden size.
+        layers: decoder layers.
+        vocab: tokens of the vocabulary.
+        tp, pp: tensor- and pipeline-parallel degrees of the replica.
+        optimizer: data-, tensor- and pipeline-parallel degrees of the optimizer's layout.
+        memory_bytes: of a device.
+        reserve_bytes: kept free.
+        state_bytes: bytes of all states of a layer for each hidden unit squared.
+        sharded: share of the states that lies in the optimizer's layout.
+
+    Returns:
+        Tokens, rounded down to a multiple of 128; 0 if states alone do not fit.
+
+    Raises:
+        ConfigError: an argument below its least value, or a tensor-parallel degree whose activations
+            were not published.
+    """
+    dp_o, tp_o, pp_o = optimizer
+    for name, value in {
+        "hidden": hidden, "layers": layers, "vocab": vocab, "pp": pp,
+        "optimizer[0]": dp_o, "optimizer[1]": tp_o, "optimizer[2]": pp_o,
+    }.items():  # fmt: skip
+        if value < 1:
+            raise ConfigError(f"token_cap: {name}: expected at least 1, got {value}")
+    if tp not in _ACTIVATION_BYTES:
+        raise ConfigError(f"token_cap: tp: expected one of 1, 2, 4 and 8, got {tp}")
+    if not 0 <= sharded <= 1:
+        raise ConfigError(f"token_cap: sharded: expected a share from 0 to 1, got {sharded}")
+    layer, ends = state_bytes * hidden**2, hidden * vocab
+    states = (
+        layers / pp_o * layer / tp_o * sharded / dp_o
+        + layers / pp * layer / tp * (1 - sharded)
+        + ends / tp_o * _end_bytes(pp_o) * sharded / dp_o
+        + ends / tp * _end_bytes(pp) * (1 - sharded)
+    )
+    token_bytes = layers * hidden / tp * _ACTIVATION_BYTES[tp]
+    tokens = floor((memory_bytes - reserve_bytes - states) / token_bytes)
+    return max(tokens // _ROUND * _ROUND, 0)
+
+
+def _end_bytes(pp: int) -> int:
+    """Bytes for each entry of the embedding: twice with one stage, which holds the head too."""
+    return 32 if pp == 1 else 16

@@ -1,0 +1,1 @@
+"""Plans: which ranks take which documents, in which micro-batches."""

@@ -1,0 +1,113 @@
+"""Documents into groups of ranks under a limit of seconds, compiled."""
+
+# ruff: noqa: ANN001, ANN202
+from __future__ import annotations
+
+import numpy as np
+
+from shared.kernels.jit import compiled
+
+__all__ = ["fill_groups"]
+
+
+@compiled
+def _sift_down(heap, room_s, size, at):
+    while True:
+        child = 2 * at + 1
+        if child >= size:
+            return
+        if child + 1 < size and room_s[heap[child + 1]] > room_s[heap[child]]:
+            child += 1
+        if room_s[heap[at]] >= room_s[heap[child]]:
+            return
+        heap[at], heap[child] = heap[child], heap[at]
+        at = child
+
+
+@compiled
+def fill_groups(seconds, tokens, least, degrees, cap, num_ranks, limit_s, group_of, degree_of):
+    """First fit of documents into groups of their least degree, short ones wherever most time is left.
+
+    Args:
+        seconds: of each document at each degree [document, degree], longest document first.
+        tokens: of the documents.
+        least: number of the least degree at which each document fits and ends in time [document].
+        degrees: ranks of a group at each degree, rising.
+        cap: most tokens of a rank.
+        num_ranks: ranks in all.
+        limit_s: most seconds of a group, its fixed part apart.
+        group_of: written: group of each document.
+        degree_of: written: number of each group's degree [at least num_ranks].
+
+    Returns:
+        Number of groups, or -1 if there are too few ranks.
+    """
+    count = tokens.size
+    room_s, room = np.empty(num_ranks), np.empty(num_ranks)
+    groups, left, document = 0, num_ranks, 0
+    # Groups of several ranks: few, so each is tried in turn, the shortest that fits first.
+    while document < count and least[document] > 0:
+        degree = least[document]
+        found = -1
+        for g in range(groups):
+            taken_s = seconds[document, degree_of[g]]
+            if (
+                degree_of[g] >= degree
+                and taken_s <= room_s[g]
+                and tokens[document] <= room[g]
+                and (found < 0 or room_s[g] - taken_s < room_s[found] - seconds[document, degree_of[found]])
+            ):
+                found = g
+        if found < 0:
+            if left < degrees[degree]:
+                return -1
+            found = groups
+            degree_of[found] = degree
+            room_s[found], room[found] = limit_s, degrees[degree] * cap
+            left -= degrees[degree]
+            groups += 1
+        room_s[found] -= seconds[document, degree_of[found]]
+        room[found] -= tokens[document]
+        group_of[document] = found
+        document += 1
+    # All other ranks, alone, and what time is left in the groups: the most time first.
+    for g in range(groups, groups + left):
+        degree_of[g] = 0
+        room_s[g], room[g] = limit_s, cap
+    groups += left
+    heap = np.arange(groups)
+    size = groups
+    for at in range(size // 2 - 1, -1, -1):
+        _sift_down(heap, room_s, size, at)
+    aside = np.empty(groups, np.int64)
+    while document < count:
+        num_aside = 0
+        placed = False
+        while size > 0:
+            g = heap[0]
+            taken_s = seconds[document, degree_of[g]]
+            if taken_s <= room_s[g] and tokens[document] <= room[g]:
+                room_s[g] -= taken_s
+                room[g] -= tokens[document]
+                group_of[document] = g
+                _sift_down(heap, room_s, size, 0)
+                placed = True
+                break
+            # Too few tokens left, or too slow alone: it may serve a shorter document.
+            size -= 1
+            heap[0], heap[size] = heap[size], heap[0]
+            aside[num_aside] = g
+            num_aside += 1
+            _sift_down(heap, room_s, size, 0)
+        if not placed:
+            return -1
+        for one in range(num_aside):
+            heap[size] = aside[one]
+            at = size
+            size += 1
+            while at > 0 and room_s[heap[at]] > room_s[heap[(at - 1) // 2]]:
+                parent = (at - 1) // 2
+                heap[at], heap[parent] = heap[parent], heap[at]
+                at = parent
+        document += 1
+    return groups
