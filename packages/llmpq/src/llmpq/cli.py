@@ -28,6 +28,7 @@ _ABOUT = """One language model over unequal devices, planned for a quality you c
 Start with, on all machines (`torchrun ...` stands for your launcher's options):
   torchrun ... -m llmpq plan ./model --cluster cluster.yaml --prompts prompts.jsonl --max-kl 0.02
   torchrun ... -m llmpq run plan.json --prompts prompts.jsonl --out answers.jsonl
+
 or plan on one machine, from profiles that `llmpq profile` has measured on one of each kind:
   llmpq plan ./model --cluster cluster.yaml --prompts prompts.jsonl --max-kl 0.02
 
@@ -225,7 +226,7 @@ class Compare(_Planning):
     rounds: int = 3
     """Turns of each plan."""
     out: Path = Path("report/llmpq/compare")
-    """Folder for the figure and the plans."""
+    """Folder of the figure and the plans."""
 
     def execute(self) -> None:
         """Plans, runs in turns, prints a table and draws."""
