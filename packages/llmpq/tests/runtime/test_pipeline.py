@@ -70,6 +70,18 @@ def by_transformers(model, ids, mask, num_new):
     return torch.stack(found)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_layers_with_a_sliding_window_keep_their_own(family, tmp_path, three):
+    changed = {"sliding_window": 4}
+    if family != "mistral":
+        changed |= {"use_sliding_window": True, "max_window_layers": 2}
+    folder, (ids, mask) = make(family, tmp_path, **changed), prompts()
+    expected = by_transformers(AutoModelForCausalLM.from_pretrained(folder).eval(), ids, mask, 6)
+    plan = plan_for([1], [2, 0])
+    found = three.run(generated, plan, folder, ids, mask, {"max_new_tokens": 6}).results[0]
+    assert found.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers(family, models, three):
     ids, mask = prompts()
