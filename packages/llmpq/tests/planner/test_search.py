@@ -233,6 +233,16 @@ def test_a_time_limit_returns_the_best_plan_with_its_gap():
     assert 0 < found.gap < 0.2
 
 
+def test_a_bound_holds_for_the_micro_batches_that_a_time_limit_left_out():
+    many = Workload(num_prompts=24, prompt_tokens=8, new_tokens=20)
+    hurried, whole = (
+        make_plan(("fast", "slow") * 2, 8, workload=many, solver="heuristic", time_limit_s=limit_s)
+        for limit_s in (1e-4, 20.0)
+    )
+    assert 0 < hurried.lower_bound <= whole.objective
+    assert hurried.gap > whole.gap
+
+
 def test_the_heuristic_is_within_two_percent_of_a_proven_bound():
     problem = big_problem()
     proven = solve(problem, "milp", gap=0.01, time_limit_s=30)

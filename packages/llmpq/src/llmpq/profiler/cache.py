@@ -94,8 +94,8 @@ def find_profile(
 
 
 def _batches(num_prompts: int) -> list[int]:
-    """Powers of two below the number of prompts, and that number, up to `MOST_PROMPTS`."""
-    most = min(num_prompts, MOST_PROMPTS)
+    """Powers of two below the number of prompts, and that number, up to `MOST_PROMPTS`; two at least."""
+    most = max(2, min(num_prompts, MOST_PROMPTS))
     return [*(size for size in (1, 2, 4, 8, 16, 32) if size < most), most]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from llmpq.config import ModelSpec
 from llmpq.planner.plan import Plan
+from llmpq.runtime.layers import read_config
 from llmpq.runtime.loader import check_plan, load_stage
 from llmpq.runtime.sampling import Sampling
 from llmpq.runtime.stage import Batch, StageSeconds, StageWorker
@@ -71,6 +72,10 @@ class Pipeline:
         self._shape = ModelSpec.from_hf(folder)
         self._group = Group.world()
         self._device = torch.device(self._group.device if device is None else device)
+        config = read_config(folder)
+        # Learned positions end; computed ones go on.
+        is_learned = config.model_type == "opt"
+        self._most_positions = config.max_position_embeddings if is_learned else None
         ranks = [stage.rank for stage in plan.stages]
         if max(ranks) >= self._group.world_size:
             raise ConfigError(
@@ -83,12 +88,16 @@ class Pipeline:
         self._stage: StageWorker | None = None
         self.read_bytes = 0
         self._ring: _Ring | None = None
+        self._way_home: Group | None = None
 
     def __enter__(self) -> Pipeline:
         if self._number is not None:
             model, self.read_bytes = load_stage(self._folder, self._plan, self._number)
             self._stage = StageWorker(model, self._plan, self._shape, self._device)
+        # Every rank of the world takes part in making groups, members or not.
         self._ring = _Ring(self._group, self._ranks, self._number, self._plan, self._shape)
+        if self._ranks[0]:
+            self._way_home = Group.of([0, self._ranks[0]])
         return self
 
     def __exit__(
@@ -141,6 +150,12 @@ class Pipeline:
         ids, mask = _pad_left(input_ids, attention_mask, pad_token_id)
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        length = mask.shape[1] + max_new_tokens
+        if self._most_positions is not None and length > self._most_positions:
+            raise ConfigError(
+                f"{self._folder}: expected at most {self._most_positions} tokens of prompt and answer, "
+                f"for which the model has positions, got {mask.shape[1]} + {max_new_tokens}"
+            )
         batch = Batch(mask, max_new_tokens, self._plan.prefill_size, self._plan.decode_size)
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
         found = None
@@ -166,8 +181,8 @@ class Pipeline:
 
     def _bring_home(self, found: Tensor | None, batch: Batch) -> Tensor | None:
         """Sends the tokens from the first stage's rank to rank 0."""
-        first, me = self._ranks[0], self._group.rank
-        if first == 0 or me not in (0, first):
+        first, me, pair = self._ranks[0], self._group.rank, self._way_home
+        if pair is None or me not in (0, first):
             return found if me == 0 else None
         shape = len(batch.mask), batch.max_new_tokens + 1
         tokens = torch.empty(shape, dtype=torch.int64, device=self._group.device)
@@ -176,7 +191,6 @@ class Pipeline:
             tokens[:, : found.shape[1]] = found
             tokens[:, -1] = found.shape[1]
         other = 0 if me == first else first
-        pair = Group.of(sorted((0, first)))
         at = pair.ranks.index(other)
         item = Round(
             send_to=at, send=tokens if me == first else None,
@@ -308,7 +322,6 @@ class _Ring:
         self._at_fault = 0 if number is None else ranks[number - 1]
         if self.is_alone:
             return
-        # Every rank of the world takes part in making groups, members or not.
         for link, rank in enumerate(ranks):
             ends = rank, ranks[(link + 1) % len(ranks)]
             pair = Group.of(sorted(ends))
