@@ -67,13 +67,47 @@ def test_a_stage_that_dies_is_named_by_the_others(model, tmp_path, faulty):
 
 
 @pytest.mark.slow
-def test_a_stage_that_stands_still_is_named_within_the_timeout(model, tmp_path):
+@pytest.mark.parametrize("faulty", [0, 1, 2])
+def test_a_stage_that_stands_still_is_named_by_all_others(model, tmp_path, faulty):
     limit = timedelta(seconds=4)
     with pytest.raises(RankFailure), RankPool(3, timeout=limit) as pool:
-        pool.run(generate_until, tmp_path, model, 1, "hangs", timeout=timedelta(seconds=60))
-    seconds, text = (tmp_path / "told-2").read_text().split("\n", 1)
-    assert float(seconds) < 45, "far below the minute that the call may take"
-    assert "rank 1" in text
+        pool.run(generate_until, tmp_path, model, faulty, "hangs", timeout=timedelta(seconds=20))
+    for rank in {0, 1, 2} - {faulty}:
+        seconds, text = (tmp_path / f"told-{rank}").read_text().split("\n", 1)
+        assert float(seconds) < 18, "below what the call may take"
+        assert f"rank {faulty}" in text
+
+
+def fail_in_one(path, model, faulty):
+    """What this rank is told when one raises in the midst of decoding."""
+    rank = Group.world().rank
+    with Pipeline(three_stages(), model) as pipe:
+        if rank == faulty:
+            calls = []
+            module = torch.nn.Module.__call__
+
+            def counted(self, *args, **options):
+                calls.append(type(self).__name__ == "StageModel")
+                if sum(calls) == 9:
+                    raise MemoryError("no memory left")
+                return module(self, *args, **options)
+
+            torch.nn.Module.__call__ = counted
+        begin = time.monotonic()
+        with pytest.raises(MemoryError if rank == faulty else CommError) as told:
+            pipe.generate(torch.ones(4, 3, dtype=torch.int64), max_new_tokens=50)
+        (path / f"told-{rank}").write_text(f"{time.monotonic() - begin}\n{told.value}")
+
+
+@pytest.mark.parametrize("faulty", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_stage_that_raises_is_named_at_once_by_all_others(model, tmp_path, faulty):
+    limit = timedelta(seconds=90)
+    with RankPool(3, timeout=limit) as pool:
+        pool.run(fail_in_one, tmp_path, model, faulty)
+    for rank in {0, 1, 2} - {faulty}:
+        seconds, text = (tmp_path / f"told-{rank}").read_text().split("\n", 1)
+        assert float(seconds) < 60, "before any timeout"
+        assert f"rank {faulty}" in text
 
 
 def try_bad_input(model):

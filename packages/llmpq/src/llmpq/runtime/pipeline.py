@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,10 @@ __all__ = ["Pipeline"]
 
 _PREFILL, _DECODE, _END, _FAILED = range(4)
 _PHASES = ("prefill", "decode", "end", "failure")
+_MOST_OF_TIMEOUT = 0.9
+"""Share of the timeout after which a failure to receive is taken for its end."""
+_GRACE_S, _MOST_GRACE_S = 3.0, 30.0
+"""Seconds that ranks whose timeouts are over wait for each other's word, at least and at most."""
 _MOST_UNSENT = 64
 """Messages that may wait to be sent; more would hold their memory."""
 
@@ -175,6 +180,11 @@ class Pipeline:
                 else:
                     _follow(self._stage, self._ring, batch)
                 self._ring.flush()
+            except CommError:
+                raise
+            except BaseException:
+                self._ring.fail()
+                raise
             finally:
                 self._stage.end()
         return self._bring_home(found, batch)
@@ -312,7 +322,8 @@ class _Ring:
         self, group: Group, ranks: list[int], number: int | None, plan: Plan, spec: ModelSpec
     ) -> None:
         self.is_alone = len(ranks) == 1
-        self._number, self._count = number, len(ranks)
+        self._ranks, self._number, self._count = ranks, number, len(ranks)
+        self._timeout_s = group.timeout.total_seconds()
         self._width, self._dtype = spec.hidden_size, getattr(torch, plan.dtype)
         self._device = group.device
         self._arrived: queue.SimpleQueue[_Message | BaseException] = queue.SimpleQueue()
@@ -363,11 +374,34 @@ class _Ring:
             found = self._arrived.get(block=wait)
         except queue.Empty:
             return None
+        if isinstance(found, TimeoutError):
+            self._at_fault = self._find_silent()
+            found = CommError(
+                f"expected rank {self._at_fault} to go on with its stage; nothing came of it for "
+                f"{self._timeout_s:.0f} s: it stands still; start all ranks anew to go on"
+            )
         if isinstance(found, BaseException):
             # The stages after this one wait for what will not come; the rank at fault goes round.
             self.send(_Message(_FAILED, self._at_fault, 0, 0, None))
             raise found
         return found
+
+    def fail(self) -> None:
+        """Tells the stages after this one that it fails, so that none waits for it."""
+        if not self.is_alone and self._number is not None:
+            self.send(_Message(_FAILED, self._ranks[self._number], 0, 0, None))
+
+    def _find_silent(self) -> int:
+        """The rank that stands still: with all timeouts over at once, the one that does not say so."""
+        assert self._number is not None
+        board = Group.world().board("llmpq/timed-out")
+        board.set(str(self._ranks[self._number]), "waits")
+        end = time.monotonic() + max(_GRACE_S, min(0.1 * self._timeout_s, _MOST_GRACE_S))
+        silent = self._ranks
+        while len(silent) > 1 and time.monotonic() < end:
+            time.sleep(0.1)
+            silent = [rank for rank in self._ranks if not board.check([str(rank)])]
+        return self._at_fault if self._at_fault in silent or not silent else silent[0]
 
     def flush(self) -> None:
         """Waits for what was sent, and on the first stage for the end to come round."""
@@ -392,9 +426,11 @@ class _Ring:
             item = Round(send_to=peer, send=None, recv_from=peer, recv=into)
             post_rounds(pair, [item], "stage", lane=_lane(link)).wait_all()
 
+        begun = time.monotonic()
         try:
             while True:
                 header = torch.empty(5, dtype=torch.int64, device=self._device)
+                begun = time.monotonic()
                 take(header)
                 kind, number, low, high, num_tokens = header.tolist()
                 if kind == _FAILED:
@@ -412,7 +448,8 @@ class _Ring:
                 if kind == _END:
                     return
         except BaseException as error:  # noqa: BLE001 - raised where it is received
-            self._arrived.put(error)
+            is_late = time.monotonic() - begun >= _MOST_OF_TIMEOUT * self._timeout_s
+            self._arrived.put(TimeoutError() if is_late else error)
 
 
 def _lane(link: int) -> str:
