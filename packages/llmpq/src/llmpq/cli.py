@@ -179,8 +179,7 @@ class Run:
         from llmpq.runtime.pipeline import Pipeline
 
         plan = Plan.load(self.plan)
-        folder = _folder(plan, self.plan, self.model)
-        is_first = _join().rank == 0
+        folder, is_first = _folder(plan, self.plan, self.model), _join().rank == 0
         requests, decode, num_left = [], None, 0
         if is_first:
             prompts = read_prompts(self.prompts)
@@ -193,7 +192,9 @@ class Run:
                 tokenizer: Any = AutoTokenizer.from_pretrained(folder)
                 decode = partial(tokenizer.decode, skip_special_tokens=True)
             num_left = len(find_unanswered(requests, self.out))
-        new_tokens = self.new_tokens or int(plan.predicted.get("new_tokens", 32))
+        known = {"new_tokens": 32, "num_prompts": 32, **plan.predicted}
+        new_tokens = int(known["new_tokens"]) if self.new_tokens is None else self.new_tokens
+        wave_size = int(known["num_prompts"]) if self.batch is None else self.batch
         with ExitStack() as stack:
             pipe = stack.enter_context(Pipeline(plan, folder))
             progress = Progress(console=Console(stderr=True), disable=not is_first)
@@ -201,16 +202,15 @@ class Run:
             begun = time.perf_counter()
             count = answer(
                 pipe, requests, self.out,
-                wave_size=self.batch or int(plan.predicted.get("num_prompts", 32)),
-                max_new_tokens=new_tokens,
+                wave_size=wave_size, max_new_tokens=new_tokens,
                 decode=decode,
                 on_answered=lambda number: progress.advance(bar, number),
                 eos_token_id=read_ends(folder),
                 temperature=self.temperature, top_p=self.top_p, seed=self.seed,
             )  # fmt: skip
-            seconds = time.perf_counter() - begun
+            taken_s = time.perf_counter() - begun
         if is_first:
-            print(f"answered {count} of {len(requests)} prompts in {seconds:.3g} s: {self.out}")
+            print(f"answered {count} of {len(requests)} prompts in {taken_s:.3g} s: {self.out}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

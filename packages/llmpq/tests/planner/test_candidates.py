@@ -1,6 +1,7 @@
 """The problems that a plan is sought among: their bytes, seconds and messages, item by item."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -104,6 +105,41 @@ def test_the_batch_that_would_fit_is_the_largest_one():
 
 
 @pytest.mark.parametrize("seed", range(12))
+class TwoHosts(SheetCosts):
+    """The first half of the devices in one host, the others in another, with a slow link between."""
+
+    def send_s(self, sender, receiver, num_bytes):
+        half = self.num_devices // 2
+        is_far = (sender < half) != (receiver < half)
+        return 0.0 if sender == receiver else num_bytes * (1e-4 if is_far else 1e-9)
+
+
+def test_devices_of_a_host_are_side_by_side_where_hosts_are_far_apart():
+    workload = Workload(num_prompts=2, prompt_tokens=8, new_tokens=20)
+    # Memory for a layer or two: all devices are needed.
+    memory = {"fast": 800_000, "slow": 800_000}
+    costs = TwoHosts(("fast", "slow") * 2, memory=memory)
+    known = Candidates(
+        model=SPEC, costs=costs, noise=NOISE, workload=workload, quality=Quality(), bits=BITS,
+        group_size=16, dtype="bfloat16",
+    )  # fmt: skip
+    assert {(0, 1, 2, 3), (2, 3, 0, 1), (1, 0, 3, 2), (0, 2, 1, 3)} <= set(known.orders)
+    found = find_best(known, solver="milp")
+    crossings = [
+        (one < 2) != (to < 2) for one, to in zip(found.order, np.roll(found.order, -1), strict=True)
+    ]
+    assert sum(crossings) == 2
+    near = SheetCosts(("fast", "slow") * 2, memory=memory, byte_s=1e-9)
+    assert len(replace(known, costs=near).orders) == 2
+
+
+def test_ends_that_fit_nowhere_are_told_with_the_largest_device():
+    known = candidates(memory={"fast": 30_000, "slow": 20_000})
+    text = known.explain_shortage(known.problem((0, 1), (1, 1)))
+    assert "embedding and head take 0.0671 MB on one device, but the largest, device 0" in text
+    assert "prompts at a time" not in text
+
+
 def test_programs_bound_what_brute_force_finds(seed):
     problem = random_problem(seed, max_layers=4)
     best = best_by_brute_force(problem)

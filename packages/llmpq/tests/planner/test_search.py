@@ -179,7 +179,7 @@ def test_memory_and_quality_that_exclude_each_other_are_told():
         2,
         max_noise=1.0,
     )
-    with pytest.raises(InfeasiblePlan, match="but not with a noise"):
+    with pytest.raises(InfeasiblePlan, match="but not as devices hold whole layers, with a noise"):
         solve(problem)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from llmpq.planner.plan import Plan, Stage
+from llmpq.runtime import pipeline
 from llmpq.runtime.pipeline import Pipeline
 from shared.comms import Group, RankPool
 from shared.errors import CommError, ConfigError, DataError, RankFailure
@@ -141,3 +142,46 @@ def start_with_too_few(model):
 def test_a_plan_for_more_ranks_is_refused(model):
     with RankPool(2) as pool:
         pool.run(start_with_too_few, model)
+
+
+def load_slowly(model, slow_s):
+    """Rank 1 takes longer to load its stage than messages may take."""
+    if Group.world().rank == 1:
+        read, pipeline.load_stage = pipeline.load_stage, None
+
+        def slowly(*args):
+            time.sleep(slow_s)
+            return read(*args)
+
+        pipeline.load_stage = slowly
+    with Pipeline(three_stages(), model) as pipe:
+        found = pipe.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
+    return None if found is None else tuple(found.shape)
+
+
+@pytest.mark.slow
+def test_a_stage_may_load_for_longer_than_a_message_may_take(model):
+    with RankPool(3, timeout=timedelta(seconds=4)) as pool:
+        found = pool.run(load_slowly, model, 8, timeout=timedelta(seconds=60)).results
+    assert found == [(1, 2), None, None]
+
+
+def fail_to_load(model):
+    if Group.world().rank == 1:
+
+        def broken(*args):
+            raise DataError("a weight is missing")
+
+        pipeline.load_stage = broken
+    begin = time.monotonic()
+    with (
+        pytest.raises(DataError if Group.world().rank == 1 else CommError, match=r"rank 1|missing"),
+        Pipeline(three_stages(), model),
+    ):
+        pass
+    return time.monotonic() - begin
+
+
+def test_a_stage_that_cannot_be_loaded_is_told_to_all(model):
+    with RankPool(3) as pool:
+        assert max(pool.run(fail_to_load, model).results) < 30

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shared.errors import ConfigError
-from shared.kernels.weight_matmul import PackedWeight, from_codes, matmul, unpack
+from shared.kernels.weight_matmul import BITS, PackedWeight, from_codes, matmul, unpack
 
 __all__ = [
     "BLOCK_BYTES",
@@ -177,9 +177,12 @@ def measure_forms(
     for form in forms:
         if form not in FORMS:
             raise ConfigError(f"forms: expected some of {', '.join(FORMS)}, got {form!r}")
-    if min(in_features, out_features, *tokens) < 1:
+    if bits not in BITS:
+        raise ConfigError(f"bits: expected one of {', '.join(map(str, BITS))}, got {bits}")
+    if min(in_features, out_features, group_size, *tokens) < 1:
         raise ConfigError(
-            f"expected at least 1 token, column and row, got {tokens}, {in_features}, {out_features}"
+            f"expected at least 1 token, column, row and column of a group, got {tokens}, "
+            f"{in_features}, {out_features} and {group_size}"
         )
     groups = -(-in_features // group_size)
     with torch.device(device):

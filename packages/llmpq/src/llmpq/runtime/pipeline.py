@@ -11,7 +11,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -38,6 +40,9 @@ _MOST_OF_TIMEOUT = 0.9
 """Share of the timeout after which a failure to receive is taken for its end."""
 _GRACE_S, _MOST_GRACE_S = 3.0, 30.0
 """Seconds that ranks whose timeouts are over wait for each other's word, at least and at most."""
+_MOST_LOADING_S = 3600
+_LOADS = count()
+"""Numbers of this process's pipelines, the same on all ranks as these make the same ones."""
 _MOST_UNSENT = 64
 """Messages that may wait to be sent; more would hold their memory."""
 
@@ -96,9 +101,10 @@ class Pipeline:
         self._way_home: Group | None = None
 
     def __enter__(self) -> Pipeline:
-        if self._number is not None:
-            model, self.read_bytes = load_stage(self._folder, self._plan, self._number)
-            self._stage = StageWorker(model, self._plan, self._shape, self._device)
+        with _all_loaded(self._group):
+            if self._number is not None:
+                model, self.read_bytes = load_stage(self._folder, self._plan, self._number)
+                self._stage = StageWorker(model, self._plan, self._shape, self._device)
         # Every rank of the world takes part in making groups, members or not.
         self._ring = _Ring(self._group, self._ranks, self._number, self._plan, self._shape)
         if self._ranks[0]:
@@ -112,6 +118,11 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self._stage = self._ring = None
+
+    @property
+    def plan(self) -> Plan:
+        """What it runs."""
+        return self._plan
 
     @property
     def stage_s(self) -> StageSeconds:
@@ -151,7 +162,10 @@ class Pipeline:
             DataError: shapes do not fit, or a prompt is empty.
             CommError: another stage died or stands still; names its rank.
         """
-        assert self._ring is not None, "the pipeline is entered"
+        if self._ring is None:
+            raise ConfigError(
+                "expected an entered pipeline; call generate inside `with Pipeline(...)`"
+            )
         ids, mask = _pad_left(input_ids, attention_mask, pad_token_id)
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
@@ -208,6 +222,36 @@ class Pipeline:
         )  # fmt: skip
         post_rounds(pair, [item], "answers").wait_all()
         return tokens[:, : int(tokens[0, -1])] if me == 0 else None
+
+
+@contextmanager
+def _all_loaded(group: Group) -> Iterator[None]:
+    """Waits behind its block until all ranks are through theirs, however unlike their disks are.
+
+    Not a barrier of the group: loading may take longer than its timeout, which is for messages.
+    """
+    if group.world_size == 1:
+        yield
+        return
+    board = group.board(f"llmpq/loaded/{next(_LOADS)}")
+    try:
+        yield
+    except BaseException:
+        board.set(str(group.rank), "failed")
+        raise
+    board.set(str(group.rank), "done")
+    left = [rank for rank in range(group.world_size) if rank != group.rank]
+    end = time.monotonic() + _MOST_LOADING_S
+    while left:
+        for rank in [rank for rank in left if board.check([str(rank)])]:
+            if board.get(str(rank)) != b"done":
+                raise CommError(f"expected rank {rank} to load its stage; it failed, and says why")
+            left.remove(rank)
+        if left and time.monotonic() > end:
+            raise CommError(
+                f"expected rank {left[0]} to load its stage within {_MOST_LOADING_S} s of this one"
+            )
+        time.sleep(0.02 if left else 0.0)
 
 
 def _pad_left(ids: Tensor, mask: Tensor | None, pad: int) -> tuple[Tensor, Tensor]:
@@ -270,14 +314,18 @@ def _lead(stage: StageWorker, ring: _Ring, batch: Batch, ids: Tensor, head: _Hea
         for low, high in batch.chunks(number)
     )  # fmt: skip
     num_waiting = [len(batch.chunks(number)) for number in range(batch.num_decode)]
+    # A slow stage keeps no more prompts waiting than these, whatever the first one could send.
+    num_prefills, most_prefills = 0, ring.num_stages + 2
     num_away = 0
     while prefills or num_away:
-        returned = ring.receive(wait=not prefills) if num_away else None
+        is_full = not prefills or num_prefills >= most_prefills
+        returned = ring.receive(wait=is_full) if num_away else None
         if returned is None:
             number, low, high = prefills.popleft()
             first = batch.rows(number)[0]
             hidden = stage.prefill(number, low, high, ids[first + low : first + high])
             ring.send(_Message(_PREFILL, number, low, high, hidden))
+            num_prefills += 1
             num_away += 1
             continue
         num_away -= 1
@@ -287,6 +335,7 @@ def _lead(stage: StageWorker, ring: _Ring, batch: Batch, ids: Tensor, head: _Hea
             logits = stage.model.logits(returned.hidden[:, -1].to(stage.device))
             head.take(number, returned.low, returned.high, logits)
         if returned.kind == _PREFILL:
+            num_prefills -= 1
             num_waiting[number] -= 1
             if num_waiting[number]:
                 continue
@@ -322,7 +371,7 @@ class _Ring:
         self, group: Group, ranks: list[int], number: int | None, plan: Plan, spec: ModelSpec
     ) -> None:
         self.is_alone = len(ranks) == 1
-        self._ranks, self._number, self._count = ranks, number, len(ranks)
+        self._ranks, self._number, self.num_stages = ranks, number, len(ranks)
         self._timeout_s = group.timeout.total_seconds()
         self._width, self._dtype = spec.hidden_size, getattr(torch, plan.dtype)
         self._device = group.device
@@ -354,7 +403,7 @@ class _Ring:
             return
         assert self._number is not None, "a rank without a stage sends nothing"
         hidden = message.hidden
-        if hidden is not None and message.kind == _PREFILL and self._number == self._count - 1:
+        if hidden is not None and message.kind == _PREFILL and self._number == self.num_stages - 1:
             hidden = hidden[:, -1:]  # the head wants no more
         num_tokens = 0 if hidden is None else hidden.shape[1]
         sent = [torch.tensor([*message[:4], num_tokens], device=self._device)]
@@ -419,7 +468,7 @@ class _Ring:
 
     def _read(self) -> None:
         assert self._number is not None
-        link = (self._number - 1) % self._count
+        link = (self._number - 1) % self.num_stages
         pair, peer = self._link(link)
 
         def take(into: Tensor) -> None:
