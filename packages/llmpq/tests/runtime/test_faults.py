@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -146,15 +147,16 @@ def test_a_plan_for_more_ranks_is_refused(model):
 
 def load_slowly(model, slow_s):
     """Rank 1 takes longer to load its stage than messages may take."""
-    if Group.world().rank == 1:
-        read, pipeline.load_stage = pipeline.load_stage, None
+    read = pipeline.load_stage
 
-        def slowly(*args):
-            time.sleep(slow_s)
-            return read(*args)
+    def slowly(*args):
+        time.sleep(slow_s if Group.world().rank == 1 else 0)
+        return read(*args)
 
-        pipeline.load_stage = slowly
-    with Pipeline(three_stages(), model) as pipe:
+    with (
+        mock.patch.object(pipeline, "load_stage", slowly),
+        Pipeline(three_stages(), model) as pipe,
+    ):
         found = pipe.generate(torch.ones(1, 3, dtype=torch.int64), max_new_tokens=2)
     return None if found is None else tuple(found.shape)
 
@@ -167,15 +169,12 @@ def test_a_stage_may_load_for_longer_than_a_message_may_take(model):
 
 
 def fail_to_load(model):
-    if Group.world().rank == 1:
-
-        def broken(*args):
-            raise DataError("a weight is missing")
-
-        pipeline.load_stage = broken
+    is_broken = Group.world().rank == 1
+    broken = mock.Mock(side_effect=DataError("a weight is missing"))
     begin = time.monotonic()
     with (
-        pytest.raises(DataError if Group.world().rank == 1 else CommError, match=r"rank 1|missing"),
+        mock.patch.object(pipeline, "load_stage", broken if is_broken else pipeline.load_stage),
+        pytest.raises(DataError if is_broken else CommError, match=r"rank 1|missing"),
         Pipeline(three_stages(), model),
     ):
         pass

@@ -184,11 +184,8 @@ class Pipeline:
             try:
                 if self._number == 0:
                     numbers = torch.arange(len(ids)) if prompt_numbers is None else prompt_numbers
-                    ends = (
-                        [eos_token_id]
-                        if isinstance(eos_token_id, int)
-                        else list(eos_token_id or ())
-                    )
+                    is_one = isinstance(eos_token_id, int)
+                    ends = [eos_token_id] if is_one else list(eos_token_id or ())
                     head = _Head(batch, sampling, numbers, ends, pad_token_id)
                     found = _lead(self._stage, self._ring, batch, ids, head)
                 else:
@@ -248,9 +245,7 @@ def _all_loaded(group: Group) -> Iterator[None]:
                 raise CommError(f"expected rank {rank} to load its stage; it failed, and says why")
             left.remove(rank)
         if left and time.monotonic() > end:
-            raise CommError(
-                f"expected rank {left[0]} to load its stage within {_MOST_LOADING_S} s of this one"
-            )
+            raise CommError(f"expected rank {left[0]} to load its stage within {_MOST_LOADING_S} s")
         time.sleep(0.02 if left else 0.0)
 
 
