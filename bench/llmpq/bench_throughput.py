@@ -65,7 +65,8 @@ def known():
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor(tokenizer(" ".join(paragraphs(1200)))["input_ids"])
-    noise = sensitivity(model, [ids[:384].view(12, 32)], bits=BITS, group_size=GROUP).noise
+    text = [ids[8000 : 8000 + 16 * 96].view(16, 96)]  # as much as the command line takes
+    noise = sensitivity(model, text, bits=BITS, group_size=GROUP).noise
     prompts = ids[1000 : 1000 + 32 * 128].view(32, 128)
     other = [ids[20_000 : 20_000 + 8 * 96].view(8, 96)]
     one = Plan(

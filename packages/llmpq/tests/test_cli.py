@@ -133,6 +133,29 @@ def test_sensitivity_is_printed_by_layer(home):
     assert "3 bits" in text
 
 
+def test_kinds_profiled_elsewhere_are_planned_in_one_process_for_one_prompt(home, tmp_path):
+    given = ("--bits", 4, 16, "--group-size", 16, "--profiles", tmp_path / "profiles")
+    for kind in ("new", "old"):
+        text = run_here(
+            "profile", home / "model", "--kind", kind, "--batch", 1, "--prompt-tokens", 8,
+            "--new-tokens", 3, *given,
+        )  # fmt: skip
+        assert text.startswith(f"{kind}: ")
+        assert " 4 bits: a layer takes " in text
+    (tmp_path / "cluster.yaml").write_text(
+        "hosts: [{name: x, devices: [{like: CPU, name: new, memory_bytes: 1e8}]}, "
+        "{name: y, devices: [{like: CPU, name: old, memory_bytes: 1e8}]}]\n"
+    )
+    (tmp_path / "one.jsonl").write_text('"the rain falls"\n')
+    text = run_here(
+        "plan", home / "model", "--cluster", tmp_path / "cluster.yaml",
+        "--prompts", tmp_path / "one.jsonl", "--out", tmp_path / "plan.json", "--new-tokens", 3,
+        *given,
+    )  # fmt: skip
+    assert "tokens/s" in text
+    assert Plan.load(tmp_path / "plan.json").decode_size == 1
+
+
 @pytest.mark.slow
 def test_ranks_measure_plan_run_and_resume(home, tmp_path):
     common = (

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from llmpq.data import Prompt, paragraphs, read_prompts, smollm2
+from llmpq.data import Prompt, paragraphs, read_ends, read_prompts, smollm2, tokenise
 from shared.errors import ConfigError, DataError
+
+from .runtime.tiny_models import make
 
 
 def write(tmp_path, *lines):
@@ -51,12 +53,40 @@ def test_prompts_are_read_line_by_line(tmp_path):
         ('{"token_ids": []}', '"token_ids" to be a list of numbers'),
         ('{"token_ids": [true]}', '"token_ids" to be a list of numbers'),
         ('{"token_ids": [-1]}', '"token_ids" to be a list of numbers'),
+        ('{"prompt": "b", "id": null}', '"id" to be a text or a whole number, got None'),
+        ('{"prompt": "b", "id": {"a": 1}}', '"id" to be a text or a whole number'),
         ('{"prompt": "b", "id": 0}', "an id of its own, got '0', which line 1 has"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(tmp_path, line, message):
     with pytest.raises(DataError, match=message):
         read_prompts(write(tmp_path, '"first"', line))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"Hi"\n', encoding="utf-8-sig")
+    assert read_prompts(path) == [Prompt("0", text="Hi")]
+
+
+def test_answers_end_where_generate_ends_them(tmp_path):
+    model = make("llama", tmp_path)
+    assert read_ends(model) == [2]
+    file = model / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [128, 129]}))
+    assert read_ends(model) == [128, 129]
+    file.unlink()
+    assert read_ends(model) == [2]
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
+    assert read_ends(model) == []
+
+
+def test_tokens_that_the_model_does_not_know_are_named(tmp_path):
+    model = make("llama", tmp_path)
+    assert tokenise(model, [Prompt("a", token_ids=(5, 130))]) == [[5, 130]]
+    with pytest.raises(DataError, match=r"prompt 'b'.*below 131.*got 131"):
+        tokenise(model, [Prompt("a", token_ids=(5,)), Prompt("b", token_ids=(6, 131))])
 
 
 def test_a_file_without_prompts_is_refused(tmp_path):

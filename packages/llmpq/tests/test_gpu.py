@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from llmpq import Pipeline, Plan, Stage
+from llmpq.profiler.layer_times import find_device, measure_device
 from shared.comms import RankPool
 
 from .runtime.tiny_models import make
@@ -32,3 +33,13 @@ def test_tokens_are_those_of_the_cpu(family, bits, tmp_path):
         on_gpu = pool.run(generated, plan, folder, ids, "cuda").results[0]
         on_cpu = pool.run(generated, plan, folder, ids, "cpu").results[0]
     assert on_gpu.tolist() == on_cpu.tolist()
+
+
+def test_the_device_of_one_process_is_measured(tmp_path):
+    assert find_device().type == "cuda"
+    found = measure_device(
+        make("llama", tmp_path), kind="here", bits=(4, 16), group_size=16, batches=(1, 2, 4),
+        prompt_tokens=8, new_tokens=4, limit_s=5.0,
+    )  # fmt: skip
+    assert found.processor == torch.cuda.get_device_name()
+    assert found.decode[4].decode_s(2, 8) > 0

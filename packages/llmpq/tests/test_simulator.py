@@ -83,11 +83,17 @@ def test_a_micro_batch_waits_for_its_own_prefills():
     assert found.makespan_s == pytest.approx(4.1 + 5 + 5 + 0.1)
 
 
+def test_several_micro_batches_begin_after_one_prefill():
+    found = simulate([2.0], [1.0], num_prefill=1, num_decode=3, new_tokens=2, formula="paper")
+    assert found.makespan_s == pytest.approx(2 + 3)
+
+
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
         ({"decode_s": [1.0]}, "same stages"),
-        ({"num_decode": 3}, "a prefill for each decode"),
+        ({"num_decode": 0}, "one micro-batch in each phase"),
+        ({"formula": "lap"}, "formula: expected one of ring, paper, got 'lap'"),
         ({"new_tokens": 0}, "at least one token"),
         ({"decode_send_s": [1.0]}, "decode_send_s: expected a message of each stage, got 1"),
     ],

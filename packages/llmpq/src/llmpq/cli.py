@@ -28,6 +28,7 @@ _ABOUT = """One language model over unequal devices, planned for a quality you c
 Start with, on all machines (`torchrun ...` stands for your launcher's options):
   torchrun ... -m llmpq plan ./model --cluster cluster.yaml --prompts prompts.jsonl --max-kl 0.02
   torchrun ... -m llmpq run plan.json --prompts prompts.jsonl --out answers.jsonl
+
 or plan on one machine, from profiles that `llmpq profile` has measured on one of each kind:
   llmpq plan ./model --cluster cluster.yaml --prompts prompts.jsonl --max-kl 0.02
 
@@ -81,8 +82,8 @@ class MakePlan(_Planning):
     solver: Literal["auto", "milp", "heuristic"] = "auto"
     """auto, milp (proves the gap) or heuristic (about a second)."""
     method: Literal["nearest", "gptq"] = "nearest"
-    """How weights are rounded. gptq loses less than is expected of nearest; it needs the whole model
-    in memory once, and writes codes beside the plan."""
+    """How weights are rounded. gptq loses less than nearest; it needs the whole model in memory once,
+    and writes codes beside the plan."""
     baseline: Annotated[str, choice(BASELINES)] | None = None
     """Plan as this baseline does, for comparison."""
     out: Path = Path("plan.json")
@@ -170,16 +171,15 @@ class Run:
 
         from rich.console import Console
         from rich.progress import Progress
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoTokenizer
 
-        from llmpq.data import read_prompts, tokenise
+        from llmpq.data import read_ends, read_prompts, tokenise
         from llmpq.planner.plan import Plan
         from llmpq.runtime.answers import Request, answer, find_unanswered
         from llmpq.runtime.pipeline import Pipeline
 
         plan = Plan.load(self.plan)
-        folder = _folder(plan, self.plan, self.model)
-        is_first = _join().rank == 0
+        folder, is_first = _folder(plan, self.plan, self.model), _join().rank == 0
         requests, decode, num_left = [], None, 0
         if is_first:
             prompts = read_prompts(self.prompts)
@@ -192,7 +192,9 @@ class Run:
                 tokenizer: Any = AutoTokenizer.from_pretrained(folder)
                 decode = partial(tokenizer.decode, skip_special_tokens=True)
             num_left = len(find_unanswered(requests, self.out))
-        new_tokens = self.new_tokens or int(plan.predicted.get("new_tokens", 32))
+        known = {"new_tokens": 32, "num_prompts": 32, **plan.predicted}
+        new_tokens = int(known["new_tokens"]) if self.new_tokens is None else self.new_tokens
+        wave_size = int(known["num_prompts"]) if self.batch is None else self.batch
         with ExitStack() as stack:
             pipe = stack.enter_context(Pipeline(plan, folder))
             progress = Progress(console=Console(stderr=True), disable=not is_first)
@@ -200,16 +202,15 @@ class Run:
             begun = time.perf_counter()
             count = answer(
                 pipe, requests, self.out,
-                wave_size=self.batch or int(plan.predicted.get("num_prompts", 32)),
-                max_new_tokens=new_tokens,
+                wave_size=wave_size, max_new_tokens=new_tokens,
                 decode=decode,
                 on_answered=lambda number: progress.advance(bar, number),
-                eos_token_id=AutoConfig.from_pretrained(folder).eos_token_id,
+                eos_token_id=read_ends(folder),
                 temperature=self.temperature, top_p=self.top_p, seed=self.seed,
             )  # fmt: skip
-            seconds = time.perf_counter() - begun
+            taken_s = time.perf_counter() - begun
         if is_first:
-            print(f"answered {count} of {len(requests)} prompts in {seconds:.3g} s: {self.out}")
+            print(f"answered {count} of {len(requests)} prompts in {taken_s:.3g} s: {self.out}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +226,7 @@ class Compare(_Planning):
     rounds: int = 3
     """Turns of each plan."""
     out: Path = Path("report/llmpq/compare")
-    """Folder for the figure and the plans."""
+    """Folder of the figure and the plans."""
 
     def execute(self) -> None:
         """Plans, runs in turns, prints a table and draws."""
@@ -298,9 +299,8 @@ class Simulate(JsonOption):
             for number, stage in enumerate(plan.stages)
         }
         lines = [f"{timeline.makespan_s:.4g} s for the batch"]
-        for stage in plan.stages:
-            layers = f"layers {stage.layers[0]} to {stage.layers[1] - 1}"
-            lines.append(f"rank {stage.rank}, {layers}: busy {busy[stage.rank]:.0%} of the time")
+        for rank, (low, high) in ((stage.rank, stage.layers) for stage in plan.stages):
+            lines.append(f"rank {rank}, layers {low} to {high - 1}: {busy[rank]:.0%} busy")
         self.print_result({"seconds": timeline.makespan_s, "busy": busy}, "\n".join(lines))
 
 
@@ -321,6 +321,8 @@ class MeasureDevice(JsonOption):
     """Input columns that share a scale."""
     dtype: _Dtype = "float32"
     """Type of activations."""
+    batch: int = 32
+    """Most prompts at once."""
     prompt_tokens: int = 512
     """Longest prompts."""
     new_tokens: int = 128
@@ -336,14 +338,13 @@ class MeasureDevice(JsonOption):
         from llmpq.profiler.cache import find_profile, profile_path
 
         workload = Workload(
-            num_prompts=1, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens
+            num_prompts=self.batch, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens
         )
         path = profile_path(self.profiles, self.model, self.kind, self.dtype, self.group_size)
         with Console(stderr=True).status(f"measuring {self.kind}") as status:
             found = find_profile(
                 self.profiles, self.model, self.kind, bits=self.bits, group_size=self.group_size,
-                dtype=self.dtype, workload=workload, is_here=True,
-                on_progress=status.update,
+                dtype=self.dtype, workload=workload, is_here=True, on_progress=status.update,
             )  # fmt: skip
         lines = [f"{self.kind}: {found.processor}, torch {found.torch}, {found.dtype}"]
         for bits in found.prefill:
@@ -412,8 +413,7 @@ class Export:
     model: Path | None = None
     """Folder of the Hugging Face model; the one that was planned for by default."""
     out: Path | None = None
-    """Folder, or for settings alone the file, that is written; beside the plan by default, named
-    after both."""
+    """Folder, or for settings alone the file; beside the plan by default, named after both."""
 
     def execute(self) -> None:
         """Writes it and says how to use it."""

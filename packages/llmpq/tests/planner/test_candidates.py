@@ -1,6 +1,7 @@
 """The problems that a plan is sought among: their bytes, seconds and messages, item by item."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,6 +102,42 @@ def test_the_batch_that_would_fit_is_the_largest_one():
     assert attempt(int(fits)).plan.num_layers == 4
     with pytest.raises(InfeasiblePlan):
         attempt(int(fits) + 1)
+
+
+class TwoHosts(SheetCosts):
+    """The first half of the devices in one host, the others in another, with a slow link between."""
+
+    def send_s(self, sender, receiver, num_bytes):
+        half = self.num_devices // 2
+        is_far = (sender < half) != (receiver < half)
+        return 0.0 if sender == receiver else num_bytes * (1e-4 if is_far else 1e-9)
+
+
+def test_devices_of_a_host_are_side_by_side_where_hosts_are_far_apart():
+    workload = Workload(num_prompts=2, prompt_tokens=8, new_tokens=20)
+    known = Candidates(
+        model=SPEC, costs=TwoHosts(("fast", "slow") * 2), noise=NOISE[:, 2:], workload=workload,
+        quality=Quality(), bits=(16,), group_size=16, dtype="bfloat16",
+    )  # fmt: skip
+    # Room for a layer and the ends: all devices are needed.
+    temporary = 2_500_000 - known.problem((0, 1, 2, 3), (1, 2)).memory_bytes[0]
+    layer = known.weight_bytes(16) + known.kv_bytes(2)
+    memory = dict.fromkeys(("fast", "slow"), int(temporary + known.ends_bytes + 1.2 * layer))
+    known = replace(known, costs=TwoHosts(("fast", "slow") * 2, memory=memory))
+    assert {(0, 1, 2, 3), (2, 3, 0, 1), (1, 0, 3, 2), (0, 2, 1, 3)} <= set(known.orders)
+    found = find_best(known, solver="milp")
+    assert min(np.diff(found.solution.bounds)) > 0, "memory is short: every device has layers"
+    pairs = zip(found.order, np.roll(found.order, -1), strict=True)
+    assert sum((one < 2) != (to < 2) for one, to in pairs) == 2, "there and back"
+    near = SheetCosts(("fast", "slow") * 2, memory=memory, byte_s=1e-9)
+    assert len(replace(known, costs=near).orders) == 2
+
+
+def test_ends_that_fit_nowhere_are_told_with_the_largest_device():
+    known = candidates(memory={"fast": 30_000, "slow": 20_000})
+    text = known.explain_shortage(known.problem((0, 1), (1, 1)))
+    assert "embedding and head take 0.066 MB on one device, but the largest, device 0" in text
+    assert "prompts at a time" not in text
 
 
 @pytest.mark.parametrize("seed", range(12))

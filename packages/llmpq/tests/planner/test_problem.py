@@ -61,6 +61,19 @@ def test_stages_that_do_not_match_are_refused(prefill_s, decode_s, formula):
         batch_s(prefill_s, decode_s, num_prefill=1, num_decode=1, new_tokens=1, formula=formula)
 
 
+@pytest.mark.parametrize("wrong", [{"num_prefill": 0}, {"num_decode": 0}, {"new_tokens": 0}])
+def test_counts_below_one_are_refused(wrong):
+    with pytest.raises(ConfigError, match="at least one token and one micro-batch"):
+        batch_s([1.0], [1.0], **{"num_prefill": 1, "num_decode": 1, "new_tokens": 1, **wrong})
+
+
+def test_messages_of_other_stages_are_refused():
+    with pytest.raises(ConfigError, match="decode_send_s: expected a message of each stage, got 1"):
+        batch_s(
+            [1.0, 1.0], [1.0, 1.0], num_prefill=1, num_decode=1, new_tokens=1, decode_send_s=[1.0]
+        )
+
+
 def test_empty_stages_take_no_part():
     problem = make_problem(
         prefill_send_s=np.array([[0.0, 7.0], [5.0, 0.0]]), ends_prefill_s=np.array([1.0, 2.0])

@@ -149,7 +149,7 @@ def test_without_enough_memory_the_device_the_bytes_and_a_batch_that_fits_are_na
     workload = Workload(num_prompts=64, prompt_tokens=8, new_tokens=5)
     with pytest.raises(InfeasiblePlan, match=r"device \d.* MB short.*\d+ prompts at a time"):
         make_plan(("fast", "slow"), sheet=sheet, workload=workload)
-    with pytest.raises(InfeasiblePlan, match="do not fit at the smallest width"):
+    with pytest.raises(InfeasiblePlan, match=r"embedding and head take .* device 0, holds 0 MB"):
         make_plan(("fast",), sheet={"memory": {"fast": 10}})
 
 
@@ -179,7 +179,7 @@ def test_memory_and_quality_that_exclude_each_other_are_told():
         2,
         max_noise=1.0,
     )
-    with pytest.raises(InfeasiblePlan, match="but not with a noise"):
+    with pytest.raises(InfeasiblePlan, match="but not as devices hold whole layers, with a noise"):
         solve(problem)
 
 
@@ -231,6 +231,16 @@ def test_a_time_limit_returns_the_best_plan_with_its_gap():
     assert problem.is_feasible(found.bounds, found.choice)
     assert not found.is_optimal
     assert 0 < found.gap < 0.2
+
+
+def test_a_bound_holds_for_the_micro_batches_that_a_time_limit_left_out():
+    many = Workload(num_prompts=24, prompt_tokens=8, new_tokens=20)
+    hurried, whole = (
+        make_plan(("fast", "slow") * 2, 8, workload=many, solver="heuristic", time_limit_s=limit_s)
+        for limit_s in (1e-4, 20.0)
+    )
+    assert 0 < hurried.lower_bound <= whole.objective
+    assert hurried.gap > whole.gap
 
 
 def test_the_heuristic_is_within_two_percent_of_a_proven_bound():

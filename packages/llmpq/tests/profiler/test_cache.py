@@ -31,7 +31,7 @@ class Device:
         return planted_profile(
             bits, slow=float(len(self.asked)), longest=prompt_tokens, kind=kind, dtype=dtype,
             group_size=group_size, model=ModelSpec.from_hf(self._model).fingerprint,
-            torch=torch.__version__, processor=layer_times.read_processor(),
+            torch=torch.__version__, processor=layer_times.read_processor(torch.device("cpu")),
         )  # fmt: skip
 
 

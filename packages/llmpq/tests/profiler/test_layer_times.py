@@ -1,6 +1,7 @@
 """Measured profiles of a tiny model: that all is there, whatever the seconds are."""
 
 import pytest
+import torch
 
 from llmpq.config import ModelSpec
 from llmpq.profiler import layer_times
@@ -24,7 +25,7 @@ def test_a_tiny_model_is_measured(folders, family):
         prompt_tokens=8, new_tokens=4, limit_s=1.0, on_progress=said.append,
     )  # fmt: skip
     assert said == ["4 bits", "16 bits", "embedding and head"]
-    assert (found.kind, found.processor) == ("here", read_processor())
+    assert (found.kind, found.processor) == ("here", read_processor(torch.device("cpu")))
     assert found.model == ModelSpec.from_hf(folders[family]).fingerprint
     assert sorted(found.prefill) == sorted(found.decode) == [4, 16]
     for latency in (*found.prefill.values(), *found.decode.values(), found.head):

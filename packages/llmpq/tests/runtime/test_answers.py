@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from llmpq.planner.plan import Plan, Stage
 from llmpq.runtime.answers import Request, answer, find_unanswered
 from llmpq.runtime.pipeline import Pipeline
 from shared.comms import Group, RankPool
-from shared.errors import DataError, RankFailure
+from shared.errors import CommError, DataError, RankFailure
 
 from .tiny_models import make
 
@@ -70,6 +71,12 @@ def answers_of(plan, model, out, asked, wave_size, settings, dying_wave=None):
         return count, seen
 
 
+def refused(*arguments):
+    with pytest.raises((DataError, CommError)) as told:
+        answers_of(*arguments)
+    return str(told.value)
+
+
 def read(path):
     return {r["id"]: r["token_ids"] for r in map(json.loads, path.read_text().splitlines())}
 
@@ -109,6 +116,11 @@ def test_a_run_goes_on_with_what_is_not_answered(model, three, tmp_path):
     assert count == 7
     assert read(out) == read(tmp_path / "whole.jsonl")
     assert three.run(answers_of, plan, model, out, requests(), 4, SETTINGS).results[0][0] == 0
+    for other, changed in (
+        (plan, {**SETTINGS, "seed": 6}), (replace(plan, bits=(4,) * 5), SETTINGS),
+    ):  # fmt: skip
+        told = three.run(refused, other, model, out, requests(), 4, changed).results
+        assert all("made under others" in text for text in told)
 
 
 def test_another_file_is_refused(tmp_path):
@@ -123,8 +135,16 @@ def test_another_file_is_refused(tmp_path):
 def test_answers_to_other_prompts_are_not_taken_for_these(tmp_path):
     asked = [Request("a", 0, (3, 4)), Request("b", 1, (5,))]
     path = tmp_path / "answers.jsonl"
-    record = {"id": "a", "prompt_hash": asked[0].prompt_hash, "token_ids": [1], "answer": "\u2028"}
+    record = {
+        "id": "a", "prompt_hash": asked[0].prompt_hash, "settings": "x", "token_ids": [1],
+        "answer": "\u2028",
+    }  # fmt: skip
     path.write_text(json.dumps(record, ensure_ascii=False) + "\n")
     assert find_unanswered(asked, path) == asked[1:]
+    assert find_unanswered(asked, path, "x") == asked[1:]
+    with pytest.raises(
+        DataError, match=r"answers.jsonl:1: .*made under others; give another --out"
+    ):
+        find_unanswered(asked, path, "y")
     with pytest.raises(DataError, match="another prompt of id 'a'; give another --out"):
         find_unanswered([Request("a", 0, (3, 5))], path)

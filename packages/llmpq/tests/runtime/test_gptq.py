@@ -232,6 +232,10 @@ def test_a_plan_without_its_codes_is_refused(tmp_path):
     # Codes of another plan: other widths.
     text = [torch.randint(96, (2, 8))]
     other = Plan(**{**shape, "bits": (3, 3)})
+    weights = (tmp_path / "model" / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match="expected a place outside the model's folder"):
+        round_for(other, tmp_path / "model", text, tmp_path / "model" / "model.safetensors")
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == weights
     rounded = round_for(other, tmp_path / "model", text, tmp_path / "codes.safetensors")
     with pytest.raises(DataError, match=r"layers\.1\..*expected codes of 4 bits, got 3"):
         load(tmp_path / "model", replace(rounded, bits=(3, 4)))

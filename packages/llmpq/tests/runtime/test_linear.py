@@ -102,3 +102,10 @@ def test_a_table_names_each_change_once():
         64: {"packed": 9.0, "dense16": 2.0},
     }
     assert forms_table(times) == [[1, "packed"], [16, "dense16"]]
+
+
+@pytest.mark.parametrize("wrong", [{"bits": 16}, {"bits": 5}, {"group_size": 0}, {"tokens": 0}])
+def test_what_cannot_be_measured_is_refused(wrong):
+    given = {"bits": 4, "tokens": 1, "in_features": 64, "out_features": 64, **wrong}
+    with pytest.raises(ConfigError, match="expected"):
+        fastest_form(**given)

@@ -13,6 +13,7 @@ from llmpq.planner.plan import Plan, Stage
 from llmpq.runtime.loader import load, open_weights
 from llmpq.runtime.pipeline import Pipeline
 from shared.comms import RankPool
+from shared.errors import ConfigError, DataError
 
 from .tiny_models import FAMILIES, make
 
@@ -70,6 +71,18 @@ def by_transformers(model, ids, mask, num_new):
     return torch.stack(found)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def test_layers_with_a_sliding_window_keep_their_own(family, tmp_path, three):
+    changed = {"sliding_window": 4}
+    if family != "mistral":
+        changed |= {"use_sliding_window": True, "max_window_layers": 2}
+    folder, (ids, mask) = make(family, tmp_path, **changed), prompts()
+    expected = by_transformers(AutoModelForCausalLM.from_pretrained(folder).eval(), ids, mask, 6)
+    plan = plan_for([1], [2, 0])
+    found = three.run(generated, plan, folder, ids, mask, {"max_new_tokens": 6}).results[0]
+    assert found.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers(family, models, three):
     ids, mask = prompts()
@@ -81,6 +94,32 @@ def test_tokens_are_those_of_transformers(family, models, three):
         found = three.run(generated, plan, models[family], ids, mask, settings).results
         assert found[0].tolist() == expected.tolist()
         assert found[1:] == [None, None]
+
+
+def longer_than_its_positions(folder):
+    plan = plan_for([], [0])
+    with (
+        Pipeline(plan, folder) as pipe,
+        pytest.raises(ConfigError, match=r"at most 128 tokens.*120"),
+    ):
+        pipe.generate(torch.ones(1, 120, dtype=torch.int64), max_new_tokens=9)
+
+
+def test_more_tokens_than_learned_positions_are_refused(models, three):
+    three.run(longer_than_its_positions, models["opt"])
+
+
+def in_turns(plans, folder, ids, mask, settings):
+    return [generated(plan, folder, ids, mask, settings) for plan in plans]
+
+
+def test_pipelines_with_and_without_rank_0_follow_one_another(models, three):
+    ids, mask = prompts()
+    model = AutoModelForCausalLM.from_pretrained(models["llama"])
+    expected = by_transformers(model, ids, mask, 3).tolist()
+    plans = [plan_for([2], [1, 2]), plan_for([2], [0, 2]), plan_for([], [2]), plan_for([2], [2, 1])]
+    found = three.run(in_turns, plans, models["llama"], ids, mask, {"max_new_tokens": 3}).results
+    assert [tokens.tolist() for tokens in found[0]] == [expected] * 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -152,3 +191,16 @@ def test_a_large_tensor_is_read_in_parts(tmp_path):
         assert torch.equal(files.copy("a", torch.float32), expected)
         assert torch.equal(files.copy("b", torch.bfloat16), expected[:3].bfloat16())
         assert files.read_bytes == expected.nbytes + expected[:3].nbytes
+
+
+@pytest.mark.parametrize("rows", [3, 70_000])
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+def test_broken_weights_are_named_at_any_width(rows, wrong, tmp_path):
+    broken = torch.zeros(rows, 48)
+    broken[-1, 5] = wrong
+    save_file({"model.norm.weight": broken}, tmp_path / "model.safetensors")
+    with (
+        open_weights(tmp_path) as files,
+        pytest.raises(DataError, match=r"model\.norm\.weight: expected finite weights"),
+    ):
+        files.copy("model.norm.weight", torch.float32)

@@ -24,11 +24,11 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def make(family: str, folder: Path) -> Path:
-    """Writes a model whose next tokens are not all alike."""
+def make(family: str, folder: Path, **changed: object) -> Path:
+    """Writes a model whose next tokens are not all alike, with some settings changed."""
     torch.manual_seed(7)
     config = AutoConfig.for_model(
-        family, **FAMILIES[family], pad_token_id=0, bos_token_id=1, eos_token_id=2
+        family, **FAMILIES[family] | changed, pad_token_id=0, bos_token_id=1, eos_token_id=2
     )
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

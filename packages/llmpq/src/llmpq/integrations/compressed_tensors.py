@@ -55,13 +55,14 @@ def write_folder(
     Args:
         plan: the plan.
         folder: the model it is for.
-        out: folder to write, replaced at once.
+        out: folder to write, new or empty.
         stored_bits: bits that codes of each width take, at least as many.
         dequantize: whether transformers turns codes into weights while it loads. Otherwise it expects
             zero points unpacked, which the format does not store; other engines do not care.
 
     Raises:
-        ConfigError: the plan is of another model, or its group size does not divide columns.
+        ConfigError: the plan is of another model, its group size does not divide columns, or there are
+            files in the folder already.
         DataError: a weight is missing or not finite.
     """
     try:
@@ -71,6 +72,11 @@ def write_folder(
             "this export needs compressed-tensors 0.15 or newer; do "
             "`pip install 'compressed-tensors>=0.15'`"
         ) from error
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(
+            f"{out}: expected a new or empty folder to write to, but there are files, which would be "
+            f"lost; name another folder, or delete it first"
+        )
     _check_groups(ModelSpec.from_hf(folder), plan)
     model = load(folder, plan)
     tensors: dict[str, Tensor] = {}

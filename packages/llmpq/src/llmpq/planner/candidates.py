@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import permutations
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from shared.kernels.weight_matmul import packed_bytes
 __all__ = ["Candidates"]
 
 _MANY_KINDS = 4
+_SLOW_LINK = 1.5
+"""How many times slower than another a link has to be for the order of hosts to matter."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +65,9 @@ class Candidates:
     def orders(self) -> tuple[tuple[int, ...], ...]:
         """Orders of the devices: kinds permuted, devices of one kind side by side.
 
-        With more than four kinds, each kind comes first once and the others follow by speed.
+        With more than four kinds, each kind comes first once and the others follow by speed. Where
+        some links are far slower than others, devices behind fast ones are side by side too: such
+        hosts are permuted, and in each of them the kinds.
         """
         kinds: dict[str, list[int]] = {}
         for device in range(self.costs.num_devices):
@@ -74,7 +78,41 @@ class Candidates:
         else:
             ordered = [(name, *(other for other in names if other != name)) for name in names]
             ordered.append(tuple(reversed(names)))
-        return tuple(tuple(device for kind in order for device in kinds[kind]) for order in ordered)
+        found = [tuple(device for kind in order for device in kinds[kind]) for order in ordered]
+        hosts = self._hosts()
+        if 1 < len(hosts) < self.costs.num_devices:
+            by_host = permutations(hosts) if len(hosts) <= _MANY_KINDS else [hosts, hosts[::-1]]
+            found += [
+                tuple(
+                    device
+                    for host in way
+                    for kind in order
+                    for device in host
+                    if self.costs.kind(device) == kind
+                )
+                for way in by_host
+                for order in ordered
+            ]
+        return tuple(dict.fromkeys(found))
+
+    def _hosts(self) -> list[list[int]]:
+        """Devices in groups whose links are fast; one group if no link is far slower than another."""
+        number = range(self.costs.num_devices)
+        prompt_bytes = 2 * self._unit * self.model.hidden_size * self.workload.prompt_tokens
+        seconds = {
+            (one, to): self.costs.send_s(one, to, prompt_bytes)
+            for one, to in combinations(number, 2)
+        }
+        if not seconds or max(seconds.values()) <= _SLOW_LINK * min(seconds.values()):
+            return [list(number)]
+        middle_s = float(np.sqrt(max(min(seconds.values()), 1e-12) * max(seconds.values())))
+        hosts = [[device] for device in number]
+        for (one, to), taken_s in seconds.items():
+            first, second = (next(host for host in hosts if at in host) for at in (one, to))
+            if taken_s <= middle_s and first is not second:
+                first += second
+                hosts.remove(second)
+        return [sorted(host) for host in hosts]
 
     def _layer_s(self, device: int) -> float:
         tokens = self.workload.prompt_tokens
@@ -182,9 +220,10 @@ class Candidates:
             temporary = self.problem(self.orders[0], (1, 1)).memory_bytes
             held = [int(max(room, 0) // each) for room in temporary]
             with_ends = [
-                sum(held) - own + int(max(room - self.ends_bytes, 0) // each)
+                sum(held) - own + int((room - self.ends_bytes) // each)
                 for own, room in zip(held, temporary, strict=True)
+                if room >= self.ends_bytes
             ]
-            if max(with_ends) >= self.model.num_layers:
+            if max(with_ends, default=0) >= self.model.num_layers:
                 return f"{text}; {prompts} prompts at a time would fit at the smallest width"
         return text

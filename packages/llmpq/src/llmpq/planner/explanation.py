@@ -114,7 +114,10 @@ def explain(result: PlanResult) -> str:
     )
     if result.lower_bound > 0:
         proven = "" if result.is_optimal else " (the gap asked for is not proven)"
-        lines.append(f"no plan is faster by more than {result.gap:.1%}{proven}")
+        lines.append(
+            f"no plan in the orders of devices that were searched is faster by more than "
+            f"{result.gap:.1%}{proven}"
+        )
     lines.append(f"what would help most: {_best_help(result, held, used)}")
     return "\n".join(lines)
 

@@ -9,7 +9,13 @@ a far smaller program whose optimum bounds all orders of the devices at once.
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +23,7 @@ import numpy as np
 
 from llmpq.planner.problem import Problem
 
-__all__ = ["MilpResult", "solve_counts", "solve_layers"]
+__all__ = ["MilpResult", "prints_to_stderr", "solve_counts", "solve_layers"]
 
 # HiGHS stops at an absolute gap of 1e-6, which scipy does not expose: scaling the objective up
 # lowers that gap.
@@ -109,13 +115,14 @@ class _Program:
         matrix = coo_array((value, (row, column)), shape=(self.num_rows, self.num_columns)).tocsc()
         low, high = (np.concatenate(part) for part in zip(*self.limits, strict=True))
         whole = np.concatenate(self.is_whole) & (not relaxed)
-        return milp(
-            _SCALE * np.concatenate(self.cost) if aim is None else aim,
-            integrality=whole.astype(int),
-            bounds=Bounds(0.0, np.concatenate(self.upper)),
-            constraints=LinearConstraint(matrix, low, high),
-            options={"time_limit": max(time_limit_s, 0.01), "mip_rel_gap": gap},
-        )
+        with prints_to_stderr():
+            return milp(
+                _SCALE * np.concatenate(self.cost) if aim is None else aim,
+                integrality=whole.astype(int),
+                bounds=Bounds(0.0, np.concatenate(self.upper)),
+                constraints=LinearConstraint(matrix, low, high),
+                options={"time_limit": max(time_limit_s, 0.01), "mip_rel_gap": gap},
+            )
 
     def result(self, solved: Any, held: np.ndarray) -> MilpResult:
         """Reads HiGHS's answer; status 2 is an infeasible program."""
@@ -233,6 +240,34 @@ class _Program:
                 back = np.array([[k]])
                 self.rows((arcs[one, back], 1.0), (last[one], -1.0), (first[back], -1.0), low=-1.0)
         return arcs
+
+
+class _StdoutSwitch:
+    """Whether this process's stdout goes to stderr; how many solvers ask for it."""
+
+    lock = threading.Lock()
+    num_solvers = 0
+    stdout = -1
+
+
+@contextmanager
+def prints_to_stderr() -> Iterator[None]:
+    """Sends to stderr what HiGHS prints now and then, whatever its options: stdout may be a record."""
+    with _StdoutSwitch.lock:
+        _StdoutSwitch.num_solvers += 1
+        if _StdoutSwitch.num_solvers == 1:
+            sys.stdout.flush()
+            _StdoutSwitch.stdout = os.dup(1)
+            os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        with _StdoutSwitch.lock:
+            _StdoutSwitch.num_solvers -= 1
+            if not _StdoutSwitch.num_solvers:
+                ctypes.CDLL(None).fflush(None)  # C keeps what it printed to a pipe
+                os.dup2(_StdoutSwitch.stdout, 1)
+                os.close(_StdoutSwitch.stdout)
 
 
 def solve_counts(

@@ -109,6 +109,14 @@ class Plan:
                 f"Plan.codes: expected a file of codes for the method gptq alone, got "
                 f"{self.codes!r} with {self.method}; `llmpq plan --method gptq` writes it"
             )
+        for key in ("group_size", "prefill_size", "decode_size"):
+            if type(getattr(self, key)) is not int:
+                raise ConfigError(
+                    f"Plan.{key}: expected a whole number, got {getattr(self, key)!r}"
+                )
+        for key in ("forms", "predicted"):
+            if not isinstance(getattr(self, key), Mapping):
+                raise ConfigError(f"Plan.{key}: expected a mapping, got {getattr(self, key)!r}")
         if self.group_size < 1:
             raise ConfigError(f"Plan.group_size: expected at least 1, got {self.group_size}")
         if self.prefill_size < 1 or self.decode_size % self.prefill_size or self.decode_size < 1:

@@ -56,7 +56,7 @@ def batch_s(
         decode_send_s: likewise for a token.
 
     Raises:
-        ConfigError: an unknown formula, or counts of stages that differ.
+        ConfigError: an unknown formula, a count below 1, or counts of stages that differ.
     """
     if formula not in FORMULAS:
         raise ConfigError(f"formula: expected one of {', '.join(FORMULAS)}, got {formula!r}")
@@ -65,6 +65,14 @@ def batch_s(
             f"expected the seconds of the same stages, at least one, in both phases, got "
             f"{len(prefill_s)} in prefill_s and {len(decode_s)} in decode_s"
         )
+    if min(num_prefill, num_decode, new_tokens) < 1:
+        raise ConfigError(
+            f"expected at least one token and one micro-batch in each phase, got {new_tokens} tokens, "
+            f"{num_prefill} prefills and {num_decode} decode micro-batches"
+        )
+    for name, sends in (("prefill_send_s", prefill_send_s), ("decode_send_s", decode_send_s)):
+        if len(sends) not in (0, len(prefill_s)):
+            raise ConfigError(f"{name}: expected a message of each stage, got {len(sends)}")
     prefill_pace = max(*prefill_s, *prefill_send_s, 0.0)
     decode_pace = max(*decode_s, *decode_send_s, 0.0)
     first = sum(prefill_s) + sum(prefill_send_s) + (num_prefill - 1) * prefill_pace
@@ -268,6 +276,13 @@ class Problem:
                 f"expected a noise of at most {self.max_noise:.4g}, got {least_noise:.4g} with "
                 f"every layer at its best width; allow more or offer a larger width"
             )
+        if self.ends_bytes > self.memory_bytes.max():
+            return (
+                f"embedding and head take {self.ends_bytes / 1e6:.3g} MB on one device, but the largest, "
+                f"device {int(self.memory_bytes.argmax())}, holds "
+                f"{max(float(self.memory_bytes.max()), 0.0) / 1e6:.3g} MB; use more memory or a smaller "
+                f"batch"
+            )
         smallest = self.layer_bytes.min(axis=1)
         room, layer = np.maximum(self.memory_bytes, 0.0), 0
         room[0] -= self.ends_bytes
@@ -284,9 +299,10 @@ class Problem:
                 f"is {max(missing - float(room[device]), 0.0) / 1e6:.3g} MB short; use more "
                 f"memory, a smaller width or a smaller batch"
             )
+        limit = "" if self.max_noise is None else f", with a noise of at most {self.max_noise:.4g}"
         return (
-            f"layers fit in {self.memory_bytes.sum() / 1e6:.3g} MB at the smallest width, but not "
-            f"with a noise of at most {self.max_noise}; allow more noise, or use more memory"
+            f"layers fit in {self.memory_bytes.sum() / 1e6:.3g} MB all together at the smallest width, "
+            f"but not as devices hold whole layers{limit}; allow more noise, or use more memory"
         )
 
 

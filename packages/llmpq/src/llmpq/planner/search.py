@@ -326,12 +326,13 @@ def find_best(
     start = time.perf_counter()
     end = start + time_limit_s
     orders = candidates.orders
-    pairs = []
+    pairs, left_out = [], []
     for sizes in candidates.sizes():
         problem = candidates.problem(orders[0], sizes)
         if len(pairs) > 4 and time.perf_counter() > end:
-            break
-        pairs.append((solve_counts(problem, relaxed=True), sizes, problem))
+            left_out.append(_shared_work_s(problem))
+        else:
+            pairs.append((solve_counts(problem, relaxed=True), sizes, problem))
     pairs.sort(key=lambda pair: pair[0].lower_bound)
     bounds = {sizes: relaxed.lower_bound for relaxed, sizes, _ in pairs}
     if not np.isfinite(min(bounds.values())):
@@ -346,9 +347,18 @@ def find_best(
     if best.found is None:
         raise InfeasiblePlan(candidates.explain_shortage(pairs[0][2]))
     order, sizes, problem, placed = best.found
-    bound = min(bounds.values())
+    bound = min([*bounds.values(), *left_out])
     return Found(
         order=order, sizes=sizes, problem=problem, solution=_solution(problem, placed, bound, gap)
+    )
+
+
+def _shared_work_s(problem: Problem) -> float:
+    """A bound for any order without a program: all work at its fastest, shared evenly by the devices."""
+    prefill_s = problem.prefill_s.min(axis=(1, 2)).sum() / problem.num_devices
+    decode_s = problem.decode_s.min(axis=(1, 2)).sum() / problem.num_devices
+    return problem.num_prefill * prefill_s + (problem.new_tokens - 1) * (
+        (problem.num_decode if problem.formula == "ring" else problem.num_decode - 1) * decode_s
     )
 
 

@@ -94,8 +94,8 @@ def find_profile(
 
 
 def _batches(num_prompts: int) -> list[int]:
-    """Powers of two below the number of prompts, and that number, up to `MOST_PROMPTS`."""
-    most = min(num_prompts, MOST_PROMPTS)
+    """Powers of two below the number of prompts, and that number, up to `MOST_PROMPTS`; two at least."""
+    most = max(2, min(num_prompts, MOST_PROMPTS))
     return [*(size for size in (1, 2, 4, 8, 16, 32) if size < most), most]
 
 
@@ -112,7 +112,7 @@ def _check(
     """Compares a file's profile with what is planned, and with this device if it is one."""
     import torch
 
-    from llmpq.profiler.layer_times import read_processor
+    from llmpq.profiler.layer_times import find_device, read_processor
 
     fixed = {
         "model": ModelSpec.from_hf(model).fingerprint, "dtype": dtype, "group_size": group_size,
@@ -121,7 +121,7 @@ def _check(
     if not wrong and not force:
         of_machine = {"torch": str(torch.__version__)}
         if is_here:
-            of_machine["processor"] = read_processor()
+            of_machine["processor"] = read_processor(find_device())
         wrong = known.differences(**of_machine)
         hint = "delete it to measure anew, or take it as it is with --force"
     if wrong:

@@ -22,12 +22,13 @@ from llmpq.profiler.latency import Latency, Work, best_rates, fit_decode, fit_pr
 from llmpq.profiler.profile import DeviceProfile
 from llmpq.runtime.kv_cache import LayerCache, allocate
 from llmpq.runtime.layers import StageModel, read_config
-from llmpq.runtime.linear import QuantLinear, Table, forms_table, measure_forms
+from llmpq.runtime.linear import QuantLinear, Table, forms_table, measure_forms, synchronise
 from llmpq.runtime.sampling import Sampling
+from shared.comms import Group
 from shared.errors import ConfigError
 from shared.kernels import weight_matmul
 
-__all__ = ["choose_forms", "measure_device", "read_processor"]
+__all__ = ["choose_forms", "find_device", "measure_device", "read_processor"]
 
 _COLD_BYTES = 96 << 20
 _MOST_COPIES = 16
@@ -54,9 +55,10 @@ def measure_device(
     prompt_tokens: int = 128,
     new_tokens: int = 32,
     limit_s: float = 60.0,
+    device: str | torch.device | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> DeviceProfile:
-    """Measures this process's device.
+    """Measures a device of this process.
 
     Args:
         folder: the Hugging Face model; its configuration alone is read.
@@ -69,11 +71,13 @@ def measure_device(
         new_tokens: tokens generated, which bounds the keys and values read.
         limit_s: seconds that measuring may take, once libraries are loaded; fewer batches are
             measured when it is short.
+        device: what is measured; by default that of `find_device`.
         on_progress: called with what is being measured.
 
     Raises:
         ConfigError: the model's family is unknown, or a width is.
     """
+    device = find_device() if device is None else torch.device(device)
     for width in bits:
         if width not in (*weight_matmul.BITS, 16):
             raise ConfigError(f"bits: expected some of 3, 4, 8 and 16, got {width}")
@@ -91,9 +95,10 @@ def measure_device(
         share_s = (end - begin) / (len(bits) - at + 0.25)
         if width < 16:
             forms[str(width)] = choose_forms(
-                spec, width, group_size=group_size, dtype=dtype, limit_s=_FORMS_SHARE * share_s
-            )
-        layers = _Layers(folder, width, group_size, dtype, forms.get(str(width)), enough_s)
+                spec, width, group_size=group_size, dtype=dtype, limit_s=_FORMS_SHARE * share_s,
+                device=device,
+            )  # fmt: skip
+        layers = _Layers(folder, width, group_size, dtype, forms.get(str(width)), enough_s, device)
         stop = begin + (_FORMS_SHARE + _DECODE_SHARE) * share_s
         decodes[width] = _sample(layers.decode_s, batches, pasts, stop)
         prefills[width] = _sample(layers.prefill_s, batches, lengths, begin + share_s)
@@ -103,10 +108,10 @@ def measure_device(
         [(decodes[width], work[width][1]) for width in bits],
     )
     on_progress("embedding and head")
-    embed, head = _time_ends(folder, torch_dtype, batches, enough_s)
+    embed, head = _time_ends(folder, torch_dtype, batches, enough_s, device)
     return DeviceProfile(
         kind=kind,
-        processor=read_processor(),
+        processor=read_processor(device),
         torch=str(torch.__version__),
         model=spec.fingerprint,
         dtype=dtype,
@@ -120,7 +125,13 @@ def measure_device(
 
 
 def choose_forms(
-    spec: ModelSpec, bits: int, *, group_size: int, dtype: str, limit_s: float = 10.0
+    spec: ModelSpec,
+    bits: int,
+    *,
+    group_size: int,
+    dtype: str,
+    limit_s: float = 10.0,
+    device: str | torch.device = "cpu",
 ) -> Table:
     """The fastest form of a layer's products by number of tokens, measured on this device.
 
@@ -134,6 +145,7 @@ def choose_forms(
         group_size: columns that share a scale.
         dtype: of activations.
         limit_s: seconds; when they are over, larger numbers of tokens are left out.
+        device: where products are computed.
 
     Returns:
         [[from_tokens, form], ...], as `QuantLinear` takes it.
@@ -149,7 +161,7 @@ def choose_forms(
         for (columns, rows), count in shapes.items():
             times = measure_forms(
                 bits=bits, tokens=(tokens,), in_features=columns, out_features=rows, forms=forms,
-                group_size=group_size, dtype=getattr(torch, dtype),
+                group_size=group_size, dtype=getattr(torch, dtype), device=device,
             )[tokens]  # fmt: skip
             for form in forms:
                 found[tokens][form] += count * times[form]
@@ -159,8 +171,17 @@ def choose_forms(
     return forms_table(found)
 
 
-def read_processor() -> str:
-    """The processor's name, and the instruction set that torch is held to, if any."""
+def find_device() -> torch.device:
+    """The device of this rank's group; in one process a CUDA device if there is one."""
+    if Group.exists():
+        return torch.device(Group.world().device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def read_processor(device: torch.device) -> str:
+    """The processor's name; with a CPU's, the instruction set that torch is held to."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(
@@ -233,7 +254,9 @@ class _Layers:
         dtype: str,
         forms: Table | None,
         enough_s: float,
+        device: torch.device,
     ) -> None:
+        self._device = device
         self._shape, self._dtype = ModelSpec.from_hf(folder), getattr(torch, dtype)
         self._enough_s = enough_s
         copies = 1 + _COLD_BYTES // max(1, self._shape.layer_bytes(bits, group_size))
@@ -244,6 +267,7 @@ class _Layers:
                 if isinstance(child, nn.Linear) and bits < 16:
                     setattr(module, name, _make_linear(child, bits, group_size, self._dtype, forms))
         _make_up(self._stage.layers, self._dtype)
+        self._stage.to_device(device)
         self._whole = self._stage.layers
         self.prefill_s(1, 4)  # compiles, and touches the weights
 
@@ -262,17 +286,17 @@ class _Layers:
         count = len(self._stage.layers)
         spec = self._shape
         shape = (batch, spec.num_kv_heads, past + tokens, spec.head_dim)
-        cache = allocate(count, shape, self._dtype, torch.device("cpu"))
+        cache = allocate(count, shape, self._dtype, self._device)
         for layer in cache.layers:
             assert isinstance(layer, LayerCache)
             assert layer.keys is not None
             assert layer.values is not None
             layer.keys.zero_()  # fresh memory would be slow, and hold any numbers
             layer.values.zero_()
-        x = torch.randn(batch, tokens, spec.hidden_size).to(self._dtype)
-        mask = torch.ones(batch, past + tokens, dtype=torch.int64)
+        x = torch.randn(batch, tokens, spec.hidden_size, device=self._device).to(self._dtype)
+        mask = torch.ones(batch, past + tokens, dtype=torch.int64, device=self._device)
         mask[0, 0] = past + tokens == 1  # prompts are padded, as a rule
-        positions = torch.arange(past, past + tokens).expand(batch, -1)
+        positions = torch.arange(past, past + tokens, device=self._device).expand(batch, -1)
 
         def call() -> None:
             for layer in cache.layers:
@@ -280,7 +304,7 @@ class _Layers:
                 layer.length = past
             self._stage(x, mask, positions, cache)
 
-        return _median_s(call, self._enough_s) / count
+        return _median_s(call, self._enough_s, self._device) / count
 
 
 def _make_linear(
@@ -308,7 +332,11 @@ def _make_up(module: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def _time_ends(
-    folder: str | Path, dtype: torch.dtype, batches: Sequence[int], enough_s: float
+    folder: str | Path,
+    dtype: torch.dtype,
+    batches: Sequence[int],
+    enough_s: float,
+    device: torch.device,
 ) -> tuple[tuple[float, float], Latency]:
     """Seconds of a call and of a token of the embedding, and of rows of the head."""
     config = read_config(folder)
@@ -319,28 +347,34 @@ def _time_ends(
     if stage.is_tied:
         stage.head.weight = stage.before[0].weight
     _make_up(stage.head, dtype)
+    stage.before.to(device)
+    stage.after.to(device)
+    stage.head.to(device)
     sampling, num_rows = Sampling(), sorted({1, 2, 8, max(batches), 2 * max(batches)})
 
     def head(rows: int) -> Callable[[], object]:
-        hidden = torch.full((rows, ModelSpec.from_hf(config).hidden_size), 0.5, dtype=dtype)
+        hidden = torch.full(
+            (rows, ModelSpec.from_hf(config).hidden_size), 0.5, dtype=dtype, device=device
+        )
         numbers = torch.arange(rows)
         return lambda: sampling.choose(stage.logits(hidden), numbers, 0)
 
     def embed(tokens: int) -> Callable[[], object]:
-        ids = torch.arange(tokens) % config.vocab_size
+        ids = torch.arange(tokens, device=device) % config.vocab_size
         return lambda: stage.before[0](ids)
 
-    few_s, many_s = _median_s(embed(1), enough_s), _median_s(embed(4096), enough_s)
+    few_s, many_s = _median_s(embed(1), enough_s, device), _median_s(embed(4096), enough_s, device)
     each_s = max(0.0, many_s - few_s) / 4095
-    samples = [(rows, 0, _median_s(head(rows), enough_s)) for rows in num_rows]
+    samples = [(rows, 0, _median_s(head(rows), enough_s, device)) for rows in num_rows]
     return (max(0.0, few_s - each_s), each_s), fit_decode(samples)
 
 
-def _median_s(call: Callable[[], object], enough_s: float) -> float:
+def _median_s(call: Callable[[], object], enough_s: float, device: torch.device) -> float:
     """Median seconds of a call's turns; the first counts only if it is alone, as it warms up."""
     found: list[float] = []
     while len(found) <= _MOST_TURNS and sum(found) < enough_s:
         begin = time.perf_counter()
         call()
+        synchronise(device)
         found.append(time.perf_counter() - begin)
     return median(found[1:] or found)

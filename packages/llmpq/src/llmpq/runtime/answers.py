@@ -37,7 +37,11 @@ class Request:
     @property
     def prompt_hash(self) -> str:
         """16 hexadecimal digits of the token ids, by which an answer names its prompt."""
-        return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:16]
+        return _digest(self.token_ids)
+
+
+def _digest(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree).encode()).hexdigest()[:16]
 
 
 def answer(
@@ -59,8 +63,8 @@ def answer(
     Args:
         pipe: an entered pipeline.
         requests: all prompts, on rank 0; ignored elsewhere.
-        out: JSON Lines of answers on rank 0: "id", "prompt_hash", "token_ids" and, with `decode`,
-            "answer".
+        out: JSON Lines of answers on rank 0: "id", "prompt_hash", "settings" (16 digits of widths,
+            rounding, sampling and longest answer), "token_ids" and, with `decode`, "answer".
         wave_size: most prompts at once.
         max_new_tokens: most tokens an answer has.
         decode: text of token ids.
@@ -72,20 +76,39 @@ def answer(
 
     Raises:
         ConfigError: wave_size is below 1.
-        DataError: the file of answers holds something else, or answers other prompts.
+        DataError: the file of answers holds something else, or answers other prompts or under other
+            settings.
         CommError: a stage died; waves written before stay.
     """
     if wave_size < 1:
         raise ConfigError(f"wave_size: expected at least 1, got {wave_size}")
     group, out = Group.world(), Path(out)
-    waves: list[list[Request]] = []
+    plan = pipe.plan
+    settings = _digest(
+        [
+            plan.bits,
+            plan.group_size,
+            plan.dtype,
+            plan.method,
+            max_new_tokens,
+            sorted(sampling.items()),
+        ]
+    )
+    told: bytes | Exception | None = None
     if group.rank == 0:
-        left = find_unanswered(requests or (), out)
+        try:
+            left = find_unanswered(requests or (), out, settings)
+        except DataError as error:
+            if group.world_size == 1:
+                raise
+            told, left = error, []
         left.sort(key=lambda one: (-len(one.token_ids), one.number))
         waves = [left[at : at + wave_size] for at in range(0, len(left), wave_size)]
-    told = json.dumps([[(r.id, r.number, r.token_ids) for r in wave] for wave in waves]).encode()
+        tree_of = [[(one.id, one.number, one.token_ids) for one in wave] for wave in waves]
+        told = told or json.dumps(tree_of).encode()
     if group.world_size > 1:
-        told = tree.broadcast(group.control(), told if group.rank == 0 else None)
+        told = tree.broadcast(group.control(), told)
+    assert isinstance(told, bytes), "errors have been raised"
     count = 0
     for wave in json.loads(told):
         found = [Request(name, number, tuple(ids)) for name, number, ids in wave]
@@ -95,17 +118,25 @@ def answer(
             ids, mask, max_new_tokens=max_new_tokens, prompt_numbers=numbers, **sampling
         )
         if tokens is not None:
-            _append(out, found, tokens, sampling.get("eos_token_id"), decode)
+            _append(out, found, tokens, settings, sampling.get("eos_token_id"), decode)
             on_answered(len(found))
         count += len(found)
     return count
 
 
-def find_unanswered(requests: Sequence[Request], path: str | Path) -> list[Request]:
+def find_unanswered(
+    requests: Sequence[Request], path: str | Path, settings: str | None = None
+) -> list[Request]:
     """Prompts that a file of answers lacks; an unfinished last line is cut off.
 
+    Args:
+        requests: all prompts.
+        path: the file of answers; it need not exist.
+        settings: digits that answers were made under; None for any.
+
     Raises:
-        DataError: a line is no answer, or answers another prompt under the id of one of these.
+        DataError: a line is no answer, answers another prompt under the id of one of these, or was
+            made under other settings.
     """
     path = Path(path)
     if not path.exists():
@@ -120,12 +151,18 @@ def find_unanswered(requests: Sequence[Request], path: str | Path) -> list[Reque
         try:
             found = json.loads(line)
             hash_of[str(found["id"])] = found["prompt_hash"]
+            made_under = found["settings"]
             found["token_ids"]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f'{path}:{number}: expected an answer with "id", "prompt_hash" and "token_ids", got '
-                f"{line[:80]}; give another --out"
+                f'{path}:{number}: expected an answer with "id", "prompt_hash", "settings" and '
+                f'"token_ids", got {line[:80]}; give another --out'
             ) from error
+        if settings not in (None, made_under):
+            raise DataError(
+                f"{path}:{number}: expected answers under this plan's widths and these settings of "
+                f"sampling and length, got one made under others; give another --out"
+            )
     for one in requests:
         if hash_of.get(one.id, one.prompt_hash) != one.prompt_hash:
             raise DataError(
@@ -150,6 +187,7 @@ def _append(
     out: Path,
     wave: Sequence[Request],
     tokens: Tensor,
+    settings: str,
     ends: int | Sequence[int] | None,
     decode: Callable[[list[int]], str] | None,
 ) -> None:
@@ -158,7 +196,8 @@ def _append(
     for one, row in zip(wave, tokens.tolist(), strict=True):
         last = next((at for at, token in enumerate(row) if token in last_ones), len(row) - 1)
         record: dict[str, Any] = {
-            "id": one.id, "prompt_hash": one.prompt_hash, "token_ids": row[: last + 1]
+            "id": one.id, "prompt_hash": one.prompt_hash, "settings": settings,
+            "token_ids": row[: last + 1],
         }  # fmt: skip
         if decode is not None:
             record["answer"] = decode(row[: last + 1])

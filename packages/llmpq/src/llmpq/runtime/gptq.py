@@ -205,19 +205,25 @@ def round_for(
         plan: its widths and group size count.
         folder: a Hugging Face model with safetensors.
         batches: token ids [sequences, tokens] of calibration text, some thousand tokens.
-        path: safetensors file to write, replaced at once.
+        path: safetensors file to write, replaced at once; not in the model's folder.
         on_layer: called with the number of each layer before its turn.
 
     Returns:
         The plan with these codes.
 
     Raises:
+        ConfigError: the file would lie among the model's own.
         DataError: there is no text, or a weight is not finite; names the matrix.
     """
     from transformers import AutoModelForCausalLM
 
     if min(plan.bits) == 16:
         return plan
+    if Path(path).resolve().parent == Path(folder).resolve():
+        raise ConfigError(
+            f"{path}: expected a place outside the model's folder, whose weights are safetensors too; "
+            f"name another"
+        )
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     packed = round_model(model, batches, plan.bits, group_size=plan.group_size, on_layer=on_layer)
     write_codes(path, packed)

@@ -7,6 +7,7 @@ them in place of logits. The first stage keeps embedding, final norm and head.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,10 @@ class StageModel(nn.Module):
             self.names["head"] = "lm_head"
         self.is_tied = is_tied
         setattr(body, found.layers, nn.ModuleList())
+        if getattr(config, "layer_types", None):
+            # The body looks up by a layer's place in its list which mask it gets.
+            body.config = copy(config)
+            body.config.layer_types = config.layer_types[low:high]
         # Not a submodule: its parameters are those above, under other names.
         self._body, self._list_name = [body], found.layers
 

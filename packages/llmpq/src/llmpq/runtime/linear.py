@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from shared.errors import ConfigError
-from shared.kernels.weight_matmul import PackedWeight, from_codes, matmul, unpack
+from shared.kernels.weight_matmul import BITS, PackedWeight, from_codes, matmul, unpack
 
 __all__ = [
     "BLOCK_BYTES",
@@ -111,6 +111,7 @@ def fastest_form(
     out_features: int,
     group_size: int = 128,
     dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
 ) -> str:
     """The fastest form that changes no result beyond rounding; measured once in a process.
 
@@ -120,6 +121,7 @@ def fastest_form(
         in_features, out_features: the weight's columns and rows.
         group_size: columns that share a scale.
         dtype: of activations.
+        device: where the product is computed.
 
     Raises:
         ConfigError: bits or a size is out of range.
@@ -131,6 +133,7 @@ def fastest_form(
         out_features=out_features,
         group_size=group_size,
         dtype=dtype,
+        device=device,
     )[tokens]
     return min(times, key=times.__getitem__)
 
@@ -145,6 +148,12 @@ def forms_table(times: dict[int, dict[str, float]]) -> list[list[int | str]]:
     return table
 
 
+def synchronise(device: torch.device) -> None:
+    """Waits for what a device was given to compute, so that a clock sees it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @lru_cache(maxsize=4096)
 def measure_forms(
     *,
@@ -155,6 +164,7 @@ def measure_forms(
     forms: tuple[str, ...] = ("packed", "dense16", "dense32"),
     group_size: int = 128,
     dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
 ) -> dict[int, dict[str, float]]:
     """Median seconds of each form by number of tokens, in turns, with weights that no cache holds.
 
@@ -167,28 +177,33 @@ def measure_forms(
     for form in forms:
         if form not in FORMS:
             raise ConfigError(f"forms: expected some of {', '.join(FORMS)}, got {form!r}")
-    if min(in_features, out_features, *tokens) < 1:
+    if bits not in BITS:
+        raise ConfigError(f"bits: expected one of {', '.join(map(str, BITS))}, got {bits}")
+    if min(in_features, out_features, group_size, *tokens) < 1:
         raise ConfigError(
-            f"expected at least 1 token, column and row, got {tokens}, {in_features}, {out_features}"
+            f"expected at least 1 token, column, row and column of a group, got {tokens}, "
+            f"{in_features}, {out_features} and {group_size}"
         )
     groups = -(-in_features // group_size)
-    weight = from_codes(
-        torch.randint(0, 1 << bits, (out_features, in_features), dtype=torch.uint8),
-        torch.full((out_features, groups), 1e-3),
-        torch.full((out_features, groups), 1 << (bits - 1)),
-        bits,
-        group_size=group_size,
-    )
+    with torch.device(device):
+        weight = from_codes(
+            torch.randint(0, 1 << bits, (out_features, in_features), dtype=torch.uint8),
+            torch.full((out_features, groups), 1e-3),
+            torch.full((out_features, groups), 1 << (bits - 1)),
+            bits,
+            group_size=group_size,
+        )
     copies = min(16, max(1, -(-_COLD_BYTES // weight.num_bytes)))
     weights = [weight, *(replace(weight, data=weight.data.clone()) for _ in range(copies - 1))]
     found = {}
     for count in tokens:
-        x = torch.randn(count, in_features).to(dtype)
+        x = torch.randn(count, in_features, device=device).to(dtype)
         seconds: dict[str, list[float]] = {form: [] for form in forms}
         for turn in range(_TURNS + 1):
             for form in forms:
                 begun = time.perf_counter()
                 FORMS[form](x, weights[turn % copies])
+                synchronise(x.device)
                 if turn:  # the first compiles
                     seconds[form].append(time.perf_counter() - begun)
         found[count] = {form: median(values) for form, values in seconds.items()}

@@ -64,16 +64,17 @@ class WeightFiles:
         """Reads a tensor into memory of its own, a large one some rows at a time.
 
         Raises:
-            DataError: no file has it.
+            DataError: no file has it, or it is not finite.
         """
         known = self._known(name)
         rows = self._file(self._file_of[known]).get_slice(known).get_shape()
         out = torch.empty(rows, dtype=dtype)
         if out.nbytes <= _BLOCK_BYTES:
-            return out.copy_(self.read(name))
+            return out.copy_(_checked(self.read(name), known))
         step = max(1, _BLOCK_BYTES // out[:1].nbytes)
         for low in range(0, rows[0], step):
             part = self._file(self._file_of[known]).get_slice(known)[low : low + step]
+            _checked(part, known)
             out[low : low + step] = part
             self.read_bytes += part.nbytes
             del part
@@ -106,6 +107,13 @@ class WeightFiles:
             except Exception as error:
                 raise DataError(f"{path}: expected a safetensors file: {error}") from error
         return self._open[name]
+
+
+def _checked(part: Tensor, name: str) -> Tensor:
+    """A tensor of finite numbers; no mask of its size is made."""
+    if part.numel() and not all(bool(end.isfinite()) for end in part.aminmax()):
+        raise DataError(f"{name}: expected finite weights, got NaN or infinity; repair the model")
+    return part
 
 
 @contextmanager

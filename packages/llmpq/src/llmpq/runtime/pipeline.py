@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from llmpq.config import ModelSpec
 from llmpq.planner.plan import Plan
+from llmpq.runtime.layers import read_config
 from llmpq.runtime.loader import check_plan, load_stage
 from llmpq.runtime.sampling import Sampling
 from llmpq.runtime.stage import Batch, StageSeconds, StageWorker
@@ -32,6 +36,13 @@ __all__ = ["Pipeline"]
 
 _PREFILL, _DECODE, _END, _FAILED = range(4)
 _PHASES = ("prefill", "decode", "end", "failure")
+_MOST_OF_TIMEOUT = 0.9
+"""Share of the timeout after which a failure to receive is taken for its end."""
+_GRACE_S, _MOST_GRACE_S = 3.0, 30.0
+"""Seconds that ranks whose timeouts are over wait for each other's word, at least and at most."""
+_MOST_LOADING_S = 3600
+_LOADS = count()
+"""Numbers of this process's pipelines, the same on all ranks as these make the same ones."""
 _MOST_UNSENT = 64
 """Messages that may wait to be sent; more would hold their memory."""
 
@@ -71,6 +82,10 @@ class Pipeline:
         self._shape = ModelSpec.from_hf(folder)
         self._group = Group.world()
         self._device = torch.device(self._group.device if device is None else device)
+        config = read_config(folder)
+        # Learned positions end; computed ones go on.
+        is_learned = config.model_type == "opt"
+        self._most_positions = config.max_position_embeddings if is_learned else None
         ranks = [stage.rank for stage in plan.stages]
         if max(ranks) >= self._group.world_size:
             raise ConfigError(
@@ -83,12 +98,17 @@ class Pipeline:
         self._stage: StageWorker | None = None
         self.read_bytes = 0
         self._ring: _Ring | None = None
+        self._way_home: Group | None = None
 
     def __enter__(self) -> Pipeline:
-        if self._number is not None:
-            model, self.read_bytes = load_stage(self._folder, self._plan, self._number)
-            self._stage = StageWorker(model, self._plan, self._shape, self._device)
+        with _all_loaded(self._group):
+            if self._number is not None:
+                model, self.read_bytes = load_stage(self._folder, self._plan, self._number)
+                self._stage = StageWorker(model, self._plan, self._shape, self._device)
+        # Every rank of the world takes part in making groups, members or not.
         self._ring = _Ring(self._group, self._ranks, self._number, self._plan, self._shape)
+        if self._ranks[0]:
+            self._way_home = Group.of([0, self._ranks[0]])
         return self
 
     def __exit__(
@@ -98,6 +118,11 @@ class Pipeline:
         trace: TracebackType | None,
     ) -> None:
         self._stage = self._ring = None
+
+    @property
+    def plan(self) -> Plan:
+        """What it runs."""
+        return self._plan
 
     @property
     def stage_s(self) -> StageSeconds:
@@ -137,10 +162,19 @@ class Pipeline:
             DataError: shapes do not fit, or a prompt is empty.
             CommError: another stage died or stands still; names its rank.
         """
-        assert self._ring is not None, "the pipeline is entered"
+        if self._ring is None:
+            raise ConfigError(
+                "expected an entered pipeline; call generate inside `with Pipeline(...)`"
+            )
         ids, mask = _pad_left(input_ids, attention_mask, pad_token_id)
         if max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens: expected at least 1, got {max_new_tokens}")
+        length = mask.shape[1] + max_new_tokens
+        if self._most_positions is not None and length > self._most_positions:
+            raise ConfigError(
+                f"{self._folder}: expected at most {self._most_positions} tokens of prompt and answer, "
+                f"for which the model has positions, got {mask.shape[1]} + {max_new_tokens}"
+            )
         batch = Batch(mask, max_new_tokens, self._plan.prefill_size, self._plan.decode_size)
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
         found = None
@@ -150,24 +184,26 @@ class Pipeline:
             try:
                 if self._number == 0:
                     numbers = torch.arange(len(ids)) if prompt_numbers is None else prompt_numbers
-                    ends = (
-                        [eos_token_id]
-                        if isinstance(eos_token_id, int)
-                        else list(eos_token_id or ())
-                    )
+                    is_one = isinstance(eos_token_id, int)
+                    ends = [eos_token_id] if is_one else list(eos_token_id or ())
                     head = _Head(batch, sampling, numbers, ends, pad_token_id)
                     found = _lead(self._stage, self._ring, batch, ids, head)
                 else:
                     _follow(self._stage, self._ring, batch)
                 self._ring.flush()
+            except CommError:
+                raise
+            except BaseException:
+                self._ring.fail()
+                raise
             finally:
                 self._stage.end()
         return self._bring_home(found, batch)
 
     def _bring_home(self, found: Tensor | None, batch: Batch) -> Tensor | None:
         """Sends the tokens from the first stage's rank to rank 0."""
-        first, me = self._ranks[0], self._group.rank
-        if first == 0 or me not in (0, first):
+        first, me, pair = self._ranks[0], self._group.rank, self._way_home
+        if pair is None or me not in (0, first):
             return found if me == 0 else None
         shape = len(batch.mask), batch.max_new_tokens + 1
         tokens = torch.empty(shape, dtype=torch.int64, device=self._group.device)
@@ -176,7 +212,6 @@ class Pipeline:
             tokens[:, : found.shape[1]] = found
             tokens[:, -1] = found.shape[1]
         other = 0 if me == first else first
-        pair = Group.of(sorted((0, first)))
         at = pair.ranks.index(other)
         item = Round(
             send_to=at, send=tokens if me == first else None,
@@ -184,6 +219,34 @@ class Pipeline:
         )  # fmt: skip
         post_rounds(pair, [item], "answers").wait_all()
         return tokens[:, : int(tokens[0, -1])] if me == 0 else None
+
+
+@contextmanager
+def _all_loaded(group: Group) -> Iterator[None]:
+    """Waits behind its block until all ranks are through theirs, however unlike their disks are.
+
+    Not a barrier of the group: loading may take longer than its timeout, which is for messages.
+    """
+    if group.world_size == 1:
+        yield
+        return
+    board = group.board(f"llmpq/loaded/{next(_LOADS)}")
+    try:
+        yield
+    except BaseException:
+        board.set(str(group.rank), "failed")
+        raise
+    board.set(str(group.rank), "done")
+    left = [rank for rank in range(group.world_size) if rank != group.rank]
+    end = time.monotonic() + _MOST_LOADING_S
+    while left:
+        for rank in [rank for rank in left if board.check([str(rank)])]:
+            if board.get(str(rank)) != b"done":
+                raise CommError(f"expected rank {rank} to load its stage; it failed, and says why")
+            left.remove(rank)
+        if left and time.monotonic() > end:
+            raise CommError(f"expected rank {left[0]} to load its stage within {_MOST_LOADING_S} s")
+        time.sleep(0.02 if left else 0.0)
 
 
 def _pad_left(ids: Tensor, mask: Tensor | None, pad: int) -> tuple[Tensor, Tensor]:
@@ -246,14 +309,18 @@ def _lead(stage: StageWorker, ring: _Ring, batch: Batch, ids: Tensor, head: _Hea
         for low, high in batch.chunks(number)
     )  # fmt: skip
     num_waiting = [len(batch.chunks(number)) for number in range(batch.num_decode)]
+    # A slow stage keeps no more prompts waiting than these, whatever the first one could send.
+    num_prefills, most_prefills = 0, ring.num_stages + 2
     num_away = 0
     while prefills or num_away:
-        returned = ring.receive(wait=not prefills) if num_away else None
+        is_full = not prefills or num_prefills >= most_prefills
+        returned = ring.receive(wait=is_full) if num_away else None
         if returned is None:
             number, low, high = prefills.popleft()
             first = batch.rows(number)[0]
             hidden = stage.prefill(number, low, high, ids[first + low : first + high])
             ring.send(_Message(_PREFILL, number, low, high, hidden))
+            num_prefills += 1
             num_away += 1
             continue
         num_away -= 1
@@ -263,6 +330,7 @@ def _lead(stage: StageWorker, ring: _Ring, batch: Batch, ids: Tensor, head: _Hea
             logits = stage.model.logits(returned.hidden[:, -1].to(stage.device))
             head.take(number, returned.low, returned.high, logits)
         if returned.kind == _PREFILL:
+            num_prefills -= 1
             num_waiting[number] -= 1
             if num_waiting[number]:
                 continue
@@ -298,7 +366,8 @@ class _Ring:
         self, group: Group, ranks: list[int], number: int | None, plan: Plan, spec: ModelSpec
     ) -> None:
         self.is_alone = len(ranks) == 1
-        self._number, self._count = number, len(ranks)
+        self._ranks, self._number, self.num_stages = ranks, number, len(ranks)
+        self._timeout_s = group.timeout.total_seconds()
         self._width, self._dtype = spec.hidden_size, getattr(torch, plan.dtype)
         self._device = group.device
         self._arrived: queue.SimpleQueue[_Message | BaseException] = queue.SimpleQueue()
@@ -308,7 +377,6 @@ class _Ring:
         self._at_fault = 0 if number is None else ranks[number - 1]
         if self.is_alone:
             return
-        # Every rank of the world takes part in making groups, members or not.
         for link, rank in enumerate(ranks):
             ends = rank, ranks[(link + 1) % len(ranks)]
             pair = Group.of(sorted(ends))
@@ -330,7 +398,7 @@ class _Ring:
             return
         assert self._number is not None, "a rank without a stage sends nothing"
         hidden = message.hidden
-        if hidden is not None and message.kind == _PREFILL and self._number == self._count - 1:
+        if hidden is not None and message.kind == _PREFILL and self._number == self.num_stages - 1:
             hidden = hidden[:, -1:]  # the head wants no more
         num_tokens = 0 if hidden is None else hidden.shape[1]
         sent = [torch.tensor([*message[:4], num_tokens], device=self._device)]
@@ -350,11 +418,34 @@ class _Ring:
             found = self._arrived.get(block=wait)
         except queue.Empty:
             return None
+        if isinstance(found, TimeoutError):
+            self._at_fault = self._find_silent()
+            found = CommError(
+                f"expected rank {self._at_fault} to go on with its stage; nothing came of it for "
+                f"{self._timeout_s:.0f} s: it stands still; start all ranks anew to go on"
+            )
         if isinstance(found, BaseException):
             # The stages after this one wait for what will not come; the rank at fault goes round.
             self.send(_Message(_FAILED, self._at_fault, 0, 0, None))
             raise found
         return found
+
+    def fail(self) -> None:
+        """Tells the stages after this one that it fails, so that none waits for it."""
+        if not self.is_alone and self._number is not None:
+            self.send(_Message(_FAILED, self._ranks[self._number], 0, 0, None))
+
+    def _find_silent(self) -> int:
+        """The rank that stands still: with all timeouts over at once, the one that does not say so."""
+        assert self._number is not None
+        board = Group.world().board("llmpq/timed-out")
+        board.set(str(self._ranks[self._number]), "waits")
+        end = time.monotonic() + max(_GRACE_S, min(0.1 * self._timeout_s, _MOST_GRACE_S))
+        silent = self._ranks
+        while len(silent) > 1 and time.monotonic() < end:
+            time.sleep(0.1)
+            silent = [rank for rank in self._ranks if not board.check([str(rank)])]
+        return self._at_fault if self._at_fault in silent or not silent else silent[0]
 
     def flush(self) -> None:
         """Waits for what was sent, and on the first stage for the end to come round."""
@@ -372,16 +463,18 @@ class _Ring:
 
     def _read(self) -> None:
         assert self._number is not None
-        link = (self._number - 1) % self._count
+        link = (self._number - 1) % self.num_stages
         pair, peer = self._link(link)
 
         def take(into: Tensor) -> None:
             item = Round(send_to=peer, send=None, recv_from=peer, recv=into)
             post_rounds(pair, [item], "stage", lane=_lane(link)).wait_all()
 
+        begun = time.monotonic()
         try:
             while True:
                 header = torch.empty(5, dtype=torch.int64, device=self._device)
+                begun = time.monotonic()
                 take(header)
                 kind, number, low, high, num_tokens = header.tolist()
                 if kind == _FAILED:
@@ -399,7 +492,8 @@ class _Ring:
                 if kind == _END:
                     return
         except BaseException as error:  # noqa: BLE001 - raised where it is received
-            self._arrived.put(error)
+            is_late = time.monotonic() - begun >= _MOST_OF_TIMEOUT * self._timeout_s
+            self._arrived.put(TimeoutError() if is_late else error)
 
 
 def _lane(link: int) -> str:

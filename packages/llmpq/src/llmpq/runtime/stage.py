@@ -15,6 +15,7 @@ from llmpq.config import ModelSpec
 from llmpq.planner.plan import Plan
 from llmpq.runtime.kv_cache import LayerCache, allocate, take_rows
 from llmpq.runtime.layers import StageModel
+from llmpq.runtime.linear import synchronise
 
 __all__ = ["Batch", "StageSeconds", "StageWorker"]
 
@@ -101,8 +102,7 @@ class StageWorker:
         """Adds the seconds of its block to a field of `seconds`."""
         begin = time.perf_counter()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronise(self.device)
         self._spent.setdefault(part, []).append(time.perf_counter() - begin)
 
     def begin(self, batch: Batch) -> None:
