@@ -1,11 +1,18 @@
+"""The command line."""
+
 import json
 
-import numpy as np
 import pytest
 
-from hydraulis import METHODS
 from hydraulis.cli import main
 from shared.claims import faults, read_demo
+
+
+@pytest.fixture
+def lengths(tmp_path):
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, [30_000, *[500] * 40])) + "\n")
+    return path
 
 
 def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
@@ -14,33 +21,44 @@ def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
     assert demo.package == "hydraulis"
     assert faults(demo) == []
     assert capsys.readouterr().err.count("hydraulis: ") == len(demo.claims)
+    assert (tmp_path / "ranks.svg").read_text().count("<svg") == 1
 
 
-def test_sum_prints_the_sum(capsys):
-    assert main(["sum", "--start", "2", "--stop", "5"]) == 0
-    assert capsys.readouterr().out == "9\n"
-    assert main(["sum", "--start", "2", "--stop", "5", "--method", "loop", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"sum": 9, "method": "loop"}
+def test_a_plan_names_groups_seconds_and_the_bound(lengths, capsys):
+    given = ["plan", str(lengths), "--ranks", "8", "--cap", "9000"]
+    assert main(given) == 0
+    text = capsys.readouterr().out
+    assert "longest" in text
+    assert "no plan of this kind is faster" in text
+    assert main([*given, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["bound_s"] <= record["seconds"]
+    assert record["groups"][0]["longest"] == 30_000
+    assert sum(row["documents"] for row in record["groups"]) == 41
 
 
-def test_a_method_from_outside_is_in_the_help_and_taken(capsys):
-    METHODS.add("none", lambda values, starts, stops: np.zeros(len(starts), np.int64), "always 0")
-    try:
-        with pytest.raises(SystemExit):
-            main(["sum", "--help"])
-        assert "{prefix,loop,none}" in capsys.readouterr().out
-        assert main(["sum", "--start", "2", "--stop", "5", "--method", "none"]) == 0
-        assert capsys.readouterr().out == "0\n"
-    finally:
-        METHODS.remove("none")
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "got an empty file"),
+        ("5\nx\n", "lengths.txt:2: expected a whole number of tokens above 0, got x"),
+        ("5\n0\n", "lengths.txt:2: expected a whole number"),
+        ("80000\n", "sequence 0: expected at most 72000 tokens, got 80000"),
+    ],
+)
+def test_a_mistake_is_told_in_a_sentence(text, told, tmp_path, capsys):
+    (tmp_path / "lengths.txt").write_text(text)
+    given = ["plan", str(tmp_path / "lengths.txt"), "--ranks", "8", "--cap", "9000"]
+    assert main(given) == 1
+    assert told in capsys.readouterr().err
 
 
-def test_bad_range_fails_with_status_1(capsys):
-    assert main(["sum", "--start", "5", "--stop", "2"]) == 1
-    assert "hydraulis: range 0: expected" in capsys.readouterr().err
+def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
+    assert main(["plan", str(tmp_path / "none"), "--ranks", "8", "--cap", "9"]) == 1
+    assert "expected a text file of lengths" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["demo", "--fast"], ["sum", "--method", "fast"]])
+@pytest.mark.parametrize("argv", [["demo", "--fast"], ["plan", "x", "--ranks", "eight"]])
 def test_wrong_usage_is_status_2(argv):
     with pytest.raises(SystemExit) as caught:
         main(argv)

@@ -1,4 +1,4 @@
-"""Sums of many ranges of one array by prefix sums: the placeholder of a new package."""
+"""Balanced training on documents of any length: every rank finishes at the same time."""
 
 import importlib
 from typing import Any
@@ -18,11 +18,40 @@ if getattr(shared, "__project__", None) != "meshyard":
 __version__ = "0.1.0"
 
 # Public name -> its module, imported at first use so that `hydraulis --help` stays fast.
-_HOME = {"METHODS": "hydraulis.summing.registry", "range_sums": "hydraulis.summing.ranges"}
-__all__ = ["METHODS", "__version__", "range_sums"]
+_HOME = {
+    "BalancedBatchSampler": "hydraulis.data",
+    "Cost": "hydraulis.config",
+    "Replica": "hydraulis.config",
+    "SequenceTooLong": "hydraulis.config",
+    "dispatch": "hydraulis.planner.dispatch",
+    "pack": "hydraulis.planner.packing",
+    "pipeline_s": "hydraulis.planner.pipeline",
+    "token_cap": "hydraulis.config",
+}
+_MODULES = {
+    "data": "hydraulis.data",
+    "flexsp": "hydraulis.planner.flexsp",
+    "galvatron": "hydraulis.planner.galvatron",
+}
+__all__ = [
+    "BalancedBatchSampler",
+    "Cost",
+    "Replica",
+    "SequenceTooLong",
+    "__version__",
+    "data",
+    "dispatch",
+    "flexsp",
+    "galvatron",
+    "pack",
+    "pipeline_s",
+    "token_cap",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'hydraulis' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

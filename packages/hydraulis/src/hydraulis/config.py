@@ -125,9 +125,7 @@ class Replica:
     def __post_init__(self) -> None:
         for name in ("cap", "stages"):
             if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"Replica.{name}: expected at least 1, got {getattr(self, name)}"
-                )
+                raise ConfigError(f"Replica.{name}: expected at least 1, got {getattr(self, name)}")
 
 
 def check_lengths(lengths: Sequence[int] | np.ndarray, name: str = "lengths") -> np.ndarray:
@@ -145,7 +143,9 @@ def check_lengths(lengths: Sequence[int] | np.ndarray, name: str = "lengths") ->
     wrong = ~(np.isfinite(numbers) & (numbers >= 1) & (numbers == np.floor(numbers)))
     if wrong.any():
         at = int(wrong.argmax())
-        raise ConfigError(f"{name}[{at}]: expected a whole number of tokens above 0, got {found[at]}")
+        raise ConfigError(
+            f"{name}[{at}]: expected a whole number of tokens above 0, got {found[at]}"
+        )
     return found.astype(np.int64)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hydraulis.planner.local_search import assign_in_order, fill_in_order, improve
+from hydraulis.planner.search_compiled import assign_in_order, fill_in_order, improve
 
 __all__ = ["Assignment", "assign"]
 

@@ -67,7 +67,11 @@ def karmarkar_karp(seconds: np.ndarray, num_ranks: int) -> Int[np.ndarray, " seq
 
 
 def random_greedy(
-    lengths: Sequence[int], replicas: Sequence[Replica], *, trials: int = 100, seed: int = 0
+    lengths: Sequence[int] | np.ndarray,
+    replicas: Sequence[Replica],
+    *,
+    trials: int = 100,
+    seed: int = 0,
 ) -> Int[np.ndarray, " sequence"]:
     """The published dispatch of Hydraulis: random orders, each sequence to the least new maximum.
 

@@ -29,9 +29,7 @@ def makespan_bound(lengths: np.ndarray, replicas: Sequence[Replica]) -> float:
     for replica in replicas:
         kinds[replica] = kinds.get(replica, 0) + 1
     seconds = np.array(
-        [
-            np.where(lengths <= kind.cap, kind.cost.sequence_s(lengths), np.inf) for kind in kinds
-        ]
+        [np.where(lengths <= kind.cap, kind.cost.sequence_s(lengths), np.inf) for kind in kinds]
     )
     stages = np.array([kind.stages for kind in kinds])
     alone = float((seconds * stages[:, None]).min(axis=0).max())
@@ -91,9 +89,7 @@ def _bound_kinds(seconds: np.ndarray, counts: np.ndarray, stages: np.ndarray) ->
     rows.append((own, longest, np.full(size, -1.0)))
     row, column, value = (np.concatenate(part) for part in zip(*rows, strict=True))
     upper = coo_array((value, (row, column)), shape=(kinds + size, end + 1)).tocsr()
-    whole = coo_array(
-        (np.ones(size), (sequence, np.arange(size))), shape=(number, end + 1)
-    ).tocsr()
+    whole = coo_array((np.ones(size), (sequence, np.arange(size))), shape=(number, end + 1)).tocsr()
     cost = np.zeros(end + 1)
     cost[end] = 1.0
     solved = linprog(

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydraulis.config import Cost, SequenceTooLong, check_lengths
-from hydraulis.planner.fill import fill_groups
+from hydraulis.planner.groups_compiled import fill_groups
 from shared.errors import ConfigError
 
 __all__ = ["DegreeCost", "DegreePlan", "group_seconds", "plan_degrees"]
@@ -191,6 +191,10 @@ class _Search:
     def fill_best(self, bound_s: float) -> tuple[np.ndarray, np.ndarray]:
         """The groups under the least limit at which they were found to suffice."""
         low = bound_s - self.cost.cost.c
+        # Often one document alone settles the bound, and the others find room beside it.
+        found = self.fill(low * (1 + 1e-12))
+        if found is not None:
+            return found
         high = low * 1.02
         found = self.fill(high)
         while found is None:

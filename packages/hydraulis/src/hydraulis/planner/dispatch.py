@@ -50,7 +50,9 @@ class Dispatch:
         return 1 - self.bound_s / self.makespan_s if self.makespan_s else 0.0
 
 
-def makespan_s(lengths: Sequence[int], replicas: Sequence[Replica], replica_of: np.ndarray) -> float:
+def makespan_s(
+    lengths: Sequence[int] | np.ndarray, replicas: Sequence[Replica], replica_of: np.ndarray
+) -> float:
     """Seconds until the slowest replica ends, see `Dispatch`."""
     known = np.asarray(lengths)
     ends = [0.0]

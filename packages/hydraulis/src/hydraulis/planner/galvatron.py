@@ -6,7 +6,7 @@ and the layers' strategies are chosen by dynamic programming over the memory tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,9 +114,7 @@ def plan_layers(
             f"{memory.shape} and {change_s.shape}"
         )
     # best[s, e]: least seconds of the layers so far with e units or fewer left over, the last one s.
-    best = np.where(
-        np.arange(limit + 1) >= memory[0][:, None], seconds[0][:, None], np.inf
-    )
+    best = np.where(np.arange(limit + 1) >= memory[0][:, None], seconds[0][:, None], np.inf)
     came = np.zeros((layers, count, limit + 1), dtype=np.int16)
     for layer in range(1, layers):
         now = np.full_like(best, np.inf)

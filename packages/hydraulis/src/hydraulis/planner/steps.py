@@ -93,7 +93,10 @@ def plan_ranks(
         count = max(map(len, packed))
         if all(len(share) >= count for share in mine) and count:
             return [
-                [share[list(part)].tolist() for part in _split(known[share], found, cost, cap, count)]
+                [
+                    share[list(part)].tolist()
+                    for part in _split(known[share], found, cost, cap, count)
+                ]
                 for share, found in zip(mine, packed, strict=True)
             ]
     return _plan_slots(known, num_ranks, cost, cap)
@@ -127,9 +130,7 @@ def _bins(lengths: np.ndarray, cost: Cost, cap: int, count: int) -> list[Sequenc
     return [np.flatnonzero(found == number).tolist() for number in range(count)]
 
 
-def _plan_slots(
-    lengths: np.ndarray, num_ranks: int, cost: Cost, cap: int
-) -> list[list[list[int]]]:
+def _plan_slots(lengths: np.ndarray, num_ranks: int, cost: Cost, cap: int) -> list[list[list[int]]]:
     """Micro-batches all alike in seconds, or sorted so that those of a slot are."""
     fewest = max(1, -(-int(lengths.sum()) // (cap * num_ranks)))
     for slots in range(fewest, fewest + _MOST_MORE):

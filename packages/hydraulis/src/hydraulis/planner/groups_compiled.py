@@ -1,6 +1,6 @@
 """Documents into groups of ranks under a limit of seconds, compiled."""
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 import numpy as np
@@ -55,7 +55,10 @@ def fill_groups(seconds, tokens, least, degrees, cap, num_ranks, limit_s, group_
                 degree_of[g] >= degree
                 and taken_s <= room_s[g]
                 and tokens[document] <= room[g]
-                and (found < 0 or room_s[g] - taken_s < room_s[found] - seconds[document, degree_of[found]])
+                and (
+                    found < 0
+                    or room_s[g] - taken_s < room_s[found] - seconds[document, degree_of[found]]
+                )
             ):
                 found = g
         if found < 0:

@@ -4,7 +4,7 @@ Dispatch assigns sequences to replicas; packing assigns them to micro-batches, w
 here too.
 """
 
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202
 from __future__ import annotations
 
 import numpy as np

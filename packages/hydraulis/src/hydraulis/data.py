@@ -1,0 +1,135 @@
+"""Documents and their lengths, and a batch sampler whose ranks finish together."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hydraulis.config import Cost, SequenceTooLong, check_lengths
+from hydraulis.planner.steps import SYNCS, cut_steps, plan_ranks
+from shared.errors import ConfigError, DataError
+
+__all__ = ["BalancedBatchSampler", "python_source", "read_lengths"]
+
+
+def python_source(limit: int | None = None) -> list[bytes]:
+    """The standard library's own files as documents of bytes: real ones, with a long tail.
+
+    They come with every Python; about 1,700 files, half of them below 7 KB, the largest over 700 KB.
+
+    Args:
+        limit: most documents, in the order of their paths; None for all.
+
+    Raises:
+        DataError: this Python has no source files.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
+    )
+    found = [text for text in (path.read_bytes() for path in paths[:limit]) if text]
+    if not found:
+        raise DataError(f"{root}: expected Python's own source files, got none")
+    return found
+
+
+def read_lengths(path: str | Path) -> np.ndarray:
+    """Lengths from a text file, a whole number above 0 on each line.
+
+    Raises:
+        DataError: the file cannot be read or is empty, or a line is no such number; names the line.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: expected a text file of lengths: {error}") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            if not line.strip().isdecimal() or not int(line):
+                raise DataError(
+                    f"{path}:{number}: expected a whole number of tokens above 0, got {line.strip():.40}"
+                )
+            found.append(int(line))
+    if not found:
+        raise DataError(f"{path}: expected lengths, a number on each line, got an empty file")
+    return np.array(found)
+
+
+class BalancedBatchSampler:
+    """Micro-batches of one rank, so that all ranks finish together; for a DataLoader's `batch_sampler`.
+
+    A seeded shuffle is cut into steps; each step's documents are dispatched to the ranks and packed
+    under the cap, as many micro-batches on every rank. All ranks make the same plan from the same
+    arguments, so nothing is sent. Each document comes once an epoch.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        *,
+        tokens_per_step: int,
+        num_ranks: int,
+        rank: int,
+        cost: Cost,
+        cap: int,
+        seed: int = 0,
+        sync: str = "step",
+    ) -> None:
+        """Checks the arguments; epochs are planned when they are iterated.
+
+        Args:
+            lengths: tokens of all documents.
+            tokens_per_step: tokens of a step over all ranks, exceeded by part of a document.
+            num_ranks: ranks.
+            rank: this one.
+            cost: seconds of a micro-batch.
+            cap: most tokens of a micro-batch.
+            seed: of the shuffle; the epoch is added.
+            sync: "step" where ranks wait for one another after each step, "micro-batch" where they
+                do after each micro-batch, as under FSDP.
+
+        Raises:
+            SequenceTooLong: a document exceeds the cap.
+            ConfigError: an argument outside its range, or fewer documents than ranks.
+        """
+        self.lengths = check_lengths(lengths)
+        if not 0 <= rank < num_ranks:
+            raise ConfigError(f"rank: expected 0 to {num_ranks - 1}, got {rank}")
+        for name, value in (("tokens_per_step", tokens_per_step), ("cap", cap)):
+            if value < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {value}")
+        if sync not in SYNCS:
+            raise ConfigError(f"sync: expected one of {', '.join(SYNCS)}, got {sync!r}")
+        if len(self.lengths) < num_ranks:
+            raise ConfigError(
+                f"expected at least a document for each of {num_ranks} ranks, got {len(self.lengths)}"
+            )
+        if self.lengths.max() > cap:
+            at = int(self.lengths.argmax())
+            raise SequenceTooLong(at, int(self.lengths[at]), cap)
+        self.tokens_per_step, self.num_ranks, self.rank = tokens_per_step, num_ranks, rank
+        self.cost, self.cap, self.seed, self.sync = cost, cap, seed, sync
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Shuffles anew from the next iteration on."""
+        self._epoch = epoch
+
+    def steps(self) -> Iterator[list[list[int]]]:
+        """This rank's micro-batches, step by step: indices of documents."""
+        draw = np.random.default_rng((self.seed, self._epoch))
+        order = draw.permutation(len(self.lengths))
+        for step in cut_steps(self.lengths, order, self.tokens_per_step, self.num_ranks):
+            planned = plan_ranks(self.lengths[step], self.num_ranks, self.cost, self.cap, self.sync)
+            yield [step[part].tolist() for part in planned[self.rank]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps():
+            yield from step

@@ -1,0 +1,67 @@
+"""Steps of an epoch, and a step's micro-batches on every rank."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hydraulis import Cost
+from hydraulis.planner.steps import cut_steps, plan_ranks
+from shared.errors import ConfigError
+
+COST = Cost(a=1e-6, b=1e-2, c=0.1)
+
+
+def drawn(count, seed, most=8000):
+    draw = np.random.default_rng(seed)
+    return np.clip(np.exp(draw.normal(5.95, 1.258, count)), 1, most).astype(int)
+
+
+@given(
+    st.integers(1, 5), st.sampled_from(["step", "micro-batch"]), st.integers(0, 50),
+    st.integers(2_000, 60_000),
+)  # fmt: skip
+def test_every_document_once_and_as_many_micro_batches_on_every_rank(ranks, sync, seed, tokens):
+    lengths = drawn(120, seed)
+    order = np.random.default_rng(seed).permutation(120)
+    seen = []
+    for step in cut_steps(lengths, order, tokens, ranks):
+        planned = plan_ranks(lengths[step], ranks, COST, 8192, sync)
+        assert len({len(mine) for mine in planned}) == 1
+        for mine in planned:
+            for part in mine:
+                assert part
+                assert lengths[step][part].sum() <= 8192
+                seen += step[part].tolist()
+    assert seen != sorted(seen), "in the order of a shuffle"
+    assert sorted(seen) == list(range(120))
+
+
+@pytest.mark.parametrize("sync", ["step", "micro-batch"])
+def test_ranks_end_together(sync):
+    lengths = drawn(300, 3)
+    planned = plan_ranks(lengths, 4, COST, 8192, sync)
+    seconds = np.array([[COST.micro_batch_s(lengths[part]) for part in mine] for mine in planned])
+    if sync == "step":
+        sums = seconds.sum(axis=1)
+        assert sums.max() <= 1.01 * sums.mean()
+    else:
+        slots = seconds.max(axis=0).sum()
+        assert slots <= 1.02 * seconds.sum() / 4
+
+
+def test_a_step_never_has_fewer_documents_than_ranks():
+    steps = list(cut_steps(np.array([9] * 10), np.arange(10), 10, 4))
+    assert [len(step) for step in steps] == [4, 6], "two are too few for a step of their own"
+
+
+def test_too_few_documents_are_refused():
+    with pytest.raises(ConfigError, match="for each of 4 ranks, got 3"):
+        list(cut_steps(np.array([5, 5, 5]), np.arange(3), 100, 4))
+    with pytest.raises(ConfigError, match="5 documents of 500 tokens"):
+        plan_ranks([100] * 5, 4, COST, 100)
+
+
+def test_an_unknown_way_to_wait_is_refused():
+    with pytest.raises(ConfigError, match="expected one of step, micro-batch"):
+        plan_ranks([1, 2], 1, COST, 10, sync="epoch")

@@ -1,0 +1,80 @@
+"""Documents, lengths and the sampler."""
+
+import numpy as np
+import pytest
+
+import hydraulis as hy
+from shared.errors import ConfigError, DataError
+
+COST = hy.Cost(a=1e-6, b=1e-2, c=0.1)
+
+
+def lengths(count=200, seed=0):
+    draw = np.random.default_rng(seed)
+    return np.clip(np.exp(draw.normal(5.95, 1.258, count)), 1, 8000).astype(int)
+
+
+def samplers(num_ranks=3, **changed):
+    given = {"tokens_per_step": 20_000, "cost": COST, "cap": 8192, "num_ranks": num_ranks} | changed
+    return [hy.BalancedBatchSampler(lengths(), rank=rank, **given) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("sync", ["step", "micro-batch"])
+def test_ranks_share_an_epoch_without_overlap(sync):
+    ranks = [list(sampler) for sampler in samplers(sync=sync)]
+    assert len({len(mine) for mine in ranks}) == 1
+    seen = [i for mine in ranks for part in mine for i in part]
+    assert sorted(seen) == list(range(200))
+    assert all(lengths()[part].sum() <= 8192 for mine in ranks for part in mine)
+
+
+def test_an_epoch_is_a_shuffle_of_its_own_and_can_be_repeated():
+    (one,) = samplers(1)
+    first = list(one)
+    assert list(one) == first
+    one.set_epoch(1)
+    assert list(one) != first
+    one.set_epoch(0)
+    assert list(one) == first
+    assert list(samplers(1, seed=5)[0]) != first
+
+
+def test_a_data_loader_takes_it():
+    torch_data = pytest.importorskip("torch.utils.data")
+    (sampler,) = samplers(1)
+    loader = torch_data.DataLoader(list(range(200)), batch_sampler=sampler, collate_fn=list)
+    assert list(loader) == list(sampler)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"cap": 0}, "cap: expected at least 1"),
+        ({"tokens_per_step": 0}, "tokens_per_step: expected at least 1"),
+        ({"sync": "epoch"}, "expected one of step, micro-batch"),
+        ({"cap": 50}, r"sequence \d+: expected at most 50 tokens"),
+        ({"num_ranks": 300}, "a document for each of 300 ranks, got 200"),
+    ],
+)
+def test_arguments_outside_their_range_are_refused(changed, told):
+    with pytest.raises(ConfigError, match=told):
+        samplers(**changed)
+
+
+def test_a_rank_outside_the_ranks_is_refused():
+    with pytest.raises(ConfigError, match="rank: expected 0 to 1, got 2"):
+        hy.BalancedBatchSampler([5, 6], tokens_per_step=9, num_ranks=2, rank=2, cost=COST, cap=9)
+
+
+def test_the_standard_library_has_a_long_tail():
+    sizes = np.array([len(text) for text in hy.data.python_source()])
+    assert len(sizes) > 500
+    assert sizes.max() > 20 * np.median(sizes)
+    assert len(hy.data.python_source(limit=7)) == 7
+
+
+def test_lengths_are_read_line_by_line(tmp_path):
+    (tmp_path / "a.txt").write_text("5\n\n 70 \n")
+    assert hy.data.read_lengths(tmp_path / "a.txt").tolist() == [5, 70]
+    with pytest.raises(DataError, match="expected a text file of lengths"):
+        hy.data.read_lengths(tmp_path)
