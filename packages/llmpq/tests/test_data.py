@@ -11,7 +11,7 @@ import torch
 from llmpq.data import Prompt, paragraphs, read_ends, read_prompts, smollm2, tokenise
 from shared.errors import ConfigError, DataError
 
-from .runtime.tiny_models import make
+from .runtime.tiny_models import add_tokenizer, make
 
 
 def write(tmp_path, *lines):
@@ -67,6 +67,21 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('"Hi"\n', encoding="utf-8-sig")
     assert read_prompts(path) == [Prompt("0", text="Hi")]
+
+
+def test_a_prompt_that_cannot_be_tokenised_is_named(tmp_path):
+    model = add_tokenizer(make("llama", tmp_path))
+    with pytest.raises(DataError, match=r"prompt 'b': expected some tokens, got none of ' '"):
+        tokenise(model, [Prompt("a", text="the rain"), Prompt("b", text=" ")])
+    chat = Prompt("c", messages=({"role": "user", "content": "the rain"},))
+    with pytest.raises(ConfigError, match="a chat template for the messages of prompt 'c'"):
+        tokenise(model, [chat])
+    template = "{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template + "{{ messages[0]['content'] }}")
+    assert tokenise(model, [chat]) == [[3, 4]]
+    two = Prompt("d", messages=chat.messages * 2)
+    with pytest.raises(DataError, match=r"prompt 'd'.*refuses its messages: one at a time"):
+        tokenise(model, [chat, two])
 
 
 def test_answers_end_where_generate_ends_them(tmp_path):

@@ -66,7 +66,7 @@ class Cost:
             raise ConfigError("Cost: expected a or b above 0, got 0 for both; nothing to balance")
 
     @classmethod
-    def fit(cls, timings: Iterable[tuple[Sequence[int], float]]) -> Cost:
+    def fit(cls, timings: Iterable[tuple[Sequence[int] | np.ndarray, float]]) -> Cost:
         """Fits the three coefficients, none negative, to relative errors.
 
         Args:
@@ -128,7 +128,7 @@ class Replica:
                 raise ConfigError(f"Replica.{name}: expected at least 1, got {getattr(self, name)}")
 
 
-def check_lengths(lengths: Sequence[int] | np.ndarray, name: str = "lengths") -> np.ndarray:
+def check_lengths(lengths: Sequence[float] | np.ndarray, name: str = "lengths") -> np.ndarray:
     """Lengths as int64.
 
     Raises:

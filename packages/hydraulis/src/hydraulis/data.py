@@ -72,7 +72,7 @@ class BalancedBatchSampler:
 
     def __init__(
         self,
-        lengths: Sequence[int] | np.ndarray,
+        lengths: Sequence[float] | np.ndarray,
         *,
         tokens_per_step: int,
         num_ranks: int,

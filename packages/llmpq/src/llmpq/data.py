@@ -319,10 +319,21 @@ def tokenise(model: str | Path, prompts: Sequence[Prompt]) -> list[list[int]]:
                     f"{model}: expected a tokenizer with a chat template for the messages of prompt "
                     f'{prompt.id!r}, got none; give "prompt" in place of "messages"'
                 )
-            text = tokenizer.apply_chat_template(
-                list(prompt.messages), add_generation_prompt=True, tokenize=False
-            )
+            try:
+                text = tokenizer.apply_chat_template(
+                    list(prompt.messages), add_generation_prompt=True, tokenize=False
+                )
+            except Exception as error:  # a template is a program of the model's authors
+                raise DataError(
+                    f"prompt {prompt.id!r}: the model's chat template refuses its messages: {error}"
+                ) from error
             return tokenizer(text, add_special_tokens=False)["input_ids"]
         return tokenizer(prompt.text)["input_ids"] if prompt.text else list(prompt.token_ids)
 
-    return [ids_of(prompt) for prompt in prompts]
+    found = [ids_of(prompt) for prompt in prompts]
+    for prompt, ids in zip(prompts, found, strict=True):
+        if not ids:
+            raise DataError(
+                f"prompt {prompt.id!r}: expected some tokens, got none of {prompt.text!r:.40}; drop it"
+            )
+    return found

@@ -132,6 +132,18 @@ def test_another_file_is_refused(tmp_path):
         find_unanswered(asked, path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"my notes, without an end of line", b'"a prompt"\n"another one"', b"\xff\xfe\n", b"{}"],
+)
+def test_a_file_that_holds_something_else_is_left_as_it_is(tmp_path, text):
+    path = tmp_path / "notes.txt"
+    path.write_bytes(text)
+    with pytest.raises(DataError, match=r"notes.txt.*give another --out"):
+        find_unanswered([Request("a", 0, (3, 4))], path)
+    assert path.read_bytes() == text
+
+
 def test_answers_to_other_prompts_are_not_taken_for_these(tmp_path):
     asked = [Request("a", 0, (3, 4)), Request("b", 1, (5,))]
     path = tmp_path / "answers.jsonl"

@@ -96,6 +96,16 @@ def test_tokens_are_those_of_transformers(family, models, three):
         assert found[1:] == [None, None]
 
 
+def test_angles_that_follow_the_longest_sequence_are_refused_by_name(tmp_path):
+    folder = make(
+        "llama",
+        tmp_path,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    )
+    with pytest.raises(ConfigError, match="got rope_type 'dynamic'"):
+        load(folder, plan_for([], [0]))
+
+
 def longer_than_its_positions(folder):
     plan = plan_for([], [0])
     with (

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from hydraulis.planner.differencing import karmarkar_karp
 from hydraulis.planner.search_compiled import assign_in_order, fill_in_order, improve
 
 __all__ = ["Assignment", "assign"]
@@ -71,6 +72,10 @@ def _starts(problem: Assignment) -> list[np.ndarray]:
     )
     if missing < 0:
         starts.append(first)
+    # Without limits and warm-up, differencing ends closer than longest first now and then.
+    is_plain = not problem.warm_up.any() and problem.fits.all() and np.isinf(problem.room).all()
+    if is_plain and (problem.seconds == problem.seconds[:, :1]).all():
+        starts.append(karmarkar_karp(problem.seconds[:, 0], problem.seconds.shape[1]))
     if missing >= 0 or problem.warm_up.any():
         # What a longest sequence adds is paid once a replica: long ones belong together.
         together = _fill_shortest(problem, order)

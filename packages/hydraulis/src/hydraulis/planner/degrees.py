@@ -84,7 +84,7 @@ class DegreePlan:
         """Share of the makespan by which the best plan may be shorter."""
         return 1 - self.bound_s / self.makespan_s if self.makespan_s else 0.0
 
-    def seconds(self, lengths: Sequence[int] | np.ndarray, cost: DegreeCost) -> np.ndarray:
+    def seconds(self, lengths: Sequence[float] | np.ndarray, cost: DegreeCost) -> np.ndarray:
         """Seconds of each group [group]; 0 without documents."""
         return group_seconds(np.asarray(lengths), cost, self.degree_of, self.group_of)
 
@@ -101,7 +101,7 @@ def group_seconds(
 
 
 def plan_degrees(
-    lengths: Sequence[int] | np.ndarray, num_ranks: int, cost: DegreeCost
+    lengths: Sequence[float] | np.ndarray, num_ranks: int, cost: DegreeCost
 ) -> DegreePlan:
     """Groups and their documents, for one micro-batch of all ranks.
 

@@ -51,7 +51,7 @@ class Dispatch:
 
 
 def makespan_s(
-    lengths: Sequence[int] | np.ndarray, replicas: Sequence[Replica], replica_of: np.ndarray
+    lengths: Sequence[float] | np.ndarray, replicas: Sequence[Replica], replica_of: np.ndarray
 ) -> float:
     """Seconds until the slowest replica ends, see `Dispatch`."""
     known = np.asarray(lengths)
@@ -62,7 +62,7 @@ def makespan_s(
     return max(ends)
 
 
-def dispatch(lengths: Sequence[int] | np.ndarray, replicas: Sequence[Replica]) -> Dispatch:
+def dispatch(lengths: Sequence[float] | np.ndarray, replicas: Sequence[Replica]) -> Dispatch:
     """Assigns sequences to replicas; a replica may get none.
 
     Args:

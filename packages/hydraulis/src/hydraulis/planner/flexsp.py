@@ -32,7 +32,7 @@ class Buckets:
     error: int
 
 
-def buckets(lengths: Sequence[int] | np.ndarray, num_buckets: int) -> Buckets:
+def buckets(lengths: Sequence[float] | np.ndarray, num_buckets: int) -> Buckets:
     """The buckets of least padding in all.
 
     Dynamic programming over distinct lengths. As padding satisfies the quadrangle inequality, the best

@@ -41,7 +41,7 @@ class Packing:
     upper_s: float
 
 
-def pack(lengths: Sequence[int] | np.ndarray, cost: Cost, cap: int, stages: int = 1) -> Packing:
+def pack(lengths: Sequence[float] | np.ndarray, cost: Cost, cap: int, stages: int = 1) -> Packing:
     """Packs documents, choosing the number of micro-batches too.
 
     Args:

@@ -19,6 +19,9 @@ from shared.errors import ConfigError, DataError
 
 __all__ = ["Request", "answer", "find_unanswered", "pad_left"]
 
+_BEGINNING = b'{"id": '
+"""How every line of a file of answers begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -143,20 +146,17 @@ def find_unanswered(
         return list(requests)
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:  # the process was killed while it wrote
-        with open(path, "r+b") as file:
-            file.truncate(len(whole))
     hash_of = {}
-    for number, line in enumerate(whole.decode().split("\n")[:-1], 1):
+    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
         try:
-            found = json.loads(line)
+            found = json.loads(line.decode())
             hash_of[str(found["id"])] = found["prompt_hash"]
             made_under = found["settings"]
             found["token_ids"]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f'{path}:{number}: expected an answer with "id", "prompt_hash", "settings" and '
-                f'"token_ids", got {line[:80]}; give another --out'
+                f'"token_ids", got {line[:80]!r}; give another --out'
             ) from error
         if settings not in (None, made_under):
             raise DataError(
@@ -169,6 +169,14 @@ def find_unanswered(
                 f"{path}: expected answers to these prompts, got one to another prompt of id "
                 f"{one.id!r}; give another --out"
             )
+    rest = data[len(whole) :]
+    if rest[: len(_BEGINNING)] != _BEGINNING[: len(rest)]:
+        raise DataError(
+            f"{path}: expected answers, got a last line {rest[:80]!r}; give another --out"
+        )
+    if rest:  # the process was killed while it wrote
+        with open(path, "r+b") as file:
+            file.truncate(len(whole))
     return [one for one in requests if one.id not in hash_of]
 
 

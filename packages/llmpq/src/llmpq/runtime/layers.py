@@ -58,7 +58,15 @@ def read_config(folder: str | Path) -> PretrainedConfig:
         ConfigError: there is none, or its family cannot be run.
     """
     ModelSpec.from_hf(folder)
-    return AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if kind in ("dynamic", "longrope"):
+        # Their angles follow the longest sequence seen, which differs from stage to stage.
+        raise ConfigError(
+            f"{folder}: expected angles of positions that depend on the position alone, got rope_type "
+            f"{kind!r}; it cannot be run in stages"
+        )
+    return config
 
 
 class _Nothing(nn.Module):
