@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from hydraulis.planner.differencing import karmarkar_karp
 from hydraulis.planner.search_compiled import assign_in_order, fill_in_order, improve
 
-__all__ = ["Assignment", "assign"]
+__all__ = ["AssignmentProblem", "assign", "karmarkar_karp"]
 
 _FEW = 9
 """Sequences up to which the assignment is exact."""
@@ -19,7 +19,7 @@ _HALVINGS = 30
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Assignment:
+class AssignmentProblem:
     """Sequences to be assigned, so that the slowest replica ends soonest.
 
     Attributes:
@@ -42,7 +42,7 @@ class Assignment:
         return np.argsort(-self.tokens, kind="stable")
 
 
-def assign(problem: Assignment) -> Int[np.ndarray, " sequence"] | None:
+def assign(problem: AssignmentProblem) -> Int[np.ndarray, " sequence"] | None:
     """Replica of each sequence: longest first, improved by moves and swaps, exact for few sequences.
 
     Returns:
@@ -61,7 +61,7 @@ def assign(problem: Assignment) -> Int[np.ndarray, " sequence"] | None:
     return best
 
 
-def _starts(problem: Assignment) -> list[np.ndarray]:
+def _starts(problem: AssignmentProblem) -> list[np.ndarray]:
     """Longest first; where pipelines warm up or room is short, also one replica after another."""
     count = len(problem.seconds)
     starts = []
@@ -84,7 +84,7 @@ def _starts(problem: Assignment) -> list[np.ndarray]:
     return starts
 
 
-def _fill_shortest(problem: Assignment, order: np.ndarray) -> np.ndarray | None:
+def _fill_shortest(problem: AssignmentProblem, order: np.ndarray) -> np.ndarray | None:
     """First fit, longest first, under the least limit of seconds at which everything finds room."""
     found = _fill(problem, order, np.inf)
     if found is None:
@@ -101,7 +101,7 @@ def _fill_shortest(problem: Assignment, order: np.ndarray) -> np.ndarray | None:
     return found
 
 
-def _fill(problem: Assignment, order: np.ndarray, limit_s: float) -> np.ndarray | None:
+def _fill(problem: AssignmentProblem, order: np.ndarray, limit_s: float) -> np.ndarray | None:
     replica_of = np.zeros(len(order), dtype=np.int64)
     missing = fill_in_order(
         order, problem.seconds, problem.warm_up, problem.fits, problem.tokens, problem.room, limit_s,
@@ -110,10 +110,38 @@ def _fill(problem: Assignment, order: np.ndarray, limit_s: float) -> np.ndarray 
     return replica_of if missing < 0 else None
 
 
+def karmarkar_karp(seconds: np.ndarray, num_ranks: int) -> Int[np.ndarray, " sequence"]:
+    """Largest differencing (Karmarkar and Karp, 1982), what verl balances a batch with.
+
+    Partitions of few sequences are merged, the two of the largest differences first, the lightest part
+    of one with the heaviest of the other.
+    """
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
+    for number, i in enumerate(range(len(seconds))):
+        parts = [(float(seconds[i]), [i])] + [(0.0, []) for _ in range(num_ranks - 1)]
+        heap.append((-float(seconds[i]), number, parts))
+    heapq.heapify(heap)
+    number = len(seconds)
+    while len(heap) > 1:
+        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        # Both have their parts from heavy to light.
+        merged = [
+            (a + b, mine + theirs)
+            for (a, mine), (b, theirs) in zip(one, reversed(other), strict=True)
+        ]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
+        number += 1
+    rank_of = np.zeros(len(seconds), dtype=np.int64)
+    for rank, (_, members) in enumerate(heap[0][2] if heap else ()):
+        rank_of[members] = rank
+    return rank_of
+
+
 class _BranchAndBound:
     """Every assignment of few sequences that may end sooner than the best one known."""
 
-    def __init__(self, problem: Assignment) -> None:
+    def __init__(self, problem: AssignmentProblem) -> None:
         self.seconds, self.fits = problem.seconds.tolist(), problem.fits.tolist()
         self.warm_up, self.tokens = problem.warm_up.tolist(), problem.tokens.tolist()
         self.room, self.order = problem.room.tolist(), problem.longest_first.tolist()

@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Int
 
 from hydraulis.config import Replica
+from hydraulis.planner.assignment import karmarkar_karp
 from hydraulis.planner.degrees import DegreeCost, DegreePlan, group_seconds
-from hydraulis.planner.differencing import karmarkar_karp
 from hydraulis.planner.dispatch import makespan_s
 from shared.errors import ConfigError
 

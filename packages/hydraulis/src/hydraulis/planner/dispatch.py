@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from hydraulis.config import Replica, SequenceTooLong, check_lengths
-from hydraulis.planner.assignment import Assignment, assign
+from hydraulis.planner.assignment import AssignmentProblem, assign
 from hydraulis.planner.bounds import makespan_bound
 from shared.errors import ConfigError
 
@@ -91,7 +91,7 @@ def _search(lengths: np.ndarray, replicas: Sequence[Replica], caps: np.ndarray) 
     if not lengths.size:
         return np.zeros(0, dtype=np.int64)
     found = assign(
-        Assignment(
+        AssignmentProblem(
             seconds=np.stack([one.cost.sequence_s(lengths) for one in replicas], axis=1),
             warm_up=np.array([float(replica.stages - 1) for replica in replicas]),
             fits=lengths[:, None] <= caps,

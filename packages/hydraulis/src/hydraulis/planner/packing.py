@@ -14,7 +14,7 @@ from math import ceil, sqrt
 import numpy as np
 
 from hydraulis.config import Cost, SequenceTooLong, check_lengths
-from hydraulis.planner.assignment import Assignment, assign
+from hydraulis.planner.assignment import AssignmentProblem, assign
 from hydraulis.planner.pipeline import pipeline_s
 from shared.errors import ConfigError
 
@@ -103,7 +103,7 @@ def _pack_into(
     """The packing into so many micro-batches with the least largest one; None if none fits."""
     seconds = cost.sequence_s(lengths)
     found = assign(
-        Assignment(
+        AssignmentProblem(
             seconds=np.ascontiguousarray(np.broadcast_to(seconds[:, None], (len(lengths), count))),
             warm_up=np.zeros(count),
             fits=np.ones((len(lengths), count), dtype=bool),

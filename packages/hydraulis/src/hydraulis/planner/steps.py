@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hydraulis.config import Cost, Replica
-from hydraulis.planner.assignment import Assignment, assign
+from hydraulis.planner.assignment import AssignmentProblem, assign
 from hydraulis.planner.dispatch import dispatch
 from hydraulis.planner.packing import pack
 from shared.errors import ConfigError
@@ -117,7 +117,7 @@ def _bins(lengths: np.ndarray, cost: Cost, cap: int, count: int) -> list[Sequenc
     """Exactly so many micro-batches, all alike in seconds; None if they do not fit."""
     seconds = cost.sequence_s(lengths)
     found = assign(
-        Assignment(
+        AssignmentProblem(
             seconds=np.ascontiguousarray(np.broadcast_to(seconds[:, None], (len(lengths), count))),
             warm_up=np.zeros(count),
             fits=np.ones((len(lengths), count), dtype=bool),
