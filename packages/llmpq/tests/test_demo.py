@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from llmpq import demo
 from llmpq.config import Quality
 from llmpq.evaluation import Timing
 from llmpq.planner.plan import Plan, Stage
 from shared.claims import faults, read_demo
+
+from .runtime.tiny_models import make
 
 TOKENS = torch.tensor([[5, 7]])
 
@@ -37,11 +40,11 @@ def timing(name, seconds, tokens, predicted_s=None):
     )  # fmt: skip
 
 
-def claim(tokens=TOKENS, nats=0.1, measured=0.1, rival=0.2, limit=0.2, predicted_s=0.9):
+def claim(missed=0.01, nats=0.1, measured=0.1, rival=0.2, limit=0.2, predicted_s=0.9):
     plans = {"plan": plan_of(nats), "even": plan_of(0.2)}
-    timings = [timing("plan", 1.0, tokens, predicted_s), timing("even", 1.5, TOKENS)]
+    timings = [timing("plan", 1.0, TOKENS, predicted_s), timing("even", 1.5, TOKENS)]
     return demo.claim(
-        plans, timings, TOKENS, {"plan": measured, "even": rival}, Quality(max_kl=limit)
+        plans, timings, missed, {"plan": measured, "even": rival}, Quality(max_kl=limit)
     )
 
 
@@ -58,12 +61,8 @@ def test_claims_say_what_was_measured():
 @pytest.mark.parametrize(
     ("changed", "correct"),
     [
-        ({"tokens": torch.tensor([[5, 8]])}, [False, False, True]),  # another token
-        (
-            {"tokens": torch.zeros(1, 0, dtype=torch.int64)},
-            [False, False, True],
-        ),  # nothing was done
-        ({"tokens": None}, [False, False, True]),
+        ({"missed": 0.6}, [False, False, True]),  # another token
+        ({"missed": float("inf")}, [False, False, True]),  # nothing was done
         ({"nats": 0.3, "measured": 0.3}, [False, True, False]),  # more loss than was allowed
         ({"measured": 0.21}, [True, True, False]),  # more loss than was expected
         ({"measured": 0.0}, [True, True, False]),  # nothing was rounded
@@ -75,3 +74,14 @@ def test_claims_say_what_was_measured():
 )
 def test_what_did_not_happen_is_not_claimed(changed, correct):
     assert [one.correct for one in claim(**changed)] == correct
+
+
+def test_tokens_of_another_model_or_none_fall_short(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make("llama", tmp_path)).eval()
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    best = model.generate(ids, max_new_tokens=4, min_new_tokens=4, do_sample=False)[:, 3:]
+    assert demo.shortfall(model, ids, best, 4) <= 1e-4
+    for wrong in (torch.zeros_like(best), best.flip(0), (best + 1) % 131):
+        assert demo.shortfall(model, ids, wrong, 4) > 0.5
+    for missing in (None, best[:, :3], best[:0]):
+        assert demo.shortfall(model, ids, missing, 4) == float("inf")

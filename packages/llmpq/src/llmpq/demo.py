@@ -37,12 +37,14 @@ from shared.comms.handicap import handicap
 from shared.topology.cluster import Cluster, Host
 from shared.topology.device import CPU
 
-__all__ = ["SHORT", "Size", "claim", "run"]
+__all__ = ["SHORT", "Size", "claim", "run", "shortfall"]
 
 _GROUP_SIZE = 64  # SmolLM2's weights lie on grids of 32: groups of that size would lose nothing
 _SOURCE = "llmpq demo"
 # How far expected and measured nats, and seconds, may be apart.
 _WITHIN = 2.0
+# Nats by which a token may be less probable than the best one: ranks round products in other places.
+_MOST_SHORTFALL = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +137,11 @@ def run(out: Path, *, is_full: bool) -> bool:
             timings = pool.run(_compare_in_rank, plans, folder, ids, size).results[0]
         status.update("llmpq: checking the answers")
         rounded = {name: load(folder, plan) for name, plan in plans.items()}
-        expected = _greedy(rounded["plan"], ids, size.new_tokens)
+        tokens = next(one.tokens for one in timings if one.name == "plan")
+        missed = shortfall(rounded["plan"], ids, tokens, size.new_tokens)
         other = _texts(texts[200:], 8, 16)
         nats = {name: kl_divergence(whole, model, other) for name, whole in rounded.items()}
-    claims = claim(plans, timings, expected, nats, quality)
+    claims = claim(plans, timings, missed, nats, quality)
     draw_stages(timings, out / "stages.svg")
     figures = {"timings": [asdict(replace(one, tokens=None)) for one in timings]}
     return finish(out, "llmpq", claims, figures)
@@ -147,7 +150,7 @@ def run(out: Path, *, is_full: bool) -> bool:
 def claim(
     plans: Mapping[str, Plan],
     timings: list[Timing],
-    expected: Tensor,
+    missed_nats: float,
     measured_nats: Mapping[str, float],
     quality: Quality,
 ) -> list[Claim]:
@@ -156,19 +159,19 @@ def claim(
     Args:
         plans: the plan and the baselines', by name.
         timings: of all of these, in turns.
-        expected: tokens of the planned model in one process [prompts, new tokens].
+        missed_nats: see `shortfall`, of the plan's tokens.
         measured_nats: loss of each plan, measured on text that nothing was chosen by.
         quality: the limit of expected nats.
 
     Returns:
-        Claims that are not correct if the ranks' tokens differ from one process's, the expected loss
+        Claims that are not correct if the ranks' tokens are not one process's best, the expected loss
         is above the limit, or a measured loss or time is not within a factor of two of what was
         expected.
     """
     ours = next(one for one in timings if one.name == "plan")
     best = min((one for one in timings if one is not ours), key=lambda one: one.median_s)
     assert quality.max_kl is not None, "the demo sets a limit"
-    is_same = ours.tokens is not None and torch.equal(ours.tokens, expected)
+    is_same = missed_nats <= _MOST_SHORTFALL
     expected_nats = {name: plan.predicted["nats"] for name, plan in plans.items()}
     is_kept = expected_nats["plan"] <= quality.max_kl * (1 + 1e-6)
     is_close = all(
@@ -189,7 +192,7 @@ def claim(
             baseline_name=f"{best.name}, its best width within the same memory and loss",
             higher_is_better=False,
             correct=is_same and is_kept,
-            detail=f"{stages}; tokens equal one process's: {is_same}",
+            detail=f"{stages}; tokens at most {missed_nats:.2g} nats below one process's best",
             source=_SOURCE,
         ),
         Claim(
@@ -216,6 +219,23 @@ def claim(
             source=_SOURCE,
         ),
     ]
+
+
+def shortfall(model: Any, ids: Tensor, tokens: Tensor | None, new_tokens: int) -> float:
+    """Nats by which a token is less probable than the best one behind the same tokens, at most.
+
+    Args:
+        model: the rounded model in this process.
+        ids: prompts [prompts, tokens].
+        tokens: what the ranks answered [prompts, new tokens]; infinitely wrong if of another shape.
+        new_tokens: tokens of each answer.
+    """
+    if tokens is None or tokens.shape != (len(ids), new_tokens):
+        return float("inf")
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat([ids, tokens], 1)).logits[:, ids.shape[1] - 1 : -1]
+    chosen = logits.gather(2, tokens[..., None])[..., 0]
+    return float((logits.amax(-1) - chosen).max())
 
 
 def _cluster(spec: ModelSpec) -> Cluster:
@@ -254,11 +274,3 @@ def _texts(texts: list[Tensor], num_texts: int, num_tokens: int) -> list[Tensor]
     """The first tokens of texts that are long enough, as one batch."""
     found = [ids[:, :num_tokens] for ids in texts if ids.shape[1] >= num_tokens]
     return [torch.cat(found[:num_texts])]
-
-
-def _greedy(model: Any, ids: Tensor, new_tokens: int) -> Tensor:
-    whole = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
-        min_new_tokens=new_tokens,
-    )  # fmt: skip
-    return whole[:, ids.shape[1] :]
