@@ -120,7 +120,7 @@ def test_a_plan_is_simulated(home, planned):
 
 def test_a_plan_is_exported_beside_it(home, planned):
     run_here("export", home / "plan.json", "--to", "device-map")
-    tree = json.loads((home / "plan-device-map").read_text())
+    tree = json.loads((home / "plan-device-map.json").read_text())
     assert tree["model.layers.0"] == tree["model.embed_tokens"]
 
 
@@ -179,6 +179,28 @@ def test_ranks_measure_plan_run_and_resume(home, tmp_path):
         "run", tmp_path / "two.json", "--prompts", home / "prompts.jsonl",
         "--out", tmp_path / "other.jsonl", expect=1,
     )  # fmt: skip
+
+
+def test_nothing_is_loaded_where_all_is_answered(home, tmp_path):
+    plan = Plan(
+        stages=(Stage(rank=0, layers=(0, 5)),), bits=(16,) * 5, prefill_size=1, decode_size=1,
+        folder=str(home / "model"),
+    )  # fmt: skip
+    plan.save(tmp_path / "one.json")
+    run = (
+        "run", tmp_path / "one.json", "--prompts", home / "prompts.jsonl", "--out",
+        tmp_path / "answers.jsonl", "--new-tokens",
+    )  # fmt: skip
+    assert "answered 3 of 3 prompts" in run_here(*run, 2)
+    told = (tmp_path / "answers.jsonl").read_text()
+    weights = home / "model" / "model.safetensors"
+    weights.rename(tmp_path / "weights")
+    try:
+        assert "answered 0 of 3 prompts: all are in" in run_here(*run, 2)
+    finally:
+        (tmp_path / "weights").rename(weights)
+    assert "made under others" in run_here(*run, 3, expect=1)
+    assert (tmp_path / "answers.jsonl").read_text() == told
 
 
 def mistakes():
@@ -250,7 +272,7 @@ def test_a_plan_is_rounded_by_gptq_and_exported(home, planned):
         "--prompts", home / "prompts.jsonl", "--out", home / "rounded.json", "--max-kl", 10,
         "--profiles", home / "profiles", *PLANNING, "--bits", 4,
     )  # fmt: skip
-    assert "rounded.safetensors: the loss expected is that of rounding to nearest" in said
+    assert "rounded.safetensors; GPTQ usually loses less than what is expected" in said
     plan = Plan.load(home / "rounded.json")
     assert (plan.method, plan.codes) == ("gptq", str(home / "rounded.safetensors"))
     assert "4" in run_here("export", home / "rounded.json", "--to", "llama.cpp")

@@ -47,6 +47,7 @@ def test_prompts_are_read_line_by_line(tmp_path):
         ("{}", "a string, or an object with one of prompt, messages, token_ids"),
         ('{"prompt": "a", "token_ids": [1]}', "a string, or an object"),
         ('{"prompt": ""}', '"prompt" to be a text'),
+        ('{"prompt": "\\ud800"}', "expected Unicode text.*half of a pair"),
         ('{"prompt": 3}', '"prompt" to be a text, got 3'),
         ('{"messages": ["Hi"]}', '"messages" to be a list of objects with "role" and "content"'),
         ('{"messages": []}', '"messages" to be a list of objects'),

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmpq.planner.plan import Plan, Stage
 from llmpq.planner.problem import batch_s
-from llmpq.simulator import simulate
+from llmpq.simulator import simulate, simulate_plan
 from shared.errors import ConfigError
 
 SECONDS = st.floats(0.01, 10)
@@ -105,3 +106,14 @@ def test_bad_input(changed, told):
     }  # fmt: skip
     with pytest.raises(ConfigError, match=told):
         simulate(**given_)
+
+
+def test_a_plan_whose_figures_are_missing_is_refused():
+    figures = {"stage_prefill_s": [1.0], "stage_decode_s": [0.5]}
+    plan = Plan(
+        stages=(Stage(rank=0, layers=(0, 1)),), bits=(16,), prefill_size=1, decode_size=1,
+        predicted=figures,
+    )  # fmt: skip
+    assert simulate_plan(plan, num_prompts=1, new_tokens=2).makespan_s == pytest.approx(1.5)
+    with pytest.raises(ConfigError, match=r"without num_prompts, new_tokens; make it with"):
+        simulate_plan(plan)

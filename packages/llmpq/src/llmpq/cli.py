@@ -127,10 +127,7 @@ class MakePlan(_Planning):
         record = {"plan": str(self.out), **{name: getattr(result, name) for name in names}}
         lines = [result.explain(), f"wrote {self.out}"]
         if written.codes is not None:
-            lines[1] += (
-                f" and {written.codes}: the loss expected is that of rounding to nearest, of "
-            )
-            lines[1] += "which GPTQ usually leaves less"
+            lines[1] += f" and {written.codes}; GPTQ usually loses less than what is expected above"
         self.print_result(record, "\n".join(lines))
 
 
@@ -167,34 +164,33 @@ class Run:
         """Loads this rank's stage and answers."""
         import time
         from contextlib import ExitStack
-        from functools import partial
 
         from rich.console import Console
         from rich.progress import Progress
-        from transformers import AutoTokenizer
 
-        from llmpq.data import read_ends, read_prompts, tokenise
+        from llmpq.data import read_ends
         from llmpq.planner.plan import Plan
-        from llmpq.runtime.answers import Request, answer, find_unanswered
+        from llmpq.runtime.answers import answer, digest, find_unanswered, read_requests
         from llmpq.runtime.pipeline import Pipeline
+        from shared.comms import tree
 
         plan = Plan.load(self.plan)
-        folder, is_first = _folder(plan, self.plan, self.model), _join().rank == 0
-        requests, decode, num_left = [], None, 0
-        if is_first:
-            prompts = read_prompts(self.prompts)
-            texts = tokenise(folder, prompts)
-            requests = [
-                Request(prompt.id, number, tuple(ids))
-                for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True))
-            ]
-            if not all(prompt.token_ids for prompt in prompts):
-                tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-                decode = partial(tokenizer.decode, skip_special_tokens=True)
-            num_left = len(find_unanswered(requests, self.out))
+        folder, group = _folder(plan, self.plan, self.model), _join()
+        requests, decode, told, is_first = [], None, None, group.rank == 0
         known = {"new_tokens": 32, "num_prompts": 32, **plan.predicted}
-        new_tokens = int(known["new_tokens"]) if self.new_tokens is None else self.new_tokens
-        wave_size = int(known["num_prompts"]) if self.batch is None else self.batch
+        settings: dict[str, Any] = {
+            "max_new_tokens": int(known["new_tokens"] if self.new_tokens is None else self.new_tokens),
+            "eos_token_id": read_ends(folder),
+            "temperature": self.temperature, "top_p": self.top_p, "seed": self.seed,
+        }  # fmt: skip
+        if is_first:
+            requests, decode = read_requests(folder, self.prompts)
+            told = b"%d" % len(find_unanswered(requests, self.out, digest(plan, **settings)))
+        num_left = int(tree.broadcast(group.control(), told))
+        if not num_left:
+            if is_first:
+                print(f"answered 0 of {len(requests)} prompts: all are in {self.out} already")
+            return
         with ExitStack() as stack:
             pipe = stack.enter_context(Pipeline(plan, folder))
             progress = Progress(console=Console(stderr=True), disable=not is_first)
@@ -202,11 +198,8 @@ class Run:
             begun = time.perf_counter()
             count = answer(
                 pipe, requests, self.out,
-                wave_size=wave_size, max_new_tokens=new_tokens,
-                decode=decode,
-                on_answered=lambda number: progress.advance(bar, number),
-                eos_token_id=read_ends(folder),
-                temperature=self.temperature, top_p=self.top_p, seed=self.seed,
+                wave_size=int(known["num_prompts"] if self.batch is None else self.batch),
+                decode=decode, on_answered=lambda number: progress.advance(bar, number), **settings,
             )  # fmt: skip
             taken_s = time.perf_counter() - begun
         if is_first:
@@ -239,23 +232,21 @@ class Compare(_Planning):
         from llmpq.planner.baselines import plan_all
         from llmpq.report import draw_stages, timing_table
         from llmpq.runtime.answers import pad_left
+        from llmpq.runtime.messages import all_through
         from shared.comms import tree
-        from shared.errors import MeshyardError
 
         group = _join()
         console = Console(stderr=True, quiet=group.rank > 0)
         with console.status("starting") as status:
-            known = _inputs(self, status.update)
-            told: bytes | Exception | None = None
-            if known is not None:
-                status.update("planning")
-                try:
+            told = None
+            with all_through(group, "plan"):
+                known = _inputs(self, status.update)
+                if known is not None:
+                    status.update("planning")
                     plans = plan_all(*known.given, **known.settings)
                     forms, prompts = known.profile.forms, known.texts[: self.batch]
                     written = {name: replace(one.plan, forms=forms) for name, one in plans.items()}
                     told = pickle.dumps((written, prompts))
-                except MeshyardError as error:
-                    told = error
             plans, texts = pickle.loads(tree.broadcast(group.control(), told))
             status.update(f"answering in turns: {', '.join(plans)}")
             timings = compare_plans(
@@ -389,7 +380,7 @@ class MeasureSensitivity(JsonOption):
         texts = tokenise(self.model, read_prompts(self.prompts))
         with Console(stderr=True).status("measuring"):
             found = find_sensitivity(
-                self.profiles, self.model, lambda: calibration_batches(texts),
+                self.profiles, self.model, calibration_batches(texts),
                 bits=self.bits, group_size=self.group_size, method=self.method,
             )  # fmt: skip
         lines = ["layer  " + "  ".join(f"{f'{width} bits':>9}" for width in found.bits)]
@@ -417,11 +408,12 @@ class Export:
 
     def execute(self) -> None:
         """Writes it and says how to use it."""
-        from llmpq.integrations import export
+        from llmpq.integrations import SUFFIXES, export
         from llmpq.planner.plan import Plan
 
         plan = Plan.load(self.plan)
-        out = self.out or self.plan.with_name(f"{self.plan.stem}-{self.to}")
+        name = f"{self.plan.stem}-{self.to}{SUFFIXES.get(self.to, '')}"
+        out = self.out or self.plan.with_name(name)
         print("\n".join(export(plan, self.to, _folder(plan, self.plan, self.model), out)))
 
 
@@ -472,8 +464,8 @@ def _join() -> Group:
         return Group.world()
     if "WORLD_SIZE" in os.environ:
         return init_from_env()
-    timeout = timedelta(minutes=5)
-    return join(0, 1, open_store("127.0.0.1", timeout), backend="gloo", timeout=timeout)
+    limit = timedelta(minutes=5)
+    return join(0, 1, open_store("127.0.0.1", limit), backend="gloo", timeout=limit)
 
 
 def _folder(plan: Plan, path: Path, given: Path | None) -> Path:

@@ -244,6 +244,12 @@ def _read_prompt(where: str, line: str, default_id: str) -> Prompt:
     (key,) = tree.keys() & _READERS
     field, is_right, what = _READERS[key]
     value = tree[key]
+    try:
+        json.dumps(tree, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: expected Unicode text: {error}; half of a pair is no text"
+        ) from error
     if not value or not is_right(value):
         raise DataError(f'{where}: expected "{key}" to be {what}, got {value!r:.80}')
     name = tree.get("id", default_id)

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from llmpq.planner.plan import Plan
+from llmpq.profiler.cluster_profile import merge_mappings
 from llmpq.profiler.sensitivity import divergence, predict, read_batches, round_to_nearest
 from llmpq.runtime.pipeline import Pipeline
 from shared.comms import Group, tree
@@ -249,7 +250,7 @@ def compare_plans(
                 seconds = time.perf_counter() - begun
                 # Rank 0 waits here for all others, so that none is late for the next turn.
                 mine = json.dumps({str(control.rank): asdict(pipe.stage_s)}).encode()
-                gathered = tree.gather(control, mine, _merge)
+                gathered = tree.gather(control, mine, merge_mappings)
                 if turn and gathered is not None:
                     turns[name].append(seconds)
                     spent[name].append(json.loads(gathered))
@@ -288,10 +289,3 @@ def _stage_timings(plan: Plan, spent: Sequence[Mapping[str, Any]]) -> tuple[Stag
         )
         for number, stage in enumerate(plan.stages)
     )
-
-
-def _merge(parts: list[bytes]) -> bytes:
-    found: dict[str, Any] = {}
-    for part in parts:
-        found |= json.loads(part)
-    return json.dumps(found).encode()

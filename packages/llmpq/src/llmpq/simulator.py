@@ -94,10 +94,14 @@ def simulate_plan(
         ConfigError: the plan carries no predictions, or a number is below 1.
     """
     known = plan.predicted
-    missing = [key for key in ("stage_prefill_s", "stage_decode_s") if key not in known]
+    needed = {
+        "stage_prefill_s": True, "stage_decode_s": True,
+        "num_prompts": num_prompts is None, "new_tokens": new_tokens is None,
+    }  # fmt: skip
+    missing = [key for key, is_needed in needed.items() if is_needed and key not in known]
     if missing:
         raise ConfigError(
-            f"expected a plan with predicted stage seconds, got one without {', '.join(missing)}; "
+            f"expected a plan with predicted figures, got one without {', '.join(missing)}; "
             f"make it with `llmpq plan`"
         )
     prompts = int(known["num_prompts"]) if num_prompts is None else num_prompts

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,9 +69,17 @@ def test_transformers_loads_the_folder_with_our_logits(folder, tmp_path, bits):
     assert (tmp_path / "out" / "tokenizer.json").exists()
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ours = load(folder, plan)
+    assert not any("bfloat16" in line for line in lines)
     torch.testing.assert_close(logits(loaded), logits(ours), rtol=2e-5, atol=2e-5)
     whole = AutoModelForCausalLM.from_pretrained(folder)
     assert not torch.allclose(logits(loaded), logits(whole), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+def test_scales_that_bfloat16_rounds_are_told(folder, tmp_path):
+    plan = replace(make_plan((4,) * 4), dtype="bfloat16")
+    lines = export(plan, "compressed-tensors", folder, tmp_path / "out")
+    assert any("scales are rounded to bfloat16" in line for line in lines)
 
 
 @pytest.mark.parametrize("engine", ["compressed-tensors", "vllm"])
@@ -142,6 +151,7 @@ def test_llama_cpp_gets_types_and_split(folder, tmp_path):
     text = (tmp_path / "commands.sh").read_text()
     assert "--tensor-split 3,2" in text
     assert "--gpu-layers 5" in text
+    assert "--token-embedding-type bf16 --output-tensor-type bf16" in text
     kinds = {}
     for pattern, kind in tensor_types(make_plan()):
         for layer in range(4):

@@ -7,7 +7,7 @@ import torch
 
 from llmpq.config import ModelSpec, Workload
 from llmpq.profiler import layer_times
-from llmpq.profiler.cache import find_profile, profile_path
+from llmpq.profiler.cache import find_profile, find_sensitivity, profile_path
 from llmpq.profiler.profile import DeviceProfile
 from shared.errors import ConfigError
 
@@ -99,3 +99,23 @@ def test_another_model_is_refused_even_if_forced(tmp_path, model, device):
     ):
         find(tmp_path, model, (4,), force=True)
     assert DeviceProfile.load(path).model == "another"
+
+
+def test_noise_is_measured_anew_for_other_text(tmp_path, model):
+    texts = [torch.arange(24).view(2, 12) % 20]
+    common = {"bits": (4,), "group_size": 16}
+    first = find_sensitivity(tmp_path, model, texts, **common)
+    assert find_sensitivity(tmp_path, model, texts, **common).noise.tolist() == first.noise.tolist()
+    assert len(list(tmp_path.glob("sensitivity-*"))) == 1
+    other = find_sensitivity(tmp_path, model, [texts[0].flip(1)], **common)
+    assert other.noise.tolist() != first.noise.tolist()
+
+
+def test_a_damaged_measurement_of_noise_is_named(tmp_path, model):
+    texts, common = [torch.arange(24).view(2, 12) % 20], {"bits": (4,), "group_size": 16}
+    find_sensitivity(tmp_path, model, texts, **common)
+    (path,) = tmp_path.glob("sensitivity-*")
+    for damaged in ('{"noise": [[1', '{"noise": [[1.0]]}', "[]"):
+        path.write_text(damaged)
+        with pytest.raises(ConfigError, match=r"sensitivity-.*delete the file"):
+            find_sensitivity(tmp_path, model, texts, **common)

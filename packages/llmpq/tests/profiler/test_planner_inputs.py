@@ -6,7 +6,7 @@ import pytest
 
 from llmpq.profiler.planner_inputs import calibration_batches, measure_inputs
 from shared.comms import Group, RankPool
-from shared.errors import RankFailure
+from shared.errors import ConfigError, RankFailure
 from shared.topology.cluster import Cluster, Host
 from shared.topology.device import CPU
 
@@ -39,3 +39,13 @@ def test_calibration_takes_the_beginnings_of_prompts_up_to_its_tokens():
         [list(range(7))],
         [list(range(20))],
     ]
+
+
+def test_prompts_beyond_learned_positions_are_refused_when_planned(tmp_path):
+    model = add_tokenizer(make("opt", tmp_path / "model"))
+    longest = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    Cluster(hosts=(Host(name="x", devices=(CPU,)),)).to_yaml(tmp_path / "cluster.yaml")
+    line = {"token_ids": [1] * (longest - 1)}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ConfigError, match=rf"at most {longest} tokens .* got {longest - 1} \+ 2"):
+        measured(model, tmp_path, tmp_path)

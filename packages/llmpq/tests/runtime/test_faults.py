@@ -12,6 +12,7 @@ import torch
 from llmpq.planner.plan import Plan, Stage
 from llmpq.runtime import pipeline
 from llmpq.runtime.pipeline import Pipeline
+from llmpq.runtime.stage import StageWorker
 from shared.comms import Group, RankPool
 from shared.errors import CommError, ConfigError, DataError, RankFailure
 
@@ -184,3 +185,35 @@ def fail_to_load(model):
 def test_a_stage_that_cannot_be_loaded_is_told_to_all(model):
     with RankPool(3) as pool:
         assert max(pool.run(fail_to_load, model).results) < 30
+
+
+def answer_slowly(model, seconds):
+    """The first stage is on rank 1, and rank 0 has none."""
+    plan = Plan(
+        stages=(Stage(rank=1, layers=(0, 5)),), bits=(16,) * 5, prefill_size=1, decode_size=2
+    )
+    decode = StageWorker.decode
+
+    def slowly(self, *args):
+        time.sleep(seconds)
+        if seconds > 1:
+            raise MemoryError("no memory left")
+        return decode(self, *args)
+
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    with mock.patch.object(StageWorker, "decode", slowly), Pipeline(plan, model) as pipe:
+        try:
+            found = pipe.generate(ids, max_new_tokens=8)
+        except (CommError, MemoryError) as error:
+            return str(error)
+    return None if found is None else tuple(found.shape)
+
+
+@pytest.mark.slow
+def test_answers_may_take_longer_than_a_message_to_a_rank_without_a_stage(model):
+    with RankPool(2, timeout=timedelta(seconds=4)) as pool:
+        found = pool.run(answer_slowly, model, 0.9, timeout=timedelta(seconds=60)).results
+        assert found == [(2, 8), None]
+        found = pool.run(answer_slowly, model, 1.1, timeout=timedelta(seconds=60)).results
+    assert found[0].startswith("expected answers of rank 1; it failed")
+    assert found[1] == "no memory left"

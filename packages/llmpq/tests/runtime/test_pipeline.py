@@ -1,12 +1,13 @@
 """Tokens of pipelines, beside transformers' own generation and one process."""
 
 import re
+import shutil
 from itertools import pairwise
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llmpq.planner.plan import Plan, Stage
@@ -214,3 +215,14 @@ def test_broken_weights_are_named_at_any_width(rows, wrong, tmp_path):
         pytest.raises(DataError, match=r"model\.norm\.weight: expected finite weights"),
     ):
         files.copy("model.norm.weight", torch.float32)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_matrix_of_another_shape_than_configured_is_named(bits, models, tmp_path):
+    folder = shutil.copytree(models["llama"], tmp_path / "model")
+    name = "model.layers.2.mlp.down_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name][:-1].contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"layers\.2\.mlp\.down_proj.*expected .*48.* got .*47"):
+        load(folder, plan_for([], [0], bits))

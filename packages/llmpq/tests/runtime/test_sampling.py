@@ -45,6 +45,13 @@ def test_a_draw_depends_on_seed_prompt_and_position_alone():
         assert (other != first).float().mean() > 0.5
 
 
+def test_the_smallest_temperature_takes_the_most_probable_token():
+    logits = torch.randn(50)
+    for temperature in (1e-3, 1e-300):
+        found = drawn(logits, temperature=temperature)
+        assert bool((found == logits.argmax()).all())
+
+
 def test_settings_outside_their_range_are_refused():
     with pytest.raises(ConfigError, match="temperature: expected 0 or more, got -1"):
         Sampling(temperature=-1.0)

@@ -14,7 +14,7 @@ from shared.registry import Registry
 if TYPE_CHECKING:
     from llmpq.planner.plan import Plan
 
-__all__ = ["EXPORTS", "export"]
+__all__ = ["EXPORTS", "SUFFIXES", "export"]
 
 _HERE = "llmpq.integrations"
 
@@ -26,6 +26,9 @@ EXPORTS.add(
 EXPORTS.add("vllm", f"{_HERE}.vllm:export", "a folder, and vLLM's split of layers")
 EXPORTS.add("llama.cpp", f"{_HERE}.llama_cpp:export", "llama.cpp's options for split and widths")
 EXPORTS.add("device-map", f"{_HERE}.device_map:export", "a device_map of accelerate")
+
+SUFFIXES = {"llama.cpp": ".sh", "device-map": ".json"}
+"""How the files of engines that take settings alone end; others write a folder."""
 
 
 def export(plan: Plan, target: str, folder: str | Path, out: str | Path) -> list[str]:

@@ -34,6 +34,11 @@ def export(plan: Plan, folder: Path, out: Path) -> list[str]:
     widths = sorted({bits for bits in plan.bits if bits < 16})
     write_folder(plan, folder, out, dict.fromkeys(widths, max(widths, default=16)))
     lines = [f"wrote {out}; load it with AutoModelForCausalLM.from_pretrained({str(out)!r})"]
+    if plan.dtype == "bfloat16" and widths:
+        lines.append(
+            "scales are rounded to bfloat16, so that logits differ a little from those of `llmpq run`; "
+            "plan with --dtype float32 or float16 for the same ones"
+        )
     if len(widths) > 1:
         lines.append(
             f"all rounded layers are stored in {widths[-1]} bits, as transformers reads one width a "

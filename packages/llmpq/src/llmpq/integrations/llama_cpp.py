@@ -21,6 +21,8 @@ TYPES = {3: "q3_K", 4: "q4_K", 8: "q8_0", 16: "bf16"}
 def export(plan: Plan, folder: Path, out: Path) -> list[str]:
     """Writes the commands to the file `out`; see `llmpq.integrations.export`."""
     quantise = " ".join(f"--tensor-type '{pattern}={kind}'" for pattern, kind in tensor_types(plan))
+    kept = TYPES[16]  # embedding and output, which plans leave as they are
+    quantise += f" --token-embedding-type {kept} --output-tensor-type {kept}"
     base = TYPES[min(plan.bits)].upper().replace("Q3_K", "Q3_K_M").replace("Q4_K", "Q4_K_M")
     ranks = ", ".join(str(stage.rank) for stage in plan.stages)
     split = f"--split-mode layer --tensor-split {tensor_split(plan)}"

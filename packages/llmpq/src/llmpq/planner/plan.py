@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -22,6 +23,7 @@ METHODS = ("nearest", "gptq")
 
 _VERSION = 1
 _PATHS = ("folder", "codes")
+_FIGURES = ("seconds", "nats", "num_prompts", "new_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +119,19 @@ class Plan:
         for key in ("forms", "predicted"):
             if not isinstance(getattr(self, key), Mapping):
                 raise ConfigError(f"Plan.{key}: expected a mapping, got {getattr(self, key)!r}")
+        for rank, tables in self.forms.items():
+            if not isinstance(tables, Mapping):
+                raise ConfigError(
+                    f"Plan.forms[{rank!r}]: expected forms by width, got {tables!r:.80}"
+                )
+        for key, value in self.predicted.items():
+            is_figure = key in _FIGURES or key.endswith("_s")
+            if is_figure and not all(
+                map(_is_number, value if isinstance(value, list | tuple) else [value])
+            ):
+                raise ConfigError(
+                    f"Plan.predicted[{key!r}]: expected numbers, got {value!r:.80}; make the plan anew"
+                )
         if self.group_size < 1:
             raise ConfigError(f"Plan.group_size: expected at least 1, got {self.group_size}")
         if self.prefill_size < 1 or self.decode_size % self.prefill_size or self.decode_size < 1:
@@ -171,10 +186,12 @@ class Plan:
                 if tree.get(key) is not None:
                     tree[key] = os.path.normpath(Path(path).parent / tree[key])
             return cls(stages=stages, bits=bits, **tree)
-        except (TypeError, KeyError) as error:
-            raise ConfigError(f"{path}: malformed plan: {error!r}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
+        except (TypeError, KeyError, ValueError) as error:
+            raise ConfigError(
+                f"{path}: malformed plan: {error!r}; make it anew with `llmpq plan`"
+            ) from error
 
 
 def _check_choice(key: str, value: str, allowed: Sequence[str]) -> None:
@@ -186,6 +203,10 @@ def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"expected a whole number, got {value!r}")
     return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _pair(value: Any) -> tuple[int, int]:

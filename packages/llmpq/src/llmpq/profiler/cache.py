@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from llmpq.profiler.profile import MOST_PROMPTS, DeviceProfile
 from llmpq.profiler.sensitivity import Sensitivity, sensitivity
 from shared.errors import ConfigError
 from shared.files import write_atomically
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["find_profile", "find_sensitivity", "profile_path"]
 
@@ -134,40 +137,48 @@ def _check(
 def find_sensitivity(
     folder: str | Path,
     model: str | Path,
-    texts: Callable[[], Sequence[Any]],
+    texts: Sequence[Tensor],
     *,
     bits: Sequence[int],
     group_size: int,
     method: str = "fisher",
 ) -> Sensitivity:
-    """Reads a model's noise, or measures it.
+    """Reads a model's noise on these texts, or measures it.
 
     Args:
         folder: where it is kept.
         model: the Hugging Face model.
-        texts: returns batches of token ids to measure with; called only if it has to be measured.
+        texts: batches of token ids to measure with.
         bits: widths.
         group_size: columns that share a scale.
         method: see `sensitivity`.
+
+    Raises:
+        ConfigError: the file that was kept is damaged.
     """
     files = sorted(Path(model).glob("*.safetensors"))
     facts = [[f.name, f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    facts += [list(bits), group_size, method]
+    facts += [list(bits), group_size, method, [ids.tolist() for ids in texts]]
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     path = Path(folder) / f"sensitivity-{name}.json"
     if path.exists():
-        tree = json.loads(path.read_text())
-        return Sensitivity(
-            noise=np.array(tree["noise"]),
-            bits=tuple(tree["bits"]),
-            group_size=tree["group_size"],
-            method=tree["method"],
-            num_tokens=tree["num_tokens"],
-        )
+        try:
+            tree = json.loads(path.read_text())
+            return Sensitivity(
+                noise=np.array(tree["noise"], dtype=float),
+                bits=tuple(tree["bits"]),
+                group_size=tree["group_size"],
+                method=tree["method"],
+                num_tokens=tree["num_tokens"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path}: expected a measured sensitivity: {error!r}; delete the file to measure anew"
+            ) from error
     from transformers import AutoModelForCausalLM
 
     found = sensitivity(
-        AutoModelForCausalLM.from_pretrained(model), texts(), method,
+        AutoModelForCausalLM.from_pretrained(model), texts, method,
         bits=bits, group_size=group_size,
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from shared.files import write_atomically
 from shared.topology.cluster import Cluster
 from shared.topology.link import Link
 
-__all__ = ["profile_cluster"]
+__all__ = ["merge_mappings", "profile_cluster"]
 
 _LINK_S, _LINKS_S = 2.0, 30.0
 """Most seconds of measuring one link, and all."""
@@ -92,7 +92,7 @@ def profile_cluster(
         num_pairs = group.world_size * (group.world_size - 1) // 2
         on_progress("links")
         links = measure_links(group, limit_s=min(_LINK_S, _LINKS_S / num_pairs))
-        gathered = tree.gather(group.control(), json.dumps(mine).encode(), _merge)
+        gathered = tree.gather(group.control(), json.dumps(mine).encode(), merge_mappings)
         if gathered is None:
             return None
         found = {}
@@ -109,7 +109,8 @@ def profile_cluster(
     )
 
 
-def _merge(parts: list[bytes]) -> bytes:
+def merge_mappings(parts: list[bytes]) -> bytes:
+    """Joins what ranks send as JSON objects, for `tree.gather`; keys are one rank's alone."""
     found: dict[str, Any] = {}
     for part in parts:
         found |= json.loads(part)

@@ -20,10 +20,10 @@ from torch import nn
 from llmpq.config import ModelSpec
 from llmpq.profiler.latency import Latency, Work, best_rates, fit_decode, fit_prefill
 from llmpq.profiler.profile import DeviceProfile
-from llmpq.runtime.kv_cache import LayerCache, allocate
 from llmpq.runtime.layers import StageModel, read_config
 from llmpq.runtime.linear import QuantLinear, Table, forms_table, measure_forms, synchronise
 from llmpq.runtime.sampling import Sampling
+from llmpq.runtime.stage import LayerCache, allocate
 from shared.comms import Group
 from shared.errors import ConfigError
 from shared.kernels import weight_matmul

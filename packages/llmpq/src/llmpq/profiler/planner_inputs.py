@@ -17,6 +17,7 @@ from llmpq.data import read_prompts, tokenise
 from llmpq.profiler.cache import find_sensitivity
 from llmpq.profiler.cluster_profile import profile_cluster
 from llmpq.profiler.profile import Profile
+from llmpq.runtime.layers import most_positions
 from shared.comms import Group, tree
 from shared.errors import ConfigError, MeshyardError
 from shared.topology.cluster import Cluster
@@ -99,8 +100,14 @@ def measure_inputs(
     )  # fmt: skip
     if profile is None:
         return None
+    longest = most_positions(model)
+    if longest is not None and workload.prompt_tokens + new_tokens > longest:
+        raise ConfigError(
+            f"{model}: expected at most {longest} tokens of prompt and answer, for which the model has "
+            f"positions, got {workload.prompt_tokens} + {new_tokens}; shorten prompts or --new-tokens"
+        )
     on_progress("measuring sensitivity")
-    noise = find_sensitivity(profiles, model, lambda: calibration_batches(texts), **common).noise
+    noise = find_sensitivity(profiles, model, calibration_batches(texts), **common).noise
     return PlannerInputs(
         given=(spec, profile, noise, workload, quality),
         settings=common | {"dtype": dtype},

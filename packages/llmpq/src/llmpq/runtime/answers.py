@@ -7,17 +7,20 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llmpq.data import read_prompts, tokenise
+from llmpq.planner.plan import Plan
 from llmpq.runtime.pipeline import Pipeline
 from shared.comms import Group, tree
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Request", "answer", "find_unanswered", "pad_left"]
+__all__ = ["Request", "answer", "digest", "find_unanswered", "pad_left", "read_requests"]
 
 _BEGINNING = b'{"id": '
 """How every line of a file of answers begins."""
@@ -45,6 +48,48 @@ class Request:
 
 def _digest(tree: Any) -> str:
     return hashlib.sha256(json.dumps(tree).encode()).hexdigest()[:16]
+
+
+def digest(plan: Plan, *, max_new_tokens: int, **sampling: Any) -> str:
+    """16 hexadecimal digits of what answers depend on besides prompts.
+
+    Args:
+        plan: its widths and rounding count, not where layers lie.
+        max_new_tokens: most tokens an answer has.
+        **sampling: see `Pipeline.generate`.
+    """
+    of_plan = [plan.bits, plan.group_size, plan.dtype, plan.method]
+    return _digest([*of_plan, max_new_tokens, sorted(sampling.items())])
+
+
+def read_requests(
+    folder: str | Path, path: str | Path
+) -> tuple[list[Request], Callable[[list[int]], str] | None]:
+    """Reads a file of prompts for a model.
+
+    Args:
+        folder: the Hugging Face model, with its tokenizer where prompts are texts.
+        path: JSON Lines, see `read_prompts`.
+
+    Returns:
+        The prompts, and what turns answers' token ids into text; None if all prompts are token ids.
+
+    Raises:
+        ConfigError: the folder has no tokenizer, where one is needed.
+        DataError: a line is no prompt.
+    """
+    from transformers import AutoTokenizer
+
+    prompts = read_prompts(path)
+    texts = tokenise(folder, prompts)
+    requests = [
+        Request(prompt.id, number, tuple(ids))
+        for number, (prompt, ids) in enumerate(zip(prompts, texts, strict=True))
+    ]
+    if all(prompt.token_ids for prompt in prompts):
+        return requests, None
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return requests, partial(tokenizer.decode, skip_special_tokens=True)
 
 
 def answer(
@@ -86,17 +131,7 @@ def answer(
     if wave_size < 1:
         raise ConfigError(f"wave_size: expected at least 1, got {wave_size}")
     group, out = Group.world(), Path(out)
-    plan = pipe.plan
-    settings = _digest(
-        [
-            plan.bits,
-            plan.group_size,
-            plan.dtype,
-            plan.method,
-            max_new_tokens,
-            sorted(sampling.items()),
-        ]
-    )
+    settings = digest(pipe.plan, max_new_tokens=max_new_tokens, **sampling)
     told: bytes | Exception | None = None
     if group.rank == 0:
         try:

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from llmpq.config import ModelSpec
 from shared.errors import ConfigError
 
-__all__ = ["StageModel", "build", "read_config"]
+__all__ = ["StageModel", "build", "most_positions", "read_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,12 @@ _NAMES = {
         "transformer", "h", ("word_embeddings", "word_embeddings_layernorm"), ("ln_f",)
     ),
 }
+
+
+def most_positions(folder: str | Path) -> int | None:
+    """Tokens for which a model has learned positions; None where they are computed and go on."""
+    config = read_config(folder)
+    return config.max_position_embeddings if config.model_type == "opt" else None
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:

@@ -219,6 +219,12 @@ def _round_layer(
         for inside, module in list(layer.named_modules()):
             if isinstance(module, nn.Linear):
                 packed = _packed(files, f"{name}.{inside}", bits, plan)
+                shape = packed.out_features, packed.in_features
+                if shape != (module.out_features, module.in_features):
+                    raise DataError(
+                        f"{name}.{inside}: expected a matrix of {module.out_features} x "
+                        f"{module.in_features}, as config.json says, got {shape[0]} x {shape[1]}"
+                    )
                 bias = None
                 if module.bias is not None:
                     bias = files.read(f"{name}.{inside}.bias").to(dtype)

@@ -50,7 +50,9 @@ class Sampling:
         """
         if self.temperature == 0:
             return logits.argmax(-1)
-        probabilities = (logits.double() / self.temperature).softmax(-1)
+        # The largest is 0 before it is divided: small temperatures would make it infinite.
+        wide = logits.double()
+        probabilities = ((wide - wide.amax(-1, keepdim=True)) / self.temperature).softmax(-1)
         sorted_p, tokens = probabilities.sort(dim=-1, descending=True, stable=True)
         before = sorted_p.cumsum(-1) - sorted_p
         kept = torch.where(before < self.top_p, sorted_p, 0.0)

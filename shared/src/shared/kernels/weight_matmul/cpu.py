@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shared.kernels.jit import compiled
 from shared.kernels.rows import over_rows
+from shared.kernels.weight_matmul import nibbles_compiled
 from shared.kernels.weight_matmul.layout import (
     CHUNK,
     PLANE,
@@ -80,7 +81,8 @@ def _read_groups(scale, zero, row, runs_per_group, words, scales, zeros):
     wide = words.view(np.float32)
     groups = scale.shape[1]
     for group in range(groups):
-        words[group] = _I32(scale[row, group]) << _I32(13)
+        word = _I32(scale[row, group])
+        words[group] = (word & _I32(0x7FFF)) << _I32(13) | word & _I32(-(1 << 31))
     # The exponent's bias is 127 in place of 15; subnormal numbers come right too.
     for group in range(groups):
         wide[group] *= _F32(2.0**112)
@@ -396,6 +398,9 @@ def matmul(x: Tensor, packed: PackedWeight, out: Tensor) -> None:
     for start in range(0, rows.shape[0], _TOKENS_AT_ONCE):
         stop = min(start + _TOKENS_AT_ONCE, rows.shape[0])
         slots = _slots(rows[start:stop], packed, chunks)
+        if nibbles_compiled.serves(packed, num_digits):
+            nibbles_compiled.matmul(slots, packed, written[start:stop])
+            continue
         shape = chunks, stop - start, CHUNK
         high = np.empty(shape, np.int16)
         low = np.empty(shape if num_digits == 2 else (0, 0, 0), np.int16)

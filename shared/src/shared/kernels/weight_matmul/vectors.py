@@ -18,10 +18,17 @@ from numba.extending import intrinsic, models, register_model
 __all__ = [
     "add_scaled",
     "add_scaled_digits",
+    "add_scaled_halves",
     "dot",
+    "dot_bytes",
     "float_zeros",
     "int_zeros",
+    "less_product",
     "load",
+    "load_bytes",
+    "load_halves",
+    "multiply",
+    "nibbles",
     "planes3",
     "planes4",
     "planes8",
@@ -29,6 +36,7 @@ __all__ = [
     "store",
     "store_scaled",
     "subtract",
+    "times_256",
     "total",
 ]
 
@@ -39,7 +47,8 @@ def _operation(function: Callable[..., Any]) -> Any:
 
 
 _I8, _I16, _I32, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
-_SHORTS, _INTS, _FLOATS = (
+_BYTES, _SHORTS, _INTS, _FLOATS = (
+    ir.VectorType(_I8, 64),
     ir.VectorType(_I16, 32),
     ir.VectorType(_I32, 16),
     ir.VectorType(_F32, 16),
@@ -62,7 +71,8 @@ class VectorModel(models.PrimitiveModel):
         super().__init__(manager, fe_type, fe_type.llvm_type)
 
 
-_shorts, _ints, _floats = (
+_bytes, _shorts, _ints, _floats = (
+    VectorType("bytes64", _BYTES),
     VectorType("shorts32", _SHORTS),
     VectorType("ints16", _INTS),
     VectorType("floats16", _FLOATS),
@@ -199,6 +209,91 @@ def dot(typing_context, sums, codes, x, at):
 
 
 @_operation
+def nibbles(typing_context, data, at):
+    """The low and the high 4 bits of 64 bytes."""
+
+    def generate(context, builder, signature, args):
+        both = _read(builder, _pointer(context, builder, signature.args[0], *args), _BYTES, 1)
+        halves = builder.and_(both, _all(_BYTES, 15)), builder.lshr(both, _all(_BYTES, 4))
+        return context.make_tuple(builder, signature.return_type, halves)
+
+    return types.UniTuple(_bytes, 2)(data, types.intp), generate
+
+
+def _quad_products(context, builder, sums, pairs):
+    """sums + a * b of 64 bytes, a below 16, b signed, in neighbouring fours, for all (a, b)."""
+    features = context.codegen().magic_tuple()[2].split(",")
+    if "+avx512vnni" in features:
+        for pair in pairs:
+            a, b = (builder.bitcast(each, _INTS) for each in pair)
+            sums = _call(builder, "llvm.x86.avx512.vpdpbusd.512", _INTS, [sums, a, b])
+        return sums
+    if "+avx512bw" in features:
+        name = "llvm.x86.avx512.pmaddubs.w.512"
+        shorts = [_call(builder, name, _SHORTS, list(pair)) for pair in pairs]
+    elif "+avx2" in features:
+        shorts = [_by_halves(builder, pair) for pair in pairs]
+    else:
+        wide = ir.VectorType(_I16, 64)
+        nothing = ir.Constant(wide, ir.Undefined)
+        shorts = []
+        for a, b in pairs:
+            products = builder.mul(builder.zext(a, wide), builder.sext(b, wide), flags=["nsw"])
+            shorts.append(
+                builder.add(
+                    builder.shuffle_vector(products, nothing, _mask(range(0, 64, 2))),
+                    builder.shuffle_vector(products, nothing, _mask(range(1, 64, 2))),
+                )
+            )
+    # Two products of a code and a digit stay below 2**12, so that 16 bits hold two vectors' sums.
+    words = builder.add(*shorts)
+    return builder.add(sums, _pair_products(context, builder, words, _all(_SHORTS, 1)))
+
+
+def _by_halves(builder, pair):
+    """Products of bytes, added up in neighbouring pairs, by instructions of 32 bytes."""
+    found, short = [], ir.VectorType(_I16, 16)
+    for start in (0, 32):
+        parts = [
+            builder.shuffle_vector(
+                each, ir.Constant(_BYTES, ir.Undefined), _mask(range(start, start + 32))
+            )
+            for each in pair
+        ]
+        found.append(_call(builder, "llvm.x86.avx2.pmadd.ub.sw", short, parts))
+    return builder.shuffle_vector(*found, _mask(range(32)))
+
+
+@_operation
+def dot_bytes(typing_context, sums, first, second, x, at):
+    """sums + the products of 2 * 64 codes below 16 with x[at:], added up in neighbouring fours."""
+
+    def generate(context, builder, signature, args):
+        sums, first, second, x, at = args
+        pointers = (
+            _pointer(context, builder, signature.args[3], x, place)
+            for place in (at, builder.add(at, at.type(64)))
+        )
+        pairs = [
+            (codes, _read(builder, pointer, _BYTES, 1))
+            for codes, pointer in zip((first, second), pointers, strict=True)
+        ]
+        return _quad_products(context, builder, sums, pairs)
+
+    return _ints(_ints, _bytes, _bytes, x, types.intp), generate
+
+
+@_operation
+def times_256(typing_context, values):
+    """256 times 16 integers."""
+
+    def generate(context, builder, signature, args):
+        return builder.shl(args[0], _all(_INTS, 8))
+
+    return _ints(_ints), generate
+
+
+@_operation
 def int_zeros(typing_context):
     """16 integers, all 0."""
     return _ints(), lambda context, builder, signature, args: _all(_INTS, 0)
@@ -230,6 +325,36 @@ def add_scaled(typing_context, sums, values, factors, at):
         return _multiply_add(builder, values, factor, args[0])
 
     return _floats(_floats, _ints, factors, types.intp), generate
+
+
+@_operation
+def add_scaled_halves(typing_context, sums, values, factors, at):
+    """sums + values times factors[at] in the first 8 lanes, factors[at + 1] in the others."""
+
+    def generate(context, builder, signature, args):
+        two = ir.VectorType(_F32, 2)
+        pair = _read(builder, _pointer(context, builder, signature.args[2], *args[2:]), two, 4)
+        places = _mask([0] * 8 + [1] * 8)
+        factor = builder.shuffle_vector(pair, ir.Constant(two, ir.Undefined), places)
+        return _multiply_add(builder, builder.sitofp(args[1], _FLOATS), factor, args[0])
+
+    return _floats(_floats, _ints, factors, types.intp), generate
+
+
+@_operation
+def multiply(typing_context, a, b):
+    """a * b, of 16 floats."""
+    return _floats(_floats, _floats), lambda context, builder, signature, args: builder.fmul(*args)
+
+
+@_operation
+def less_product(typing_context, sums, a, b):
+    """sums - a * b, of 16 floats."""
+
+    def generate(context, builder, signature, args):
+        return _multiply_add(builder, builder.fneg(args[1]), args[2], args[0])
+
+    return _floats(_floats, _floats, _floats), generate
 
 
 @_operation
@@ -274,6 +399,33 @@ def load(typing_context, array, at):
     def generate(context, builder, signature, args):
         pointer = _pointer(context, builder, signature.args[0], *args)
         return _read(builder, pointer, _FLOATS, 4)
+
+    return _floats(array, types.intp), generate
+
+
+@_operation
+def load_bytes(typing_context, array, at):
+    """The 16 bytes array[at:] as floats."""
+
+    def generate(context, builder, signature, args):
+        pointer = _pointer(context, builder, signature.args[0], *args)
+        return builder.uitofp(_read(builder, pointer, ir.VectorType(_I8, 16), 1), _FLOATS)
+
+    return _floats(array, types.intp), generate
+
+
+@_operation
+def load_halves(typing_context, array, at):
+    """The 16 float16 in array[at:], integers to numpy, as floats; finite ones only."""
+
+    def generate(context, builder, signature, args):
+        pointer = _pointer(context, builder, signature.args[0], *args)
+        words = builder.sext(_read(builder, pointer, ir.VectorType(_I16, 16), 2), _INTS)
+        number = builder.shl(builder.and_(words, _all(_INTS, 0x7FFF)), _all(_INTS, 13))
+        sign = builder.and_(words, _all(_INTS, -(1 << 31)))
+        # The exponent's bias is 127 in place of 15; subnormal numbers come right too.
+        found = builder.bitcast(builder.or_(number, sign), _FLOATS)
+        return builder.fmul(found, _all(_FLOATS, 2.0**112))
 
     return _floats(array, types.intp), generate
 
