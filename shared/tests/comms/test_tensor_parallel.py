@@ -1,5 +1,6 @@
 """A block split over two ranks, against the whole one's values and gradients in float64."""
 
+import pytest
 import torch
 
 from shared.comms import Group
@@ -13,7 +14,7 @@ def drawn():
     return [torch.randn(size, generator=draw, dtype=torch.float64) for size in sizes]
 
 
-def loss_and_gradients(states, up, down, slopes, group):
+def loss_and_gradients(states, up, down, slopes, group=None):
     """Of a residual block, whose states reach the loss both split and whole."""
     states, up, down = (part.clone().requires_grad_() for part in (states, up, down))
     block = torch.tanh(copy_to(states * 2, group) @ up) @ down
@@ -28,21 +29,23 @@ def on_a_shard():
     return loss_and_gradients(states, up[:, mine], down[mine], slopes, group)
 
 
-def strided_addends():
-    """A sum of addends that do not lie in order, with a gradient that does not either."""
+def exchanged(is_strided):
+    """A sum of addends and a copy, the gradients of both, and the addend afterwards."""
     group = Group.world()
-    addend = (torch.arange(6.0).view(2, 3) + group.rank).t().requires_grad_()
-    kept = addend.detach().clone()
+    addend = arranged(torch.arange(6.0) + group.rank, is_strided).requires_grad_()
+    slopes = arranged(torch.arange(6.0), is_strided)
     total = sum_from(addend, group)
-    slopes = torch.arange(6.0).view(2, 3).t()
-    (grad,) = torch.autograd.grad(total, addend, slopes)
-    (copied,) = torch.autograd.grad(copy_to(addend, group), addend, slopes)
-    assert torch.equal(addend, kept)
-    return total.detach(), grad, copied
+    (of_sum,) = torch.autograd.grad(total, addend, slopes)
+    (of_copy,) = torch.autograd.grad(copy_to(addend, group), addend, slopes)
+    return [part.detach() for part in (total, of_sum, of_copy, addend, slopes)]
+
+
+def arranged(values, is_strided):
+    return values.view(2, 3).t() if is_strided else values
 
 
 def test_a_split_block_has_the_whole_ones_loss_and_gradients(pool):
-    loss, of_states, of_up, of_down = loss_and_gradients(*drawn(), None)
+    loss, of_states, of_up, of_down = loss_and_gradients(*drawn())
     for rank, found in enumerate(pool.run(on_a_shard).results):
         mine = slice(4 * rank, 4 * rank + 4)
         for part, wanted in zip(
@@ -51,12 +54,16 @@ def test_a_split_block_has_the_whole_ones_loss_and_gradients(pool):
             torch.testing.assert_close(part, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_addends_of_any_strides_are_summed_and_left_as_they_are(pool):
-    base = torch.arange(6.0).view(2, 3).t()
-    for total, grad, copied in pool.run(strided_addends).results:
-        assert torch.equal(total, 2 * base + 1)
-        assert torch.equal(grad, base)
-        assert torch.equal(copied, 2 * base)
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_addends_are_summed_and_left_as_they_are(is_strided, pool):
+    values = arranged(torch.arange(6.0), is_strided)
+    for rank, found in enumerate(pool.run(exchanged, is_strided).results):
+        total, of_sum, of_copy, addend, slopes = found
+        assert torch.equal(total, 2 * values + 1)
+        assert torch.equal(of_sum, values)
+        assert torch.equal(of_copy, 2 * values)
+        assert torch.equal(addend, values + rank)
+        assert torch.equal(slopes, values)
 
 
 def test_one_rank_alone_exchanges_nothing():

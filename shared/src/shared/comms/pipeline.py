@@ -116,7 +116,7 @@ class Stage:
         self._group, self._shapes, self._dtype = group, shapes, dtype
         self.num_later = 0 if group is None else group.world_size - 1 - group.rank
 
-    def forward(self, k: int, x: Tensor | None, forward: ForwardPass) -> KeptMicroBatch:
+    def forward(self, k: int, x: Tensor | None, forward: ForwardPass, /) -> KeptMicroBatch:
         """Computes a micro-batch, and checks what is to be sent."""
         out = forward(k, x)
         shape = tuple(self._shapes[k])
