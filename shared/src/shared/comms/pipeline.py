@@ -49,6 +49,7 @@ def run_1f1b(
         dtype: of the states that pass between stages, which lie on the group's device.
 
     Raises:
+        ConfigError: this process is not in the group.
         DataError: `forward` returned states of another shape or type than the next stage expects.
         CommError: a stage died or the timeout passed.
     """
@@ -87,6 +88,7 @@ def run_forward(
         dtype: as in `run_1f1b`.
 
     Raises:
+        ConfigError: as in `run_1f1b`.
         DataError: as in `run_1f1b`.
         CommError: as in `run_1f1b`.
     """
