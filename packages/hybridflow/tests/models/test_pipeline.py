@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from hybridflow.models import pipeline
 from hybridflow.models.config import DecoderConfig
 from hybridflow.models.decoder import Decoder, Shard
 from hybridflow.models.pieces import initialize, pieces
 from hybridflow.models.pipeline import run_forward, train
+from shared.comms import pipeline
 from shared.comms.group import Group
 
 TREE = {

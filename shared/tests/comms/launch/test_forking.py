@@ -24,7 +24,7 @@ LIMIT = timedelta(seconds=60)
 @pytest.fixture(autouse=True)
 def _light(monkeypatch):
     """Templates of this file start quicker without what others' ranks need."""
-    for name in ("torch._dynamo", "numba"):
+    for name in ("torch._dynamo", "numba", "transformers.modeling_utils"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridflow.models.config import DecoderConfig, inverse_frequencies
-from hybridflow.models.parallel import copy_to, stage_layers, sum_from
+from hybridflow.models.parallel import stage_layers
 from hybridflow.models.rotary import rotate
 from shared.comms.group import Group
+from shared.comms.tensor_parallel import copy_to, sum_from
 from shared.errors import ConfigError
 
 __all__ = ["Attend", "Decoder", "Layer", "Shard", "attend_causally", "see_causally"]

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from hybridflow.models.decoder import Decoder
-from hybridflow.models.log_probs import token_log_probs
+from shared.kernels.token_log_probs.autograd import token_log_probs
 
 __all__ = ["generated_mask", "log_probs", "micro_batches", "scores", "select_asked", "values"]
 

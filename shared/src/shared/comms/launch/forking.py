@@ -34,8 +34,8 @@ _MOST_TEMPLATES = 2
 
 # Modules that take a second or two to import, start no threads and change nothing but themselves: a
 # template imports those that its process has, as its ranks will likely need them. (The first
-# optimizer and FSDP import torch._dynamo.)
-_HEAVY = ("torch._dynamo", "numba")
+# optimizer and FSDP import torch._dynamo; every model of transformers imports its modeling_utils.)
+_HEAVY = ("torch._dynamo", "numba", "transformers.modeling_utils")
 
 _LEAVE_S = 1.0
 

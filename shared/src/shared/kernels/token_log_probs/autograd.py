@@ -1,8 +1,8 @@
-"""Log-probabilities and entropies of given tokens, without storing the logits.
+"""Log-probabilities and entropies of given tokens, which autograd differentiates.
 
 Logits are computed in blocks, and recomputed in the backward pass, so that memory grows with the
 hidden size instead of the vocabulary. With a sharded vocabulary ranks exchange four sums per row
-instead of logits.
+instead of logits, after the vocabulary-parallel loss of Megatron-LM (arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ def token_log_probs(
     """The log-probability of one token per row, and the entropy of the row's distribution.
 
     Args:
-        hidden: hidden states, the head's input.
+        hidden: hidden states, the head's input; the same on all ranks of the group, as their
+            gradient is, which is summed over the shards.
         weight: the head, or this rank's rows of it.
         tokens: token ids in the whole vocabulary.
-        temperature: divides the logits.
+        temperature: divides the logits; above 0.
         group: ranks that hold the vocabulary's rows, in order and equally many each.
 
     Returns:
         Both in float32, or float64 if the states are; differentiable in both arguments.
 
     Raises:
-        DataError: `hidden` and `weight` are of different types or widths.
+        DataError: `hidden` and `weight` are of different types or widths, or there is not one
+            token a row.
+        CommError: if a peer died or the timeout passed.
     """
     return _TokenLogProbs.apply(hidden, weight, tokens, temperature, group)
 
