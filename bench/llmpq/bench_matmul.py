@@ -120,6 +120,36 @@ def bench_against_aten(tokens, form, turns, aim, weights, benchmark, record_clai
     )
 
 
+def bench_int8(weights, benchmark, record_claim):
+    """Both operands in 8 bits: no product here gains by it, as weights are rounded anew for each row."""
+    ours, _ = weights
+    x = torch.randn(512, SIZE, generator=torch.Generator().manual_seed(1)).bfloat16()
+    ways = {form: lambda i, form=form: FORMS[form](x, ours[i]) for form in (*SINGLE, "int8")}
+    taken, found = benchmark.pedantic(lambda: in_turns(ways, 5), rounds=1)
+    wrong = errors(found, x, ours[0])
+    middle = {name: median(seconds) for name, seconds in taken.items()}
+    best = min(SINGLE, key=middle.__getitem__)
+    # The integer product alone, of operands that are there: what no rounding, however fast, can pass.
+    a, b = (torch.randint(-127, 128, (n, SIZE), dtype=torch.int8) for n in (512, SIZE))
+    alone = in_turns({"product": lambda _: torch._int_mm(a, b.t())}, 5)[0]["product"]
+    ratios = [one / two for one, two in zip(taken[best], taken["int8"], strict=True)]
+    record_claim(
+        Claim(
+            name="4-bit product of 512 tokens, int8",
+            unit="ms",
+            ours=1e3 * middle["int8"],
+            baseline=1e3 * middle[best],
+            baseline_name=f"{best}, the best other form",
+            higher_is_better=False,
+            correct=wrong["int8"] <= 0.05,
+            detail=f"5 turns, one thread; the integer product alone {1e3 * median(alone):.1f} ms; largest "
+            f"error {wrong['int8']:.1e} of the largest entry, the other's {wrong[best]:.1e}",
+            source="hatch run bench llmpq -k matmul",
+        ),
+        spread=(min(ratios), max(ratios)),
+    )
+
+
 def bench_dispatch(weights, benchmark, record_claim):
     ours, _ = weights
     table = forms_table(

@@ -75,9 +75,9 @@ SHORT = Size(
     baselines=("even",),
     num_prompts=4,
     prompt_tokens=24,
-    new_tokens=6,
+    new_tokens=5,
     rounds=2,
-    profile_s=6.0,
+    profile_s=4.0,
 )
 _FULL = Size(
     bits=(3, 4, 8, 16), baselines=tuple(BASELINES), num_prompts=32, prompt_tokens=128,

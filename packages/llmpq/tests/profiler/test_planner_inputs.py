@@ -31,14 +31,18 @@ def test_files_of_the_first_rank_are_enough(tmp_path):
         pool.run(measured, model, tmp_path, tmp_path / "nowhere")
 
 
-def test_calibration_takes_the_beginnings_of_prompts_up_to_its_tokens():
+def test_calibration_takes_the_beginnings_of_prompts_from_all_over_the_file():
     texts = [list(range(100)), [5], list(range(7)), list(range(50))]
-    found = calibration_batches(texts, num_tokens=30, length=20)
+    found = calibration_batches(texts, num_tokens=60, length=20)
     assert [batch.tolist() for batch in found] == [
         [list(range(20))],
         [list(range(7))],
         [list(range(20))],
     ]
+    many = [[number] * 10 for number in range(1000)]
+    found = calibration_batches(many, num_tokens=100, length=10)
+    assert [int(batch[0, 0]) for batch in found] == list(range(0, 1000, 100))
+    assert calibration_batches([[1]], num_tokens=100) == []
 
 
 def test_prompts_beyond_learned_positions_are_refused_when_planned(tmp_path):

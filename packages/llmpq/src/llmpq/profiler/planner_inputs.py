@@ -135,16 +135,15 @@ def _read_on_first_rank(
 def calibration_batches(
     texts: Sequence[Sequence[int]], *, num_tokens: int = 1536, length: int = 96
 ) -> list[Tensor]:
-    """Some of the prompts' own tokens, a sequence each.
+    """Some of the prompts' own tokens, a sequence each, from all over their file.
 
     Args:
         texts: token ids of prompts.
         num_tokens: about as many in all: a few hundred order layers, more settle the sum of noise.
         length: most tokens of a sequence; with short ones rounding seems to cost less than it does.
     """
-    found, left = [], num_tokens
-    for ids in texts:
-        if len(ids) >= 2 and left > 0:
-            found.append(torch.tensor([ids[:length]]))
-            left -= len(found[-1][0])
-    return found
+    usable = [ids[:length] for ids in texts if len(ids) >= 2]
+    # Neighbours in a file are often of one kind, and noise depends on the text.
+    all_tokens = sum(map(len, usable))
+    count = -(-len(usable) * num_tokens // max(all_tokens, num_tokens, 1))
+    return [torch.tensor([usable[at * len(usable) // count]]) for at in range(count)]
