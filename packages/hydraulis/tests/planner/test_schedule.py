@@ -1,0 +1,148 @@
+"""Plans of a step with degrees that change from micro-batch to micro-batch."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hydraulis.config import Cost, SequenceTooLong
+from hydraulis.planner.degrees import DegreeCost
+from hydraulis.planner.schedule import plan_step
+from shared.errors import ConfigError
+
+MESSAGES = {2: 0.002, 4: 0.003, 8: 0.004}
+
+
+def cost(cap=100, c=0.5, message_s=MESSAGES):
+    return DegreeCost(cost=Cost(a=1e-4, b=1e-2, c=c), cap=cap, message_s=message_s)
+
+
+def check(plan, lengths, num_ranks, of, sync):
+    """Every document once, within its group's tokens, groups in one order on all ranks; its seconds."""
+    queues = plan.micro_batches
+    assert len(queues) == num_ranks
+    found = [mb for rank, queue in enumerate(queues) for mb in queue if mb.first == rank]
+    assert sorted(i for mb in found for i in mb.documents) == list(range(len(lengths)))
+    for rank, queue in enumerate(queues):
+        for mb in queue:
+            assert rank in mb.ranks
+            assert mb.first % mb.degree == 0
+            assert sum(lengths[i] for i in mb.documents) <= mb.degree * of.cap
+    # Played by hand: a group begins when all of its ranks are there with the same micro-batch.
+    clock, at = np.zeros(num_ranks), [0] * num_ranks
+    busy = np.zeros(num_ranks)
+    while any(at[rank] < len(queue) for rank, queue in enumerate(queues)):
+        if sync == "micro-batch":
+            clock[:] = clock.max()
+        moved = False
+        for rank in range(num_ranks):
+            if at[rank] == len(queues[rank]):
+                continue
+            mb = queues[rank][at[rank]]
+            if mb.first == rank and all(
+                at[other] < len(queues[other]) and queues[other][at[other]] is mb
+                for other in mb.ranks
+            ):
+                seconds = 0.0
+                if mb.documents:
+                    sizes = np.array([lengths[i] for i in mb.documents])
+                    seconds = of.cost.c + float(of.seconds(sizes, mb.degree).sum())
+                begin = max(clock[other] for other in mb.ranks)
+                for other in mb.ranks:
+                    clock[other], at[other] = begin + seconds, at[other] + 1
+                    busy[other] += seconds
+                moved = True
+        assert moved, "ranks wait for one another for ever"
+    return clock, busy
+
+
+@settings(deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=40),
+    num_ranks=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    sync=st.sampled_from(["step", "micro-batch"]),
+)
+def test_ranks_meet_and_end_when_the_plan_says(lengths, num_ranks, sync):
+    of = cost()
+    if max(lengths) > 2 ** int(np.log2(num_ranks)) * of.cap:
+        with pytest.raises(SequenceTooLong):
+            plan_step(lengths, num_ranks, of, sync)
+        return
+    plan = plan_step(lengths, num_ranks, of, sync)
+    clock, busy = check(plan, lengths, num_ranks, of, sync)
+    assert clock.max() == pytest.approx(plan.makespan_s)
+    assert busy.tolist() == pytest.approx(plan.seconds.tolist())
+    assert 0 < plan.bound_s <= plan.makespan_s * (1 + 1e-12)
+    assert 0 <= plan.idle_share < 1
+    if sync == "micro-batch":
+        assert len({len(queue) for queue in plan.micro_batches}) == 1
+
+
+def best_by_hand(lengths, of):
+    """Two ranks: each document on rank 0, 1 or both; micro-batches are without a fixed part."""
+    sizes, best = np.array(lengths), np.inf
+    one, two = of.seconds(sizes, 1), of.seconds(sizes, 2)
+    for places in product(range(3), repeat=len(lengths)):
+        loads, chosen = [0.0, 0.0], np.array(places)
+        if any(place < 2 and size > of.cap for place, size in zip(places, lengths, strict=True)):
+            continue
+        for rank in range(2):
+            loads[rank] = float(one[chosen == rank].sum() + two[chosen == 2].sum())
+        best = min(best, max(loads))
+    return best
+
+
+@settings(deadline=None, max_examples=40)
+@given(lengths=st.lists(st.integers(1, 190), min_size=1, max_size=7))
+def test_two_ranks_end_about_as_soon_as_by_trying_everything(lengths):
+    of = cost(c=0.0)
+    plan = plan_step(lengths, 2, of)
+    best = best_by_hand(lengths, of)
+    assert plan.bound_s <= best * (1 + 1e-12)
+    assert best * (1 - 1e-12) <= plan.makespan_s <= 1.2 * best
+
+
+def test_a_long_document_gets_ranks_for_its_micro_batch_only():
+    lengths = [390, *[20] * 60]
+    of = cost()
+    plan = plan_step(lengths, 4, of)
+    for queue in plan.micro_batches:
+        assert queue[0].degree == 4
+        assert queue[0].documents == (0,)
+        assert {mb.degree for mb in queue[1:]} == {1}
+    assert plan.idle_share < 0.02
+    assert plan.gap < 0.2
+
+
+def test_a_document_that_would_end_last_gets_more_ranks_than_it_needs():
+    of = cost(cap=1000, c=0.0, message_s={})
+    plan = plan_step([900, 30, 30, 30], 4, of)
+    (widest,) = {mb.degree for queue in plan.micro_batches for mb in queue if 0 in mb.documents}
+    assert widest == 4
+    assert plan.gap < 0.01
+
+
+def test_many_short_documents_are_balanced():
+    draw = np.random.default_rng(0)
+    lengths = np.minimum(draw.lognormal(3, 1, 4000).astype(int) + 1, 390)
+    plan = plan_step(lengths, 8, cost())
+    check(plan, lengths, 8, cost(), "step")
+    assert plan.idle_share < 0.01
+
+
+def test_equal_plans_have_equal_digests_and_others_do_not():
+    first, again = (plan_step([5, 9, 30], 2, cost()) for _ in range(2))
+    assert first.digest == again.digest
+    assert plan_step([5, 9, 31], 2, cost()).digest != first.digest
+    assert plan_step([5, 9, 30], 2, cost(), "micro-batch").digest != first.digest
+
+
+def test_bad_input():
+    with pytest.raises(SequenceTooLong, match=r"sequence 1: expected at most 200 tokens, got 201"):
+        plan_step([3, 201], 3, cost())
+    with pytest.raises(ConfigError, match="sync: expected one of step, micro-batch, got 'never'"):
+        plan_step([3], 1, cost(), "never")
+    with pytest.raises(ConfigError, match="expected ranks and documents, got 2 and 0"):
+        plan_step([], 2, cost())
