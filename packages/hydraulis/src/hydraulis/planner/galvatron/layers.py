@@ -60,8 +60,8 @@ def plan_layers(
         limit: units in all.
 
     Raises:
-        ConfigError: shapes that differ, no layers, entries that are negative or no numbers, memory
-            that is not whole, or nothing keeps within the limit.
+        ConfigError: shapes that differ, no layers, entries that are negative or no numbers, or
+            nothing keeps within the limit.
     """
     layers, count = seconds.shape
     if memory.shape != (layers, count) or change_s.shape != (count, count) or not layers * count:
@@ -69,8 +69,6 @@ def plan_layers(
             f"plan_layers: expected memory of {(layers, count)}, at least a layer and a strategy, and "
             f"changes of {(count, count)}, got {memory.shape} and {change_s.shape}"
         )
-    if memory.dtype.kind not in "iu":
-        raise ConfigError(f"plan_layers: expected whole units of memory, got {memory.dtype}")
     for name, values in (("seconds", seconds), ("memory", memory), ("change_s", change_s)):
         if not (values >= 0).all():
             at = np.argwhere(~(values >= 0))[0].tolist()
