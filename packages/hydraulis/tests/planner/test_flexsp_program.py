@@ -83,20 +83,38 @@ def test_what_is_found_in_time_is_valid_and_never_worse_than_one_degree():
     assert max(mine) <= alike.makespan_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("value", [0.999, 0.4, 1.6])
-def test_answers_that_are_not_whole_are_rounded_and_checked(monkeypatch, value):
-    def solver(aim, **_):
-        # Two ranks, one bucket of two documents: groups of 2, 1 and 1 ranks.
-        found = np.zeros(len(aim))
-        found[1], found[2] = value, 2 - value
-        return SimpleNamespace(x=found, mip_dual_bound=None)
-
-    monkeypatch.setattr("hydraulis.planner.flexsp.program.milp", solver)
-    # Two documents on one rank exceed its 25 tokens: only one each is right.
+@pytest.mark.parametrize("held", [(0, 0.999, 1.001), (1, 1, 0), (0, 0.999, 0)])
+def test_answers_of_the_solver_are_rounded_and_checked(monkeypatch, held):
+    plant(monkeypatch, held)
+    # Groups of 2, 1 and 1 ranks: there are not ranks for the first two together, and the last answer
+    # leaves a document out.
     plan = hy.flexsp.plan([20, 20], 2, COST)
     assert sorted(plan.group_of.tolist()) == [0, 1]
     assert plan.degree_of.tolist() == [1, 1]
-    assert plan.bound_s == 0.0
+
+
+def test_answers_that_overfill_a_rank_are_not_taken(monkeypatch):
+    # Two documents on one rank exceed its 25 tokens, however slow messages are.
+    plant(monkeypatch, (0, 1.6, 1.4))
+    slow = DegreeCost(cost=COST.cost, cap=25, message_s={2: 9.0})
+    assert hy.flexsp.plan([13, 13, 13], 2, slow).degree_of.tolist() == [2]
+
+
+def plant(monkeypatch, held):
+    """Has the solver give these documents of one bucket by group."""
+
+    def solver(aim, **_):
+        found = np.zeros(len(aim))
+        found[: len(held)] = held
+        return SimpleNamespace(x=found, mip_dual_bound=None)
+
+    monkeypatch.setattr("hydraulis.planner.flexsp.program.milp", solver)
+
+
+def test_what_is_proven_of_padded_documents_is_not_claimed():
+    assert hy.flexsp.plan([10, 9, 8], 2, COST, num_buckets=1).bound_s == 0.0
+    exact = hy.flexsp.plan([10, 9, 8], 2, COST)
+    assert exact.bound_s == pytest.approx(exact.makespan_s)
 
 
 def test_bad_input_is_named():
