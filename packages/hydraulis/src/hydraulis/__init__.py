@@ -22,11 +22,13 @@ _HOME = {
     "BalancedBatchSampler": "hydraulis.data",
     "Cost": "hydraulis.config",
     "Replica": "hydraulis.config",
+    "ReplicaShape": "hydraulis.planner.proposals",
     "SequenceTooLong": "hydraulis.config",
     "dispatch": "hydraulis.planner.dispatch",
     "layout_boxes": "hydraulis.planner.layouts",
     "pack": "hydraulis.planner.packing",
     "pipeline_s": "hydraulis.planner.pipeline",
+    "propose": "hydraulis.planner.proposals",
     "token_cap": "hydraulis.config",
 }
 _MODULES = {
@@ -38,6 +40,7 @@ __all__ = [
     "BalancedBatchSampler",
     "Cost",
     "Replica",
+    "ReplicaShape",
     "SequenceTooLong",
     "__version__",
     "data",
@@ -47,6 +50,7 @@ __all__ = [
     "layout_boxes",
     "pack",
     "pipeline_s",
+    "propose",
     "token_cap",
 ]
 
