@@ -22,10 +22,13 @@ _HOME = {
     "BalancedBatchSampler": "hydraulis.data",
     "Cost": "hydraulis.config",
     "Replica": "hydraulis.config",
+    "ReplicaShape": "hydraulis.planner.proposals",
     "SequenceTooLong": "hydraulis.config",
     "dispatch": "hydraulis.planner.dispatch",
+    "layout_boxes": "hydraulis.planner.layouts",
     "pack": "hydraulis.planner.packing",
     "pipeline_s": "hydraulis.planner.pipeline",
+    "propose": "hydraulis.planner.proposals",
     "token_cap": "hydraulis.config",
 }
 _MODULES = {
@@ -37,14 +40,17 @@ __all__ = [
     "BalancedBatchSampler",
     "Cost",
     "Replica",
+    "ReplicaShape",
     "SequenceTooLong",
     "__version__",
     "data",
     "dispatch",
     "flexsp",
     "galvatron",
+    "layout_boxes",
     "pack",
     "pipeline_s",
+    "propose",
     "token_cap",
 ]
 

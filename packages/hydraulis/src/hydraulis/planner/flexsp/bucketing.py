@@ -1,10 +1,4 @@
-"""FlexSP's planner: lengths in buckets, and groups of unequal sequence-parallel degrees by a program.
-
-After FlexSP (arXiv 2412.01523), whose published solver it restates: buckets of least padding by dynamic
-programming, then a mixed-integer program that gives each bucket's documents to groups. Groups of one
-degree are interchangeable, and the program has a variable for each of them all the same, as published;
-`hydraulis.planner.degrees` is what this package plans with.
-"""
+"""Lengths in buckets of least padding, by dynamic programming, after FlexSP (arXiv 2412.01523)."""
 
 from __future__ import annotations
 
