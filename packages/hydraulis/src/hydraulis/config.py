@@ -10,16 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import floor, isfinite
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from shared.errors import ConfigError
 
-__all__ = ["Cost", "Replica", "SequenceTooLong", "check_lengths", "token_cap"]
+__all__ = [
+    "Cost",
+    "Replica",
+    "SequenceTooLong",
+    "check_lengths",
+    "token_cap",
+    "training_operations",
+]
 
 _ROUND = 128
 """Tokens to a multiple of which caps are rounded down."""
+_PASSES = 3.0
+"""A dense product forward, and the two of its backward pass."""
+_ATTENTION_PASSES = 3.5
+"""Two products forward; backward five, as flash attention computes the scores anew."""
 _ACTIVATION_BYTES = {1: 38, 2: 39, 4: 42, 8: 48}
 """Bytes of a layer's activations for each token and hidden unit of a shard, by tensor-parallel degree
 (from the published planner of Hydraulis, for 16-bit training without recomputation)."""
@@ -95,6 +107,21 @@ class Cost:
         a, b, c = (float(value) for value in found / scale)
         return cls(a=a, b=b, c=c, error=float(errors.mean()), largest_error=float(errors.max()))
 
+    @classmethod
+    def of_model(cls, config: Any, operations_per_s: float = 1e12, fixed_s: float = 0.0) -> Cost:
+        """The cost of a model's micro-batches from its shape alone: operations over a rate.
+
+        Ranks are balanced by ratios of seconds, so the rate matters little; that attention and dense
+        products run at one rate is an assumption, which measuring spares.
+
+        Args:
+            config: see `training_operations`.
+            operations_per_s: that a rank really computes.
+            fixed_s: seconds of any micro-batch.
+        """
+        squared, linear = training_operations(config)
+        return cls(a=squared / operations_per_s, b=linear / operations_per_s, c=fixed_s)
+
     def sequence_s(self, lengths: Sequence[int] | np.ndarray) -> Float[np.ndarray, " sequence"]:
         """Seconds that each sequence adds to its micro-batch."""
         known = np.asarray(lengths, dtype=float)
@@ -103,6 +130,26 @@ class Cost:
     def micro_batch_s(self, lengths: Sequence[int] | np.ndarray) -> float:
         """Seconds of a micro-batch of these documents; 0 without any."""
         return float(self.sequence_s(lengths).sum() + self.c) if len(lengths) else 0.0
+
+
+def training_operations(config: Any) -> tuple[float, float]:
+    """Operations of training a decoder, forward and backward.
+
+    Args:
+        config: of a Hugging Face causal LM of the Llama kind: gated MLP, grouped query heads.
+
+    Returns:
+        Operations for each token squared (causal attention of a document), and for each token.
+    """
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    projections = config.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
+    mlp = 3 * config.hidden_size * config.intermediate_size
+    layers = config.num_hidden_layers
+    weights = layers * (projections + mlp) + config.vocab_size * config.hidden_size
+    # Half of the pairs of tokens, two products of 2 operations a pair and head unit.
+    return _ATTENTION_PASSES * layers * 2.0 * heads * head_dim, _PASSES * 2.0 * weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ own all-to-all sends to all peers at once and reached half of the link's rate, r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -31,6 +31,7 @@ __all__ = [
     "all_to_all_v",
     "barrier",
     "broadcast",
+    "bucket_sum",
     "gather_v",
     "post_rounds",
     "scatter_v",
@@ -83,6 +84,32 @@ def all_reduce(
     size = group.world_size
     _record_ring(group, "all_reduce", 2 * (size - 1) * _num_bytes(tensor) // size)
     return tensor
+
+
+def bucket_sum(
+    group: Group, on_ready: Callable[[], None] = lambda: None
+) -> Callable[[object, dist.GradBucket], torch.futures.Future[Tensor]]:
+    """A communication hook of DistributedDataParallel that sums gradients over ranks, in float32.
+
+    Args:
+        group: DistributedDataParallel's ranks.
+        on_ready: called whenever a bucket of this rank's own gradients is complete.
+
+    Returns:
+        What `register_comm_hook` takes, with any state. Sums are not divided by the ranks.
+    """
+    process_group, size = group.checked(), group.world_size
+
+    def hook(_state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        on_ready()
+        own = bucket.buffer()
+        wide = own if own.dtype in (torch.float32, torch.float64) else own.float()
+        work = dist.all_reduce(wide, group=process_group, async_op=True)
+        assert work is not None, "it runs asynchronously"
+        _record_ring(group, "all_reduce", 2 * (size - 1) * _num_bytes(wide) // size)
+        return work.get_future().then(lambda _: own if wide is own else own.copy_(wide))
+
+    return hook
 
 
 def all_gather(group: Group, tensor: Tensor) -> list[Tensor]:

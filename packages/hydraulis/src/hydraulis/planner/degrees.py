@@ -34,6 +34,7 @@ class DegreeCost:
         cap: most tokens that a rank holds.
         message_s: seconds of messages for each token by degree; none for degrees that are left out.
         max_degree: most ranks of a group; None for no limit (attention heads limit Ulysses).
+        min_degree: fewest ranks of a group, a power of two.
 
     Raises:
         ConfigError: a cap below 1 or negative seconds.
@@ -43,6 +44,7 @@ class DegreeCost:
     cap: int
     message_s: Mapping[int, float] = field(default_factory=dict)
     max_degree: int | None = None
+    min_degree: int = 1
 
     def __post_init__(self) -> None:
         wrong = {d: s for d, s in self.message_s.items() if not (d >= 1 and 0 <= s < np.inf)}
@@ -53,9 +55,10 @@ class DegreeCost:
             )
 
     def degrees(self, num_ranks: int) -> np.ndarray:
-        """Powers of two up to the ranks and the largest degree."""
+        """Powers of two from the smallest degree up to the ranks and the largest degree."""
         most = min(num_ranks, self.max_degree or num_ranks)
-        return 2 ** np.arange(int(np.log2(max(most, 1))) + 1)
+        found = 2 ** np.arange(int(np.log2(max(most, 1))) + 1)
+        return found[found >= self.min_degree]
 
     def seconds(self, lengths: np.ndarray, degree: int) -> np.ndarray:
         """Seconds that each document adds to a group of `degree` ranks."""

@@ -153,9 +153,7 @@ class _Steps:
             plan, chosen = better
         return plan
 
-    def _raise_one(
-        self, plan: StepPlan, chosen: np.ndarray
-    ) -> tuple[StepPlan, np.ndarray] | None:
+    def _raise_one(self, plan: StepPlan, chosen: np.ndarray) -> tuple[StepPlan, np.ndarray] | None:
         """A better plan in which one of the last rank's largest documents has more ranks, if there is."""
         if plan.idle_share < _ENOUGH_IDLE:
             return None
@@ -183,9 +181,9 @@ class _Steps:
             mine = np.flatnonzero(chosen == number)
             if mine.size:
                 self._place_level(mine, number, loads, queues)
-        for queue in queues:
+        for rank, queue in enumerate(queues):
             if not queue:
-                queue.append(MicroBatch(first=queues.index(queue), degree=1, documents=()))
+                queue.append(MicroBatch(first=rank, degree=1, documents=()))
         return self._plan(queues, loads, float(loads.max()))
 
     def _place_level(

@@ -1,0 +1,1 @@
+"""Seconds of micro-batches: from a model's shape, or measured."""

@@ -1,0 +1,53 @@
+"""Seconds of micro-batches measured on this rank, and the cost that fits them."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import torch
+
+from hydraulis.config import Cost
+from hydraulis.runtime.attention import Packing
+from hydraulis.runtime.loss import LossModel
+from shared.errors import ConfigError
+
+__all__ = ["measure_cost"]
+
+
+def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
+    """Fits a, b and c to forward and backward passes of made-up documents; weights stay as they are.
+
+    Args:
+        model: a Hugging Face causal LM, on the device where it trains.
+        max_tokens: of the largest micro-batch that is measured; at least 16.
+        repeats: turns, of which the median counts, after one that warms up.
+
+    Raises:
+        ConfigError: fewer than 16 tokens, or the model is not one that `LossModel` takes.
+    """
+    if max_tokens < 16:
+        raise ConfigError(f"measure_cost: expected at least 16 tokens, got {max_tokens}")
+    loss = LossModel(model)
+    shapes = [
+        (max_tokens,), (max_tokens // 2,) * 2, (max_tokens // 4,) * 4, (max_tokens // 16,) * 16,
+        (max_tokens // 2,), (max_tokens // 4,), (max_tokens // 16,) * 4, (max_tokens // 16,),
+    ]  # fmt: skip
+    taken: dict[int, list[float]] = {at: [] for at in range(len(shapes))}
+    kept = {name: p.grad for name, p in model.named_parameters()}
+    try:
+        for turn in range(repeats + 1):
+            for at, lengths in enumerate(shapes):
+                begun = time.perf_counter()
+                packing = Packing(lengths=lengths)
+                ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
+                loss(ids, packing.positions().to(ids.device), ids, packing).backward()
+                if ids.is_cuda:
+                    torch.cuda.synchronize(ids.device)
+                if turn:
+                    taken[at].append(time.perf_counter() - begun)
+    finally:
+        for name, p in model.named_parameters():
+            p.grad = kept[name]
+    return Cost.fit([(lengths, median(taken[at])) for at, lengths in enumerate(shapes)])

@@ -1,0 +1,1 @@
+"""Training steps: attention by document, on one rank or a group of them, and the engine."""

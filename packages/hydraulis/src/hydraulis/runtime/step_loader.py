@@ -1,0 +1,145 @@
+"""Steps of documents, the next one planned while the current one is computed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from hydraulis.config import SequenceTooLong, check_lengths
+from hydraulis.planner.schedule import StepPlan
+from hydraulis.planner.steps import cut_steps
+from hydraulis.runtime.engine import Engine, PlannedStep
+from shared.errors import ConfigError
+
+__all__ = ["StepLoader"]
+
+log = logging.getLogger(__name__)
+
+_TOO_LONG = ("raise", "drop", "truncate")
+
+
+class StepLoader:
+    """An epoch's steps, each with its plan; iterate it once an epoch.
+
+    Documents come in a seeded shuffle, each once an epoch. Steps depend on documents, tokens_per_step and
+    seed alone: on other ranks the same documents are still to come.
+
+    Attributes:
+        num_planned_late: steps whose plan was not there in time, because planning them failed ahead of
+            time or took longer than the step before.
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Any],
+        engine: Engine,
+        *,
+        tokens_per_step: int,
+        seed: int = 0,
+        lengths: Sequence[int] | np.ndarray | None = None,
+        too_long: str = "raise",
+    ) -> None:
+        """Looks at all lengths; nothing is planned before the loader is iterated.
+
+        Args:
+            documents: by number: 1-D tensors of token ids, lists of them, or bytes. A rank reads those
+                that it computes.
+            engine: plans and computes the steps.
+            tokens_per_step: tokens of a step over all ranks, exceeded by part of its last document.
+            seed: of the shuffle; the epoch is added.
+            lengths: tokens of all documents; by default each is asked for its length.
+            too_long: what becomes of documents longer than all ranks hold together: "raise",
+                "drop", or "truncate" to what they hold.
+
+        Raises:
+            SequenceTooLong: there is such a document, unless it is to be dropped or cut.
+            ConfigError: no document is left, or an argument outside its range.
+        """
+        if tokens_per_step < 1:
+            raise ConfigError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
+        if too_long not in _TOO_LONG:
+            raise ConfigError(f"too_long: expected one of {', '.join(_TOO_LONG)}, got {too_long!r}")
+        known = check_lengths([len(one) for one in documents] if lengths is None else lengths)
+        if len(known) != len(documents):
+            raise ConfigError(
+                f"lengths: expected one for each of {len(documents)} documents, got {len(known)}"
+            )
+        most = int(engine.cost.degrees(engine.num_ranks)[-1]) * engine.cost.cap
+        long = np.flatnonzero(known > most)
+        if len(long) and too_long == "raise":
+            at = int(long[0])
+            raise SequenceTooLong(at, int(known[at]), most)
+        self._kept = np.flatnonzero(known <= most) if too_long == "drop" else np.arange(len(known))
+        if not len(self._kept):
+            raise ConfigError(
+                f"expected a document of at most {most} tokens, got none of {len(known)}"
+            )
+        self._lengths = np.minimum(known, most)
+        self.documents, self.engine = documents, engine
+        self.tokens_per_step, self.seed = tokens_per_step, seed
+        self.num_planned_late = 0
+        self._epoch = self._number = 0
+
+    def steps(self, epoch: int) -> list[np.ndarray]:
+        """Numbers of the documents in each step of an epoch."""
+        order = np.random.default_rng((self.seed, epoch)).permutation(self._kept)
+        return list(cut_steps(self._lengths, order, self.tokens_per_step, 1))
+
+    def __iter__(self) -> Iterator[PlannedStep]:
+        steps = self.steps(self._epoch)
+        with ThreadPoolExecutor(1, thread_name_prefix="hydraulis-planner") as planner:
+            ahead: Future[StepPlan] | None = None
+            while self._number < len(steps):
+                number, indices = self._number, steps[self._number]
+                plan = self._taken(ahead, indices)
+                if number + 1 < len(steps):
+                    ahead = planner.submit(self._plan, steps[number + 1])
+                step = PlannedStep(
+                    documents=self.documents, indices=tuple(indices.tolist()), plan=plan,
+                    epoch=self._epoch, number=number,
+                )  # fmt: skip
+                # What is saved while a step is computed has it behind it.
+                self._number += 1
+                yield step
+        self._epoch, self._number = self._epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands: behind the last step that it gave."""
+        return {
+            "epoch": self._epoch, "step": self._number, "seed": self.seed,
+            "tokens_per_step": self.tokens_per_step, "num_documents": len(self.documents),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where another loader of the same documents stood, on any number of ranks.
+
+        Raises:
+            ConfigError: it was of other documents, another seed or other steps.
+        """
+        mine = self.state_dict()
+        for key in ("seed", "tokens_per_step", "num_documents"):
+            if state.get(key) != mine[key]:
+                raise ConfigError(
+                    f"{key}: expected {mine[key]}, as this loader has, got {state.get(key)} of the "
+                    f"state; steps would hold other documents"
+                )
+        self._epoch, self._number = state["epoch"], state["step"]
+
+    def _plan(self, indices: np.ndarray) -> StepPlan:
+        return self.engine.plan(self._lengths[indices])
+
+    def _taken(self, ahead: Future[StepPlan] | None, indices: np.ndarray) -> StepPlan:
+        """The plan that was made ahead of time, or one made now."""
+        if ahead is None:  # the first step
+            return self._plan(indices)
+        self.num_planned_late += not ahead.done()
+        try:
+            return ahead.result()
+        except Exception as error:  # noqa: BLE001 - planned anew, where it would be raised
+            log.warning("planning ahead failed (%r): planning now", error)
+            self.num_planned_late += 1
+            return self._plan(indices)

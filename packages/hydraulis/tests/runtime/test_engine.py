@@ -1,0 +1,217 @@
+"""Steps over ranks beside one process that computes each document alone."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from hydraulis.config import Cost, SequenceTooLong
+from hydraulis.runtime.engine import Engine
+from hydraulis.runtime.step_loader import StepLoader
+from shared.comms import Group, RankPool
+from shared.errors import CommError, ConfigError, DataError
+
+from .test_attention import documents, make_model, one_by_one
+
+LENGTHS = (7, 1, 30, 2, 13, 5, 5, 11)
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(4) as pool:
+        yield pool
+
+
+def expected(family, batches):
+    """Losses, and weights after plain steps in one process."""
+    model = make_model(family)
+    optimizer = SGD(model.parameters())
+    losses = []
+    for lengths in batches:
+        texts = documents(lengths)
+        count = sum(length - 1 for length in lengths)
+        loss = one_by_one(model, texts) / max(count, 1)
+        if count:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def trained(family, batches, settings, *, shards=False):
+    model = make_model(family)
+    if shards:
+        mesh = Group.world().device_mesh()
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    engine = Engine(model, SGD, **settings)
+    losses = [engine.step(documents(lengths)).loss for lengths in batches]
+    degrees = {mb.degree for mb in engine.plan(batches[0]).micro_batches[engine.rank]}
+    state = {name: one.clone() for name, one in engine.state_dict().items()}
+    return losses, state, degrees, str(engine.report())
+
+
+BATCHES = (LENGTHS, (3, 29), (1, 1, 1), (4,))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "shards"),
+    [
+        ("llama", {"max_tokens": 16}, False),
+        ("qwen3", {"max_tokens": 64, "strategy": "cp1"}, False),
+        ("llama", {"max_tokens": 64, "strategy": "cp4"}, False),
+        ("qwen3", {"max_tokens": 16}, True),
+        ("llama", {"max_tokens": 8, "cost": Cost(a=1e-6, b=1e-4, c=1e-3)}, True),
+    ],
+)
+def test_ranks_train_as_one_process_does(ranks, family, settings, shards):
+    found = ranks.run(trained, family, BATCHES, settings, shards=shards).results
+    losses, weights = expected(family, BATCHES)
+    for got, state, _, told in found:
+        assert got == pytest.approx(losses, rel=1e-9)
+        assert state.keys() == weights.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10)
+        assert "rank 3: idle" in told
+    if "strategy" not in settings:
+        assert {4} < {degree for _, _, degrees, _ in found for degree in degrees} or shards
+
+
+def test_one_process_needs_no_ranks():
+    losses, weights = expected("llama", BATCHES)
+    model = make_model("llama")
+    engine = Engine(model, SGD, max_tokens=64)
+    for lengths, loss in zip(BATCHES, losses, strict=True):
+        assert engine.step(documents(lengths)).loss == pytest.approx(loss, rel=1e-10)
+    for name, value in engine.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-9, atol=1e-11)
+
+
+def test_nothing_is_learned_without_next_tokens():
+    model = make_model("llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = Engine(model, SGD, max_tokens=64)
+    result = engine.step(documents((1, 1)))
+    assert (result.loss, result.num_losses) == (0.0, 0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def disagreeing():
+    engine = Engine(make_model("llama"), SGD, max_tokens=64)
+    texts = documents((3, 8, 20) if Group.world().rank != 2 else (3, 8, 21))
+    with pytest.raises(CommError, match=r"ranks \[2\] have another one than rank 0"):
+        engine.step(texts)
+    return engine.step(documents((3, 8, 20))).loss
+
+
+def test_ranks_that_disagree_are_named_before_anything_is_computed(ranks):
+    losses, _ = expected("llama", [(3, 8, 20)])
+    assert ranks.run(disagreeing).results == pytest.approx(losses * 4, rel=1e-9)
+
+
+def loaded(lengths, stop_at, state=None):
+    """Documents of each step of two epochs, the place after `stop_at` steps, and the weights."""
+    model, texts = make_model("llama"), documents(lengths)
+    engine = Engine(model, SGD, max_tokens=16)
+    loader = StepLoader(texts, engine, tokens_per_step=24, seed=5)
+    if state is not None:
+        loader.load_state_dict(state)
+    seen, kept = [], None
+    for _ in range(2):
+        for step in loader:
+            engine.step(step)
+            seen.append(step.indices)
+            if len(seen) == stop_at:
+                kept = loader.state_dict()
+    return seen, kept
+
+
+def test_a_loader_goes_on_with_the_same_documents_on_other_ranks(ranks):
+    lengths = (7, 1, 14, 2, 13, 5, 5, 11, 9, 9, 3, 12)
+    found = ranks.run(loaded, lengths, 3).results
+    seen, kept = found[0]
+    assert all(one == found[0] for one in found)
+    assert sorted(i for step in seen for i in step) == sorted([*range(12), *range(12)])
+    assert seen[0] != seen[len(seen) // 2], "epochs are shuffled anew"
+    rest, _ = loaded(lengths, 0, kept)
+    assert rest[: len(seen) - 3] == seen[3:]
+
+
+class FailsOnce(Engine):
+    """Its second plan fails, as if the planner had been killed."""
+
+    calls = 0
+
+    def plan(self, lengths):
+        self.calls += 1
+        if self.calls == 2:
+            raise MemoryError("killed")
+        return super().plan(lengths)
+
+
+def test_a_plan_that_fails_ahead_of_time_is_made_in_line_and_counted():
+    engine = FailsOnce(make_model("llama"), SGD, max_tokens=64)
+    loader = StepLoader(documents(LENGTHS), engine, tokens_per_step=20)
+    steps = [engine.step(step) for step in loader]
+    assert len(steps) > 2
+    assert loader.num_planned_late >= 1
+
+
+def test_documents_that_nothing_holds_are_named_dropped_or_cut():
+    engine, texts = Engine(make_model("llama"), SGD, max_tokens=12), documents((5, 13, 30))
+    with pytest.raises(SequenceTooLong, match=r"sequence 1: expected at most 12 tokens, got 13"):
+        StepLoader(texts, engine, tokens_per_step=20)
+    dropped = StepLoader(texts, engine, tokens_per_step=20, too_long="drop")
+    assert [step.indices for step in dropped] == [(0,)]
+    cut = StepLoader(texts, engine, tokens_per_step=100, too_long="truncate")
+    (step,) = cut
+    assert sorted(step.plan.lengths) == [5, 12, 12]
+    assert sorted(len(step.tokens(place)) for place in range(3)) == [5, 12, 12]
+    engine.step(step)
+
+
+def test_bytes_and_lists_are_documents_too():
+    engine = Engine(make_model("llama"), SGD, max_tokens=64)
+    text = b"abc, a!"
+    ids = [one % 97 for one in text]
+    first = Engine(make_model("llama"), SGD, max_tokens=64).step([ids, torch.tensor(ids)])
+    second = engine.step([bytes(ids), ids])
+    assert second.loss == pytest.approx(first.loss)
+
+
+def test_bad_input_is_refused():
+    model = make_model("llama")
+    with pytest.raises(ConfigError, match="max_tokens: expected at least 1, got 0"):
+        Engine(model, SGD, max_tokens=0)
+    for strategy in ("cp3", "cp2", "tp2", ""):
+        with pytest.raises(ConfigError, match=r"strategy: expected cp and a power of two"):
+            Engine(model, SGD, max_tokens=8, strategy=strategy)
+    other = AutoModelForCausalLM.from_config(
+        GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=30)
+    )
+    with pytest.raises(ConfigError, match=r"expected a causal LM of llama, .* got 'gpt2'"):
+        Engine(other, SGD, max_tokens=8, cost=Cost(a=1, b=1))
+    with pytest.raises(ConfigError, match="expected a Hugging Face causal LM, got Linear"):
+        Engine(torch.nn.Linear(2, 2), SGD, max_tokens=8)
+    engine = Engine(model, SGD, max_tokens=8)
+    with pytest.raises(DataError, match="at least one document"):
+        engine.step([])
+    with pytest.raises(DataError, match="one row of token ids"):
+        engine.step([torch.zeros(2, 2, dtype=torch.int64)])
+    with pytest.raises(SequenceTooLong, match="got 9"):
+        engine.step([torch.zeros(9, dtype=torch.int64)])
+    for given, told in (
+        ({"tokens_per_step": 0}, "tokens_per_step: expected at least 1"),
+        ({"tokens_per_step": 4, "too_long": "cut"}, "too_long: expected one of raise"),
+        ({"tokens_per_step": 4, "lengths": [1]}, "one for each of 2 documents, got 1"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            StepLoader(documents((3, 4)), engine, **given)
+    loader = StepLoader(documents((3, 4)), engine, tokens_per_step=4)
+    with pytest.raises(ConfigError, match="seed: expected 0, as this loader has, got 1"):
+        loader.load_state_dict({**loader.state_dict(), "seed": 1})
