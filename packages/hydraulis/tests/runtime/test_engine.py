@@ -42,7 +42,7 @@ def expected(family, batches):
     return losses, model.state_dict()
 
 
-def trained(family, batches, settings, *, shards=False):
+def trained(family, batches, settings, shards):
     model = make_model(family)
     if shards:
         mesh = Group.world().device_mesh()
@@ -70,7 +70,7 @@ BATCHES = (LENGTHS, (3, 29), (1, 1, 1), (4,))
     ],
 )
 def test_ranks_train_as_one_process_does(ranks, family, settings, shards):
-    found = ranks.run(trained, family, BATCHES, settings, shards=shards).results
+    found = ranks.run(trained, family, BATCHES, settings, shards).results
     losses, weights = expected(family, BATCHES)
     for got, state, _, told in found:
         assert got == pytest.approx(losses, rel=1e-9)

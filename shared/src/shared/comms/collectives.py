@@ -109,6 +109,8 @@ def bucket_sum(
         _record_ring(group, "all_reduce", 2 * (size - 1) * _num_bytes(wide) // size)
         return work.get_future().then(lambda _: own if wide is own else own.copy_(wide))
 
+    # It refuses annotations that are not yet evaluated.
+    hook.__annotations__.clear()
     return hook
 
 

@@ -250,15 +250,17 @@ class Engine:
     ) -> tuple[Tensor, Tensor, Tensor, Packing]:
         """This rank's tokens of a micro-batch, their places and labels."""
         texts = [step.tokens(place) for place in micro_batch.documents]
-        if not texts:  # a token that nothing is learned of, so that all ranks compute
-            texts = [torch.zeros(1, dtype=torch.int64)]
+        labels = [torch.cat((ids[1:], ids.new_full((1,), NO_LABEL))) for ids in texts]
+        # Tokens that nothing is learned of, where a rank would have none: all have to take part.
+        if max(map(len, texts), default=0) < 2 * micro_batch.degree:
+            texts.append(torch.zeros(2 * micro_batch.degree, dtype=torch.int64))
+            labels.append(torch.full_like(texts[-1], NO_LABEL))
         ring = self._groups.get((micro_batch.degree, micro_batch.first))
         packing = Packing(lengths=tuple(map(len, texts)), ring=ring)
         local = packing.tokens()
-        labels = torch.cat([torch.cat((ids[1:], ids.new_full((1,), NO_LABEL))) for ids in texts])
-        parts = torch.cat(texts), packing.positions(), labels
-        ids, positions, labels = (one[local].to(device) for one in parts)
-        return ids, positions, labels, packing
+        parts = torch.cat(texts), packing.positions(), torch.cat(labels)
+        ids, positions, learned = (one[local].to(device) for one in parts)
+        return ids, positions, learned, packing
 
     def _note_ready(self) -> None:
         self._ready_s = time.perf_counter()
