@@ -171,7 +171,7 @@ def bench_dispatch(weights, benchmark, record_claim):
             ways = {"dispatch": lambda i, x=x: layers[i](x)}
             for form in SINGLE:
                 ways[form] = lambda i, x=x, form=form: FORMS[form](x, ours[i])
-            turns = 5 if tokens > 64 else 15
+            turns = 5 if tokens > 64 else 15 if tokens > 4 else 60
             taken, found = in_turns(ways, turns)
             wrong = errors(found, x, ours[0])
             middle = {name: median(seconds) for name, seconds in taken.items()}

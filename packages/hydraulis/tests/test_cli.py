@@ -15,6 +15,7 @@ def lengths(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
     assert main(["demo", "--out", str(tmp_path)]) == 0
     demo = read_demo(tmp_path)
@@ -56,6 +57,26 @@ def test_a_mistake_is_told_in_a_sentence(text, told, tmp_path, capsys):
 def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
     assert main(["plan", str(tmp_path / "none"), "--ranks", "8", "--cap", "9"]) == 1
     assert "expected a text file of lengths" in capsys.readouterr().err
+
+
+def test_strategies_are_compared_without_a_gpu(lengths, tmp_path, capsys):
+    given = [
+        "compare", "--lengths", str(lengths), "--gpus", "8", "--max-tokens", "9000",
+        "--tokens-per-step", "50000", "--steps", "2", "--out", str(tmp_path / "compare"),
+    ]  # fmt: skip
+    assert main(given) == 0
+    text = capsys.readouterr().out
+    assert "simulated: 8 H100 at 50% of their peak, 9000 tokens each" in text
+    assert "hydraulis" in text
+    assert (tmp_path / "compare" / "strategies.svg").read_text().count("<svg") == 1
+    assert main([*given, "--json"]) == 0
+    outcomes = json.loads(capsys.readouterr().out)["outcomes"]
+    ours = next(one for one in outcomes if one["name"] == "hydraulis")
+    assert all(min(one["step_s"]) >= min(ours["step_s"]) * 0.999 for one in outcomes)
+    assert main([*given, "--max-tokens", "1000"]) == 1
+    assert "expected at most 8000 tokens, got 30000" in capsys.readouterr().err
+    assert main([*given, "--model", "nowhere"]) == 1
+    assert "expected a model's folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [["demo", "--fast"], ["plan", "x", "--ranks", "eight"]])

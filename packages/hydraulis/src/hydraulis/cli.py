@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
@@ -11,9 +12,13 @@ from shared.cli import JsonOption, run_command
 
 __all__ = ["main"]
 
-_ABOUT = """Documents of any length, every rank finishing at the same time: the planner.
+_ABOUT = """Documents of any length, every rank finishing at the same time.
 
-Start with: hydraulis plan lengths.txt --ranks 64 --cap 8192
+What would change for your documents, without any GPU:
+  hydraulis compare --lengths lengths.txt --gpus 64 --model ./model
+Groups of ranks for one step's documents:
+  hydraulis plan lengths.txt --ranks 64 --cap 8192
+Training is a few lines of Python: see the README.
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
@@ -76,6 +81,89 @@ class PlanGroups(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CompareStrategies(JsonOption):
+    """What steps on documents of your lengths take under every strategy, by a cost model; no GPU needed.
+
+    Padded, packed, balanced, one context degree for all, degrees that follow the documents: seconds of a
+    step, how long ranks wait, and how far each is from the best there could be. Simulated: seconds are
+    operations of the model over a share of the device's peak, and bytes over links.
+
+    Example: hydraulis compare --lengths lengths.txt --gpus 64 --model ./model
+    """
+
+    lengths: Path | None = None
+    """Text file, a document's tokens on each line; by default Python's own source files, a token for
+    four bytes."""
+    gpus: int = 64
+    """Ranks."""
+    model: str = "llama-7b"
+    """Folder of a Hugging Face model or its config.json, or llama-7b."""
+    device: str = "H100"
+    """A preset, see `shared.topology`: H100, H200, A100_80, A100_40, A800, L4, ..."""
+    efficiency: float = 0.5
+    """Share of the device's peak that is reached."""
+    gpus_per_node: int = 8
+    """Ranks that the faster link connects."""
+    node_gb_per_s: float = 200.0
+    """GB/s of a rank inside a node."""
+    network_gb_per_s: float = 20.0
+    """GB/s of a rank between nodes."""
+    max_tokens: int = 16_384
+    """Most tokens that a rank holds at once."""
+    tokens_per_step: int | None = None
+    """Tokens of a step over all ranks; by default what fills half of them all."""
+    fixed_s: float = 0.02
+    """Seconds of any micro-batch."""
+    steps: int = 8
+    """Steps, drawn in a shuffle."""
+    seed: int = 0
+    """Of the shuffle."""
+    out: Path = Path("report/hydraulis/compare")
+    """Folder for strategies.svg."""
+
+    def execute(self) -> None:
+        """Prints a table and draws a step's ranks."""
+        from dataclasses import asdict
+
+        from rich.console import Console
+
+        from hydraulis.data import python_source, read_lengths
+        from hydraulis.profiler.analytic import degree_cost, read_config
+        from hydraulis.report import draw_ranks, strategy_table
+        from hydraulis.simulator import compare
+
+        config = read_config(self.model)
+        cost = degree_cost(
+            config, device=self.device, efficiency=self.efficiency, max_tokens=self.max_tokens,
+            num_ranks=self.gpus, ranks_per_node=self.gpus_per_node,
+            node_bytes_per_s=1e9 * self.node_gb_per_s,
+            network_bytes_per_s=1e9 * self.network_gb_per_s, fixed_s=self.fixed_s,
+        )  # fmt: skip
+        if self.lengths is None:
+            lengths: Any = [max(1, len(text) // 4) for text in python_source()]
+        else:
+            lengths = read_lengths(self.lengths)
+        half = self.gpus * self.max_tokens // 2
+        with Console(stderr=True).status("simulating") as status:
+            outcomes = compare(
+                lengths, self.gpus, cost, tokens_per_step=self.tokens_per_step or half,
+                num_steps=self.steps, seed=self.seed,
+                on_progress=lambda name: status.update(f"simulating: {name}"),
+            )  # fmt: skip
+        self.out.mkdir(parents=True, exist_ok=True)
+        draw_ranks(outcomes, self.out / "strategies.svg")
+        said = (
+            f"{strategy_table(outcomes)}\n\n"
+            f"simulated: {self.gpus} {self.device} at {self.efficiency:.0%} of their peak, "
+            f"{self.max_tokens} tokens each, {self.node_gb_per_s:g} GB/s inside and "
+            f"{self.network_gb_per_s:g} GB/s between nodes of {self.gpus_per_node}\n"
+            f"gap: how much shorter the best step there could be is, at most\n"
+            f"wrote {self.out}/strategies.svg"
+        )
+        self.print_result({"outcomes": [asdict(one) for one in outcomes]}, said)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
     """Balance Python's own source files over ranks, beside published ways.
 
@@ -103,5 +191,5 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    commands = {"plan": PlanGroups, "demo": Demo}
+    commands = {"plan": PlanGroups, "compare": CompareStrategies, "demo": Demo}
     return run_command(commands, prog="hydraulis", about=_ABOUT, argv=argv)

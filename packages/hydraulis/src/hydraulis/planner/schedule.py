@@ -151,7 +151,13 @@ class _Steps:
             if better is None:
                 break
             plan, chosen = better
-        return plan
+        if int(self.lengths.sum()) > self.num_ranks * self.cost.cap:
+            return plan
+        try:
+            at_once = self._plan_slots([np.arange(len(self.lengths))])
+        except ConfigError:  # too full for one micro-batch each
+            return plan
+        return min(plan, at_once, key=lambda one: one.makespan_s)
 
     def _raise_one(self, plan: StepPlan, chosen: np.ndarray) -> tuple[StepPlan, np.ndarray] | None:
         """A better plan in which one of the last rank's largest documents has more ranks, if there is."""

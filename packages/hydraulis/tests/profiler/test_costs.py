@@ -1,0 +1,78 @@
+"""Costs from a model's shape and from measured micro-batches."""
+
+import json
+
+import pytest
+import torch
+
+from hydraulis.config import Cost, training_operations
+from hydraulis.profiler.analytic import degree_cost, read_config
+from hydraulis.profiler.timings import measure_cost
+from shared.errors import ConfigError
+
+from ..runtime.test_attention import make_model
+
+GIVEN = {
+    "device": "H100", "efficiency": 0.5, "max_tokens": 8192, "num_ranks": 16, "ranks_per_node": 8,
+    "node_bytes_per_s": 2e11, "network_bytes_per_s": 2e10, "fixed_s": 0.01,
+}  # fmt: skip
+
+
+def test_operations_of_a_published_model():
+    squared, linear = training_operations(read_config("llama-7b"))
+    # 6.74 billion weights, of which the embedding's 0.13 are looked up.
+    assert linear == pytest.approx(6 * (6.738e9 - 32000 * 4096), rel=2e-3)
+    # 32 layers, two products of 2 operations, half of the pairs, 3.5 passes.
+    assert squared == pytest.approx(3.5 * 32 * 2 * 2 * 4096 / 2)
+
+
+def test_groups_cost_operations_and_bytes():
+    found = degree_cost(read_config("llama-7b"), **GIVEN)
+    assert found.cost.b == pytest.approx(6 * (6.738e9 - 32000 * 4096) / (0.5 * 989.5e12), rel=2e-3)
+    assert found.cost.c == 0.01
+    token_bytes = 3 * 2 * 2 * 32 * 4096
+    assert found.message_s[2] == pytest.approx(token_bytes / 2 / 2e11)
+    assert found.message_s[16] == pytest.approx(token_bytes * 15 / 16 / 2e10)
+    assert set(found.message_s) == {2, 4, 8, 16}
+
+
+def test_a_model_is_a_name_a_folder_or_a_file(tmp_path):
+    tree = {**vars(read_config("llama-7b")), "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    for given in (tmp_path, tmp_path / "config.json"):
+        assert read_config(given).num_hidden_layers == 2
+    del tree["intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(ConfigError, match="of the Llama kind, got no 'intermediate_size'"):
+        read_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"expected a model's folder, its config\.json, or one of"):
+        read_config("llama-8b")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"device": "H1000"}, "device: expected one of H200"),
+        ({"efficiency": 0.0}, r"efficiency: expected a share in \(0, 1\], got 0"),
+        ({"efficiency": 1.5}, "efficiency"),
+        ({"num_ranks": 0}, "ranks: expected more than 0"),
+        ({"network_bytes_per_s": -1.0}, "network_bytes_per_s: expected more than 0"),
+    ],
+)
+def test_bad_settings_are_named(changed, told):
+    with pytest.raises(ConfigError, match=told):
+        degree_cost(read_config("llama-7b"), **{**GIVEN, **changed})
+
+
+def test_a_measured_cost_fits_and_leaves_the_model_alone():
+    model = make_model("llama").float()
+    (first, *_) = model.parameters()
+    first.grad = torch.ones_like(first)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    cost = measure_cost(model, 256, repeats=1)
+    assert isinstance(cost, Cost)
+    assert cost.b > 0
+    assert torch.equal(first.grad, torch.ones_like(first))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with pytest.raises(ConfigError, match="at least 16 tokens, got 15"):
+        measure_cost(model, 15)
