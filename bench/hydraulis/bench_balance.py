@@ -213,9 +213,7 @@ def bench_balance(two, benchmark, record_claim):
     from datetime import timedelta
 
     limit = timedelta(minutes=25)
-    results = benchmark.pedantic(
-        lambda: two.run(run_all, names, timeout=limit).results, rounds=1
-    )
+    results = benchmark.pedantic(lambda: two.run(run_all, names, timeout=limit).results, rounds=1)
     seconds, losses, planned, cost, tokens = results[0]
     by_step = {name: np.array(values).reshape(TURNS, STEPS) for name, values in seconds.items()}
     turns = {name: values.sum(axis=1) for name, values in by_step.items()}

@@ -45,7 +45,9 @@ def test_a_model_is_a_name_a_folder_or_a_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(ConfigError, match="of the Llama kind, got no 'intermediate_size'"):
         read_config(tmp_path)
-    with pytest.raises(ConfigError, match=r"expected a model's folder, its config\.json, or one of"):
+    with pytest.raises(
+        ConfigError, match=r"expected a model's folder, its config\.json, or one of"
+    ):
         read_config("llama-8b")
 
 
