@@ -6,6 +6,8 @@ strategies compute the same steps in turns, with the same weights, and their los
 ones run in the same engine; padded batches run through plain transformers with its own attention.
 """
 
+import time
+from datetime import timedelta
 from functools import partial
 from statistics import median
 
@@ -60,8 +62,8 @@ def documents():
 
 def make_model():
     torch.manual_seed(0)
-    shape = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4)
-    heads = dict(num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=CAP)
+    shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": CAP}
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, **shape, **heads))
 
 
@@ -153,10 +155,8 @@ class Padded:
 
 
 def run_all(names):
-    """Seconds and losses of each strategy's steps, by turn; idle shares; predicted seconds of ours."""
+    """Seconds and losses of each strategy's steps, by turn; planned seconds of ours; cost; tokens."""
     torch.set_num_threads(1)
-    import time
-
     group, texts = Group.world(), documents()
     lengths = np.array([len(text) for text in texts])
     cost = hy.measure_cost(make_model(), CAP)
@@ -170,7 +170,7 @@ def run_all(names):
     padded = Padded(make_model())
     steps = loader.steps(0)[:STEPS]
     seconds = {name: [] for name in names}
-    losses, idle = {name: [] for name in names}, {name: [] for name in names}
+    losses = {name: [] for name in names}
     planned = []
     for turn in range(TURNS + 1):
         for number, indices in enumerate(steps):
@@ -210,8 +210,6 @@ def two():
 
 def bench_balance(two, benchmark, record_claim):
     names = ["hydraulis", *(peer["peer"] for peer in PEERS)]
-    from datetime import timedelta
-
     limit = timedelta(minutes=25)
     results = benchmark.pedantic(lambda: two.run(run_all, names, timeout=limit).results, rounds=1)
     seconds, losses, planned, cost, tokens = results[0]

@@ -88,7 +88,7 @@ def trained_claim(
     return Claim(
         name="tokens/s of training on two ranks", unit="tokens/s", ours=rates["balanced"],
         baseline=rates["packed"], baseline_name="packed to equal tokens (best fit), dealt in turn",
-        higher_is_better=True, correct=is_right and packed.min() > 0,
+        higher_is_better=True, correct=bool(is_right and packed.min() > 0),
         detail=f"files of Python's library, every {_DIVISOR}th byte a token; losses equal to 1e-4",
         source=_SOURCE,
     )  # fmt: skip
@@ -102,7 +102,7 @@ def simulated_claim(outcomes: list[Outcome]) -> Claim:
         name="seconds of a step on 64 H100, by the cost model", unit="s", ours=ours.median_s,
         baseline=packed.median_s, baseline_name="packed to equal tokens, the best single degree",
         higher_is_better=False, kind="simulated",
-        correct=0 <= ours.gap < 0.2 and ours.median_s <= packed.median_s,
+        correct=bool(0 <= ours.gap < 0.2 and ours.median_s <= packed.median_s),
         detail=f"Llama 7B at half of its peak, files of Python's library, a token for four bytes; "
         f"within {ours.gap:.1%} of the best there could be, ranks idle {ours.idle_shares[0]:.0%}",
         source=_SOURCE,
@@ -147,7 +147,7 @@ def _train(
     group = Group.world()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape: dict[str, Any] = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=3)
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3}
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=4, **shape)
     )

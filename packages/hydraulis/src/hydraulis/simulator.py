@@ -276,18 +276,19 @@ def _from_groups(plan: Callable[[np.ndarray, int, DegreeCost], DegreePlan]) -> S
     def strategy(
         step: np.ndarray, num_ranks: int, cost: DegreeCost, draw: np.random.Generator
     ) -> list[Work]:
-        order = np.sort(step)[::-1]
-        fewest = max(1, -(-int(step.sum()) // (num_ranks * cost.cap)))
-        for count in range(fewest, fewest + 4):
+        lengths = np.sort(step)[::-1]
+        ends = np.cumsum(lengths)
+        fewest = max(1, -(-int(ends[-1]) // (num_ranks * cost.cap)))
+        for count in range(fewest, len(lengths) + 1):
+            bounds = np.searchsorted(ends, ends[-1] * np.arange(1, count) / count) + 1
             try:
                 return [
-                    one for number in range(count)
-                    for one in _groups(order[number::count], num_ranks, cost, plan)
+                    one for part in np.split(lengths, bounds)
+                    for one in _groups(part, num_ranks, cost, plan)
                 ]  # fmt: skip
-            except ConfigError:
-                if count == fewest + 3:
-                    raise
-        raise AssertionError("the last try returns or raises")
+            except ConfigError:  # too full for so few micro-batches
+                continue
+        raise ConfigError(f"expected micro-batches that hold {len(lengths)} documents, found none")
 
     return strategy
 

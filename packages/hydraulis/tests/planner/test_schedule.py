@@ -1,5 +1,6 @@
 """Plans of a step with degrees that change from micro-batch to micro-batch."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -78,6 +79,22 @@ def test_ranks_meet_and_end_when_the_plan_says(lengths, num_ranks, sync):
     assert 0 <= plan.idle_share < 1
     if sync == "micro-batch":
         assert len({len(queue) for queue in plan.micro_batches}) == 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    lengths=st.lists(st.integers(1, 400), min_size=1, max_size=20),
+    sync=st.sampled_from(["step", "micro-batch"]),
+    degree=st.sampled_from([2, 4]),
+)
+def test_a_fixed_degree_holds_for_every_document(lengths, sync, degree):
+    of = replace(cost(), min_degree=degree, max_degree=degree)
+    if max(lengths) > degree * of.cap:
+        return
+    plan = plan_step(lengths, 4, of, sync)
+    check(plan, lengths, 4, of, sync)
+    used = {mb.degree for queue in plan.micro_batches for mb in queue if mb.documents}
+    assert used == {degree}
 
 
 def best_by_hand(lengths, of):

@@ -73,11 +73,12 @@ def fill_groups(seconds, tokens, least, degrees, cap, num_ranks, limit_s, group_
         room[found] -= tokens[document]
         group_of[document] = found
         document += 1
-    # All other ranks, alone, and what time is left in the groups: the most time first.
-    for g in range(groups, groups + left):
+    # All other ranks, in the smallest groups, and what time is left in the others: the most time first.
+    smallest = left // degrees[0]
+    for g in range(groups, groups + smallest):
         degree_of[g] = 0
-        room_s[g], room[g] = limit_s, cap
-    groups += left
+        room_s[g], room[g] = limit_s, degrees[0] * cap
+    groups += smallest
     heap = np.arange(groups)
     size = groups
     for at in range(size // 2 - 1, -1, -1):
