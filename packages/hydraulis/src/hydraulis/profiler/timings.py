@@ -36,6 +36,7 @@ def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
     ]  # fmt: skip
     taken: dict[int, list[float]] = {at: [] for at in range(len(shapes))}
     kept = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
     try:
         for turn in range(repeats + 1):
             for at, lengths in enumerate(shapes):
