@@ -178,9 +178,8 @@ def run_all(names):
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 draw = np.random.default_rng(number)
                 own = [texts[i] for i in indices]
-                if name == "hydraulis":
-                    plan = engine.plan(mine)
-                elif name != "transformers' batch_rebalance":
+                plan = engine.plan(mine)
+                if name not in ("hydraulis", "transformers' batch_rebalance"):
                     plan = as_plan(mine, place(name, mine, group.world_size, draw))
                 barrier(group)
                 begun = time.perf_counter()

@@ -54,9 +54,11 @@ def with_gradients(way, q, k, v, grad):
 )
 def test_documents_are_attended_to_one_by_one(lengths, heads):
     q, k, v, grad = draw(lengths, *heads)
-    found = with_gradients(lambda *x: attend_documents(*x, lengths, 0.3), q, k, v, grad)
+    found = with_gradients(lambda q, k, v: attend_documents(q, k, v, lengths, 0.3), q, k, v, grad)
     for one, other in zip(
-        found, with_gradients(lambda *x: dense(*x, lengths, 0.3), q, k, v, grad), strict=True
+        found,
+        with_gradients(lambda q, k, v: dense(q, k, v, lengths, 0.3), q, k, v, grad),
+        strict=True,
     ):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
@@ -64,9 +66,9 @@ def test_documents_are_attended_to_one_by_one(lengths, heads):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_types_err_by_their_rounding(dtype):
     q, k, v, grad = (one.to(dtype) for one in draw(LENGTHS, 4, 2))
-    found = with_gradients(lambda *x: attend_documents(*x, LENGTHS, 0.3), q, k, v, grad)
+    found = with_gradients(lambda q, k, v: attend_documents(q, k, v, LENGTHS, 0.3), q, k, v, grad)
     exact = with_gradients(
-        lambda *x: dense(*x, LENGTHS, 0.3), *(one.double() for one in (q, k, v, grad))
+        lambda q, k, v: dense(q, k, v, LENGTHS, 0.3), *(one.double() for one in (q, k, v, grad))
     )
     eps = torch.finfo(dtype).eps
     for one, other in zip(found, exact, strict=True):
@@ -165,7 +167,7 @@ def attended(ring, ulysses, lengths, heads, dtype):
 def test_ranks_together_compute_dense_attention(ranks, ring, ulysses, lengths, heads):
     found = ranks.run(attended, ring, ulysses, lengths, heads, torch.float64).results
     q, k, v, grad = draw(lengths, *heads)
-    expected = with_gradients(lambda *x: dense(*x, lengths, 0.3), q, k, v, grad)
+    expected = with_gradients(lambda q, k, v: dense(q, k, v, lengths, 0.3), q, k, v, grad)
     for local, parts in found[: ring * ulysses]:
         for one, other in zip(parts, expected, strict=True):
             torch.testing.assert_close(one, other[:, local], rtol=1e-9, atol=1e-9)
@@ -174,7 +176,7 @@ def test_ranks_together_compute_dense_attention(ranks, ring, ulysses, lengths, h
 def test_a_ring_in_bfloat16_errs_by_its_rounding(ranks):
     found = ranks.run(attended, 4, 1, LENGTHS, (4, 2), torch.bfloat16).results
     q, k, v, grad = (one.bfloat16().double() for one in draw(LENGTHS, 4, 2))
-    expected = with_gradients(lambda *x: dense(*x, LENGTHS, 0.3), q, k, v, grad)
+    expected = with_gradients(lambda q, k, v: dense(q, k, v, LENGTHS, 0.3), q, k, v, grad)
     for local, parts in found:
         for one, other in zip(parts, expected, strict=True):
             torch.testing.assert_close(one.double(), other[:, local], rtol=0.08, atol=0.08)

@@ -122,19 +122,21 @@ class _Documents(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad,) = grads
         q, k, v, out, lse = ctx.saved_tensors
-        grads = tuple(torch.empty_like(one) for one in (q, k, v))
+        found = tuple(torch.empty_like(one) for one in (q, k, v))
         begin = 0
         for length in ctx.lengths:
             part = slice(begin, begin + length)
-            found = attend_piece_backward(
-                *(one[:, part] for one in (grad, q, k, v, out, lse)), ctx.scale, is_causal=True
-            )
-            for whole, one in zip(grads, found, strict=True):
+            of_part = attend_piece_backward(
+                grad[:, part], q[:, part], k[:, part], v[:, part], out[:, part], lse[:, part],
+                ctx.scale, is_causal=True,
+            )  # fmt: skip
+            for whole, one in zip(found, of_part, strict=True):
                 whole[:, part] = one
             begin += length
-        return *grads, None, None
+        return *found, None, None
 
 
 def _repeat(keys: Tensor, q: Tensor) -> Tensor:

@@ -109,7 +109,8 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (grad,) = grads
         q, k, v, out, lse = ctx.saved_tensors
         group, lengths = ctx.group, ctx.lengths
         grad = grad.contiguous()
@@ -139,8 +140,8 @@ class _Ring(torch.autograd.Function):
 
 
 def _meet(lengths: tuple[int, ...], group: Group, peer: int) -> Iterator[_Part]:
-    pairs = (_pairs(lengths, rank, group.world_size) for rank in (group.rank, peer))
-    return _parts(*pairs, group.rank, peer)
+    mine, theirs = (_pairs(lengths, rank, group.world_size) for rank in (group.rank, peer))
+    return _parts(mine, theirs, group.rank, peer)
 
 
 def _shape(pair: Tensor, lengths: tuple[int, ...], peer: int, group: Group) -> tuple[int, ...]:

@@ -63,8 +63,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(grad, ctx.tokens, ctx.group, gathers=not ctx.gathers), None, None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _exchange(grads[0], ctx.tokens, ctx.group, gathers=not ctx.gathers), None, None, None
 
 
 def _exchange(x: Tensor, tokens: list[int], group: Group, *, gathers: bool) -> Tensor:
