@@ -30,6 +30,7 @@ from llmpq.runtime.gptq import find_matrices, fit_ranges, round_model
 from shared.claims import Claim
 from shared.kernels import weight_matmul
 
+REVISION = 2
 GROUP_SIZE = 64
 SEEDS = 5
 TOKENS, LENGTH = 1536, 96

@@ -35,6 +35,7 @@ from shared.comms.handicap import handicap
 from shared.topology.cluster import Cluster, Host
 from shared.topology.device import CPU
 
+REVISION = 2
 BITS, GROUP = (3, 4, 8, 16), 64
 WORK = Workload(num_prompts=32, prompt_tokens=128, new_tokens=32)
 ROUNDS = 2
