@@ -66,6 +66,10 @@ EXPORTED_CLASHES = {
     "CostModel": {
         "hybridflow": "a model that scores harm, and in `hybridflow.mapping` one of times"
     },
+    "Engine": {
+        "hybridflow": "starts ranks and runs tasks on them",
+        "hydraulis": "trains a model on documents, a planned step at a time",
+    },
     "Mesh": {
         "hybridflow": "a worker group's ranks in training and in generation",
         "shared": "ranks as a box with named axes",

@@ -19,6 +19,7 @@ __all__ = ["FOREIGN", "Access", "find_private_accesses"]
 # of a variable is given where a class of ours has a private name of the same spelling.
 FOREIGN = {
     "._asdict": "namedtuple: its public methods begin with an underscore, as fields are the user's",
+    "config._attn_implementation": "transformers: a model's attention, which has no other name",
     "._fields": "namedtuple",
     "._replace": "namedtuple",
     "atexit._run_exitfuncs": "a rank that leaves by os._exit still runs its exit functions",
@@ -39,6 +40,10 @@ FOREIGN = {
     "torch.distributed.tensor.placement_types._StridedShard": "the placement of FSDP2 over TP",
     "torch.ops.aten._convert_weight_to_int4pack": "the peer of a benchmark",
     "torch.ops.aten._convert_weight_to_int4pack_for_cpu": "the peer of a benchmark",
+    "torch.ops.aten._scaled_dot_product_flash_attention": "attention that returns its log-sum-exp",
+    "torch.ops.aten._scaled_dot_product_flash_attention_backward": "its backward pass",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu": "the same on a CPU",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "its backward pass",
     "torch.ops.aten._weight_int4pack_mm": "the peer of a benchmark",
     "torch.ops.aten._weight_int4pack_mm_for_cpu": "the peer of a benchmark",
     "torch.storage._dtype_to_storage_type_map": "names of storages in files of torch.save",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hydraulis.config import Cost, SequenceTooLong
 from hydraulis.planner.degrees import DegreeCost
 from hydraulis.report import draw_ranks, strategy_table
-from hydraulis.simulator import STRATEGIES, Work, compare, simulate
+from hydraulis.simulator import STRATEGIES, PlacedMicroBatch, compare, simulate
 from shared.errors import ConfigError
 
 COST = DegreeCost(
@@ -25,9 +25,9 @@ def draw_lengths(count, seed=0):
 
 def test_groups_wait_for_their_last_rank():
     work = [
-        Work(first=0, degree=1, lengths=(10,)),
-        Work(first=0, degree=2, lengths=(100, 100)),
-        Work(first=2, degree=1, lengths=(10, 20)),
+        PlacedMicroBatch(first=0, degree=1, lengths=(10,)),
+        PlacedMicroBatch(first=0, degree=2, lengths=(100, 100)),
+        PlacedMicroBatch(first=2, degree=1, lengths=(10, 20)),
     ]
     one = 0.1 + 1e-4 * 100 + 0.1
     two = 0.1 + 2 * ((1e-4 * 10_000 + 1.0) / 2 + 0.1)

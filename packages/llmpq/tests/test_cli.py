@@ -12,6 +12,7 @@ from llmpq import Plan, Stage
 from llmpq.cli import main
 from llmpq.integrations import EXPORTS
 from llmpq.profiler import SENSITIVITIES
+from shared.comms import Group
 
 from .runtime.tiny_models import add_tokenizer, make
 
@@ -24,6 +25,7 @@ def run_here(*args, expect=0):
             status = main([*map(str, args)])
         except SystemExit as ended:
             status = ended.code
+    assert not Group.exists(), "a command leaves the world that it joined"
     assert status == expect, out.getvalue() + errors.getvalue()
     return out.getvalue() if status == 0 else errors.getvalue()
 

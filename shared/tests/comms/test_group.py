@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shared.comms import Group, RankPool, all_reduce, init_from_env
+from shared.comms.init import joined
 from shared.errors import ConfigError
 
 SCRIPT = """
@@ -42,6 +43,27 @@ def test_unknown_backend(monkeypatch):
         monkeypatch.setenv(key, "0")
     with pytest.raises(ConfigError, match="'nccl', 'gloo' or None, got 'mpi'"):
         init_from_env(backend="mpi")
+
+
+def test_a_command_alone_leaves_the_world_that_it_joined(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined(timedelta(seconds=7)) as group:
+        assert (group.rank, group.world_size) == (0, 1)
+        assert group.timeout.total_seconds() == 7
+        with joined() as inner:
+            assert inner is group
+        assert Group.world() is group, "an inner block leaves what it did not join"
+    assert not Group.exists()
+    with pytest.raises(KeyError, match="mistake"), joined():
+        raise KeyError("mistake")
+    assert not Group.exists()
+
+
+def test_a_command_joins_torchruns_world(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"RANK.* unset"), joined():
+        pass
 
 
 @pytest.mark.slow

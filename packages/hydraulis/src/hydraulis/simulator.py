@@ -27,7 +27,7 @@ from hydraulis.planner.schedule import plan_step
 from hydraulis.planner.steps import cut_steps
 from shared.errors import ConfigError
 
-__all__ = ["STRATEGIES", "Outcome", "Work", "compare", "simulate"]
+__all__ = ["STRATEGIES", "Outcome", "PlacedMicroBatch", "compare", "simulate"]
 
 _VERL = Cost(a=1.0, b=24576.0)
 """verl's constants of a model of 7 billion weights, by which it balances any."""
@@ -35,7 +35,7 @@ _FLEXSP_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PlacedMicroBatch:
     """A micro-batch of one group of ranks.
 
     Attributes:
@@ -73,10 +73,10 @@ class Outcome:
         return median(self.step_s)
 
 
-Strategy = Callable[[np.ndarray, int, DegreeCost, np.random.Generator], list[Work]]
+Strategy = Callable[[np.ndarray, int, DegreeCost, np.random.Generator], list[PlacedMicroBatch]]
 
 
-def simulate(work: Iterable[Work], num_ranks: int, cost: DegreeCost) -> np.ndarray:
+def simulate(work: Iterable[PlacedMicroBatch], num_ranks: int, cost: DegreeCost) -> np.ndarray:
     """Seconds of each rank in a step whose ranks meet at its end [rank].
 
     The ranks of a group begin a micro-batch together, when the last of them is free.
@@ -180,14 +180,14 @@ def _best_degree(place: Callable[..., list[list[tuple[int, ...]]]]) -> Strategy:
 
     def strategy(
         step: np.ndarray, num_ranks: int, cost: DegreeCost, draw: np.random.Generator
-    ) -> list[Work]:
+    ) -> list[PlacedMicroBatch]:
         found = []
         for degree in cost.degrees(num_ranks).tolist():
             if step.max() > degree * cost.cap:
                 continue
             queues = place(step, num_ranks // degree, degree * cost.cap, cost, draw)
             found.append([
-                Work(first=group * degree, degree=degree, lengths=lengths)
+                PlacedMicroBatch(first=group * degree, degree=degree, lengths=lengths)
                 for group, queue in enumerate(queues) for lengths in queue
             ])  # fmt: skip
         return min(found, key=lambda work: float(simulate(work, num_ranks, cost).max()))
@@ -275,7 +275,7 @@ def _from_groups(plan: Callable[[np.ndarray, int, DegreeCost], DegreePlan]) -> S
 
     def strategy(
         step: np.ndarray, num_ranks: int, cost: DegreeCost, draw: np.random.Generator
-    ) -> list[Work]:
+    ) -> list[PlacedMicroBatch]:
         lengths = np.sort(step)[::-1]
         ends = np.cumsum(lengths)
         fewest = max(1, -(-int(ends[-1]) // (num_ranks * cost.cap)))
@@ -295,13 +295,13 @@ def _from_groups(plan: Callable[[np.ndarray, int, DegreeCost], DegreePlan]) -> S
 
 def _groups(
     lengths: np.ndarray, num_ranks: int, cost: DegreeCost, plan: Callable[..., DegreePlan]
-) -> list[Work]:
+) -> list[PlacedMicroBatch]:
     if not lengths.size:
         return []
     found = plan(lengths, num_ranks, cost)
     firsts = np.concatenate(([0], np.cumsum(found.degree_of)[:-1]))
     return [
-        Work(first=int(firsts[group]), degree=int(degree), lengths=tuple(mine.tolist()))
+        PlacedMicroBatch(first=int(firsts[group]), degree=int(degree), lengths=tuple(mine.tolist()))
         for group, degree in enumerate(found.degree_of)
         if (mine := lengths[found.group_of == group]).size
     ]
@@ -309,12 +309,12 @@ def _groups(
 
 def _ours(
     step: np.ndarray, num_ranks: int, cost: DegreeCost, draw: np.random.Generator
-) -> list[Work]:
+) -> list[PlacedMicroBatch]:
     plan = plan_step(step, num_ranks, cost)
-    found: list[Work] = []
+    found: list[PlacedMicroBatch] = []
     for rank, queue in enumerate(plan.micro_batches):
         found += [
-            Work(
+            PlacedMicroBatch(
                 first=one.first, degree=one.degree,
                 lengths=tuple(int(step[i]) for i in one.documents),
             )

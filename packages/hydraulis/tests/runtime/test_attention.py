@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from hydraulis.runtime.attention import Packing, attend
+from hydraulis.runtime.attention import PackedDocuments, attend
 from hydraulis.runtime.documents import attend_documents
 from hydraulis.runtime.ring import attend_ring, chunks
 from hydraulis.runtime.ulysses import gather_tokens, repeat_keys, scatter_tokens
@@ -96,7 +96,7 @@ def places(lengths, ring, ulysses):
     found = {}
     for r in range(ring):
         for u in range(ulysses):
-            packing = Packing.__new__(Packing)
+            packing = PackedDocuments.__new__(PackedDocuments)
             for name, value in (
                 ("lengths", lengths),
                 ("ring", Place(r, ring)),
@@ -134,7 +134,7 @@ def attended(ring, ulysses, lengths, heads, dtype):
     mine = groups(ring, ulysses)
     if Group.world().rank >= ring * ulysses:
         return None
-    packing = Packing(lengths=lengths, ring=mine[0], ulysses=mine[1])
+    packing = PackedDocuments(lengths=lengths, ring=mine[0], ulysses=mine[1])
     local = packing.tokens()
     q, k, v, grad = (one[:, local].to(dtype) for one in draw(lengths, *heads))
     counts = packing.ulysses_tokens()
@@ -237,20 +237,20 @@ def test_packed_documents_train_as_if_alone(family):
     for order in ((0, 1, 2, 3, 4), (4, 2, 0, 3, 1)):
         model.zero_grad()
         shuffled = [texts[at] for at in order]
-        packing = Packing(lengths=tuple(map(len, shuffled)))
+        packing = PackedDocuments(lengths=tuple(map(len, shuffled)))
         loss, grads = loss_and_gradients(model, packed(model, shuffled, packing))
         assert loss == pytest.approx(expected, rel=1e-12)
         for name, grad in grads.items():
             torch.testing.assert_close(grad, known[name], rtol=1e-9, atol=1e-11)
     # Were documents to see each other, the loss would be another one.
-    whole = packed(model, texts, Packing(lengths=(sum(LENGTHS),)))
+    whole = packed(model, texts, PackedDocuments(lengths=(sum(LENGTHS),)))
     assert abs(whole.item() - expected) > 1e-3
 
 
 def trained(family, ring, ulysses):
     mine = groups(ring, ulysses)
     model, texts = make_model(family), documents(LENGTHS)
-    packing = Packing(lengths=LENGTHS, ring=mine[0], ulysses=mine[1])
+    packing = PackedDocuments(lengths=LENGTHS, ring=mine[0], ulysses=mine[1])
     return loss_and_gradients(model, packed(model, texts, packing))
 
 
@@ -266,14 +266,15 @@ def test_ranks_together_train_as_one(ranks, family, ring, ulysses):
 
 def test_what_would_be_computed_otherwise_is_refused():
     model, texts = make_model("llama"), documents((5, 9))
-    packing = Packing(lengths=(5, 9))
+    packing = PackedDocuments(lengths=(5, 9))
     ids = torch.cat(texts)[None]
     with attend(model, packing):
         with pytest.raises(ConfigError, match=r"one row of this rank's 14 tokens, got 1 of 13"):
             model(input_ids=ids[:, 1:], use_cache=False)
         with pytest.raises(ConfigError, match=r"one row .* got 2 of 14"):
             model(input_ids=ids.repeat(2, 1), use_cache=False)
-    assert model.config._attn_implementation == "sdpa"
+    config = model.config
+    assert config._attn_implementation == "sdpa"
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
@@ -297,7 +298,7 @@ def test_what_would_be_computed_otherwise_is_refused():
 
 
 def refused():
-    packing = Packing(lengths=(12,), ulysses=Group.world())
+    packing = PackedDocuments(lengths=(12,), ulysses=Group.world())
     shape = {**CONFIGS["qwen3"].to_dict(), "num_attention_heads": 6, "num_key_value_heads": 6}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**shape))
     ids = torch.zeros(1, len(packing.tokens()), dtype=torch.int64)
@@ -313,7 +314,7 @@ def test_activations_recomputed_outside_are_refused():
     model, texts = make_model("llama"), documents((5, 9))
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    packing = Packing(lengths=(5, 9))
+    packing = PackedDocuments(lengths=(5, 9))
     ids = torch.cat(texts)[None]
     with attend(model, packing):
         model(input_ids=ids, use_cache=False).logits.sum().backward()

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from llmpq.planner.plan import Plan
     from llmpq.profiler.planner_inputs import PlannerInputs
-    from shared.comms import Group
 
 __all__ = ["main"]
 
@@ -173,25 +172,28 @@ class Run:
         from llmpq.runtime.answers import answer, digest, find_unanswered, read_requests
         from llmpq.runtime.pipeline import Pipeline
         from shared.comms import tree
+        from shared.comms.init import joined
 
         plan = Plan.load(self.plan)
-        folder, group = _folder(plan, self.plan, self.model), _join()
-        requests, decode, told, is_first = [], None, None, group.rank == 0
+        folder = _folder(plan, self.plan, self.model)
+        requests, decode, told = [], None, None
         known = {"new_tokens": 32, "num_prompts": 32, **plan.predicted}
         settings: dict[str, Any] = {
             "max_new_tokens": int(known["new_tokens"] if self.new_tokens is None else self.new_tokens),
             "eos_token_id": read_ends(folder),
             "temperature": self.temperature, "top_p": self.top_p, "seed": self.seed,
         }  # fmt: skip
-        if is_first:
-            requests, decode = read_requests(folder, self.prompts)
-            told = b"%d" % len(find_unanswered(requests, self.out, digest(plan, **settings)))
-        num_left = int(tree.broadcast(group.control(), told))
-        if not num_left:
-            if is_first:
-                print(f"answered 0 of {len(requests)} prompts: all are in {self.out} already")
-            return
         with ExitStack() as stack:
+            group = stack.enter_context(joined())
+            is_first = group.rank == 0
+            if is_first:
+                requests, decode = read_requests(folder, self.prompts)
+                told = b"%d" % len(find_unanswered(requests, self.out, digest(plan, **settings)))
+            num_left = int(tree.broadcast(group.control(), told))
+            if not num_left:
+                if is_first:
+                    print(f"answered 0 of {len(requests)} prompts: all are in {self.out} already")
+                return
             pipe = stack.enter_context(Pipeline(plan, folder))
             progress = Progress(console=Console(stderr=True), disable=not is_first)
             bar = stack.enter_context(progress).add_task("answering", total=num_left)
@@ -234,24 +236,31 @@ class Compare(_Planning):
         from llmpq.runtime.answers import pad_left
         from llmpq.runtime.messages import all_through
         from shared.comms import tree
+        from shared.comms.init import joined
 
-        group = _join()
-        console = Console(stderr=True, quiet=group.rank > 0)
-        with console.status("starting") as status:
-            told = None
-            with all_through(group, "plan"):
-                known = _inputs(self, status.update)
-                if known is not None:
-                    status.update("planning")
-                    plans = plan_all(*known.given, **known.settings)
-                    forms, prompts = known.profile.forms, known.texts[: self.batch]
-                    written = {name: replace(one.plan, forms=forms) for name, one in plans.items()}
-                    told = pickle.dumps((written, prompts))
-            plans, texts = pickle.loads(tree.broadcast(group.control(), told))
-            status.update(f"answering in turns: {', '.join(plans)}")
-            timings = compare_plans(
-                plans, self.model, *pad_left(texts), new_tokens=self.new_tokens, rounds=self.rounds
-            )
+        with joined() as group:
+            console = Console(stderr=True, quiet=group.rank > 0)
+            with console.status("starting") as status:
+                told = None
+                with all_through(group, "plan"):
+                    known = _inputs(self, status.update)
+                    if known is not None:
+                        status.update("planning")
+                        plans = plan_all(*known.given, **known.settings)
+                        forms, prompts = known.profile.forms, known.texts[: self.batch]
+                        written = {
+                            name: replace(one.plan, forms=forms) for name, one in plans.items()
+                        }
+                        told = pickle.dumps((written, prompts))
+                plans, texts = pickle.loads(tree.broadcast(group.control(), told))
+                status.update(f"answering in turns: {', '.join(plans)}")
+                timings = compare_plans(
+                    plans,
+                    self.model,
+                    *pad_left(texts),
+                    new_tokens=self.new_tokens,
+                    rounds=self.rounds,
+                )
         if group.rank:
             return
         self.out.mkdir(parents=True, exist_ok=True)
@@ -438,34 +447,16 @@ class Demo:
 
 def _inputs(options: _Planning, on_progress: Callable[[str], None]) -> PlannerInputs | None:
     """What a plan is made from; None on ranks that were only measured."""
-    import os
-
     from llmpq.profiler.planner_inputs import measure_inputs
+    from shared.comms.init import joined
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _join()
-    return measure_inputs(
-        options.model, options.cluster, options.prompts,
-        bits=options.bits, group_size=options.group_size, dtype=options.dtype,
-        max_kl=options.max_kl, num_prompts=options.batch, new_tokens=options.new_tokens,
-        profiles=options.profiles, force=options.force, on_progress=on_progress,
-    )  # fmt: skip
-
-
-def _join() -> Group:
-    """Joins the ranks that torchrun started; alone without it."""
-    import os
-    from datetime import timedelta
-
-    from shared.comms import Group, init_from_env
-    from shared.comms.init import join, open_store
-
-    if Group.exists():
-        return Group.world()
-    if "WORLD_SIZE" in os.environ:
-        return init_from_env()
-    limit = timedelta(minutes=5)
-    return join(0, 1, open_store("127.0.0.1", limit), backend="gloo", timeout=limit)
+    with joined():
+        return measure_inputs(
+            options.model, options.cluster, options.prompts,
+            bits=options.bits, group_size=options.group_size, dtype=options.dtype,
+            max_kl=options.max_kl, num_prompts=options.batch, new_tokens=options.new_tokens,
+            profiles=options.profiles, force=options.force, on_progress=on_progress,
+        )  # fmt: skip
 
 
 def _folder(plan: Plan, path: Path, given: Path | None) -> Path:

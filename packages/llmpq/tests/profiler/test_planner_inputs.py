@@ -13,13 +13,16 @@ from shared.topology.device import CPU
 from ..runtime.tiny_models import add_tokenizer, make
 
 
-def measured(model, here, elsewhere):
-    """Only the first rank is given the files that are there."""
-    folder = here if Group.world().rank == 0 else elsewhere
+def measured(model, folder, profiles):
     return measure_inputs(
         model, folder / "cluster.yaml", folder / "prompts.jsonl", bits=(4,), group_size=16,
-        dtype="float32", max_kl=None, num_prompts=4, new_tokens=2, profiles=here / "profiles",
+        dtype="float32", max_kl=None, num_prompts=4, new_tokens=2, profiles=profiles,
     )  # fmt: skip
+
+
+def measured_by_rank(model, here, elsewhere):
+    """Only the first rank is given the files that are there."""
+    return measured(model, here if Group.world().rank == 0 else elsewhere, here / "profiles")
 
 
 def test_files_of_the_first_rank_are_enough(tmp_path):
@@ -28,7 +31,7 @@ def test_files_of_the_first_rank_are_enough(tmp_path):
     Cluster(hosts=(Host(name="x", devices=(CPU,)),)).to_yaml(tmp_path / "cluster.yaml")
     (tmp_path / "prompts.jsonl").write_text(json.dumps("the rain falls") + "\n")
     with RankPool(2) as pool, pytest.raises(RankFailure, match="1 devices, got 2 ranks"):
-        pool.run(measured, model, tmp_path, tmp_path / "nowhere")
+        pool.run(measured_by_rank, model, tmp_path, tmp_path / "nowhere")
 
 
 def test_calibration_takes_the_beginnings_of_prompts_from_all_over_the_file():
@@ -52,4 +55,4 @@ def test_prompts_beyond_learned_positions_are_refused_when_planned(tmp_path):
     line = {"token_ids": [1] * (longest - 1)}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(ConfigError, match=rf"at most {longest} tokens .* got {longest - 1} \+ 2"):
-        measured(model, tmp_path, tmp_path)
+        measured(model, tmp_path, tmp_path / "profiles")

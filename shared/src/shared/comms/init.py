@@ -8,6 +8,8 @@ then detected by its closed connections.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +20,7 @@ from shared.comms.courier import connect
 from shared.comms.group import Group
 from shared.errors import ConfigError
 
-__all__ = ["init_from_env", "join", "leave", "open_store", "open_torchrun_store"]
+__all__ = ["init_from_env", "join", "joined", "leave", "open_store", "open_torchrun_store"]
 
 _TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -116,3 +118,33 @@ def join(rank: int, world_size: int, store: Any, *, backend: str, timeout: timed
 def leave() -> None:
     """Leaves the world; all ranks call this, when no messages are under way."""
     dist.destroy_process_group()
+
+
+@contextmanager
+def joined(timeout: timedelta = timedelta(minutes=5)) -> Iterator[Group]:
+    """The world of ranks, for a command that runs under torchrun or alone.
+
+    Yields the world that there is already, else torchrun's, else a world of this process. What was
+    joined here is left when the block ends; where it fails with others, they may hang, and to leave
+    them would wait: then the process is expected to end.
+
+    Args:
+        timeout: how long one message may take in a world that is joined here.
+
+    Raises:
+        ConfigError: torchrun's variables are incomplete.
+    """
+    if Group.exists():
+        yield Group.world()
+        return
+    if "WORLD_SIZE" in os.environ:
+        group = init_from_env(timeout)
+    else:
+        group = join(0, 1, open_store("127.0.0.1", timeout), backend="gloo", timeout=timeout)
+    try:
+        yield group
+    except BaseException:
+        if group.world_size == 1:
+            leave()
+        raise
+    leave()

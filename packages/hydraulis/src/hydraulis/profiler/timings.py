@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hydraulis.config import Cost
-from hydraulis.runtime.attention import Packing
+from hydraulis.runtime.attention import PackedDocuments
 from hydraulis.runtime.loss import LossModel
 from shared.errors import ConfigError
 
@@ -41,7 +41,7 @@ def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
         for turn in range(repeats + 1):
             for at, lengths in enumerate(shapes):
                 begun = time.perf_counter()
-                packing = Packing(lengths=lengths)
+                packing = PackedDocuments(lengths=lengths)
                 ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
                 loss(ids, packing.positions().to(ids.device), ids, packing).backward()
                 if ids.is_cuda:

@@ -23,13 +23,13 @@ from hydraulis.runtime.ulysses import check_heads, gather_tokens, repeat_keys, s
 from shared.comms import Group
 from shared.errors import ConfigError
 
-__all__ = ["Packing", "attend"]
+__all__ = ["PackedDocuments", "attend"]
 
 _NAME = "hydraulis"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packing:
+class PackedDocuments:
     """Documents of a micro-batch, and the ranks that they lie over.
 
     Each document is dealt to the ring's ranks in two chunks, see `attend_ring`; what a place in the
@@ -74,11 +74,11 @@ class Packing:
         return [(at + 1) * whole // parts - at * whole // parts for at in range(parts)]
 
 
-_packing: ContextVar[Packing | None] = ContextVar("packing", default=None)
+_packing: ContextVar[PackedDocuments | None] = ContextVar("packing", default=None)
 
 
 @contextmanager
-def attend(model: nn.Module, packing: Packing) -> Iterator[None]:
+def attend(model: nn.Module, packing: PackedDocuments) -> Iterator[None]:
     """Lets a model's attention go by document; its input is one row of this rank's tokens.
 
     Forward passes belong inside, and backward passes too where activations are recomputed.
@@ -143,7 +143,12 @@ def _attention(
 
 
 def _check(
-    module: nn.Module, query: Tensor, key: Tensor, packing: Packing, dropout: float, settings: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    packing: PackedDocuments,
+    dropout: float,
+    settings: Any,
 ) -> None:
     """Refuses what would be computed otherwise than asked."""
     longest = max(packing.lengths, default=0)

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hydraulis.config import Cost
 from hydraulis.planner.degrees import DegreeCost
 from hydraulis.planner.schedule import MicroBatch, StepPlan, plan_step
-from hydraulis.runtime.attention import Packing
+from hydraulis.runtime.attention import PackedDocuments
 from hydraulis.runtime.loss import NO_LABEL, LossModel
 from hydraulis.runtime.records import StepRecord, TrainingReport
 from shared.comms import Group, all_gather, all_reduce
@@ -247,7 +247,7 @@ class Engine:
 
     def _inputs(
         self, step: PlannedStep, micro_batch: MicroBatch, device: torch.device
-    ) -> tuple[Tensor, Tensor, Tensor, Packing]:
+    ) -> tuple[Tensor, Tensor, Tensor, PackedDocuments]:
         """This rank's tokens of a micro-batch, their places and labels."""
         texts = [step.tokens(place) for place in micro_batch.documents]
         labels = [torch.cat((ids[1:], ids.new_full((1,), NO_LABEL))) for ids in texts]
@@ -256,7 +256,7 @@ class Engine:
             texts.append(torch.zeros(2 * micro_batch.degree, dtype=torch.int64))
             labels.append(torch.full_like(texts[-1], NO_LABEL))
         ring = self._groups.get((micro_batch.degree, micro_batch.first))
-        packing = Packing(lengths=tuple(map(len, texts)), ring=ring)
+        packing = PackedDocuments(lengths=tuple(map(len, texts)), ring=ring)
         local = packing.tokens()
         parts = torch.cat(texts), packing.positions(), torch.cat(labels)
         ids, positions, learned = (one[local].to(device) for one in parts)

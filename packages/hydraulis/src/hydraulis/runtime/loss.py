@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from hydraulis.runtime.attention import Packing, attend
+from hydraulis.runtime.attention import PackedDocuments, attend
 from shared.errors import ConfigError
 from shared.kernels.token_log_probs.autograd import token_log_probs
 
@@ -48,7 +48,7 @@ class LossModel(nn.Module):
         ids: Int64[Tensor, " tokens"],
         positions: Int64[Tensor, " tokens"],
         labels: Int64[Tensor, " tokens"],
-        packing: Packing,
+        packing: PackedDocuments,
     ) -> Float[Tensor, ""]:
         """Sum of the losses of tokens that have a label.
 

@@ -24,7 +24,16 @@ from shared.comms import Group, PendingRounds, Round, post_rounds
 from shared.comms.courier import connect
 from shared.errors import CommError
 
-__all__ = ["DECODE", "END", "PHASES", "PREFILL", "Message", "Progress", "Ring", "all_through"]
+__all__ = [
+    "DECODE",
+    "END",
+    "PHASES",
+    "PREFILL",
+    "Progress",
+    "StageLinks",
+    "StageMessage",
+    "all_through",
+]
 
 PREFILL, DECODE, END, FAILED = range(4)
 PHASES = ("prefill", "decode", "end", "failure")
@@ -39,7 +48,7 @@ _MOST_UNSENT = 64
 """Messages that may wait to be sent; more would hold their memory."""
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """What is sent along: kind of work, decode micro-batch, its rows; and hidden states."""
 
     kind: int
@@ -49,7 +58,7 @@ class Message(NamedTuple):
     hidden: Tensor | None
 
 
-class Ring:
+class StageLinks:
     """Messages from the stage before to the one after; alone, they come back at once."""
 
     def __init__(
@@ -60,7 +69,7 @@ class Ring:
         self._timeout_s = group.timeout.total_seconds()
         self._width, self._dtype = spec.hidden_size, getattr(torch, plan.dtype)
         self._device = group.device
-        self._arrived: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[StageMessage | BaseException] = queue.SimpleQueue()
         self._sending: deque[PendingRounds] = deque()
         self._links: dict[int, Group] = {}
         # Rank of the stage that failed: the one before, unless that one knows better.
@@ -80,7 +89,7 @@ class Ring:
         if not self.is_alone:
             threading.Thread(target=self._read, name="llmpq-receiver", daemon=True).start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StageMessage) -> None:
         """Posts a message to the next stage; returns at once."""
         if self.is_alone:
             if message.kind != END:
@@ -102,7 +111,7 @@ class Ring:
         while len(self._sending) > _MOST_UNSENT:
             self._sending.popleft().wait_all()
 
-    def receive(self, *, wait: bool) -> Message | None:
+    def receive(self, *, wait: bool) -> StageMessage | None:
         """The next message; None where there is none yet and it is not to be waited for."""
         try:
             found = self._arrived.get(block=wait)
@@ -116,14 +125,14 @@ class Ring:
             )
         if isinstance(found, BaseException):
             # The stages after this one wait for what will not come; the rank at fault goes round.
-            self.send(Message(FAILED, self._at_fault, 0, 0, None))
+            self.send(StageMessage(FAILED, self._at_fault, 0, 0, None))
             raise found
         return found
 
     def fail(self) -> None:
         """Tells the stages after this one that it fails, so that none waits for it."""
         if not self.is_alone and self._number is not None:
-            self.send(Message(FAILED, self._ranks[self._number], 0, 0, None))
+            self.send(StageMessage(FAILED, self._ranks[self._number], 0, 0, None))
 
     def _find_silent(self) -> int:
         """The rank that stands still: with all timeouts over at once, the one that does not say so."""
@@ -178,7 +187,7 @@ class Ring:
                     shape = high - low, num_tokens, self._width
                     hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
                     take(hidden)
-                self._arrived.put(Message(kind, number, low, high, hidden))
+                self._arrived.put(StageMessage(kind, number, low, high, hidden))
                 if kind == END:
                     return
         except BaseException as error:  # noqa: BLE001 - raised where it is received

@@ -24,9 +24,9 @@ from llmpq.runtime.messages import (
     END,
     PHASES,
     PREFILL,
-    Message,
     Progress,
-    Ring,
+    StageLinks,
+    StageMessage,
     all_through,
 )
 from llmpq.runtime.sampling import Sampling
@@ -74,7 +74,7 @@ class Pipeline:
         self._number = ranks.index(me) if me in ranks else None
         self._stage: StageWorker | None = None
         self.read_bytes = 0
-        self._ring: Ring | None = None
+        self._links: StageLinks | None = None
         self._way_home: Group | None = None
         self._progress: Progress | None = None
 
@@ -84,7 +84,7 @@ class Pipeline:
                 model, self.read_bytes = load_stage(self._folder, self._plan, self._number)
                 self._stage = StageWorker(model, self._plan, self._shape, self._device)
         # Every rank of the world takes part in making groups, members or not.
-        self._ring = Ring(self._group, self._ranks, self._number, self._plan, self._shape)
+        self._links = StageLinks(self._group, self._ranks, self._number, self._plan, self._shape)
         if self._ranks[0]:
             self._way_home = Group.of([0, self._ranks[0]])
             self._progress = Progress(self._group, self._ranks[0])
@@ -96,7 +96,7 @@ class Pipeline:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stage = self._ring = None
+        self._stage = self._links = None
 
     @property
     def plan(self) -> Plan:
@@ -141,7 +141,7 @@ class Pipeline:
             DataError: shapes do not fit, or a prompt is empty.
             CommError: another stage died or stands still; names its rank.
         """
-        if self._ring is None:
+        if self._links is None:
             raise ConfigError(
                 "expected an entered pipeline; call generate inside `with Pipeline(...)`"
             )
@@ -168,23 +168,23 @@ class Pipeline:
         """This rank's stage on the batch; the tokens on the first one."""
         if self._stage is None:
             return None
-        assert self._ring is not None, "the pipeline was entered"
+        assert self._links is not None, "the pipeline was entered"
         progress = self._progress if self._number == 0 else None
         found, is_done = None, False
         self._stage.begin(batch)
-        self._ring.begin()
+        self._links.begin()
         try:
             if self._number == 0:
                 step = progress.step if progress is not None else lambda: None
-                found = _lead(self._stage, self._ring, batch, ids, head, step)
+                found = _lead(self._stage, self._links, batch, ids, head, step)
             else:
-                _follow(self._stage, self._ring, batch)
-            self._ring.flush()
+                _follow(self._stage, self._links, batch)
+            self._links.flush()
             is_done = True
         except CommError:
             raise
         except BaseException:
-            self._ring.fail()
+            self._links.fail()
             raise
         finally:
             self._stage.end()
@@ -271,7 +271,7 @@ class _Head:
 
 def _lead(
     stage: StageWorker,
-    ring: Ring,
+    links: StageLinks,
     batch: Batch,
     ids: Tensor,
     head: _Head,
@@ -284,16 +284,16 @@ def _lead(
     )  # fmt: skip
     num_waiting = [len(batch.chunks(number)) for number in range(batch.num_decode)]
     # A slow stage keeps no more prompts waiting than these, whatever the first one could send.
-    num_prefills, most_prefills = 0, ring.num_stages + 2
+    num_prefills, most_prefills = 0, links.num_stages + 2
     num_away = 0
     while prefills or num_away:
         is_full = not prefills or num_prefills >= most_prefills
-        returned = ring.receive(wait=is_full) if num_away else None
+        returned = links.receive(wait=is_full) if num_away else None
         if returned is None:
             number, low, high = prefills.popleft()
             first = batch.rows(number)[0]
             hidden = stage.prefill(number, low, high, ids[first + low : first + high])
-            ring.send(Message(PREFILL, number, low, high, hidden))
+            links.send(StageMessage(PREFILL, number, low, high, hidden))
             num_prefills += 1
             num_away += 1
             continue
@@ -312,23 +312,23 @@ def _lead(
         tokens = head.advance(number)
         if tokens is not None:
             hidden = stage.decode(number, tokens)
-            ring.send(Message(DECODE, number, 0, len(tokens), hidden))
+            links.send(StageMessage(DECODE, number, 0, len(tokens), hidden))
             num_away += 1
-    ring.send(Message(END, 0, 0, 0, None))
+    links.send(StageMessage(END, 0, 0, 0, None))
     return head.answers()
 
 
-def _follow(stage: StageWorker, ring: Ring, batch: Batch) -> None:
+def _follow(stage: StageWorker, links: StageLinks, batch: Batch) -> None:
     """Another stage's part of a call."""
     while True:
-        message = ring.receive(wait=True)
+        message = links.receive(wait=True)
         assert message is not None, "it was waited for"
         if message.kind == END:
-            ring.send(message)
+            links.send(message)
             return
         assert message.hidden is not None
         if message.kind == PREFILL:
             hidden = stage.prefill(message.number, message.low, message.high, message.hidden)
         else:
             hidden = stage.decode(message.number, message.hidden)
-        ring.send(message._replace(hidden=hidden))
+        links.send(message._replace(hidden=hidden))
