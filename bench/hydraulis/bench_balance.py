@@ -221,7 +221,7 @@ def bench_balance(two, benchmark, record_claim):
     )
     for name in names[1:]:
         ratios = turns[name] / turns["hydraulis"]
-        is_right = bool(np.allclose(losses[name], known, rtol=1e-4)) and known.std() > 0
+        is_right = bool(np.allclose(losses[name], known, rtol=1e-4) and known.std() > 0)
         record_claim(
             Claim(
                 name="tokens/s of training, 2 ranks, DDP",
