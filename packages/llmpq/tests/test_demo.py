@@ -67,8 +67,8 @@ def test_claims_say_what_was_measured():
         ({"measured": 0.21}, [True, True, False]),  # more loss than was expected
         ({"measured": 0.0}, [True, True, False]),  # nothing was rounded
         ({"rival": 0.01}, [True, True, False]),
-        ({"predicted_s": 2.1}, [True, False, True]),
-        ({"predicted_s": 0.4}, [True, False, True]),
+        ({"predicted_s": 5.1}, [True, False, True]),
+        ({"predicted_s": 0.15}, [True, False, True]),
         ({"predicted_s": None}, [True, False, True]),
     ],
 )

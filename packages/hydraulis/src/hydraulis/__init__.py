@@ -26,6 +26,7 @@ _HOME = {
     "ReplicaShape": "hydraulis.planner.proposals",
     "SequenceTooLong": "hydraulis.config",
     "StepLoader": "hydraulis.runtime.step_loader",
+    "balance": "hydraulis.integrations.trainer",
     "dispatch": "hydraulis.planner.dispatch",
     "layout_boxes": "hydraulis.planner.layouts",
     "measure_cost": "hydraulis.profiler.timings",
@@ -33,6 +34,7 @@ _HOME = {
     "pipeline_s": "hydraulis.planner.pipeline",
     "propose": "hydraulis.planner.proposals",
     "token_cap": "hydraulis.config",
+    "use_document_attention": "hydraulis.runtime.attention",
 }
 _MODULES = {
     "data": "hydraulis.data",
@@ -48,6 +50,7 @@ __all__ = [
     "SequenceTooLong",
     "StepLoader",
     "__version__",
+    "balance",
     "data",
     "dispatch",
     "flexsp",
@@ -58,6 +61,7 @@ __all__ = [
     "pipeline_s",
     "propose",
     "token_cap",
+    "use_document_attention",
 ]
 
 

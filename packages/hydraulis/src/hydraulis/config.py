@@ -22,10 +22,12 @@ __all__ = [
     "Replica",
     "SequenceTooLong",
     "check_lengths",
+    "keep_fitting",
     "token_cap",
     "training_operations",
 ]
 
+_TOO_LONG = ("raise", "drop", "truncate")
 _ROUND = 128
 """Tokens to a multiple of which caps are rounded down."""
 _PASSES = 3.0
@@ -194,6 +196,31 @@ def check_lengths(lengths: Sequence[float] | np.ndarray, name: str = "lengths") 
             f"{name}[{at}]: expected a whole number of tokens above 0, got {found[at]}"
         )
     return found.astype(np.int64)
+
+
+def keep_fitting(lengths: np.ndarray, most: int, too_long: str) -> np.ndarray:
+    """Indices of the documents that are trained on: those of at most so many tokens, or cut to these.
+
+    Args:
+        lengths: tokens of the documents.
+        most: that a document may have.
+        too_long: what becomes of longer ones: "raise", "drop", or "truncate" by the caller.
+
+    Raises:
+        SequenceTooLong: there is a longer one and it is neither to be dropped nor cut.
+        ConfigError: no document is left, or `too_long` is another word.
+    """
+    if too_long not in _TOO_LONG:
+        raise ConfigError(f"too_long: expected one of {', '.join(_TOO_LONG)}, got {too_long!r}")
+    long = np.flatnonzero(lengths > most)
+    if len(long) and too_long == "raise":
+        raise SequenceTooLong(int(long[0]), int(lengths[long[0]]), most)
+    kept = np.flatnonzero(lengths <= most) if too_long == "drop" else np.arange(len(lengths))
+    if not len(kept):
+        raise ConfigError(
+            f"expected a document of at most {most} tokens, got none of {len(lengths)}"
+        )
+    return kept
 
 
 def token_cap(

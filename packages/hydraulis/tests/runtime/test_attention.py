@@ -1,5 +1,7 @@
 """Attention by document, in one process and over ranks, beside dense attention and plain transformers."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -196,7 +198,8 @@ CONFIGS = {
 
 def make_model(family):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[family]).double()
+    # A copy, as those who train a model change its configuration.
+    return AutoModelForCausalLM.from_config(deepcopy(CONFIGS[family])).double()
 
 
 def documents(lengths):

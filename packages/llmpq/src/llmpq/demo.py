@@ -42,7 +42,7 @@ __all__ = ["SHORT", "Size", "claim", "run", "shortfall"]
 _GROUP_SIZE = 64  # SmolLM2's weights lie on grids of 32: groups of that size would lose nothing
 _SOURCE = "llmpq demo"
 # How far expected and measured nats, and seconds, may be apart.
-_WITHIN = 2.0
+_WITHIN, _SECONDS_WITHIN = 2.0, 5.0
 # Nats by which a token may be less probable than the best one: ranks round products in other places.
 _MOST_SHORTFALL = 0.5
 
@@ -165,8 +165,8 @@ def claim(
 
     Returns:
         Claims that are not correct if the ranks' tokens are not one process's best, the expected loss
-        is above the limit, or a measured loss or time is not within a factor of two of what was
-        expected.
+        is above the limit, a measured loss is not within a factor of two of what was expected, or a
+        time not within five, as other work on the machine slows either.
     """
     ours = next(one for one in timings if one.name == "plan")
     best = min((one for one in timings if one is not ours), key=lambda one: one.median_s)
@@ -202,8 +202,10 @@ def claim(
             baseline=ours.median_s,
             baseline_name="measured",
             higher_is_better=False,
-            correct=is_same and 1 / _WITHIN <= predicted_s / ours.median_s <= _WITHIN,
-            detail=f"from the seconds of single layers; correct within a factor of {_WITHIN:g}",
+            correct=is_same
+            and 1 / _SECONDS_WITHIN <= predicted_s / ours.median_s <= _SECONDS_WITHIN,
+            detail=f"from the seconds of single layers; correct within {_SECONDS_WITHIN:g} times, as other "
+            f"work may slow either",
             source=_SOURCE,
         ),
         Claim(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from hydraulis.planner.dispatch import dispatch
 from hydraulis.planner.packing import pack
 from shared.errors import ConfigError
 
-__all__ = ["SYNCS", "cut_steps", "plan_ranks"]
+__all__ = ["SYNCS", "cut_evenly", "cut_steps", "plan_ranks", "plan_slots"]
 
 SYNCS = ("step", "micro-batch")
 """Where ranks wait for one another: after a step (DDP without synchronisation in between), or after
@@ -113,7 +114,82 @@ def _split(
     return bins
 
 
-def _bins(lengths: np.ndarray, cost: Cost, cap: int, count: int) -> list[Sequence[int]] | None:
+def plan_slots(
+    lengths: np.ndarray,
+    num_ranks: int,
+    cost: Cost,
+    cap: int,
+    slots: int,
+    *,
+    may_be_empty: bool = False,
+) -> list[list[list[int]]] | None:
+    """Exactly so many micro-batches on every rank: all alike in seconds, or sorted so that a slot's are.
+
+    Args:
+        lengths: tokens of the step's documents.
+        num_ranks: ranks, all alike.
+        cost: seconds of a micro-batch.
+        cap: most tokens of a micro-batch.
+        slots: micro-batches of a rank.
+        may_be_empty: whether micro-batches may be left without documents.
+
+    Returns:
+        Indices of documents by rank and slot; None if they do not fit.
+    """
+    found = _bins(lengths, cost, cap, slots * num_ranks, may_be_empty=may_be_empty)
+    if found is None:
+        return None
+    found.sort(key=lambda part: -_bin_s(lengths, cost, part))
+    loads = [0.0] * num_ranks
+    ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
+    for slot in range(slots):
+        parts = found[slot * num_ranks : (slot + 1) * num_ranks]
+        # The rank that has had least takes the largest of a slot.
+        for part, rank in zip(parts, np.argsort(loads, kind="stable"), strict=True):
+            ranks[rank].append(list(part))
+            loads[rank] += _bin_s(lengths, cost, part)
+    return ranks
+
+
+def cut_evenly(
+    lengths: np.ndarray,
+    order: np.ndarray,
+    num_steps: int,
+    plan: Callable[[np.ndarray], list[list[list[int]]] | None],
+) -> Iterator[tuple[np.ndarray, list[list[list[int]]]]]:
+    """Cuts documents in order into exactly so many steps of about as many tokens, each planned.
+
+    Documents that do not fit into a step any more begin the next one.
+
+    Args:
+        lengths: tokens of the documents.
+        order: documents in the order in which they are taken, at least as many as steps.
+        num_steps: steps.
+        plan: micro-batches of a step of documents; None if they do not fit.
+
+    Yields:
+        Each step's documents and plan; together they may lack the end of `order`, where the last step
+        is full.
+    """
+    waiting, tokens = deque(order.tolist()), int(lengths[order].sum())
+    for left in range(num_steps, 0, -1):
+        aim, taken, held = tokens / left, [], 0.0
+        while len(waiting) >= left and (not taken or held + lengths[waiting[0]] / 2 <= aim):
+            taken.append(waiting.popleft())
+            held += lengths[taken[-1]]
+        while (found := plan(np.array(taken))) is None:
+            waiting.appendleft(taken.pop())
+        tokens -= int(lengths[taken].sum())
+        yield np.array(taken), found
+
+
+def _bin_s(lengths: np.ndarray, cost: Cost, part: Sequence[int]) -> float:
+    return cost.micro_batch_s(lengths[list(part)])
+
+
+def _bins(
+    lengths: np.ndarray, cost: Cost, cap: int, count: int, *, may_be_empty: bool = False
+) -> list[Sequence[int]] | None:
     """Exactly so many micro-batches, all alike in seconds; None if they do not fit."""
     seconds = cost.sequence_s(lengths)
     found = assign(
@@ -125,29 +201,20 @@ def _bins(lengths: np.ndarray, cost: Cost, cap: int, count: int) -> list[Sequenc
             room=np.full(count, float(cap)),
         )
     )
-    if found is None or len(np.unique(found)) < count:
+    if found is None or (len(np.unique(found)) < count and not may_be_empty):
         return None
     return [np.flatnonzero(found == number).tolist() for number in range(count)]
 
 
 def _plan_slots(lengths: np.ndarray, num_ranks: int, cost: Cost, cap: int) -> list[list[list[int]]]:
-    """Micro-batches all alike in seconds, or sorted so that those of a slot are."""
+    """The fewest micro-batches that hold all, as many on every rank."""
     fewest = max(1, -(-int(lengths.sum()) // (cap * num_ranks)))
     for slots in range(fewest, fewest + _MOST_MORE):
         if slots * num_ranks > len(lengths):
             break
-        found = _bins(lengths, cost, cap, slots * num_ranks)
+        found = plan_slots(lengths, num_ranks, cost, cap, slots)
         if found is not None:
-            found.sort(key=lambda part: -cost.micro_batch_s(lengths[list(part)]))
-            loads = [0.0] * num_ranks
-            ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
-            for slot in range(slots):
-                parts = found[slot * num_ranks : (slot + 1) * num_ranks]
-                # The rank that has had least takes the largest of a slot.
-                for part, rank in zip(parts, np.argsort(loads, kind="stable"), strict=True):
-                    ranks[rank].append(list(part))
-                    loads[rank] += cost.micro_batch_s(lengths[list(part)])
-            return ranks
+            return found
     raise ConfigError(
         f"expected documents for as many micro-batches on each of {num_ranks} ranks, none above {cap} "
         f"tokens, got {len(lengths)} documents of {int(lengths.sum())} tokens; use a larger cap, more "

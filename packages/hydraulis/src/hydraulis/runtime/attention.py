@@ -23,7 +23,7 @@ from hydraulis.runtime.ulysses import check_heads, gather_tokens, repeat_keys, s
 from shared.comms import Group
 from shared.errors import ConfigError
 
-__all__ = ["PackedDocuments", "attend"]
+__all__ = ["PackedDocuments", "attend", "use_document_attention"]
 
 _NAME = "hydraulis"
 
@@ -92,10 +92,9 @@ def attend(model: nn.Module, packing: PackedDocuments) -> Iterator[None]:
             shorter than a document, capped scores, dropout, attention to later tokens, keys from
             before, or heads that Ulysses cannot deal.
     """
-    AttentionInterface.register(_NAME, _attention)
-    AttentionMaskInterface.register(_NAME, _no_mask)
     config: Any = model.config
     before = config._attn_implementation
+    _register()
     token = _packing.set(packing)
     config._attn_implementation = _NAME
     try:
@@ -103,6 +102,46 @@ def attend(model: nn.Module, packing: PackedDocuments) -> Iterator[None]:
     finally:
         config._attn_implementation = before
         _packing.reset(token)
+
+
+def use_document_attention(model: nn.Module) -> None:
+    """Lets a model's attention go by document whenever its input says where documents end.
+
+    For loops that are not the engine's: the input is one row of packed documents beside `cu_seq_lens_q`,
+    as transformers' `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` makes it. Other input is
+    attended to as before. Activations may be recomputed.
+
+    Args:
+        model: a Hugging Face causal LM.
+    """
+    config: Any = model.config
+    before = config._attn_implementation
+    _register()
+
+    def choose(
+        _: nn.Module, args: Any, inputs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        ends = inputs.get("cu_seq_lens_q")
+        config._attn_implementation = before if ends is None else _NAME
+        # Every layer asks for the lengths: they wait for the device once.
+        return None if ends is None else (args, {**inputs, "cu_seq_lens_q": ends.cpu()})
+
+    def restore(module: Any, *_: Any) -> None:
+        name = "is_activation_checkpointing"  # `is_gradient_checkpointing` before transformers 5.20
+        recomputes = getattr(
+            module, name if hasattr(module, name) else "is_gradient_checkpointing", False
+        )
+        # A backward pass that recomputes layers is still to come, which must find the same attention.
+        if not (torch.is_grad_enabled() and recomputes):
+            config._attn_implementation = before
+
+    model.register_forward_pre_hook(choose, with_kwargs=True)
+    model.register_forward_hook(restore, always_call=True)
+
+
+def _register() -> None:
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, _no_mask)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -121,10 +160,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     packing = _packing.get()
     if packing is None:
-        raise ConfigError(
-            "attention by document: expected to be called inside `attend`; where activations are "
-            "recomputed, call backward inside it too"
-        )
+        packing = _from_ends(settings.get("cu_seq_lens_q"))
     _check(module, query, key, packing, dropout, settings)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = query[0], key[0], value[0]
@@ -140,6 +176,16 @@ def _attention(
     if ulysses is not None:
         out = scatter_tokens(out, tokens, ulysses)
     return out.transpose(0, 1)[None], None
+
+
+def _from_ends(ends: Tensor | None) -> PackedDocuments:
+    """Documents between the ends that a collator gives."""
+    if ends is None:
+        raise ConfigError(
+            "attention by document: expected to be called inside `attend`, or with cu_seq_lens_q; where "
+            "activations are recomputed, call backward inside it too"
+        )
+    return PackedDocuments(lengths=tuple(ends.diff().tolist()))
 
 
 def _check(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hydraulis.config import SequenceTooLong, check_lengths
+from hydraulis.config import check_lengths, keep_fitting
 from hydraulis.planner.schedule import StepPlan
 from hydraulis.planner.steps import cut_steps
 from hydraulis.runtime.engine import Engine, PlannedStep
@@ -18,8 +18,6 @@ from shared.errors import ConfigError
 __all__ = ["StepLoader"]
 
 log = logging.getLogger(__name__)
-
-_TOO_LONG = ("raise", "drop", "truncate")
 
 
 class StepLoader:
@@ -61,23 +59,13 @@ class StepLoader:
         """
         if tokens_per_step < 1:
             raise ConfigError(f"tokens_per_step: expected at least 1, got {tokens_per_step}")
-        if too_long not in _TOO_LONG:
-            raise ConfigError(f"too_long: expected one of {', '.join(_TOO_LONG)}, got {too_long!r}")
         known = check_lengths([len(one) for one in documents] if lengths is None else lengths)
         if len(known) != len(documents):
             raise ConfigError(
                 f"lengths: expected one for each of {len(documents)} documents, got {len(known)}"
             )
         most = int(engine.cost.degrees(engine.num_ranks)[-1]) * engine.cost.cap
-        long = np.flatnonzero(known > most)
-        if len(long) and too_long == "raise":
-            at = int(long[0])
-            raise SequenceTooLong(at, int(known[at]), most)
-        self._kept = np.flatnonzero(known <= most) if too_long == "drop" else np.arange(len(known))
-        if not len(self._kept):
-            raise ConfigError(
-                f"expected a document of at most {most} tokens, got none of {len(known)}"
-            )
+        self._kept = keep_fitting(known, most, too_long)
         self._lengths = np.minimum(known, most)
         self.documents, self.engine = documents, engine
         self.tokens_per_step, self.seed = tokens_per_step, seed

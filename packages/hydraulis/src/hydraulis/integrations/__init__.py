@@ -1,0 +1,1 @@
+"""Balanced batches in other projects' training loops."""
