@@ -31,6 +31,7 @@ sys.path.insert(0, str(SOURCES))
 
 from definition import Definition
 from gpu_clock import Row, measure
+from gpu_documents import document_rows
 from gpu_matmul import weight_matmul_rows
 from gpu_report import benchmark_name, claim_run, render_gpu_report
 from history import append_history
@@ -431,6 +432,7 @@ def main() -> int:
             *attention_rows("cpu", 20, 2),
             *log_probs_rows("cpu", 20, 300, 2),
             *weight_matmul_rows("cpu", (70, 256), 2),
+            *document_rows("cpu", 100, 2),
         ]
         return 0 if all(row.correct for row in rows) else 1
     if not torch.cuda.is_available():
@@ -446,6 +448,7 @@ def main() -> int:
         *attention_rows("cuda", 200_000, 20),
         *log_probs_rows("cuda", 4_096, 151_936, 20),
         *weight_matmul_rows("cuda", (8_192, 28_672), 20),
+        *document_rows("cuda", 32_768, 20),
     ]
     path = keep(rows, args.out, args.commit, tests, time.time() - started)
     print(f"bench-gpu: wrote {path} and appended to history.jsonl")

@@ -114,8 +114,12 @@ class CompareStrategies(JsonOption):
     """Tokens of a step over all ranks; by default what fills half of them all."""
     fixed_s: float = 0.02
     """Seconds of any micro-batch."""
-    steps: int = 8
+    steps: int = 4
     """Steps, drawn in a shuffle."""
+    strategies: tuple[str, ...] = ()
+    """Names of strategies, as the table has them; all by default. hydraulis is always among them."""
+    flexsp_s: float = 1.0
+    """Seconds that FlexSP's program may take for each of its micro-batches; it finds better plans in 5."""
     seed: int = 0
     """Of the shuffle."""
     out: Path = Path("report/hydraulis/compare")
@@ -144,10 +148,12 @@ class CompareStrategies(JsonOption):
         else:
             lengths = read_lengths(self.lengths)
         half = self.gpus * self.max_tokens // 2
+        names = [name for name in self.strategies if name != "hydraulis"]
         with Console(stderr=True).status("simulating") as status:
             outcomes = compare(
                 lengths, self.gpus, cost, tokens_per_step=self.tokens_per_step or half,
-                num_steps=self.steps, seed=self.seed,
+                num_steps=self.steps, seed=self.seed, flexsp_s=self.flexsp_s,
+                names=[*names, "hydraulis"] if names else (),
                 on_progress=lambda name: status.update(f"simulating: {name}"),
             )  # fmt: skip
         self.out.mkdir(parents=True, exist_ok=True)
@@ -157,6 +163,7 @@ class CompareStrategies(JsonOption):
             f"simulated: {self.gpus} {self.device} at {self.efficiency:.0%} of their peak, "
             f"{self.max_tokens} tokens each, {self.node_gb_per_s:g} GB/s inside and "
             f"{self.network_gb_per_s:g} GB/s between nodes of {self.gpus_per_node}\n"
+            f"FlexSP's program: at most {self.flexsp_s:g} s for each of its micro-batches\n"
             f"gap: how much shorter the best step there could be is, at most\n"
             f"wrote {self.out}/strategies.svg"
         )

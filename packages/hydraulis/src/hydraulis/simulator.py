@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -31,7 +32,7 @@ __all__ = ["STRATEGIES", "Outcome", "PlacedMicroBatch", "compare", "simulate"]
 
 _VERL = Cost(a=1.0, b=24576.0)
 """verl's constants of a model of 7 billion weights, by which it balances any."""
-_FLEXSP_S = 5.0
+_FLEXSP = "FlexSP's program"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ def compare(
     num_steps: int = 8,
     seed: int = 0,
     names: Sequence[str] = (),
+    flexsp_s: float = 5.0,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Outcome]:
     """Seconds of the same steps under every strategy.
@@ -116,6 +118,7 @@ def compare(
         num_steps: at most; fewer where documents end.
         seed: of the shuffle.
         names: of `STRATEGIES`; all by default.
+        flexsp_s: seconds that FlexSP's program may take for each of its micro-batches.
         on_progress: called with the name of the strategy that begins.
 
     Raises:
@@ -140,11 +143,12 @@ def compare(
         )
     ]  # fmt: skip
     bound_s = plan_step(steps[0], num_ranks, cost).bound_s
+    strategies = {**STRATEGIES, _FLEXSP: _from_groups(partial(plan_flexsp, time_limit_s=flexsp_s))}
     outcomes = []
     for name in names or STRATEGIES:
         on_progress(name)
         draw = np.random.default_rng(seed)
-        clocks = [_run(STRATEGIES[name], step, num_ranks, cost, draw) for step in steps]
+        clocks = [_run(strategies[name], step, num_ranks, cost, draw) for step in steps]
         ends = [float(clock.max()) for clock in clocks]
         outcomes.append(
             Outcome(
@@ -336,9 +340,7 @@ STRATEGIES: dict[str, Strategy] = {
         _by_shares(lambda step, count, cost: longest_first(cost.cost.sequence_s(step), count))
     ),
     "degrees by memory alone": _from_groups(megatron_rule),
-    "FlexSP's program": _from_groups(
-        lambda lengths, ranks, cost: plan_flexsp(lengths, ranks, cost, time_limit_s=_FLEXSP_S)
-    ),
+    _FLEXSP: _from_groups(plan_flexsp),
     "hydraulis": _ours,
 }
 """Ways to place a step's documents: padded as without any packing, and as transformers'

@@ -1,20 +1,25 @@
 """Attention of a piece of a document to another piece, with what is needed to merge pieces.
 
 On the CPU aten's flash attention computes it, which returns the logarithms of the sums of its exponents
-too; on a GPU its counterpart there. Merging parts by these sums is exact (ring attention, arXiv
+too; on a GPU its counterpart there, and whole documents by one call of torch's varlen_attn. Merging parts by these sums is exact (ring attention, arXiv
 2310.01889), and the backward pass of a part takes the whole row's output and sum.
 """
 
 from __future__ import annotations
 
+import functools
+from itertools import accumulate
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention.varlen import varlen_attn
 
-__all__ = ["attend_documents", "attend_piece", "attend_piece_backward", "wide"]
+from shared.errors import ConfigError
+
+__all__ = ["attend_documents", "attend_piece", "attend_piece_backward", "attend_varlen", "wide"]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -99,8 +104,44 @@ def attend_documents(
         q, k, v: all documents' tokens, one document after the other.
         lengths: their tokens, which add up to all.
         scale: of the products.
+
+    Raises:
+        ConfigError: on a GPU, values of another type than 16 bits.
     """
+    if q.is_cuda:
+        return attend_varlen(q, k, v, lengths, scale)
     return _Documents.apply(q, k, v, lengths, scale)
+
+
+def attend_varlen(
+    q: Float[Tensor, "heads tokens dim"],
+    k: Float[Tensor, "kv_heads tokens dim"],
+    v: Float[Tensor, "kv_heads tokens dim"],
+    lengths: tuple[int, ...],
+    scale: float,
+) -> Float[Tensor, "heads tokens dim"]:
+    """The same by torch's varlen_attn: one kernel for all documents, on a GPU.
+
+    Raises:
+        ConfigError: values of another type than 16 bits.
+    """
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ConfigError(
+            f"attention by document on a GPU: expected float16 or bfloat16, got {q.dtype}; load the model "
+            f"in bfloat16, or train it under torch.autocast"
+        )
+    ends, longest = _ends(lengths, q.device), max(lengths)
+    found = varlen_attn(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), ends, ends, longest, longest, scale=scale, window_size=(-1, 0),
+        enable_gqa=q.shape[0] != k.shape[0],
+    )  # fmt: skip
+    assert isinstance(found, Tensor)
+    return found.transpose(0, 1)
+
+
+@functools.lru_cache(maxsize=16)  # as every layer of a micro-batch asks
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Int32[Tensor, " ends"]:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 class _Documents(torch.autograd.Function):
