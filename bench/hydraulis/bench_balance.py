@@ -1,9 +1,11 @@
-"""Training steps on two ranks with DDP: balanced, beside the orders of TRL, transformers, verl, and none.
+"""Training steps on two ranks, DDP or FSDP2: balanced, beside the orders of TRL, transformers, verl, and none.
 
 Documents are Python's own source files, every 16th byte a token; those above what a rank holds at once, 4,096
 tokens, are left out. The model is a Llama of 4 layers, hidden size 192, float32, one thread a rank. All
 strategies compute the same steps in turns, with the same weights, and their losses are compared. Packed
-ones run in the same engine; padded batches run through plain transformers with its own attention.
+ones run in the same engine; padded batches run through plain transformers with its own attention. Under
+FSDP2 ranks meet in every micro-batch, of which each has as many: where an order gives a rank fewer, it
+takes part with two tokens that nothing is learned of.
 """
 
 import time
@@ -14,6 +16,7 @@ from statistics import median
 import numpy as np
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -67,6 +70,13 @@ def make_model():
     return AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, **shape, **heads))
 
 
+def shard(model):
+    mesh = Group.world().device_mesh()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 def rows_in_turn(rows, num_ranks):
     return [rows[rank::num_ranks] for rank in range(num_ranks)]
 
@@ -92,9 +102,13 @@ def place(name, lengths, num_ranks, draw):
     return found
 
 
-def as_plan(lengths, queues):
+def as_plan(lengths, queues, is_sharded):
+    count = max(map(len, queues)) if is_sharded else 0
     micro_batches = tuple(
-        tuple(MicroBatch(first=rank, degree=1, documents=tuple(row)) for row in queue)
+        tuple(
+            MicroBatch(first=rank, degree=1, documents=tuple(row))
+            for row in [*queue, *[()] * (count - len(queue))]
+        )
         for rank, queue in enumerate(queues)
     )
     zeros = np.zeros(len(queues))
@@ -122,39 +136,55 @@ def padded_queues(lengths, num_ranks):
 
 
 class Padded:
-    """A plain loop over padded batches, with DDP."""
+    """A plain loop over padded batches, with DDP or FSDP2."""
 
-    def __init__(self, model):
-        self.ddp = DistributedDataParallel(model, process_group=Group.world().process_group)
-        self.ddp.register_comm_hook(None, bucket_sum(Group.world()))
+    def __init__(self, model, is_sharded):
+        self.is_sharded, self.model = is_sharded, shard(model) if is_sharded else model
+        if not is_sharded:
+            self.model = DistributedDataParallel(
+                model, process_group=Group.world().process_group, gradient_as_bucket_view=True
+            )
+            self.model.register_comm_hook(None, bucket_sum(Group.world()))
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
     def step(self, texts, lengths):
         group = Group.world()
-        queue = padded_queues(lengths, group.world_size)[group.rank]
+        queues = padded_queues(lengths, group.world_size)
+        queue = queues[group.rank]
+        # FSDP averages over ranks what the hook of DDP sums.
+        scale = 1
+        if self.is_sharded:
+            scale = group.world_size
+            queue = queue + [[]] * (max(map(len, queues)) - len(queue))
         count, total = int((lengths - 1).sum()), torch.zeros((), dtype=torch.float64)
         for at, batch in enumerate(queue):
-            longest = int(lengths[batch[0]])
-            ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+            longest = int(lengths[batch[0]]) if batch else 2
+            ids = torch.zeros(max(len(batch), 1), longest, dtype=torch.int64)
             mask = torch.zeros_like(ids)
             for row, i in enumerate(batch):
                 ids[row, : lengths[i]] = torch.frombuffer(bytearray(texts[i]), dtype=torch.uint8)
                 mask[row, : lengths[i]] = 1
             is_last = at + 1 == len(queue)
-            self.ddp.require_backward_grad_sync = is_last
-            logits = self.ddp(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            labels = ids.masked_fill(mask == 0, -100)[:, 1:]
+            if self.is_sharded:
+                self.model.set_requires_gradient_sync(is_last)
+            else:
+                self.model.require_backward_grad_sync = is_last
+            # Without any real token all are attended to: a row without keys has no softmax.
+            mask = mask if batch else None
+            logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            labels = ids.masked_fill(mask == 0, -100) if batch else torch.full_like(ids, -100)
+            labels = labels[:, 1:]
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum"
             )
-            (loss / count).backward()
+            (loss * scale / count).backward()
             total += loss.detach() / count
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(all_reduce(group, total))
 
 
-def run_all(names):
+def run_all(names, is_sharded):
     """Seconds and losses of each strategy's steps, by turn; planned seconds of ours; cost; tokens."""
     torch.set_num_threads(1)
     group, texts = Group.world(), documents()
@@ -165,9 +195,10 @@ def run_all(names):
     all_reduce(group, coefficients)
     a, b, c = (coefficients / group.world_size).tolist()
     sgd = partial(torch.optim.SGD, lr=0.0)  # all strategies see the same weights
-    engine = hy.Engine(make_model(), sgd, max_tokens=CAP, cost=hy.Cost(a=a, b=b, c=c))
+    model = shard(make_model()) if is_sharded else make_model()
+    engine = hy.Engine(model, sgd, max_tokens=CAP, cost=hy.Cost(a=a, b=b, c=c))
     loader = hy.StepLoader(texts, engine, tokens_per_step=TOKENS, seed=0)
-    padded = Padded(make_model())
+    padded = Padded(make_model(), is_sharded)
     steps = loader.steps(0)[:STEPS]
     seconds = {name: [] for name in names}
     losses = {name: [] for name in names}
@@ -180,7 +211,8 @@ def run_all(names):
                 own = [texts[i] for i in indices]
                 plan = engine.plan(mine)
                 if name not in ("hydraulis", "transformers' batch_rebalance"):
-                    plan = as_plan(mine, place(name, mine, group.world_size, draw))
+                    queues = place(name, mine, group.world_size, draw)
+                    plan = as_plan(mine, queues, is_sharded)
                 barrier(group)
                 begun = time.perf_counter()
                 if name == "transformers' batch_rebalance":
@@ -207,14 +239,15 @@ def two():
         yield pool
 
 
-def bench_balance(two, benchmark, record_claim):
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["DDP", "FSDP2"])
+def bench_balance(two, benchmark, record_claim, is_sharded):
     names = ["hydraulis", *(peer["peer"] for peer in PEERS)]
     limit = timedelta(minutes=25)
-    results = benchmark.pedantic(lambda: two.run(run_all, names, timeout=limit).results, rounds=1)
+    results = benchmark.pedantic(lambda: two.run(run_all, names, is_sharded, timeout=limit).results, rounds=1)
     seconds, losses, planned, cost, tokens = results[0]
     by_step = {name: np.array(values).reshape(TURNS, STEPS) for name, values in seconds.items()}
     turns = {name: values.sum(axis=1) for name, values in by_step.items()}
-    known = np.array(losses["hydraulis"])
+    known, kind = np.array(losses["hydraulis"]), "FSDP2" if is_sharded else "DDP"
     detail = (
         f"{STEPS} steps of {TOKENS} tokens, {TURNS} turns, cost {cost[0]:.3g} s^2 + {cost[1]:.3g} s + "
         f"{cost[2]:.3g}; losses equal to 1e-4"
@@ -224,7 +257,7 @@ def bench_balance(two, benchmark, record_claim):
         is_right = bool(np.allclose(losses[name], known, rtol=1e-4) and known.std() > 0)
         record_claim(
             Claim(
-                name="tokens/s of training, 2 ranks, DDP",
+                name=f"tokens/s of training, 2 ranks, {kind}",
                 unit="tokens/s",
                 ours=tokens / float(np.median(turns["hydraulis"])),
                 baseline=tokens / float(np.median(turns[name])),
@@ -240,7 +273,7 @@ def bench_balance(two, benchmark, record_claim):
     errors = 100 * np.abs(np.array(planned) / np.array(seconds["hydraulis"]) - 1)
     record_claim(
         Claim(
-            name="seconds of planned steps, from the measured cost: mean error",
+            name=f"seconds of planned steps, from the measured cost, {kind}: mean error",
             unit="%",
             ours=float(errors.mean()),
             baseline=5.0,
