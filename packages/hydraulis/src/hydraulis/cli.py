@@ -167,6 +167,12 @@ class CompareStrategies(JsonOption):
             f"gap: how much shorter the best step there could be is, at most\n"
             f"wrote {self.out}/strategies.svg"
         )
+        ours = outcomes[-1]
+        if ours.gap < 0.01 and ours.idle_shares[0] > 0.1:
+            said += (
+                "\nranks wait although no plan is faster: a long document alone takes as long on all the "
+                "ranks that help; more tokens in a step fill their time"
+            )
         self.print_result({"outcomes": [asdict(one) for one in outcomes]}, said)
 
 
