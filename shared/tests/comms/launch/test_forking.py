@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shared.comms import RankPool
+from shared.comms.launch import forking
 from shared.errors import RankFailure
 
 LIMIT = timedelta(seconds=60)
@@ -193,7 +194,14 @@ def test_a_start_that_fails_leaves_other_pools_alone(monkeypatch):
         assert pool.run(int, "3").results == [3]
 
 
+def test_a_template_may_start_for_longer_than_a_message_may_take(monkeypatch):
+    monkeypatch.setenv("MESHYARD_TESTED", "a template that imports torch for seconds")
+    with RankPool(1, timeout=timedelta(seconds=1)) as pool:
+        assert pool.run(int, "3").results == [3]
+
+
 def test_a_start_that_takes_too_long_says_so(monkeypatch):
+    monkeypatch.setattr(forking, "START_S", 0.05)
     monkeypatch.setenv("MESHYARD_TESTED", "another template")
     pool = RankPool(1, timeout=timedelta(seconds=0.05))
     with pytest.raises(RankFailure, match=r"rank 0 of 1 failed starting: .* in 0.05 s"), pool:

@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["NUMBER", "Forked", "fork"]
+__all__ = ["NUMBER", "START_S", "Forked", "fork"]
 
 NUMBER = struct.Struct("i")
 
@@ -37,6 +37,8 @@ _MOST_TEMPLATES = 2
 # optimizer and FSDP import torch._dynamo; every model of transformers imports its modeling_utils.)
 _HEAVY = ("torch._dynamo", "numba", "transformers.modeling_utils")
 
+START_S = 60.0
+"""Seconds that a template may take to start, where a pool's own timeout is shorter."""
 _LEAVE_S = 1.0
 
 _templates: dict[tuple, _Template] = {}
@@ -175,6 +177,7 @@ def _is_readable(fd: int, limit_s: float | None) -> bool:
 class _Template:
     def __init__(self, env: Mapping[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._has_answered = False
         is_main_thread = threading.current_thread() is threading.main_thread()
         numbers = (theirs.fileno(), os.getpid(), int(is_main_thread))
         heavy = [name for name in _HEAVY if name in sys.modules]
@@ -212,8 +215,12 @@ class _Template:
             socket.send_fds(self._socket, [request], [control, theirs, 2])
             os.close(theirs)
             theirs = -1
+            # Its first answer comes behind its imports, which are no message's.
+            if not self._has_answered:
+                limit_s = max(limit_s, START_S)
             if not _is_readable(status, limit_s):
                 raise TimeoutError(f"the process that forks ranks did not answer in {limit_s:g} s")
+            self._has_answered = True
             return Forked(status)
         except BaseException:
             os.close(status)
