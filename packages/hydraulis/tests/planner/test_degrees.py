@@ -100,3 +100,33 @@ def test_too_much_is_named():
         plan_degrees([9_000, 9_000, 9_000], 2, FLEXSP_7B)
     with pytest.raises(ConfigError, match="expected ranks and documents"):
         plan_degrees([], 4, FLEXSP_7B)
+
+
+def test_the_bound_counts_what_a_long_document_leaves_for_others():
+    # One document wants half of the ranks; with more for it, none would be left for the others.
+    lengths = np.array([84_000, *wikipedia_like(300, 0, most=9_000)])
+    cost = DegreeCost(
+        cost=FLEXSP_7B.cost, cap=9_000, message_s={2**k: 1e-4 / 2**k for k in range(1, 7)}
+    )
+    plan = plan_degrees(lengths, 64, cost)
+    assert plan.makespan_s == pytest.approx(by_hand(lengths, cost, plan))
+    areas = np.stack([cost.seconds(lengths, d) * d for d in cost.degrees(64).tolist()], axis=1)
+    assert areas.min(axis=1).sum() / 64 + cost.cost.c < 0.95 * plan.bound_s, "by work alone"
+    assert plan.gap < 0.02
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=4), st.floats(0, 0.2), st.sampled_from([4, 8])
+)
+def test_the_bound_holds_where_groups_take_most_of_the_ranks(lengths, message_s, num_ranks):
+    cost = DegreeCost(
+        cost=Cost(a=0.02, b=0.1, c=0.5), cap=40, message_s=dict.fromkeys((2, 4, 8), message_s)
+    )
+    lengths = np.array(lengths)
+    try:
+        plan = plan_degrees(lengths, num_ranks, cost)
+    except ConfigError:
+        return
+    best = least(lengths, num_ranks, cost)
+    assert plan.bound_s <= best * (1 + 1e-6)
+    assert plan.makespan_s >= best * (1 - 1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +50,9 @@ def assign(problem: AssignmentProblem) -> Int[np.ndarray, " sequence"] | None:
         None if no assignment was found that keeps within `fits` and `room`.
     """
     best_s, best = np.inf, None
+    # No plan is below: the work shared evenly, or the longest sequence alone.
+    least = np.where(problem.fits, problem.seconds, np.inf).min(axis=1)
+    bound_s = max(float(least.sum()) / problem.seconds.shape[1], float(least.max(initial=0.0)))
     for start in _starts(problem):
         taken_s = improve(
             problem.seconds, problem.warm_up, problem.fits, problem.tokens, problem.room, start,
@@ -56,32 +60,32 @@ def assign(problem: AssignmentProblem) -> Int[np.ndarray, " sequence"] | None:
         )  # fmt: skip
         if taken_s < best_s:
             best_s, best = taken_s, start
+        if best_s <= bound_s * (1 + 1e-9):
+            return best
     if len(problem.seconds) <= _FEW:
         best = _BranchAndBound(problem).search(best, best_s)
     return best
 
 
-def _starts(problem: AssignmentProblem) -> list[np.ndarray]:
+def _starts(problem: AssignmentProblem) -> Iterator[np.ndarray]:
     """Longest first; where pipelines warm up or room is short, also one replica after another."""
     count = len(problem.seconds)
-    starts = []
     first = np.zeros(count, dtype=np.int64)
     order = problem.longest_first
     missing = assign_in_order(
         order, problem.seconds, problem.warm_up, problem.fits, problem.tokens, problem.room, first
     )
     if missing < 0:
-        starts.append(first)
+        yield first
     # Without limits and warm-up, differencing ends closer than longest first now and then.
     is_plain = not problem.warm_up.any() and problem.fits.all() and np.isinf(problem.room).all()
     if is_plain and (problem.seconds == problem.seconds[:, :1]).all():
-        starts.append(karmarkar_karp(problem.seconds[:, 0], problem.seconds.shape[1]))
+        yield karmarkar_karp(problem.seconds[:, 0], problem.seconds.shape[1])
     if missing >= 0 or problem.warm_up.any():
         # What a longest sequence adds is paid once a replica: long ones belong together.
         together = _fill_shortest(problem, order)
         if together is not None:
-            starts.append(together)
-    return starts
+            yield together
 
 
 def _fill_shortest(problem: AssignmentProblem, order: np.ndarray) -> np.ndarray | None:

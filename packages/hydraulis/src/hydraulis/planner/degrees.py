@@ -21,8 +21,10 @@ from shared.errors import ConfigError
 __all__ = ["DegreeCost", "DegreePlan", "group_seconds", "plan_degrees"]
 
 _HALVINGS = 24
-_TOLERANCE = 1e-4
+_TOLERANCE = 5e-4
 _MOST_OVER_BOUND = 64
+_FEW_GROUPS = 16
+"""Groups of the largest degree needed, up to which the bound counts what they leave for others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +173,45 @@ class _Search:
         low = max(float(alone), float(areas.min(axis=1).sum()) / self.num_ranks)
         high = max(float(areas[self.fits].max()), low) * len(self.lengths)
         for _ in range(80):
-            if high - low <= _TOLERANCE / 10 * low:
+            if high - low <= _TOLERANCE / 50 * low:
                 break
             middle = (low + high) / 2 if high < 4 * low else 2 * low
-            needed = np.where(self.seconds <= middle, areas, np.inf).min(axis=1).sum()
-            low, high = (low, middle) if needed <= self.num_ranks * middle else (middle, high)
+            low, high = (low, middle) if self._may_suffice(areas, middle) else (middle, high)
         return low + self.cost.cost.c
+
+    def _may_suffice(self, areas: np.ndarray, limit_s: float) -> bool:
+        """False where no groups can end in time, whatever their number.
+
+        Each document takes at least its least product of ranks and seconds. The longest ones take groups
+        that may be most of the ranks: then others go into what these groups have left, at their degree,
+        or into the ranks beside them; documents cut at will, as in a fractional knapsack.
+        """
+        possible = np.where(self.fits & (self.seconds <= limit_s), areas, np.inf)
+        beside = possible.min(axis=1)
+        room = self.num_ranks * limit_s
+        if beside.sum() > room:
+            return False
+        number = int(np.isfinite(possible).argmax(axis=1).max())
+        degree = int(self.degrees[number])
+        if self.num_ranks > _FEW_GROUPS * degree:
+            return True
+        must = np.isfinite(possible).argmax(axis=1) == number
+        inside = possible[:, number:].min(axis=1)
+        # First beside go those that lose most by a place inside.
+        order = np.argsort(-(inside / beside)[~must], kind="stable")
+        outer, inner = beside[~must][order], inside[~must][order]
+        held, own = np.cumsum(outer), float(inside[must].sum())
+        rest = np.concatenate((np.cumsum(inner[::-1])[::-1], [0.0]))
+        for groups in range(1, self.num_ranks // degree + 1):
+            left = (self.num_ranks - groups * degree) * limit_s
+            at = int(np.searchsorted(held, left, side="right"))
+            kept = float(rest[at])
+            if at < len(held):
+                cut = (left - (held[at - 1] if at else 0.0)) / outer[at]
+                kept = float(rest[at + 1] + inner[at] * (1 - cut))
+            if own + kept <= groups * degree * limit_s * (1 + 1e-12):
+                return True
+        return False
 
     def fill(self, limit_s: float) -> tuple[np.ndarray, np.ndarray] | None:
         """Degrees of groups, and groups of documents, under a limit without c."""

@@ -11,17 +11,36 @@ __all__ = ["fill_groups"]
 
 
 @compiled
-def _sift_down(heap, room_s, size, at):
+def _sift_down(heap, key, size, at):
     while True:
         child = 2 * at + 1
         if child >= size:
             return
-        if child + 1 < size and room_s[heap[child + 1]] > room_s[heap[child]]:
+        if child + 1 < size and key[heap[child + 1]] > key[heap[child]]:
             child += 1
-        if room_s[heap[at]] >= room_s[heap[child]]:
+        if key[heap[at]] >= key[heap[child]]:
             return
         heap[at], heap[child] = heap[child], heap[at]
         at = child
+
+
+@compiled
+def _push(heap, key, size, item):
+    at = size
+    heap[at] = item
+    while at > 0 and key[heap[at]] > key[heap[(at - 1) // 2]]:
+        parent = (at - 1) // 2
+        heap[at], heap[parent] = heap[parent], heap[at]
+        at = parent
+    return size + 1
+
+
+@compiled
+def _pop(heap, key, size):
+    """Takes the item of the largest key away."""
+    heap[0] = heap[size - 1]
+    _sift_down(heap, key, size - 1, 0)
+    return size - 1
 
 
 @compiled
@@ -45,11 +64,22 @@ def fill_groups(seconds, tokens, least, degrees, cap, num_ranks, limit_s, group_
     count = tokens.size
     room_s, room = np.empty(num_ranks), np.empty(num_ranks)
     groups, left, document = 0, num_ranks, 0
-    # Groups of several ranks: few, so each is tried in turn, the shortest that fits first.
+    # Groups of several ranks: those that still take the shortest such document, the tightest first.
+    last = count - 1
+    while last > 0 and least[last] == 0:
+        last -= 1
+    still, num_open = np.empty(num_ranks, np.int64), 0
     while document < count and least[document] > 0:
         degree = least[document]
         found = -1
-        for g in range(groups):
+        at = 0
+        while at < num_open:
+            g = still[at]
+            if room_s[g] < seconds[last, degree_of[g]] or room[g] < tokens[last]:
+                num_open -= 1
+                still[at] = still[num_open]
+                continue
+            at += 1
             taken_s = seconds[document, degree_of[g]]
             if (
                 degree_of[g] >= degree
@@ -68,6 +98,8 @@ def fill_groups(seconds, tokens, least, degrees, cap, num_ranks, limit_s, group_
             degree_of[found] = degree
             room_s[found], room[found] = limit_s, degrees[degree] * cap
             left -= degrees[degree]
+            still[num_open] = found
+            num_open += 1
             groups += 1
         room_s[found] -= seconds[document, degree_of[found]]
         room[found] -= tokens[document]
@@ -83,35 +115,35 @@ def fill_groups(seconds, tokens, least, degrees, cap, num_ranks, limit_s, group_
     size = groups
     for at in range(size // 2 - 1, -1, -1):
         _sift_down(heap, room_s, size, at)
+    # Groups without room for a document's tokens wait for one as short as what they have left.
+    waiting, num_waiting = np.empty(groups, np.int64), 0
     aside = np.empty(groups, np.int64)
     while document < count:
+        while num_waiting > 0 and room[waiting[0]] >= tokens[document]:
+            size = _push(heap, room_s, size, waiting[0])
+            num_waiting = _pop(waiting, room, num_waiting)
         num_aside = 0
         placed = False
-        while size > 0:
+        while size > 0 and not placed:
             g = heap[0]
             taken_s = seconds[document, degree_of[g]]
-            if taken_s <= room_s[g] and tokens[document] <= room[g]:
+            if tokens[document] > room[g]:
+                size = _pop(heap, room_s, size)
+                num_waiting = _push(waiting, room, num_waiting, g)
+            elif taken_s > room_s[g]:
+                # Too slow in this group: one of more ranks may still end in time.
+                size = _pop(heap, room_s, size)
+                aside[num_aside] = g
+                num_aside += 1
+            else:
                 room_s[g] -= taken_s
                 room[g] -= tokens[document]
                 group_of[document] = g
                 _sift_down(heap, room_s, size, 0)
                 placed = True
-                break
-            # Too few tokens left, or too slow alone: it may serve a shorter document.
-            size -= 1
-            heap[0], heap[size] = heap[size], heap[0]
-            aside[num_aside] = g
-            num_aside += 1
-            _sift_down(heap, room_s, size, 0)
         if not placed:
             return -1
         for one in range(num_aside):
-            heap[size] = aside[one]
-            at = size
-            size += 1
-            while at > 0 and room_s[heap[at]] > room_s[heap[(at - 1) // 2]]:
-                parent = (at - 1) // 2
-                heap[at], heap[parent] = heap[parent], heap[at]
-                at = parent
+            size = _push(heap, room_s, size, aside[one])
         document += 1
     return groups
