@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,7 +140,8 @@ class Padded:
     """A plain loop over padded batches, with DDP or FSDP2."""
 
     def __init__(self, model, is_sharded):
-        self.is_sharded, self.model = is_sharded, shard(model) if is_sharded else model
+        self.is_sharded = is_sharded
+        self.model: Any = shard(model) if is_sharded else model
         if not is_sharded:
             self.model = DistributedDataParallel(
                 model, process_group=Group.world().process_group, gradient_as_bucket_view=True
@@ -170,10 +172,9 @@ class Padded:
             else:
                 self.model.require_backward_grad_sync = is_last
             # Without any real token all are attended to: a row without keys has no softmax.
-            mask = mask if batch else None
-            logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            labels = ids.masked_fill(mask == 0, -100) if batch else torch.full_like(ids, -100)
-            labels = labels[:, 1:]
+            given = mask if batch else None
+            logits = self.model(input_ids=ids, attention_mask=given, use_cache=False).logits
+            labels = ids.masked_fill(mask == 0, -100)[:, 1:]
             loss = torch.nn.functional.cross_entropy(
                 logits[:, :-1].flatten(0, 1), labels.flatten(), reduction="sum"
             )
