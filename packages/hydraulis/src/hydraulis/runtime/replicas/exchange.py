@@ -1,0 +1,135 @@
+"""Moves parameters from the optimizer's layout to a strategy's, and sums gradients back, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from hydraulis.planner.replicas import MovedBytes, ParameterPlacement, ReplicaLayout
+from shared.comms import Group, reshard
+from shared.comms.reshard import Move, Transfer
+from shared.topology.boxes import Box
+
+__all__ = ["GRADIENTS", "PARAMETERS", "LayoutExchange"]
+
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+"""Phases of the ledger."""
+
+
+class LayoutExchange:
+    """The exchanges of one strategy, planned when they are first needed.
+
+    What a layer holds is one bucket: all of it that passes between two ranks is one message.
+
+    Attributes:
+        layout: of the strategy.
+    """
+
+    def __init__(self, layout: ReplicaLayout, group: Group) -> None:
+        """Takes the strategy's layout, and all ranks."""
+        self.layout, self._group = layout, group
+
+    @cached_property
+    def moved(self) -> MovedBytes:
+        """Bytes that each rank sends in a step."""
+        return self.layout.moved_bytes()
+
+    def load(self, owned: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank computes with; every rank calls it.
+
+        Args:
+            owned: by name, this rank's shards in the optimizer's layout, only read.
+
+        Raises:
+            CommError: a rank died or the timeout passed.
+        """
+        found: dict[str, Tensor] = {}
+        for bucket in self._buckets:
+            moves = []
+            for one, owns, holds, transfers in bucket:
+                value = owned[one.name]
+                found[one.name] = value.new_empty(holds.sizes)
+                moves.append(
+                    Move(
+                        transfers=transfers, held=[(owns, value)],
+                        wanted=[(holds, found[one.name])],
+                    )
+                )  # fmt: skip
+            reshard.run(self._group, moves, PARAMETERS)
+        return found
+
+    def sum_gradients(
+        self, gradients: Mapping[str, Tensor], owned: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Sums of gradients over ranks, in the optimizer's layout; every rank calls it.
+
+        Addends are added in the order of their ranks, in float32 or wider, whenever they arrive.
+
+        Args:
+            gradients: by name, of what this rank computed with; none on a rank without a replica.
+            owned: by name, this rank's shards in the optimizer's layout, for their types.
+
+        Raises:
+            CommError: a rank died or the timeout passed.
+        """
+        found: dict[str, Tensor] = {}
+        for bucket in self._sums:
+            moves, landings = [], []
+            for one, owns, holds, addends in bucket:
+                like = owned[one.name]
+                landing = []
+                for transfers in addends:
+                    parts = [
+                        (box, like.new_empty(box.sizes))
+                        for _, dst, box in transfers
+                        if dst == self._group.rank
+                    ]
+                    mine = one.name in gradients and transfers[0].src == self._group.rank
+                    held = [(holds, gradients[one.name])] if mine else []
+                    moves.append(Move(transfers=transfers, held=held, wanted=parts))
+                    landing += parts
+                landings.append((one, owns, landing))
+            reshard.run(self._group, moves, GRADIENTS)
+            for one, owns, landing in landings:
+                like = owned[one.name]
+                total = torch.zeros(
+                    owns.sizes,
+                    dtype=torch.promote_types(like.dtype, torch.float32),
+                    device=like.device,
+                )
+                for box, part in landing:
+                    total[box.within(owns)] += part
+                found[one.name] = total.to(like.dtype)
+        return found
+
+    @cached_property
+    def _buckets(self) -> list[list[tuple[ParameterPlacement, Box, Box, list[Transfer]]]]:
+        layout, rank = self.layout, self._group.rank
+        return [
+            [
+                (one, layout.owned(one)[rank], layout.held(one)[rank], layout.load_transfers(one))
+                for one in bucket
+            ]
+            for bucket in self._by_layer()
+        ]
+
+    @cached_property
+    def _sums(self) -> list[list[tuple[ParameterPlacement, Box, Box, list[list[Transfer]]]]]:
+        layout, rank = self.layout, self._group.rank
+        return [
+            [
+                (one, layout.owned(one)[rank], layout.held(one)[rank], layout.sum_transfers(one))
+                for one in bucket
+                if one.is_trained
+            ]
+            for bucket in self._by_layer()
+        ]
+
+    def _by_layer(self) -> list[list[ParameterPlacement]]:
+        found: dict[int, list[ParameterPlacement]] = {}
+        for one in self.layout.parameters:
+            found.setdefault(one.layers[0], []).append(one)
+        return [found[layer] for layer in sorted(found)]
