@@ -189,8 +189,13 @@ def test_bad_input_is_refused():
     model = make_model("llama")
     with pytest.raises(ConfigError, match="max_tokens: expected at least 1, got 0"):
         Engine(model, SGD, max_tokens=0)
-    for strategy in ("cp3", "cp2", "tp2", ""):
-        with pytest.raises(ConfigError, match=r"strategy: expected cp and a power of two"):
+    for strategy, told in (
+        ("cp3", r"strategy: expected cp and a power of two"),
+        ("cp2", r"strategy: expected cp and a power of two"),
+        ("tp2", r"expected ranks and a model that is not sharded, got one process"),
+        ("", r"strategy: expected replicas joined by '\+'"),
+    ):
+        with pytest.raises(ConfigError, match=told):
             Engine(model, SGD, max_tokens=8, strategy=strategy)
     other = AutoModelForCausalLM.from_config(
         GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=30)

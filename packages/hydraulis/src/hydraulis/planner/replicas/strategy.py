@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Int
@@ -77,4 +78,4 @@ def rank_grids(shapes: Sequence[ReplicaShape]) -> tuple[Int[np.ndarray, "pp ring
 def stage_layers(num_layers: int, stages: int) -> list[range]:
     """Layers of each pipeline stage: consecutive ones, as evenly as they can be cut."""
     bounds = [num_layers * stage // stages for stage in range(stages + 1)]
-    return [range(low, high) for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [range(low, high) for low, high in pairwise(bounds)]

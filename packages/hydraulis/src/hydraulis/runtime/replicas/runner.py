@@ -93,8 +93,8 @@ class ReplicaRunner:
             )
             for shapes in self._candidates
         ]
-        self._seats = [
-            self._seat(exchange.layout, rank_grids(shapes), outlined)
+        self._members = [
+            self._make_member(exchange.layout, rank_grids(shapes), outlined)
             for exchange, shapes in zip(self._exchanges, self._candidates, strict=True)
         ]
         self._layout = OptimizerLayout(model, group)
@@ -120,13 +120,14 @@ class ReplicaRunner:
             This rank's share of the loss, and the time at which its own gradients were complete.
         """
         assert not isinstance(step.plan, StepPlan), "planned here"
-        exchange, seat = (many[step.plan.candidate] for many in (self._exchanges, self._seats))
+        number = step.plan.candidate
+        exchange, member = self._exchanges[number], self._members[number]
         owned = self._layout.owned()
         values = exchange.load(owned)
         total = torch.zeros((), dtype=torch.float64, device=self._group.device)
         gradients: dict[str, Tensor] = {}
-        if seat is not None:
-            gradients = seat.run(step, step.plan, values, num_losses, total)
+        if member is not None:
+            gradients = member.run(step, step.plan, values, num_losses, total)
         del values
         ready_s = time.perf_counter()
         self._layout.set_gradients(exchange.sum_gradients(gradients, owned))
@@ -158,9 +159,9 @@ class ReplicaRunner:
             )
         return found
 
-    def _seat(
+    def _make_member(
         self, layout: ReplicaLayout, grids: Sequence[np.ndarray], outlined: nn.Module
-    ) -> _Seat | None:
+    ) -> _Member | None:
         """This rank's stage in a strategy, if it has one; all ranks make all groups."""
         found = None
         for replica, grid in enumerate(grids):
@@ -173,15 +174,15 @@ class ReplicaRunner:
                 one.name: (one, layout.held(one)[self._group.rank]) for one in layout.parameters
             }
             layers = stage_layers(self._num_layers, len(grid))[stage]
-            found = _Seat(
+            found = _Member(
                 replica, ModelStage(outlined, held, layers, shards), pipeline, ring, ulysses,
                 self._group.device,
             )  # fmt: skip
         return found
 
 
-class _Seat:
-    """A rank's place in a strategy: its replica, its stage, and its groups."""
+class _Member:
+    """What a rank is in a strategy: its replica, its stage, and its groups."""
 
     def __init__(
         self, replica: int, stage: ModelStage, pipeline: Group | None, ring: Group | None,

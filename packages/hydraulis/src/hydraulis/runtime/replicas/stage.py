@@ -65,10 +65,10 @@ class ModelStage:
         # The copy shares the parameters without memory, by which their names are known.
         names = {id(one): name for name, one in outlined.named_parameters()}
         memo: dict[int, Any] = {id(one): one for one in outlined.parameters()}
-        self._model: Any = copy.deepcopy(outlined, memo)
-        self._held, self.group = held, group
-        base, head = self._model.base_model, self._model.get_output_embeddings()
-        before, name, behind = ends(self._model)
+        model: Any = copy.deepcopy(outlined, memo)
+        self._model, self._held, self.group = model, held, group
+        base, head = model.base_model, model.get_output_embeddings()
+        before, name, behind = ends(model)
         of_layers = getattr(base, name)
         self.is_first, self.is_last = not layers.start, layers.stop == len(of_layers)
         if group is not None:
@@ -79,11 +79,11 @@ class ModelStage:
         for at in () if self.is_last else behind:
             setattr(base, at, nn.Identity())
         if not self.is_last:
-            self._model.set_output_embeddings(nn.Identity())
+            model.set_output_embeddings(nn.Identity())
         self._head = head
         self._slots = [
             (module, leaf, names[id(one)], one)
-            for module in self._model.modules()
+            for module in model.modules()
             for leaf, one in module.named_parameters(recurse=False)
         ]
         self._loaded: dict[str, nn.Parameter] = {}
