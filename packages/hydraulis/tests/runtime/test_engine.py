@@ -10,19 +10,13 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from hydraulis.config import Cost, SequenceTooLong
 from hydraulis.runtime.engine import Engine
 from hydraulis.runtime.step_loader import StepLoader
-from shared.comms import Group, RankPool
+from shared.comms import Group
 from shared.errors import CommError, ConfigError, DataError
 
 from .test_attention import documents, make_model, one_by_one
 
 LENGTHS = (7, 1, 30, 2, 13, 5, 5, 11)
 SGD = partial(torch.optim.SGD, lr=0.1)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def expected(family, batches):

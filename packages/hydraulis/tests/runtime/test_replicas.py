@@ -4,6 +4,7 @@ import os
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,16 +25,11 @@ SHAPE = {
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, pad_token_id=5),
+    "frozen": LlamaConfig(**SHAPE),
     "tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def make_model(family, dtype=torch.float32):
@@ -42,6 +38,8 @@ def make_model(family, dtype=torch.float32):
     with torch.no_grad():
         for one in model.parameters():  # no bias is zero, no scale is one
             one.add_(0.1 * torch.randn(one.shape))
+    for name, one in model.named_parameters():
+        one.requires_grad_(family != "frozen" or "layers.3" in name)
     return model.to(dtype)
 
 
@@ -68,7 +66,7 @@ def trained(cases):
         texts = documents(lengths)
         loss = engine.step([texts[at] for at in (*order, range(len(texts)))[0]]).loss
         traffic = Group.world().ledger.snapshot().diff(before).by_phase()
-        names = [name for name, _ in engine.model.named_parameters()]
+        names = [name for name, one in engine.model.named_parameters() if one.requires_grad]
         moved = engine.moved_bytes(engine.plan(lengths))
         predicted = [one[engine.rank] for one in (moved.parameters, moved.gradients)]
         measured = [
@@ -86,7 +84,9 @@ def expected(family, lengths):
     model = make_model(family, torch.float64)
     loss = one_by_one(model, documents(lengths)) / sum(length - 1 for length in lengths)
     loss.backward()
-    return loss.item(), {name: one.grad for name, one in model.named_parameters()}
+    return loss.item(), {
+        name: one.grad for name, one in model.named_parameters() if one.requires_grad
+    }
 
 
 def check(pool, cases):
@@ -139,6 +139,7 @@ def test_more_replicas_train_as_one_process_does(ranks):
             ("tied", "tp2+pp2", LENGTHS),
             ("qwen3", "tp2+tp1", LENGTHS),  # a rank in no replica
             ("qwen3", "pp3+tp1", LENGTHS),
+            ("frozen", "pp2tp2", LENGTHS),
         ],
     )
 
@@ -217,6 +218,22 @@ def test_strategies_change_between_steps_and_states_are_resumed(ranks, tmp_path)
         check_weights(resumed, weights)
 
 
+def looped():
+    """Documents of an epoch's steps, losses, and what is told of them."""
+    engine = make_engine(strategy="tp2+tp1+ulysses1")
+    loader = hy.StepLoader(documents(LENGTHS), engine, tokens_per_step=30)
+    found = [(step.indices, engine.step(step).loss) for step in loader]
+    return found, str(engine.report())
+
+
+def test_a_loader_gives_replicas_their_steps(ranks):
+    found, *others = ranks.run(looped).results
+    assert all(steps == found[0] for steps, _ in others)
+    assert sorted(at for indices, _ in found[0] for at in indices) == list(range(len(LENGTHS)))
+    assert len(found[0]) > 2
+    assert "rank 3: idle" in found[1]
+
+
 @pytest.mark.slow
 def test_a_state_goes_on_with_other_ranks(ranks, tmp_path):
     ranks.run(trained_with_adamw, str(tmp_path), candidates())
@@ -231,18 +248,19 @@ def lose_a_rank(folder):
     """The last rank ends in the middle of an exchange; the other one looks at what it has."""
     engine = make_engine(strategy="tp2")
     engine.step(documents(LENGTHS))
-    if engine.rank == 1:
-        run, calls = reshard.run, []
+    run, calls = reshard.run, []
 
-        def run_or_end(*given):
-            calls.append(given)
-            if len(calls) == 3:
-                os._exit(7)
-            run(*given)
+    def run_or_end(*given):
+        calls.append(given)
+        if engine.rank == 1 and len(calls) == 3:
+            os._exit(7)
+        run(*given)
 
-        reshard.run = run_or_end
     before = [one.to_local().clone() for one in engine.model.parameters()]
-    with pytest.raises(CommError, match="rank 1"):
+    with (
+        mock.patch.object(reshard, "run", run_or_end),
+        pytest.raises(CommError, match="rank 1"),
+    ):
         engine.step(documents(LENGTHS))
     after = [one.to_local() for one in engine.model.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
@@ -274,6 +292,17 @@ def refused():
     with pytest.raises(hy.SequenceTooLong, match=r"at most 64 tokens, got 65"):
         engine.step([torch.zeros(65, dtype=torch.int64)])
     assert engine.max_document == 64
+
+
+def disagreeing():
+    with pytest.raises(
+        CommError, match=r"ranks \[1, 2, 3\] have another one than rank 0; give all"
+    ):
+        make_engine(strategy="tp2+tp2" if Group.world().rank else "tp4")
+
+
+def test_ranks_with_other_candidates_are_named(ranks):
+    ranks.run(disagreeing)
 
 
 def test_what_cannot_run_is_refused_with_its_reason(ranks):

@@ -7,7 +7,6 @@ number that one process would compute: summed over all tokens of the step, divid
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,12 +21,13 @@ from hydraulis.config import Cost
 from hydraulis.planner.proposals import Candidate
 from hydraulis.planner.replicas import MovedBytes, ReplicaPlan, read_strategy
 from hydraulis.planner.schedule import StepPlan
+from hydraulis.runtime.agreement import check_agreed
 from hydraulis.runtime.degrees import DegreeRunner, read_degree
 from hydraulis.runtime.records import StepRecord, TrainingReport
 from hydraulis.runtime.replicas import ReplicaRunner
 from hydraulis.runtime.steps import PlannedStep, to_tokens
 from shared.comms import Group, all_gather, all_reduce
-from shared.errors import CommError, ConfigError, DataError
+from shared.errors import ConfigError, DataError
 
 __all__ = ["Engine", "PlannedStep", "StepResult"]
 
@@ -149,7 +149,12 @@ class Engine:
                 documents=step, indices=tuple(range(len(step))), plan=self.plan(lengths)
             )
         begun = time.perf_counter()
-        self._check_agreed(step)
+        check_agreed(
+            self.group,
+            f"step {step.number} of epoch {step.epoch}: expected one plan",
+            f"{step.plan.digest} {step.indices} {step.epoch} {step.number}",
+            "give all ranks the same documents, max_tokens, cost and seed",
+        )
         num_losses = sum(length - 1 for length in step.plan.lengths)
         if not num_losses:
             return StepResult(loss=0.0, num_losses=0, seconds=time.perf_counter() - begun)
@@ -217,21 +222,6 @@ class Engine:
             return MovedBytes(parameters=(0,) * self.num_ranks, gradients=(0,) * self.num_ranks)
         return self._runner.moved_bytes(plan)
 
-    def _check_agreed(self, step: PlannedStep) -> None:
-        """Compares plans before anything is computed: ranks that disagree would wait for each other."""
-        if self.group is None or self.num_ranks == 1:
-            return
-        text = f"{step.plan.digest} {step.indices} {step.epoch} {step.number}"
-        mine = torch.tensor([_number(text)], dtype=torch.int64, device=self.group.device)
-        every = [int(one) for one in all_gather(self.group, mine)]
-        other = [rank for rank, one in enumerate(every) if one != every[0]]
-        if other:
-            raise CommError(
-                f"step {step.number} of epoch {step.epoch}: expected one plan on all ranks, but "
-                f"ranks {other} have another one than rank 0; give all ranks the same documents, "
-                f"max_tokens, cost and seed"
-            )
-
 
 def _config(model: Any) -> Any:
     if not hasattr(model, "config"):
@@ -240,8 +230,3 @@ def _config(model: Any) -> Any:
             f"your own loop, and take BalancedBatchSampler"
         )
     return model.config
-
-
-def _number(text: str) -> int:
-    """63 bits of a text, the same in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

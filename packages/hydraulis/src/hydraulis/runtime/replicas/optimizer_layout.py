@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from hydraulis.planner.layouts import layout_boxes
 from shared.comms import Group, broadcast
@@ -26,14 +25,14 @@ class OptimizerLayout:
             model: the same on every rank, but for the values of its parameters.
             group: all ranks.
         """
-        self._mesh: DeviceMesh = group.device_mesh()
+        self._group = group
         self._parameters: dict[str, nn.Parameter] = {}
         sharded: dict[int, nn.Parameter] = {}
         for name, one in list(model.named_parameters()):
             boxes = layout_boxes(one.shape, 0, [range(group.world_size)], group.world_size)
             whole = broadcast(group, one.detach().contiguous().clone(), 0)
             mine = whole[boxes[group.rank].within(Box((0,) * one.ndim, tuple(one.shape)))].clone()
-            made = nn.Parameter(self._shard(mine, one), requires_grad=one.requires_grad)
+            made = nn.Parameter(group.shard_rows(mine, one), requires_grad=one.requires_grad)
             self._parameters[name] = sharded[id(one)] = made
         for module in model.modules():
             for leaf, one in list(module.named_parameters(recurse=False)):
@@ -48,15 +47,9 @@ class OptimizerLayout:
         """Gives parameters their gradients, of which these are this rank's shards."""
         for name, local in gradients.items():
             parameter = self._parameters[name]
-            parameter.grad = self._shard(local, parameter)
-
-    def _shard(self, local: Tensor, like: Tensor) -> DTensor:
-        return DTensor.from_local(
-            local, self._mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
-        )
+            parameter.grad = self._group.shard_rows(local, parameter)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    data = parameter.data
-    assert isinstance(data, DTensor), "made here"
-    return data.to_local()
+    sharded: Any = parameter.data
+    return sharded.to_local()

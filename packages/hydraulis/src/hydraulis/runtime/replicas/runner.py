@@ -27,6 +27,7 @@ from hydraulis.planner.replicas import (
     stage_layers,
 )
 from hydraulis.planner.schedule import StepPlan
+from hydraulis.runtime.agreement import check_agreed
 from hydraulis.runtime.loss import check_family
 from hydraulis.runtime.replicas.exchange import LayoutExchange
 from hydraulis.runtime.replicas.optimizer_layout import OptimizerLayout
@@ -68,6 +69,7 @@ class ReplicaRunner:
         Raises:
             ConfigError: no group, a sharded model, a model whose plans are not known here, or no
                 candidate that can run.
+            CommError: ranks have unlike candidates.
         """
         check_family(model)
         if group is None or hasattr(model, "set_requires_gradient_sync"):
@@ -86,6 +88,10 @@ class ReplicaRunner:
             )
             for shapes in self._usable(candidates, model.config)
         ]
+        check_agreed(
+            group, "replicas: expected one list of candidates", repr(self._candidates),
+            "give all ranks the same candidates or strategy, max_tokens and cost",
+        )  # fmt: skip
         self.max_document = max(one.cap for shapes in self._candidates for one in shapes)
         self._exchanges = [
             LayoutExchange(

@@ -144,7 +144,8 @@ class ModelStage:
                 **given, position_ids=row.positions[None], use_cache=False
             ).last_hidden_state
         if not self.is_last:
-            return found
+            # Where nothing so far is trained, the next stage still sends a gradient back.
+            return found if found.requires_grad else found.requires_grad_()
         first = 0 if self.group is None else self._first_row(self._head.weight)
         return sum_losses(
             found[0], row.labels, self._head.weight, first_token=first, group=self.group
