@@ -150,7 +150,9 @@ def sent_bytes(transfers: Sequence[Transfer], itemsize: int, num_ranks: int) -> 
     return sent
 
 
-def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
+def run(
+    group: Group, moves: Sequence[Move], phase: str | None = None, *, lane: str = "rounds"
+) -> None:
     """Executes the transfers of many tensors together, in ring rounds.
 
     A round's messages are packed and unpacked while another round is under way, so that buffers
@@ -160,6 +162,7 @@ def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
         group: group whose ranks take part; ranks of transfers are ranks in it.
         moves: one per tensor, in the same order on all ranks; `wanted` is written to.
         phase: name of the program's phase; the ledger's open phase when None.
+        lane: as `post_rounds` has it: with one of its own, a thread may reshard beside others' messages.
 
     Raises:
         DataError: a rank's held or wanted boxes do not contain those of the transfers.
@@ -194,7 +197,8 @@ def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
             recv_from=origin,
             recv=buffer,
         )
-        under_way.append((post_rounds(group, [item], phase, op="reshard"), buffer, targets))
+        pending = post_rounds(group, [item], phase, op="reshard", lane=lane)
+        under_way.append((pending, buffer, targets))
         if len(under_way) > 1:
             _land(*under_way.pop(0))
     for waiting in under_way:

@@ -29,13 +29,13 @@ from hydraulis.planner.replicas import (
 from hydraulis.planner.schedule import StepPlan
 from hydraulis.runtime.agreement import check_agreed
 from hydraulis.runtime.loss import check_family
-from hydraulis.runtime.replicas.exchange import LayoutExchange
+from hydraulis.runtime.replicas.exchange import LayoutExchange, connect_lane
+from hydraulis.runtime.replicas.member import StageMember, make_groups
 from hydraulis.runtime.replicas.optimizer_layout import OptimizerLayout
 from hydraulis.runtime.replicas.shards import read_placements
 from hydraulis.runtime.replicas.stage import ModelStage, outline
-from hydraulis.runtime.steps import PlannedStep, make_row
+from hydraulis.runtime.steps import PlannedStep
 from shared.comms import Group
-from shared.comms.pipeline import run_1f1b
 from shared.errors import ConfigError
 
 __all__ = ["ReplicaRunner"]
@@ -104,6 +104,7 @@ class ReplicaRunner:
             for exchange, shapes in zip(self._exchanges, self._candidates, strict=True)
         ]
         self._layout = OptimizerLayout(model, group)
+        connect_lane(group)
 
     def plan(self, lengths: Sequence[int] | np.ndarray) -> ReplicaPlan:
         """Plans a step of documents of these lengths."""
@@ -129,12 +130,13 @@ class ReplicaRunner:
         number = step.plan.candidate
         exchange, member = self._exchanges[number], self._members[number]
         owned = self._layout.owned()
-        values = exchange.load(owned)
+        parameters = exchange.load(owned)
         total = torch.zeros((), dtype=torch.float64, device=self._group.device)
         gradients: dict[str, Tensor] = {}
         if member is not None:
-            gradients = member.run(step, step.plan, values, num_losses, total)
-        del values
+            gradients = member.run(step, step.plan, parameters, num_losses, total)
+        parameters.wait(self._num_layers)
+        del parameters
         ready_s = time.perf_counter()
         self._layout.set_gradients(exchange.sum_gradients(gradients, owned))
         return total, ready_s
@@ -167,68 +169,20 @@ class ReplicaRunner:
 
     def _make_member(
         self, layout: ReplicaLayout, grids: Sequence[np.ndarray], outlined: nn.Module
-    ) -> _Member | None:
+    ) -> StageMember | None:
         """This rank's stage in a strategy, if it has one; all ranks make all groups."""
         found = None
         for replica, grid in enumerate(grids):
-            axes = [_groups(grid, axis) for axis in range(4)]
+            pipeline, ring, ulysses, shards = (make_groups(grid, axis) for axis in range(4))
             if self._group.rank not in grid:
                 continue
-            stage = int(np.argwhere(grid == self._group.rank)[0][0])
-            pipeline, ring, ulysses, shards = axes
+            number = int(np.argwhere(grid == self._group.rank)[0][0])
             held = {
                 one.name: (one, layout.held(one)[self._group.rank]) for one in layout.parameters
             }
-            layers = stage_layers(self._num_layers, len(grid))[stage]
-            found = _Member(
-                replica, ModelStage(outlined, held, layers, shards), pipeline, ring, ulysses,
-                self._group.device,
+            layers = stage_layers(self._num_layers, len(grid))[number]
+            found = StageMember(
+                replica=replica, stage=ModelStage(outlined, held, layers, shards),
+                pipeline=pipeline, ring=ring, ulysses=ulysses, device=self._group.device,
             )  # fmt: skip
         return found
-
-
-class _Member:
-    """What a rank is in a strategy: its replica, its stage, and its groups."""
-
-    def __init__(
-        self, replica: int, stage: ModelStage, pipeline: Group | None, ring: Group | None,
-        ulysses: Group | None, device: torch.device,
-    ) -> None:  # fmt: skip
-        self._replica, self._stage, self._pipeline = replica, stage, pipeline
-        self._ring, self._ulysses, self._device = ring, ulysses, device
-
-    def run(
-        self, step: PlannedStep, plan: ReplicaPlan, values: dict[str, Tensor], num_losses: int,
-        total: Tensor,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """Gradients of the replica's micro-batches; the last stage's first shard adds their loss."""
-        stage = self._stage
-        stage.load(values)
-        rows = [
-            make_row(step, documents, self._device, ring=self._ring, ulysses=self._ulysses)
-            for documents in plan.micro_batches[self._replica]
-        ]
-        counts = stage.group is None or stage.group.rank == 0
-
-        def forward(k: int, states: Tensor | None) -> Tensor:
-            out = stage.forward(rows[k], states)
-            if stage.is_last:
-                out = out / num_losses
-                if counts:
-                    total.add_(out.detach())
-            return out
-
-        shapes = [(1, len(row.ids), stage.width) for row in rows]
-        run_1f1b(self._pipeline, shapes, forward, dtype=stage.dtype)
-        return stage.release()
-
-
-def _groups(grid: np.ndarray, axis: int) -> Group | None:
-    """This rank's group along an axis, None if it is alone; all ranks make all of them."""
-    found = None
-    lines = np.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis])
-    for ranks in lines.tolist():
-        if len(ranks) > 1:
-            made = Group.of(ranks)
-            found = made if made.rank >= 0 else found
-    return found

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hydraulis.planner.replicas import ParameterPlacement
 from hydraulis.runtime.attention import attend
 from hydraulis.runtime.loss import sum_losses
+from hydraulis.runtime.replicas.exchange import LoadedParameters
 from hydraulis.runtime.replicas.shards import ends, style_of
 from hydraulis.runtime.steps import Row
 from shared.comms import Group
@@ -70,10 +71,13 @@ class ModelStage:
         base, head = model.base_model, model.get_output_embeddings()
         before, name, behind = ends(model)
         of_layers = getattr(base, name)
-        self.is_first, self.is_last = not layers.start, layers.stop == len(of_layers)
+        self._num_layers = len(of_layers)
+        self.is_first, self.is_last = not layers.start, layers.stop == self._num_layers
         if group is not None:
             self._share(group, names)
         setattr(base, name, nn.ModuleList([of_layers[at] for at in layers]))
+        for at in layers:
+            of_layers[at].register_forward_pre_hook(partial(self._wait_before, at))
         for at in () if self.is_first else before:
             setattr(base, at, nn.Identity())
         for at in () if self.is_last else behind:
@@ -87,6 +91,7 @@ class ModelStage:
             for leaf, one in module.named_parameters(recurse=False)
         ]
         self._loaded: dict[str, nn.Parameter] = {}
+        self._waits_for: LoadedParameters | None = None
 
     @property
     def width(self) -> int:
@@ -103,9 +108,10 @@ class ModelStage:
         """Parameters that it holds, whole or in part."""
         return list(dict.fromkeys(name for _, _, name, _ in self._slots))
 
-    def load(self, values: Mapping[str, Tensor]) -> None:
-        """Takes what it computes with, of the sizes of its boxes."""
-        self._loaded = {}
+    def load(self, parameters: LoadedParameters) -> None:
+        """Takes what it computes with; each layer waits for its own before it first computes."""
+        values = parameters.values
+        self._loaded, self._waits_for = {}, parameters
         for name in self.names:
             placement, box = self._held[name]
             value, is_trained = values[name], placement.is_trained
@@ -116,7 +122,12 @@ class ModelStage:
             setattr(module, leaf, self._loaded[name])
 
     def release(self) -> dict[str, Tensor]:
-        """Gives the gradients of what it was loaded with, zeros where there were none, and its memory."""
+        """Gives the gradients of what it was loaded with, zeros where there were none, and its memory.
+
+        Raises:
+            CommError: a rank died before all it was loaded with was there.
+        """
+        self._wait(self._num_layers)
         found = {
             name: torch.zeros_like(one) if one.grad is None else one.grad
             for name, one in self._loaded.items()
@@ -124,7 +135,7 @@ class ModelStage:
         }
         for module, leaf, _, empty in self._slots:
             setattr(module, leaf, empty)
-        self._loaded = {}
+        self._loaded, self._waits_for = {}, None
         return found
 
     def forward(
@@ -139,6 +150,7 @@ class ModelStage:
         given = {"inputs_embeds": states}
         if states is None:
             given = {"input_ids": row.ids[None]}
+            self._wait(-1)
         with attend(self._model, row.packing):
             found = self._model.base_model(
                 **given, position_ids=row.positions[None], use_cache=False
@@ -150,6 +162,15 @@ class ModelStage:
         return sum_losses(
             found[0], row.labels, self._head.weight, first_token=first, group=self.group
         )
+
+    def _wait_before(self, layer: int, _module: nn.Module, _args: Any) -> None:
+        # What is behind the layers is small, and computes right after the last one.
+        is_end = layer + 1 == self._num_layers
+        self._wait(self._num_layers if is_end else layer)
+
+    def _wait(self, layer: int) -> None:
+        if self._waits_for is not None:
+            self._waits_for.wait(layer)
 
     def _first_row(self, weight: Tensor) -> int:
         name = next(name for name, one in self._loaded.items() if one is weight)
