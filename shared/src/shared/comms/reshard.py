@@ -47,7 +47,8 @@ class Move:
     """One tensor's transfers and this rank's side of them.
 
     Attributes:
-        transfers: of all ranks, from `plan`.
+        transfers: of all ranks, from `plan`. Once the group is connected (`courier.connect`), those
+            that this rank takes no part in may be left out.
         held: this rank's source boxes and their values, each tensor of its box's sizes.
         wanted: this rank's destination boxes and the tensors to write their values to.
     """
@@ -172,7 +173,7 @@ def run(
     outgoing, incoming = _by_peer(moves, rank)
     for move, box in outgoing.get(rank, ()):
         _place(move.wanted, box).copy_(_place(move.held, box))
-    # The same on all ranks, so that either all return here or none does.
+    # Given all ranks' transfers, either all return here or none does, and all then connect.
     if all(src == dst for move in moves for src, dst, _ in move.transfers):
         return
     # Sources and targets are looked up, and DataErrors raised, before the first message.

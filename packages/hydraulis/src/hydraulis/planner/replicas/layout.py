@@ -15,7 +15,6 @@ from typing import Literal
 from hydraulis.planner.layouts import layout_boxes
 from hydraulis.planner.proposals import ReplicaShape
 from hydraulis.planner.replicas.strategy import rank_grids, stage_layers
-from shared.comms import reshard
 from shared.comms.reshard import Transfer
 from shared.topology.boxes import Box, intersect
 
@@ -99,42 +98,53 @@ class ReplicaLayout:
             teams = [[rank] for team in teams for rank in team]
         return layout_boxes(parameter.shape, dim, teams, self.num_ranks)
 
-    def load_transfers(self, parameter: ParameterPlacement) -> list[Transfer]:
-        """From the optimizer's layout to the compute layout."""
-        sources = [[box] for box in self.owned(parameter)]
-        wanted = [[box] for box in self.held(parameter)]
-        return reshard.plan(sources, wanted, parameter.itemsize)
-
-    def sum_transfers(self, parameter: ParameterPlacement) -> list[list[Transfer]]:
-        """Addends of the gradient to the optimizer's layout, by the rank that has them, in its order.
+    def given(self, parameter: ParameterPlacement) -> list[Box]:
+        """By rank, of which part of the gradient it has an addend to give.
 
         Of gradients that are alike on tensor-parallel ranks each gives a slice.
         """
-        gives = self.held(parameter)
-        if parameter.sharing == "whole":
-            gives = layout_boxes(parameter.shape, 0, self._teams(parameter), self.num_ranks)
-        owned = self.owned(parameter)
-        rows = max(owned[0].sizes[0], 1)
+        if parameter.sharing != "whole":
+            return self.held(parameter)
+        return layout_boxes(parameter.shape, 0, self._teams(parameter), self.num_ranks)
+
+    def load_transfers(self, parameter: ParameterPlacement, rank: int) -> list[Transfer]:
+        """To the compute layout, what a rank sends and receives; between two ranks at most one box."""
+        held, owned = self.held(parameter), self.owned(parameter)
+        found = [Transfer(src, rank, part) for src, part in _slices(held[rank], owned)]
+        for dst, box in enumerate(held):
+            part = intersect(box, owned[rank])
+            if part is not None and dst != rank:
+                found.append(Transfer(rank, dst, part))
+        return found
+
+    def sum_transfers(self, parameter: ParameterPlacement, rank: int) -> list[list[Transfer]]:
+        """Addends of the gradient that a rank sends and receives, by the rank that gives them."""
+        given, owned = self.given(parameter), self.owned(parameter)
         found = []
-        for src, box in enumerate(gives):
-            if not box.numel:
-                continue
-            first, end = box.offsets[0] // rows, -(-(box.offsets[0] + box.sizes[0]) // rows)
-            parts = [(dst, intersect(box, owned[dst])) for dst in range(first, end)]
-            found.append([Transfer(src, dst, part) for dst, part in parts if part is not None])
+        for src, box in enumerate(given):
+            if src == rank:
+                addends = [Transfer(src, dst, part) for dst, part in _slices(box, owned)]
+            else:
+                part = intersect(box, owned[rank])
+                addends = [] if part is None else [Transfer(src, rank, part)]
+            if addends:
+                found.append(addends)
         return found
 
     def moved_bytes(self) -> MovedBytes:
         """Bytes of a step in this layout, of whatever layout the step before was."""
-        sent = {"parameters": [0] * self.num_ranks, "gradients": [0] * self.num_ranks}
+        parameters, gradients = ([0] * self.num_ranks for _ in range(2))
         for one in self.parameters:
-            moves = [("parameters", self.load_transfers(one))]
-            if one.is_trained:
-                moves += [("gradients", part) for part in self.sum_transfers(one)]
-            for kind, transfers in moves:
-                counts = reshard.sent_bytes(transfers, one.itemsize, self.num_ranks)
-                sent[kind] = [a + b for a, b in zip(sent[kind], counts, strict=True)]
-        return MovedBytes(parameters=tuple(sent["parameters"]), gradients=tuple(sent["gradients"]))
+            owned = self.owned(one)
+            for box, ranks in _by_box(self.held(one)).items():
+                for src, part in _slices(box, owned):
+                    times = len(ranks) - (src in ranks)
+                    parameters[src] += part.numel * one.itemsize * times
+            for src, box in enumerate(self.given(one) if one.is_trained else ()):
+                own = intersect(box, owned[src])
+                stays = 0 if own is None else own.numel
+                gradients[src] += (box.numel - stays) * one.itemsize
+        return MovedBytes(parameters=tuple(parameters), gradients=tuple(gradients))
 
     def _teams(self, parameter: ParameterPlacement) -> list[list[int]]:
         """Tensor-parallel ranks that hold the parameter together, replica by replica."""
@@ -147,3 +157,21 @@ class ReplicaLayout:
                 if known.intersection(parameter.layers):
                     found += grid[stage].reshape(-1, grid.shape[-1]).tolist()
         return found
+
+
+def _slices(box: Box, owned: Sequence[Box]) -> list[tuple[int, Box]]:
+    """Ranks that own rows of a box, with their part of it."""
+    if not box.numel:
+        return []
+    rows = owned[0].sizes[0]
+    first, end = box.offsets[0] // rows, -(-(box.offsets[0] + box.sizes[0]) // rows)
+    parts = ((rank, intersect(box, owned[rank])) for rank in range(first, end))
+    return [(rank, part) for rank, part in parts if part is not None]
+
+
+def _by_box(boxes: Sequence[Box]) -> dict[Box, set[int]]:
+    """Different boxes, with the ranks of each."""
+    found: dict[Box, set[int]] = {}
+    for rank, box in enumerate(boxes):
+        found.setdefault(box, set()).add(rank)
+    return found

@@ -144,7 +144,12 @@ class LayoutExchange:
         layout, rank = self.layout, self._group.rank
         return {
             layer: [
-                (one, layout.owned(one)[rank], layout.held(one)[rank], layout.load_transfers(one))
+                (
+                    one,
+                    layout.owned(one)[rank],
+                    layout.held(one)[rank],
+                    layout.load_transfers(one, rank),
+                )
                 for one in bucket
             ]
             for layer, bucket in self._by_layer().items()
@@ -155,7 +160,12 @@ class LayoutExchange:
         layout, rank = self.layout, self._group.rank
         return [
             [
-                (one, layout.owned(one)[rank], layout.held(one)[rank], layout.sum_transfers(one))
+                (
+                    one,
+                    layout.owned(one)[rank],
+                    layout.held(one)[rank],
+                    layout.sum_transfers(one, rank),
+                )
                 for one in bucket
                 if one.is_trained
             ]
