@@ -243,6 +243,13 @@ def device_mesh() -> tuple:
     return mesh.mesh_dim_names, mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
 
 
+def sharded_rows(whole: torch.Tensor) -> torch.Tensor:
+    group = Group.world()
+    parts = whole.chunk(group.world_size)
+    rows = parts[group.rank] if group.rank < len(parts) else whole[:0]
+    return group.shard_rows(rows, whole).full_tensor()
+
+
 def refusals() -> None:
     group = Group.world()
     with pytest.raises(ConfigError, match="op must be one of sum, max, min, product, got 'mean'"):
@@ -350,6 +357,13 @@ def test_subgroups(pool_of_four):
 def test_mesh_becomes_a_device_mesh(pool_of_four):
     results = pool_of_four.run(device_mesh).results
     assert results[2] == (("dp", "tp"), 1, 0)
+
+
+def test_rows_make_a_dtensor(pool_of_four):
+    for count in (9, 8, 2):
+        whole = torch.arange(count * 3.0).view(count, 3)
+        for found in pool_of_four.run(sharded_rows, whole).results:
+            assert torch.equal(found, whole)
 
 
 def test_world_needs_torch_distributed():

@@ -1,4 +1,5 @@
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.comms import Group, RankPool, reshard
+from shared.comms.courier import connect
 from shared.comms.reshard import Move, Transfer
 from shared.errors import ConfigError, DataError, RankFailure
 from shared.topology import Box, decompose, intersect
@@ -209,6 +211,33 @@ def rounds_under_way() -> int:
 
 def test_buffers_are_of_two_rounds_at_a_time(pool_of_four):
     assert pool_of_four.run(rounds_under_way).results == [2] * 4
+
+
+def moving_beside_others() -> list[float]:
+    """Two threads reshard at the same time, each on its lane, in another order on every rank."""
+    group = Group.world()
+    size, rank = group.world_size, group.rank
+    connect(group, ["beside"])
+    held, wanted = layouts((8, 8), size)["dim0"], layouts((8, 8), size)["dim1"]
+
+    def move(value: float) -> torch.Tensor:
+        found = torch.zeros(wanted[rank][0].sizes)
+        transfers = reshard.plan(held, wanted, 4)
+        mine = [(box, torch.full(box.sizes, value)) for box in held[rank]]
+        moves = [Move(transfers=transfers, held=mine, wanted=[(wanted[rank][0], found)])]
+        lane = "rounds" if value < 10 else "beside"
+        for _ in range(5):
+            reshard.run(group, moves, lane=lane)
+        return found
+
+    values = [1.0, 11.0] if rank % 2 else [11.0, 1.0]
+    with ThreadPoolExecutor(2) as threads:
+        moved = dict(zip(values, threads.map(move, values), strict=True))
+    return [moved[value].mean().item() for value in (1.0, 11.0)]
+
+
+def test_lanes_do_not_mix(pool_of_four):
+    assert pool_of_four.run(moving_beside_others).results == [[1.0, 11.0]] * 4
 
 
 def moving_what_is_not_there() -> None:

@@ -12,16 +12,10 @@ from hydraulis.runtime.attention import PackedDocuments, attend
 from hydraulis.runtime.documents import attend_documents
 from hydraulis.runtime.ring import attend_ring, chunks
 from hydraulis.runtime.ulysses import gather_tokens, repeat_keys, scatter_tokens
-from shared.comms import Group, RankPool
+from shared.comms import Group
 from shared.errors import ConfigError
 
 LENGTHS = (7, 1, 30, 2, 13)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def dense(q, k, v, lengths, scale):

@@ -10,19 +10,13 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from hydraulis.config import Cost, SequenceTooLong
 from hydraulis.runtime.engine import Engine
 from hydraulis.runtime.step_loader import StepLoader
-from shared.comms import Group, RankPool
+from shared.comms import Group
 from shared.errors import CommError, ConfigError, DataError
 
 from .test_attention import documents, make_model, one_by_one
 
 LENGTHS = (7, 1, 30, 2, 13, 5, 5, 11)
 SGD = partial(torch.optim.SGD, lr=0.1)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with RankPool(4) as pool:
-        yield pool
 
 
 def expected(family, batches):
@@ -189,8 +183,13 @@ def test_bad_input_is_refused():
     model = make_model("llama")
     with pytest.raises(ConfigError, match="max_tokens: expected at least 1, got 0"):
         Engine(model, SGD, max_tokens=0)
-    for strategy in ("cp3", "cp2", "tp2", ""):
-        with pytest.raises(ConfigError, match=r"strategy: expected cp and a power of two"):
+    for strategy, told in (
+        ("cp3", r"strategy: expected cp and a power of two"),
+        ("cp2", r"strategy: expected cp and a power of two"),
+        ("tp2", r"expected ranks and a model that is not sharded, got one process"),
+        ("", r"strategy: expected replicas joined by '\+'"),
+    ):
+        with pytest.raises(ConfigError, match=told):
             Engine(model, SGD, max_tokens=8, strategy=strategy)
     other = AutoModelForCausalLM.from_config(
         GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=30)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -53,6 +54,7 @@ class Group:
         self.device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else _CPU
         self._subgroups: dict[tuple[int, ...], Group] = {}
         self._controls: dict[tuple[int, ...], Group] = {}
+        self._mesh: DeviceMesh | None = None
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, ranks={list(self.ranks)}, backend={self.backend!r})"
@@ -101,7 +103,27 @@ class Group:
         Raises:
             ConfigError: if this process is not in the group.
         """
-        return DeviceMesh.from_group(self.checked(), self.device.type)
+        if self._mesh is None:
+            self._mesh = DeviceMesh.from_group(self.checked(), self.device.type)
+        return self._mesh
+
+    def shard_rows(self, rows: Tensor, like: Tensor) -> Tensor:
+        """A DTensor over the group, `Shard(0)`, of which each rank gives its rows; nothing is sent.
+
+        Args:
+            rows: this rank's, as many as `torch.chunk` would give it; not copied.
+            like: a tensor of the shape and strides of the whole.
+
+        Raises:
+            ConfigError: if this process is not in the group.
+        """
+        # Imported here, as it takes longer than all of torch.distributed.
+        from torch.distributed.tensor import DTensor, Shard
+
+        return DTensor.from_local(
+            rows, self.device_mesh(), [Shard(0)],
+            run_check=False, shape=like.shape, stride=like.stride(),
+        )  # fmt: skip
 
     @staticmethod
     def exists() -> bool:

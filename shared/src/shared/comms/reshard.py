@@ -47,7 +47,8 @@ class Move:
     """One tensor's transfers and this rank's side of them.
 
     Attributes:
-        transfers: of all ranks, from `plan`.
+        transfers: of all ranks, from `plan`. Once the group is connected (`courier.connect`), those
+            that this rank takes no part in may be left out.
         held: this rank's source boxes and their values, each tensor of its box's sizes.
         wanted: this rank's destination boxes and the tensors to write their values to.
     """
@@ -150,7 +151,9 @@ def sent_bytes(transfers: Sequence[Transfer], itemsize: int, num_ranks: int) -> 
     return sent
 
 
-def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
+def run(
+    group: Group, moves: Sequence[Move], phase: str | None = None, *, lane: str = "rounds"
+) -> None:
     """Executes the transfers of many tensors together, in ring rounds.
 
     A round's messages are packed and unpacked while another round is under way, so that buffers
@@ -160,6 +163,7 @@ def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
         group: group whose ranks take part; ranks of transfers are ranks in it.
         moves: one per tensor, in the same order on all ranks; `wanted` is written to.
         phase: name of the program's phase; the ledger's open phase when None.
+        lane: as `post_rounds` has it: with one of its own, a thread may reshard beside others' messages.
 
     Raises:
         DataError: a rank's held or wanted boxes do not contain those of the transfers.
@@ -169,7 +173,7 @@ def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
     outgoing, incoming = _by_peer(moves, rank)
     for move, box in outgoing.get(rank, ()):
         _place(move.wanted, box).copy_(_place(move.held, box))
-    # The same on all ranks, so that either all return here or none does.
+    # Given all ranks' transfers, either all return here or none does, and all then connect.
     if all(src == dst for move in moves for src, dst, _ in move.transfers):
         return
     # Sources and targets are looked up, and DataErrors raised, before the first message.
@@ -194,7 +198,8 @@ def run(group: Group, moves: Sequence[Move], phase: str | None = None) -> None:
             recv_from=origin,
             recv=buffer,
         )
-        under_way.append((post_rounds(group, [item], phase, op="reshard"), buffer, targets))
+        pending = post_rounds(group, [item], phase, op="reshard", lane=lane)
+        under_way.append((pending, buffer, targets))
         if len(under_way) > 1:
             _land(*under_way.pop(0))
     for waiting in under_way:

@@ -9,10 +9,11 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from hydraulis.runtime.attention import PackedDocuments, attend
+from shared.comms import Group
 from shared.errors import ConfigError
 from shared.kernels.token_log_probs.autograd import token_log_probs
 
-__all__ = ["NO_LABEL", "LossModel"]
+__all__ = ["NO_LABEL", "LossModel", "check_family", "sum_losses"]
 
 NO_LABEL = -100
 """Label of a token whose next one is not to be learned."""
@@ -34,12 +35,7 @@ class LossModel(nn.Module):
             ConfigError: the model's family is not known to be such.
         """
         super().__init__()
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        if kind not in _FAMILIES:
-            raise ConfigError(
-                f"expected a causal LM of {', '.join(_FAMILIES)}, got {kind!r}; with another one keep "
-                f"your own loop, and take BalancedBatchSampler"
-            )
+        check_family(model)
         self.model = model
         self._is_sharded = is_sharded
 
@@ -59,7 +55,6 @@ class LossModel(nn.Module):
         """
         model: Any = self.model
         given = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
-        kept = (labels != NO_LABEL).nonzero()[:, 0]
         with attend(self.model, packing):
             if self._is_sharded:
                 logits = model(**given).logits[0]
@@ -67,11 +62,49 @@ class LossModel(nn.Module):
                     logits.to(_wide(logits)), labels, ignore_index=NO_LABEL, reduction="sum"
                 )
             hidden = model.base_model(**given).last_hidden_state[0]
-        head = model.get_output_embeddings().weight
-        if not len(kept):  # its gradients are zeros, and there
-            return 0.0 * (hidden.sum() + head.sum()).to(_wide(hidden))
-        log_probs, _ = token_log_probs(hidden[kept], head, labels[kept])
-        return -log_probs.sum()
+        return sum_losses(hidden, labels, model.get_output_embeddings().weight)
+
+
+def check_family(model: nn.Module) -> None:
+    """Refuses a model whose loss may be another one than that of its head's products.
+
+    Raises:
+        ConfigError: the model's family is not known.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if kind not in _FAMILIES:
+        raise ConfigError(
+            f"expected a causal LM of {', '.join(_FAMILIES)}, got {kind!r}; with another one keep "
+            f"your own loop, and take BalancedBatchSampler"
+        )
+
+
+def sum_losses(
+    hidden: Float[Tensor, "tokens dim"],
+    labels: Int64[Tensor, " tokens"],
+    head: Float[Tensor, "vocabulary dim"],
+    *,
+    first_token: int = 0,
+    group: Group | None = None,
+) -> Float[Tensor, ""]:
+    """Sum of the losses of tokens that have a label, without all logits in memory.
+
+    Args:
+        hidden: states that the head is applied to, the same on all ranks of the group.
+        labels: each one's next token; NO_LABEL where there is none.
+        head: one row a token of the vocabulary, or this rank's of them.
+        first_token: of this rank's rows.
+        group: ranks that hold rows of the head, in order; None where one holds all.
+    """
+    kept = (labels != NO_LABEL).nonzero()[:, 0]
+    if not len(kept):  # its gradients are zeros, and there
+        return 0.0 * (hidden.sum() + head.sum()).to(_wide(hidden))
+    tokens = labels[kept]
+    if group is not None:
+        # It counts on equally many rows a rank; the last one may have fewer.
+        tokens = tokens - first_token + group.rank * len(head)
+    log_probs, _ = token_log_probs(hidden[kept], head, tokens, group=group)
+    return -log_probs.sum()
 
 
 def _wide(x: Tensor) -> torch.dtype:

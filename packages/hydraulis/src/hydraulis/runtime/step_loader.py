@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from hydraulis.config import check_lengths, keep_fitting
+from hydraulis.planner.replicas import ReplicaPlan
 from hydraulis.planner.schedule import StepPlan
 from hydraulis.planner.steps import cut_steps
 from hydraulis.runtime.engine import Engine, PlannedStep
@@ -64,7 +65,7 @@ class StepLoader:
             raise ConfigError(
                 f"lengths: expected one for each of {len(documents)} documents, got {len(known)}"
             )
-        most = int(engine.cost.degrees(engine.num_ranks)[-1]) * engine.cost.cap
+        most = engine.max_document
         self._kept = keep_fitting(known, most, too_long)
         self._lengths = np.minimum(known, most)
         self.documents, self.engine = documents, engine
@@ -80,7 +81,7 @@ class StepLoader:
     def __iter__(self) -> Iterator[PlannedStep]:
         steps = self.steps(self._epoch)
         with ThreadPoolExecutor(1, thread_name_prefix="hydraulis-planner") as planner:
-            ahead: Future[StepPlan] | None = None
+            ahead: Future[StepPlan | ReplicaPlan] | None = None
             while self._number < len(steps):
                 number, indices = self._number, steps[self._number]
                 plan = self._taken(ahead, indices)
@@ -117,10 +118,12 @@ class StepLoader:
                 )
         self._epoch, self._number = state["epoch"], state["step"]
 
-    def _plan(self, indices: np.ndarray) -> StepPlan:
+    def _plan(self, indices: np.ndarray) -> StepPlan | ReplicaPlan:
         return self.engine.plan(self._lengths[indices])
 
-    def _taken(self, ahead: Future[StepPlan] | None, indices: np.ndarray) -> StepPlan:
+    def _taken(
+        self, ahead: Future[StepPlan | ReplicaPlan] | None, indices: np.ndarray
+    ) -> StepPlan | ReplicaPlan:
         """The plan that was made ahead of time, or one made now."""
         if ahead is None:  # the first step
             return self._plan(indices)

@@ -61,7 +61,9 @@ def exclusions(
     num_ranks: int,
     *,
     num_heads: int | None = None,
+    num_kv_heads: int | None = None,
     num_layers: int | None = None,
+    vocab: int | None = None,
 ) -> dict[ReplicaShape, str]:
     """The shapes that cannot run, each with its reason.
 
@@ -69,7 +71,10 @@ def exclusions(
         shapes: of replicas.
         num_ranks: ranks in all.
         num_heads: attention heads of the model; None leaves them unchecked.
+        num_kv_heads: its key heads; None leaves them unchecked.
         num_layers: layers of the model; None leaves them unchecked.
+        vocab: tokens of its vocabulary, whose rows tensor-parallel ranks share; None leaves it
+            unchecked.
     """
     found = {}
     for shape in shapes:
@@ -79,6 +84,18 @@ def exclusions(
             found[shape] = "has no memory for tokens beside its states"
         elif num_heads is not None and num_heads % (shape.tp * shape.ulysses):
             found[shape] = f"cannot share {num_heads} heads among {shape.tp * shape.ulysses} ranks"
+        elif num_kv_heads is not None and num_kv_heads % shape.tp:
+            found[shape] = f"cannot share {num_kv_heads} key heads among {shape.tp} ranks"
+        elif num_kv_heads is not None and not _deals(num_kv_heads // shape.tp, shape.ulysses):
+            heads = num_kv_heads // shape.tp
+            found[shape] = f"cannot deal {heads} key heads to {shape.ulysses} ranks of Ulysses"
+        elif vocab is not None and -(-vocab // shape.tp) * (shape.tp - 1) >= vocab:
+            found[shape] = f"leaves a rank without any of {vocab} tokens of the vocabulary"
         elif num_layers is not None and num_layers < shape.pp:
             found[shape] = f"has more stages than the model has layers, {num_layers}"
     return found
+
+
+def _deals(num_heads: int, ranks: int) -> bool:
+    """Whether key heads can be dealt to ranks, each to one or to as many ranks as any other."""
+    return not num_heads % ranks or not ranks % num_heads

@@ -1,0 +1,156 @@
+"""Steps whose documents lie over as many ranks as they need, under DDP or FSDP2.
+
+Short documents are packed, each rank its own; a long one gets several ranks, for that micro-batch only,
+by ring attention. Parameters stay as they are, so that degrees change for nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hydraulis.config import Cost
+from hydraulis.planner.degrees import DegreeCost
+from hydraulis.planner.schedule import StepPlan, plan_step
+from hydraulis.runtime.loss import LossModel
+from hydraulis.runtime.steps import PlannedStep, make_row
+from shared.comms import Group
+from shared.comms.collectives import bucket_sum
+from shared.errors import ConfigError
+
+__all__ = ["DegreeRunner", "read_degree"]
+
+
+class DegreeRunner:
+    """Plans and computes steps on ranks that each hold the model, whole or sharded by FSDP2.
+
+    Attributes:
+        max_document: tokens of the longest document that all ranks hold together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: Group | None,
+        *,
+        cost: Cost,
+        max_tokens: int,
+        message_s: float,
+        degree: int | None,
+    ) -> None:
+        """Wraps a plain model in DistributedDataParallel; every rank calls it alike.
+
+        Args:
+            model: a Hugging Face causal LM.
+            group: all ranks; None for one.
+            cost: seconds of a micro-batch.
+            max_tokens: most tokens that a rank holds at once.
+            message_s: seconds of messages for each token of a document that lies over several ranks.
+            degree: ranks of every document; None lets them follow documents.
+
+        Raises:
+            ConfigError: a model whose loss is not a plain product's.
+        """
+        self._model, self._group = model, group
+        self._num_ranks = 1 if group is None else group.world_size
+        self._rank = 0 if group is None else group.rank
+        self._is_sharded = hasattr(model, "set_requires_gradient_sync")
+        least = {} if degree is None else {"min_degree": degree, "max_degree": degree}
+        self._cost = DegreeCost(
+            cost=cost,
+            cap=max_tokens,
+            message_s={2**power: message_s for power in range(1, 24)},
+            **least,
+        )
+        self.max_document = int(self._cost.degrees(self._num_ranks)[-1]) * max_tokens
+        self._ready_s = 0.0
+        self._groups = self._make_groups()
+        loss = LossModel(model, is_sharded=self._is_sharded)
+        self._loss: nn.Module = loss
+        if group is not None and self._num_ranks > 1 and not self._is_sharded:
+            self._loss = DistributedDataParallel(
+                loss, process_group=group.process_group, gradient_as_bucket_view=True
+            )
+            self._loss.register_comm_hook(None, bucket_sum(group, self._note_ready))
+
+    def plan(self, lengths: Sequence[int] | np.ndarray) -> StepPlan:
+        """Plans a step of documents of these lengths."""
+        sync = "micro-batch" if self._is_sharded else "step"
+        return plan_step(lengths, self._num_ranks, self._cost, sync)
+
+    def compute(self, step: PlannedStep, num_losses: int) -> tuple[Tensor, float]:
+        """Runs this rank's micro-batches; gradients are summed over ranks with the last one.
+
+        Args:
+            step: planned here.
+            num_losses: next tokens of the whole step, by which losses are divided.
+
+        Returns:
+            This rank's share of the loss, and the time at which its own gradients were complete.
+        """
+        assert isinstance(step.plan, StepPlan), "planned here"
+        device = next(self._model.parameters()).device
+        queue = step.plan.micro_batches[self._rank]
+        # FSDP averages gradients over ranks, our hook sums them.
+        scale = (self._num_ranks if self._is_sharded else 1) / num_losses
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        self._ready_s = 0.0
+        for at, one in enumerate(queue):
+            is_last = at + 1 == len(queue)
+            ring = self._groups.get((one.degree, one.first))
+            row = make_row(step, one.documents, device, ring=ring)
+            with self._synchronised(is_last=is_last):
+                loss = self._loss(row.ids, row.positions, row.labels, row.packing)
+                total += loss.detach() / num_losses
+                (loss * scale).backward()
+        return total, self._ready_s or time.perf_counter()
+
+    def _make_groups(self) -> dict[tuple[int, int], Group]:
+        """This rank's group of each degree, by degree and first rank; all ranks make all of them."""
+        found = {}
+        for degree in self._cost.degrees(self._num_ranks).tolist():
+            if degree == 1:
+                continue
+            for first in range(0, self._num_ranks // degree * degree, degree):
+                made = Group.of(range(first, first + degree))
+                if made.rank >= 0:
+                    found[degree, first] = made
+        return found
+
+    def _synchronised(self, *, is_last: bool) -> Any:
+        """Leaves gradients to this rank alone until its last micro-batch."""
+        if self._is_sharded:
+            model: Any = self._model
+            model.set_requires_gradient_sync(is_last)
+        elif isinstance(self._loss, DistributedDataParallel) and not is_last:
+            return self._loss.no_sync()
+        return nullcontext()
+
+    def _note_ready(self) -> None:
+        self._ready_s = time.perf_counter()
+
+
+def read_degree(strategy: str, num_ranks: int) -> int | None:
+    """The degree of context parallelism that a strategy "cp4" fixes; None for another strategy.
+
+    Raises:
+        ConfigError: ranks cannot be cut into groups of such a degree.
+    """
+    found = re.fullmatch(r"cp(\d+)", strategy)
+    if found is None:
+        return None
+    degree = int(found[1])
+    if degree < 1 or degree & (degree - 1) or num_ranks % degree:
+        raise ConfigError(
+            f"strategy: expected cp and a power of two that divides {num_ranks} ranks, got "
+            f"{strategy!r}"
+        )
+    return degree

@@ -1,0 +1,108 @@
+"""A step's documents, and the rows of tokens that ranks compute of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from hydraulis.planner.replicas import ReplicaPlan
+from hydraulis.planner.schedule import StepPlan
+from hydraulis.runtime.attention import PackedDocuments
+from hydraulis.runtime.loss import NO_LABEL
+from shared.comms import Group
+from shared.errors import DataError
+
+__all__ = ["PlannedStep", "Row", "make_row", "to_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedStep:
+    """A step's documents and who computes them.
+
+    Attributes:
+        documents: all documents; those of the step are read.
+        indices: numbers of the step's documents.
+        plan: of the step; its documents are places in `indices`.
+        epoch: number of the pass over all documents, from 0.
+        number: of the step in its epoch, from 0.
+    """
+
+    documents: Sequence[Any]
+    indices: tuple[int, ...]
+    plan: StepPlan | ReplicaPlan
+    epoch: int = 0
+    number: int = 0
+
+    def tokens(self, place: int) -> Tensor:
+        """Token ids of a document of the step [tokens]."""
+        return to_tokens(self.documents[self.indices[place]])[: self.plan.lengths[place]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Row:
+    """This rank's tokens of a micro-batch.
+
+    Attributes:
+        ids: of the tokens.
+        positions: their places in their documents.
+        labels: each one's next token; NO_LABEL where there is none.
+        packing: the documents.
+    """
+
+    ids: Int64[Tensor, " tokens"]
+    positions: Int64[Tensor, " tokens"]
+    labels: Int64[Tensor, " tokens"]
+    packing: PackedDocuments
+
+
+def make_row(
+    step: PlannedStep,
+    documents: Sequence[int],
+    device: torch.device,
+    *,
+    ring: Group | None = None,
+    ulysses: Group | None = None,
+) -> Row:
+    """This rank's row of a micro-batch; no rank's is without a token.
+
+    Args:
+        step: whose documents they are.
+        documents: places of the micro-batch's documents in the step.
+        device: on which the row is to lie.
+        ring, ulysses: the ranks that the micro-batch lies over, see `PackedDocuments`.
+    """
+    texts = [step.tokens(place) for place in documents]
+    labels = [torch.cat((ids[1:], ids.new_full((1,), NO_LABEL))) for ids in texts]
+    degree = 1
+    for group in (ring, ulysses):
+        degree *= 1 if group is None else group.world_size
+    # Tokens that nothing is learned of, where a rank would have none: all have to take part.
+    if max(map(len, texts), default=0) < 2 * degree:
+        texts.append(torch.zeros(2 * degree, dtype=torch.int64))
+        labels.append(torch.full_like(texts[-1], NO_LABEL))
+    packing = PackedDocuments(lengths=tuple(map(len, texts)), ring=ring, ulysses=ulysses)
+    local = packing.tokens()
+    parts = torch.cat(texts), packing.positions(), torch.cat(labels)
+    ids, positions, learned = (one[local].to(device) for one in parts)
+    return Row(ids=ids, positions=positions, labels=learned, packing=packing)
+
+
+def to_tokens(document: Any) -> Tensor:
+    """Token ids of a document: a 1-D tensor or array, a list of numbers, or bytes.
+
+    Raises:
+        DataError: it is none of these.
+    """
+    if isinstance(document, bytes):
+        return torch.frombuffer(bytearray(document), dtype=torch.uint8).long()
+    found = torch.as_tensor(document)
+    if found.ndim != 1 or found.dtype.is_floating_point or found.dtype.is_complex:
+        raise DataError(
+            f"expected a document as one row of token ids, got {list(found.shape)} of {found.dtype}"
+        )
+    return found.long().cpu()
