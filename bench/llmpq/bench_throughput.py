@@ -137,6 +137,8 @@ def bench_throughput_of_unlike_ranks(
 ):
     if reason := netlab.available():
         pytest.skip(reason)
+    if "avx512" not in torch.backends.cpu.get_cpu_capability().lower():
+        pytest.skip("this processor has no instructions newer than AVX2: both ranks would be alike")
     folder, model, ids, other, noise, limit = known
     spec, quality = ModelSpec.from_hf(folder), Quality(max_kl=limit)
     kinds = tuple(replace(CPU, name=name, memory_bytes=4 * 10**9) for name in ("modern", "old"))
