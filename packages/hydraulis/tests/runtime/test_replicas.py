@@ -79,9 +79,9 @@ def trained(cases):
     return found
 
 
-def expected(family, lengths):
-    """The same by one process in float64."""
-    model = make_model(family, torch.float64)
+def expected(family, lengths, dtype=torch.float64):
+    """The same by one process."""
+    model = make_model(family, dtype)
     loss = one_by_one(model, documents(lengths)) / sum(length - 1 for length in lengths)
     loss.backward()
     return loss.item(), {
@@ -216,6 +216,28 @@ def test_strategies_change_between_steps_and_states_are_resumed(ranks, tmp_path)
         assert later == pytest.approx(losses[2:], rel=1e-9)
         check_weights(state, weights)
         check_weights(resumed, weights)
+
+
+def trained_in_bfloat16():
+    model = make_model("qwen3", torch.bfloat16)
+    engine = hy.Engine(model, partial(Recording, lr=0.1), max_tokens=32, strategy="tp2+ring2")
+    loss = engine.step(documents(LENGTHS)).loss
+    names = [name for name, _ in model.named_parameters()]
+    return loss, dict(zip(names, engine.optimizer.seen, strict=True))
+
+
+@pytest.mark.slow
+def test_bfloat16_errs_no_more_than_in_one_process(ranks):
+    loss, known = expected("qwen3", LENGTHS)
+    _, plain = expected("qwen3", LENGTHS, torch.bfloat16)
+
+    def error(gradients):
+        return sum((gradients[name].double() - one).norm() ** 2 for name, one in known.items())
+
+    for got, gradients in ranks.run(trained_in_bfloat16).results:
+        assert got == pytest.approx(loss, rel=0.01)
+        assert all(one.dtype == torch.bfloat16 for one in gradients.values())
+        assert error(gradients) <= 4 * error(plain), "twice the error, squared"
 
 
 def looped():
