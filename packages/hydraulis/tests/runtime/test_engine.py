@@ -215,3 +215,79 @@ def test_bad_input_is_refused():
     loader = StepLoader(documents((3, 4)), engine, tokens_per_step=4)
     with pytest.raises(ConfigError, match="seed: expected 0, as this loader has, got 1"):
         loader.load_state_dict({**loader.state_dict(), "seed": 1})
+
+
+def limited(most_tokens, faulty, settings):
+    """Losses, weights and caps where one rank's memory holds fewer tokens than it was told."""
+    model = make_model("llama")
+    sizes = []
+
+    def run_out(_, __, inputs):
+        sizes.append(inputs["input_ids"].shape[1])
+        if Group.world().rank == faulty and sizes[-1] > most_tokens:
+            raise torch.OutOfMemoryError("no memory left")
+
+    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
+    engine = Engine(model, SGD, **settings)
+    loader = StepLoader(documents(OOM_LENGTHS), engine, tokens_per_step=60, seed=1)
+    losses = [engine.step(step).loss for step in loader]
+    return losses, engine.state_dict(), engine.num_lowered, loader.steps(0), sizes[-1]
+
+
+OOM_LENGTHS = (9, 8, 7, 6, 5, 9, 8, 7, 6, 5, 4, 9, 8, 7, 6, 9, 8, 7)
+
+
+@pytest.mark.parametrize("faulty", [0, 2])
+def test_a_step_for_which_memory_is_short_is_planned_anew_with_fewer_tokens(ranks, faulty, caplog):
+    settings = {"max_tokens": 20, "strategy": "cp1"}
+    found = ranks.run(limited, 16, faulty, settings).results
+    model, texts = make_model("llama"), documents(OOM_LENGTHS)
+    optimizer = SGD(model.parameters())
+    losses = []
+    for step in found[0][3]:
+        count = sum(OOM_LENGTHS[i] - 1 for i in step)
+        loss = one_by_one(model, [texts[i] for i in step]) / count
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    for got, state, num_lowered, _, last in found:
+        assert got == pytest.approx(losses, rel=1e-9)
+        assert num_lowered == 2, "20, then 18, then 16 tokens"
+        assert last <= 16
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10)
+
+
+def out_of_memory_again_and_again():
+    before = make_model("llama").state_dict()
+    model = make_model("llama")
+
+    def run_out(_, __, inputs):
+        if Group.world().rank == 1 and inputs["input_ids"].shape[1] > 2:
+            raise torch.OutOfMemoryError("no memory left")
+
+    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
+    engine = Engine(model, SGD, max_tokens=30, strategy="cp1")
+    with pytest.raises(ConfigError, match=r"memory ran out 4 times, at last with 21 tokens a rank"):
+        engine.step(documents(OOM_LENGTHS))
+    return all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+def test_memory_that_is_always_short_ends_the_run_on_all_ranks(ranks):
+    assert ranks.run(out_of_memory_again_and_again).results == [True] * 4
+
+
+def test_memory_short_where_others_take_part_says_which_tokens():
+    model = make_model("llama")
+    fully_sharded = Engine(model, SGD, max_tokens=64)
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError("no memory left")
+
+    hook = next(model.parameters()).register_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError) as told:
+        fully_sharded.step(documents((5, 7)))
+    hook.remove()
+    assert "a micro-batch of 12 tokens over 1 ranks" in told.value.__notes__[0]
+    assert "start again with max_tokens below 64" in told.value.__notes__[0]

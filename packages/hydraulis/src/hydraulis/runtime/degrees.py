@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hydraulis.config import Cost
 from hydraulis.planner.degrees import DegreeCost
-from hydraulis.planner.schedule import StepPlan, plan_step
+from hydraulis.planner.replicas import ReplicaPlan
+from hydraulis.planner.schedule import MicroBatch, StepPlan, plan_step
 from hydraulis.runtime.loss import LossModel
 from hydraulis.runtime.steps import PlannedStep, make_row
 from shared.comms import Group
@@ -28,12 +30,15 @@ from shared.errors import ConfigError
 
 __all__ = ["DegreeRunner", "read_degree"]
 
+_LOWERED = 0.9
+"""Share of the tokens that a rank may hold, after memory ran out."""
+
 
 class DegreeRunner:
     """Plans and computes steps on ranks that each hold the model, whole or sharded by FSDP2.
 
     Attributes:
-        max_document: tokens of the longest document that all ranks hold together.
+        is_short: whether this rank ran out of memory in the last step, whose gradients are then worthless.
     """
 
     def __init__(
@@ -70,16 +75,41 @@ class DegreeRunner:
             message_s={2**power: message_s for power in range(1, 24)},
             **least,
         )
-        self.max_document = int(self._cost.degrees(self._num_ranks)[-1]) * max_tokens
+        self.is_short = False
         self._ready_s = 0.0
         self._groups = self._make_groups()
         loss = LossModel(model, is_sharded=self._is_sharded)
         self._loss: nn.Module = loss
         if group is not None and self._num_ranks > 1 and not self._is_sharded:
+            # Buffers hold what positions alone decide, so nobody needs another rank's.
             self._loss = DistributedDataParallel(
-                loss, process_group=group.process_group, gradient_as_bucket_view=True
-            )
+                loss, process_group=group.process_group, gradient_as_bucket_view=True,
+                broadcast_buffers=False,
+            )  # fmt: skip
             self._loss.register_comm_hook(None, bucket_sum(group, self._note_ready))
+
+    @property
+    def cap(self) -> int:
+        """Most tokens that a rank holds at once."""
+        return self._cost.cap
+
+    @property
+    def max_document(self) -> int:
+        """Tokens of the longest document that all ranks hold together."""
+        return int(self._cost.degrees(self._num_ranks)[-1]) * self.cap
+
+    def holds(self, plan: StepPlan | ReplicaPlan) -> bool:
+        """Whether a plan keeps within the cap, which may have been lowered since it was made."""
+        assert isinstance(plan, StepPlan), "planned here"
+        return all(
+            sum(plan.lengths[place] for place in one.documents) <= self.cap * one.degree
+            for queue in plan.micro_batches
+            for one in queue
+        )
+
+    def lower_cap(self) -> None:
+        """Plans with a tenth fewer tokens a rank from now on."""
+        self._cost = replace(self._cost, cap=max(int(_LOWERED * self.cap), 1))
 
     def plan(self, lengths: Sequence[int] | np.ndarray) -> StepPlan:
         """Plans a step of documents of these lengths."""
@@ -89,29 +119,72 @@ class DegreeRunner:
     def compute(self, step: PlannedStep, num_losses: int) -> tuple[Tensor, float]:
         """Runs this rank's micro-batches; gradients are summed over ranks with the last one.
 
+        Where memory runs out in a micro-batch of this rank alone, it takes part in what all ranks do
+        without its other documents, so that none waits for it; `is_short` tells.
+
         Args:
             step: planned here.
             num_losses: next tokens of the whole step, by which losses are divided.
 
         Returns:
             This rank's share of the loss, and the time at which its own gradients were complete.
+
+        Raises:
+            torch.OutOfMemoryError: memory runs out where other ranks compute the same micro-batch, or
+                wait for its gradients already.
         """
         assert isinstance(step.plan, StepPlan), "planned here"
-        device = next(self._model.parameters()).device
+        self._device = next(self._model.parameters()).device
         queue = step.plan.micro_batches[self._rank]
         # FSDP averages gradients over ranks, our hook sums them.
         scale = (self._num_ranks if self._is_sharded else 1) / num_losses
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        self._ready_s = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self.is_short, self._ready_s = False, 0.0
         for at, one in enumerate(queue):
             is_last = at + 1 == len(queue)
-            ring = self._groups.get((one.degree, one.first))
-            row = make_row(step, one.documents, device, ring=ring)
-            with self._synchronised(is_last=is_last):
-                loss = self._loss(row.ids, row.positions, row.labels, row.packing)
+            if self.is_short and not is_last:
+                continue
+            with self._synchronised(is_last=is_last), self._telling(step, one):
+                loss = self._forward(step, one)
                 total += loss.detach() / num_losses
-                (loss * scale).backward()
+                try:
+                    (loss * scale).backward()
+                except torch.OutOfMemoryError:
+                    if is_last or not self._is_alone(one):
+                        raise
+                    self.is_short = True
         return total, self._ready_s or time.perf_counter()
+
+    def _forward(self, step: PlannedStep, one: MicroBatch) -> Tensor:
+        """A micro-batch's loss; that of two tokens without labels where memory is short."""
+        ring = self._groups.get((one.degree, one.first))
+        if not self.is_short:
+            row = make_row(step, one.documents, self._device, ring=ring)
+            try:
+                return self._loss(row.ids, row.positions, row.labels, row.packing)
+            except torch.OutOfMemoryError:
+                if not self._is_alone(one):
+                    raise
+                self.is_short = True
+        row = make_row(step, (), self._device)
+        return self._loss(row.ids, row.positions, row.labels, row.packing)
+
+    def _is_alone(self, one: MicroBatch) -> bool:
+        """Whether no other rank takes part in a micro-batch's passes."""
+        return one.degree == 1 and not self._is_sharded
+
+    @contextmanager
+    def _telling(self, step: PlannedStep, one: MicroBatch) -> Iterator[None]:
+        """Says of an error of memory which micro-batch it was, and what to do."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            tokens = sum(step.plan.lengths[place] for place in one.documents)
+            error.add_note(
+                f"in a micro-batch of {tokens} tokens over {one.degree} ranks, where others wait for this "
+                f"one; start again with max_tokens below {self.cap}"
+            )
+            raise
 
     def _make_groups(self) -> dict[tuple[int, int], Group]:
         """This rank's group of each degree, by degree and first rank; all ranks make all of them."""

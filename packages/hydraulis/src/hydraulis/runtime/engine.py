@@ -7,9 +7,10 @@ number that one process would compute: summed over all tokens of the step, divid
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,10 @@ from shared.comms import Group, all_gather, all_reduce
 from shared.errors import ConfigError, DataError
 
 __all__ = ["Engine", "PlannedStep", "StepResult"]
+
+log = logging.getLogger(__name__)
+
+_MOST_LOWERED = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ class Engine:
         model: as given. With replicas its parameters are DTensors, sharded along their first dimension
             over all ranks, from which every step takes what it computes with.
         optimizer: of its parameters.
-        max_document: tokens of the longest document that can be trained on.
+        num_lowered: times that memory ran out and the ranks' tokens were lowered by a tenth.
     """
 
     def __init__(
@@ -123,9 +128,14 @@ class Engine:
                 )  # fmt: skip
             sets = [one.shapes for one in candidates or ()] if fixed is None else [fixed]
             self._runner = ReplicaRunner(model, self.group, sets, max_tokens=max_tokens)
-        self.max_document = self._runner.max_document
+        self.num_lowered = 0
         self.optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
         self._records: list[StepRecord] = []
+
+    @property
+    def max_document(self) -> int:
+        """Tokens of the longest document that can be trained on."""
+        return self._runner.max_document
 
     def plan(self, lengths: Sequence[int] | np.ndarray) -> StepPlan | ReplicaPlan:
         """Plans a step of documents of these lengths; every rank finds the same."""
@@ -140,6 +150,8 @@ class Engine:
         Raises:
             SequenceTooLong: a document exceeds what all ranks hold together.
             CommError: ranks disagree on the plan, before anything is computed, or one died.
+            ConfigError: memory ran out again and again, though with fewer tokens each time.
+            torch.OutOfMemoryError: memory ran out where other ranks wait; see `DegreeRunner.compute`.
         """
         if not isinstance(step, PlannedStep):
             if not len(step):
@@ -148,6 +160,8 @@ class Engine:
             step = PlannedStep(
                 documents=step, indices=tuple(range(len(step))), plan=self.plan(lengths)
             )
+        elif isinstance(self._runner, DegreeRunner) and not self._runner.holds(step.plan):
+            step = replace(step, plan=self.plan(step.plan.lengths))
         begun = time.perf_counter()
         check_agreed(
             self.group,
@@ -161,8 +175,14 @@ class Engine:
         agreed_s = time.perf_counter()
         total, ended_s = self._runner.compute(step, num_losses)
         # Before the update: a rank that is lost until here leaves all parameters as they were.
+        is_short = isinstance(self._runner, DegreeRunner) and self._runner.is_short
+        told = torch.stack((total, total.new_tensor(float(is_short))))
         if self.group is not None:
-            all_reduce(self.group, total)
+            all_reduce(self.group, told)
+        total, num_short = told
+        if num_short and isinstance(self._runner, DegreeRunner):
+            self._lower_cap(self._runner)
+            return self.step(step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         done_s = time.perf_counter()
@@ -173,6 +193,24 @@ class Engine:
             )
         )  # fmt: skip
         return StepResult(loss=float(total), num_losses=num_losses, seconds=done_s - begun)
+
+    def _lower_cap(self, runner: DegreeRunner) -> None:
+        """Gives up the step's gradients and lowers the cap, on all ranks alike."""
+        self.optimizer.zero_grad(set_to_none=True)
+        before = runner.cap
+        self.num_lowered += 1
+        if self.num_lowered > _MOST_LOWERED:
+            raise ConfigError(
+                f"max_tokens: memory ran out {self.num_lowered} times, at last with {before} tokens a rank; "
+                f"start again with fewer, or shard the model by FSDP2"
+            )
+        runner.lower_cap()
+        if self.rank:
+            return
+        log.warning(
+            "memory ran out with %d tokens a rank: this step is computed anew, and all further ones, with "
+            "at most %d; set max_tokens to that", before, runner.cap,
+        )  # fmt: skip
 
     def report(self) -> TrainingReport:
         """Idle share by rank, planned beside measured, and gap to the bound; every rank calls it."""
