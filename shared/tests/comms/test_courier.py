@@ -201,3 +201,24 @@ def test_silent_peer_ends_in_an_error_that_names_peer_round_and_phase(pool):
     text = pool.run(silent_peer, timeout=timedelta(seconds=100)).results[0]
     assert "rank 0: receiving from rank 1 failed in round 1 of 2 of phase 'backward1'" in text
     assert "timeout (3 s)" in text
+
+
+def couriers_left():
+    """Threads of couriers with a private group, and at the moment that it is gone."""
+
+    def alive():
+        return sum(thread.name == "courier" for thread in threading.enumerate())
+
+    before = alive()
+    group = private_group(timedelta(seconds=30))
+    for number in range(4):
+        lane = f"lane{number}"
+        post_rounds(group, [swap(torch.ones(2), torch.zeros(2))], "x", lane=lane).wait_all()
+    held = alive() - before
+    del group
+    return held, alive() - before
+
+
+def test_idle_couriers_have_ended_when_their_group_has(pool):
+    # A thread that frees its connections while the interpreter ends would take the process with it.
+    assert pool.run(couriers_left).results == [(4, 0)] * 2

@@ -35,6 +35,7 @@ __all__ = ["connect", "peer_died", "post_rounds", "run_rounds", "wait_for_end"]
 
 # Posted rounds and the rounds of a collective run on separate connections, in parallel.
 _LANES = ("rounds", "collectives")
+_END_S = 5.0
 
 
 def post_rounds(
@@ -277,8 +278,9 @@ class _Courier:
         self._unfinished: deque[_CourierRounds] = deque()
         self._broken: BaseException | None = None
         # An idle thread holds no reference to the group, and ends when the group is collected.
-        weakref.finalize(group, self._posted.put, None)
-        threading.Thread(target=self._carry, name="courier", daemon=True).start()
+        thread = threading.Thread(target=self._carry, name="courier", daemon=True)
+        weakref.finalize(group, _end, self._posted, self._unfinished, thread)
+        thread.start()
 
     def post(self, schedule: RoundSchedule) -> _CourierRounds:
         pending = _CourierRounds(schedule)
@@ -322,6 +324,20 @@ class _Courier:
             self._unfinished.popleft()
             pending.finish(self._broken)
             del pending
+
+
+def _end(
+    posted: queue.SimpleQueue[_CourierRounds | None],
+    unfinished: deque[_CourierRounds],
+    thread: threading.Thread,
+) -> None:
+    """Ends a courier's thread; an idle one is waited for, as it frees its connections last.
+
+    Without, an interpreter that ends meanwhile would stop the thread inside gloo, and with it the process.
+    """
+    posted.put(None)
+    if not unfinished and thread is not threading.current_thread():
+        thread.join(_END_S)
 
 
 _num_couriers: Counter[tuple[str, str]] = Counter()
