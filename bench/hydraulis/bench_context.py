@@ -7,22 +7,27 @@ them. The model is a Llama of 4 layers, hidden size 192, float32, one thread a r
 steps in turns, with the same weights; gradients go over the same network in each.
 """
 
+import sys
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hydraulis as hy
 from shared.claims import Claim
-from shared.comms import Group, NetLab, all_reduce, barrier, netlab
+from shared.comms import Group, NetLab, barrier, netlab
 from shared.comms.handicap import handicap
 
-CAP, TOKENS, STEPS, TURNS, DIVISOR = 2048, 24_576, 2, 3, 16
-HIDDEN, LAYERS, HEADS = 192, 4, 6
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training import agreed_cost, documents, make_model
+
+CAP, TOKENS, STEPS, TURNS = 2048, 24_576, 2, 3
+HIDDEN, LAYERS = 192, 4
 LONG_SHARE = 1 / 6
 COMMAND = "hatch run bench hydraulis -k context"
 PEERS = [
@@ -40,10 +45,9 @@ PEERS = [
 ]
 
 
-def documents():
+def thinned():
     """All that two ranks hold, long ones thinned to a sixth of the tokens."""
-    texts = [text[::DIVISOR] for text in hy.data.python_source()]
-    texts = [text for text in texts if 2 <= len(text) <= 2 * CAP]
+    texts = documents(2 * CAP)
     long = [text for text in texts if len(text) > CAP]
     short = [text for text in texts if len(text) <= CAP]
     room = sum(map(len, short)) * LONG_SHARE / (1 - LONG_SHARE)
@@ -51,31 +55,19 @@ def documents():
     return short + [text for text, is_kept in zip(long, kept, strict=True) if is_kept]
 
 
-def make_model():
-    torch.manual_seed(0)
-    shape = {"hidden_size": HIDDEN, "intermediate_size": 512, "num_hidden_layers": LAYERS}
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
-    config = LlamaConfig(vocab_size=256, max_position_embeddings=2 * CAP, **shape, **heads)
-    return AutoModelForCausalLM.from_config(config)
-
-
 def run_all(bytes_per_s):
     """Seconds and losses by strategy and step, tokens, and the share of them in long documents."""
     torch.set_num_threads(1)
-    group, texts = Group.world(), documents()
+    group, texts = Group.world(), thinned()
     lengths = np.array([len(text) for text in texts])
-    cost = hy.measure_cost(make_model(), CAP)
-    coefficients = torch.tensor([cost.a, cost.b, cost.c], dtype=torch.float64)
-    all_reduce(group, coefficients)
-    a, b, c = (coefficients / group.world_size).tolist()
     # A ring of two sends keys and values forward, those and their gradients backward, of half the tokens.
     message_s = LAYERS * 6 * HIDDEN * 4 / 2 / bytes_per_s
-    settings = {"max_tokens": CAP, "cost": hy.Cost(a=a, b=b, c=c), "message_s": message_s}
+    settings = {"max_tokens": CAP, "cost": agreed_cost(CAP), "message_s": message_s}
     sgd = partial(torch.optim.SGD, lr=0.0)  # all see the same weights
     engines = {
-        "hydraulis": hy.Engine(make_model(), sgd, **settings),
-        "ring": hy.Engine(make_model(), sgd, strategy="cp2", **settings),
-        "Ulysses": hy.Engine(make_model(), sgd, strategy="ulysses2", **settings),
+        "hydraulis": hy.Engine(make_model(2 * CAP), sgd, **settings),
+        "ring": hy.Engine(make_model(2 * CAP), sgd, strategy="cp2", **settings),
+        "Ulysses": hy.Engine(make_model(2 * CAP), sgd, strategy="ulysses2", **settings),
     }
     loader = hy.StepLoader(texts, engines["hydraulis"], tokens_per_step=TOKENS, seed=0)
     steps = loader.steps(0)[:STEPS]

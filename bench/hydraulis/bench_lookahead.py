@@ -5,21 +5,26 @@ token, 4,096 tokens a rank at once, one thread a rank. What counts is how long t
 next step; the first one has nothing to hide behind and is left out.
 """
 
+import sys
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hydraulis as hy
 from shared.claims import Claim
 from shared.comms import Group, RankPool
 from shared.comms.handicap import handicap
 
-CAP, TOKENS, STEPS, DIVISOR = 4096, 32_768, 6, 16
+sys.path.insert(0, str(Path(__file__).parent))
+
+from training import documents, make_model
+
+CAP, TOKENS, STEPS = 4096, 32_768, 6
 COMMAND = "hatch run bench hydraulis -k lookahead"
 PEERS = [
     {
@@ -33,19 +38,9 @@ PEERS = [
 def run_steps():
     """Seconds of waiting for each step, of planning it in line, and of the whole loop's steps."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    texts = [text[::DIVISOR] for text in hy.data.python_source()]
-    texts = [text for text in texts if 2 <= len(text) <= CAP]
+    texts = documents(CAP)
     lengths = np.array([len(text) for text in texts])
-    shape = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4}
-    config = LlamaConfig(
-        vocab_size=256,
-        num_attention_heads=6,
-        num_key_value_heads=6,
-        max_position_embeddings=CAP,
-        **shape,
-    )
-    model = AutoModelForCausalLM.from_config(config)
+    model = make_model(CAP)
     engine = hy.Engine(model, partial(torch.optim.SGD, lr=0.0), max_tokens=CAP)
     loader = hy.StepLoader(texts, engine, tokens_per_step=TOKENS, seed=Group.world().world_size)
     waited, spent, losses, plans = [], [], [], loader.steps(0)[1 : STEPS + 1]

@@ -149,6 +149,19 @@ def test_many_short_documents_are_balanced():
     assert plan.idle_share < 0.01
 
 
+@pytest.mark.parametrize("message_s", [{}, {2: 0.05}])
+def test_ranks_that_meet_often_share_no_document_without_need(message_s):
+    of = cost(c=0.01, message_s=message_s)
+    lengths = [95, 60, 90, 30, 30, 20, 45, 45, 10, 70, 80, 25, 60, 40, 50, 50]
+    plan = plan_step(lengths, 2, of, "micro-batch")
+    check(plan, lengths, 2, of, "micro-batch")
+    assert {mb.degree for queue in plan.micro_batches for mb in queue} == {1}
+    # What every slot waits is little, though no two documents are alike.
+    assert plan.makespan_s <= 1.04 * plan.bound_s
+    longer = plan_step([*lengths, 150], 2, of, "micro-batch")
+    assert {mb.degree for queue in longer.micro_batches for mb in queue} >= {2}
+
+
 def test_equal_plans_have_equal_digests_and_others_do_not():
     first, again = (plan_step([5, 9, 30], 2, cost()) for _ in range(2))
     assert first.digest == again.digest

@@ -22,7 +22,7 @@ from hydraulis.config import SequenceTooLong, check_lengths
 from hydraulis.planner.assignment import AssignmentProblem, assign
 from hydraulis.planner.degrees import DegreeCost, plan_degrees
 from hydraulis.planner.packing import pack
-from hydraulis.planner.steps import SYNCS
+from hydraulis.planner.steps import SYNCS, plan_slots
 from shared.errors import ConfigError
 
 __all__ = ["MicroBatch", "StepPlan", "plan_step"]
@@ -33,6 +33,11 @@ _MOST_RAISED, _MOST_TRIED = 8, 3
 """Documents that get more ranks to fill the others' waiting, and those that are tried for each."""
 _ENOUGH_IDLE = 0.01
 _MOST_MORE_SLOTS = 4
+_MOST_PAIRS = 1 << 20
+"""Pairs of documents and micro-batches up to which these are filled all at once."""
+_LEAST_GAIN = 0.05
+"""Share of a step that context parallelism must save where nothing needs it: its pieces are smaller, and
+its messages seldom free, whatever `message_s` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,11 +218,15 @@ class _Steps:
                     queue.append(micro_batch)
 
     def by_slots(self) -> StepPlan:
-        """The best of plans whose ranks meet after every micro-batch: documents of like length meet."""
+        """The best of plans whose ranks meet after every micro-batch.
+
+        Documents of like length meet, over as many ranks as they need; or, where one rank holds any of
+        them, none lies over several, and all micro-batches are alike.
+        """
         order = np.argsort(-self.lengths, kind="stable")
         tokens = int(self.lengths.sum())
         fewest = max(1, -(-tokens // (self.cost.cap * self.num_ranks)))
-        plans = []
+        alone, plans = self._plans_alone(fewest), []
         for count in range(fewest, fewest + _MOST_MORE_SLOTS + len(self.lengths)):
             if count > fewest + _MOST_MORE_SLOTS and plans:
                 break
@@ -226,7 +235,35 @@ class _Steps:
                 plans.append(self._plan_slots([order[slot] for slot in slots]))
             except ConfigError:  # too full for this number of slots
                 continue
-        return min(plans, key=lambda plan: plan.makespan_s)
+        best = min(plans, key=lambda plan: plan.makespan_s)
+        simple = min(alone, key=lambda plan: plan.makespan_s, default=best)
+        return best if best.makespan_s < (1 - _LEAST_GAIN) * simple.makespan_s else simple
+
+    def _plans_alone(self, fewest: int) -> list[StepPlan]:
+        """Plans of several numbers of micro-batches, all alike, each on one rank; none where that cannot be."""
+        plans = []
+        if self.degrees[0] > 1 or self.lengths.max() > self.cost.cap:
+            return plans
+        for count in range(fewest, fewest + _MOST_MORE_SLOTS + 1):
+            if count * self.num_ranks * len(self.lengths) > _MOST_PAIRS:
+                break
+            found = plan_slots(self.lengths, self.num_ranks, self.cost.cost, self.cost.cap, count)
+            plans += [] if found is None else [self._plan_alone(found)]
+        return plans
+
+    def _plan_alone(self, documents: list[list[list[int]]]) -> StepPlan:
+        """A plan of documents by rank and slot, each on one rank."""
+        taken = np.array(
+            [
+                [self.cost.cost.micro_batch_s(self.lengths[one]) for one in queue]
+                for queue in documents
+            ]
+        )
+        queues = [
+            [MicroBatch(first=rank, degree=1, documents=tuple(one)) for one in queue]
+            for rank, queue in enumerate(documents)
+        ]
+        return self._plan(queues, taken.sum(axis=1), float(taken.max(axis=0).sum()))
 
     def _plan_slots(self, slots: list[np.ndarray]) -> StepPlan:
         queues: list[list[MicroBatch]] = [[] for _ in range(self.num_ranks)]
