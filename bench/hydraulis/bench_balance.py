@@ -31,7 +31,7 @@ from shared.comms.handicap import handicap
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training import (
+from small_model import (
     SumOfGradients,
     agreed_cost,
     by_one_process,
@@ -221,10 +221,10 @@ def run_all(texts, orders, steps, is_sharded):
     errors = {name: [] for name in names}
     idle = []
 
-    def once(name, number):
+    def prepare(name, number):
         if name == PADDED:
             queues = orders[name][number]
-            return padded, lambda: padded.step(texts, queues)
+            return lambda: padded.step(texts, queues)
         one = engine if name == OURS else theirs
         if name == OURS:
             own = steps[number]
@@ -233,23 +233,24 @@ def run_all(texts, orders, steps, is_sharded):
         else:
             step = as_step(texts, orders[name][number], is_sharded=is_sharded)
         one.optimizer.weight = float(sum(n - 1 for n in step.plan.lengths))
-        return one, lambda: one.step(step).loss
+        return lambda: one.step(step).loss
 
     for turn in range(TURNS + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             spent, total = [], 0.0
+            by = padded if name == PADDED else engine if name == OURS else theirs
             for number in range(STEPS if turn else 1):
-                one, step = once(name, number)
+                step = prepare(name, number)
                 barrier(group)
                 begun = time.perf_counter()
                 loss = step()
                 barrier(group)
                 spent.append(time.perf_counter() - begun)
-                total += loss * one.optimizer.weight
+                total += loss * by.optimizer.weight
                 if turn and name == OURS:
                     last = engine.report().records[-1]
                     idle.append(1 - last.busy_s / last.seconds)
-            found = one.optimizer.taken()
+            found = by.optimizer.taken()
             if turn:
                 seconds[name].append(spent)
                 errors[name].append(

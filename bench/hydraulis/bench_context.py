@@ -24,7 +24,7 @@ from shared.comms.handicap import handicap
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training import agreed_cost, documents, make_model
+from small_model import agreed_cost, documents, make_model
 
 CAP, TOKENS, STEPS, TURNS = 2048, 24_576, 2, 3
 HIDDEN, LAYERS = 192, 4

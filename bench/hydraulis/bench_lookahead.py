@@ -22,7 +22,7 @@ from shared.comms.handicap import handicap
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from training import documents, make_model
+from small_model import documents, make_model
 
 CAP, TOKENS, STEPS = 4096, 32_768, 6
 COMMAND = "hatch run bench hydraulis -k lookahead"

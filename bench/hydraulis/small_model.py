@@ -83,7 +83,8 @@ def by_one_process(model: nn.Module, texts):
         loss = nn.functional.cross_entropy(logits[:-1], ids[1:], reduction="sum")
         loss.backward()
         total += loss.detach()
-    gradients = torch.cat([p.grad.flatten() for p in model.parameters()]).double()
+    every = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    gradients = torch.cat([one.flatten() for one in every]).double()
     if world is not None:
         all_reduce(world, total)
         all_reduce(world, gradients)
