@@ -3,11 +3,12 @@
 import os
 import time
 
+import numba
 import pytest
 import torch
 
 from shared.comms import RankPool
-from shared.comms.handicap import HandicapUnavailable, handicap
+from shared.comms.handicap import HandicapUnavailable, handicap, read_words
 from shared.errors import ConfigError
 
 IS_ROOT = os.geteuid() == 0
@@ -25,10 +26,27 @@ def describe():
     )
 
 
-def test_ranks_of_one_pool_differ():
+@numba.njit
+def double(x):
+    return 2 * x
+
+
+def describe_numba():
+    double(1)
+    features = double.targetctx.codegen().magic_tuple()[2]
+    return "+avx512f" in features, os.getppid()
+
+
+@pytest.mark.parametrize("preloaded", [(), ("numba", "shared.kernels.weight_matmul")])
+def test_ranks_of_one_pool_differ(preloaded):
     last = max(os.sched_getaffinity(0))
-    with RankPool(2, prefix=[[], handicap(isa="AVX2", cores=[last])]) as pool:
+    words = [[], handicap(isa="AVX2", cores=[last])]
+    with RankPool(2, prefix=words, modules=preloaded) as pool:
         (own, _, cores, _), (capped, isa, pinned, _) = pool.run(describe).results
+        (is_wide, parent), (is_wide_too, other_parent) = pool.run(describe_numba).results
+    assert parent == other_parent != os.getpid(), "both are forked from one template"
+    assert not is_wide_too
+    assert is_wide == ("avx512" in torch.backends.cpu.get_cpu_capability().lower())
     assert capped == "AVX2"
     assert own == torch.backends.cpu.get_cpu_capability()
     assert isa == "AVX2"
@@ -71,6 +89,21 @@ def test_without_root_a_share_is_refused_by_name(monkeypatch):
 def test_bad_settings(settings, told):
     with pytest.raises(ConfigError, match=told):
         handicap(**settings)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], ({}, set())),
+        (["env", "A=1", "B=x=y", "taskset", "-c", "0,2"], ({"A": "1", "B": "x=y"}, {0, 2})),
+        (["taskset", "-c", "1"], ({}, {1})),
+        (["env", "A=1", "nice"], None),
+        (["ip", "netns", "exec", "a", "env", "A=1"], None),
+        (["taskset", "-c", "1", "sh"], None),
+    ],
+)
+def test_words_that_only_set_something_are_read(words, told):
+    assert read_words(words) == told
 
 
 def test_nothing_asked_for_is_nothing_said():

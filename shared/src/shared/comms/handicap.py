@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shared.errors import ConfigError
 
-__all__ = ["ISAS", "HandicapUnavailable", "handicap"]
+__all__ = ["ISAS", "HandicapUnavailable", "handicap", "read_words"]
 
 # numba keeps the host's features under another processor's name, unless features are named too.
 ISAS = {
@@ -83,6 +83,24 @@ def handicap(
             raise ConfigError(f"share: expected a number in (0, 1], got {share}")
         words += _in_group(share)
     return words
+
+
+def read_words(words: Sequence[str]) -> tuple[dict[str, str], set[int]] | None:
+    """Environment and processors that words set (none: all processors); None if they do more.
+
+    Args:
+        words: "env KEY=VALUE ..." and "taskset -c CORES", in this order, either or both or neither.
+    """
+    rest, env, cores = list(words), {}, set()
+    if rest[:1] == ["env"]:
+        del rest[0]
+        while rest and "=" in rest[0]:
+            key, _, value = rest.pop(0).partition("=")
+            env[key] = value
+    if rest[:2] == ["taskset", "-c"]:
+        cores = {int(core) for core in rest[2].split(",")}
+        del rest[:3]
+    return None if rest else (env, cores)
 
 
 def _in_group(share: float) -> list[str]:

@@ -20,9 +20,11 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from shared.comms.handicap import ISAS
 
 __all__ = ["NUMBER", "START_S", "Forked", "fork"]
 
@@ -30,6 +32,8 @@ NUMBER = struct.Struct("i")
 
 # Variables that differ between ranks or tests and that libraries do not read when loaded.
 _OF_A_RANK = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST"}
+# Nor these: libraries read them at their first kernel, and a template runs none.
+_OF_A_RANK.update(*ISAS.values())
 _MOST_TEMPLATES = 2
 
 # Modules that take a second or two to import, start no threads and change nothing but themselves: a
@@ -109,7 +113,13 @@ class Forked:
 
 
 def fork(
-    control: int, args: Sequence[object], env: Mapping[str, str], limit_s: float
+    control: int,
+    args: Sequence[object],
+    env: Mapping[str, str],
+    limit_s: float,
+    *,
+    cores: Collection[int],
+    modules: Sequence[str] = (),
 ) -> Forked | None:
     """Forks a rank from the template of its environment, starting the template if there is none.
 
@@ -119,6 +129,8 @@ def fork(
             descriptor's number here, and passes the rest to `rank.main`.
         env: all environment variables of the rank.
         limit_s: seconds that the template may take to start and fork the rank.
+        cores: processors that the rank may run on.
+        modules: those that the template imports besides torch, if it has to be started.
 
     Returns:
         The rank, or None if none can be forked here: start a fresh process.
@@ -133,11 +145,11 @@ def fork(
         try:
             shared = {name: value for name, value in env.items() if name not in _OF_A_RANK}
             key = (*_rights(), *sorted(shared.items()))
-            template = _templates.pop(key, None) or _Template(shared)
+            template = _templates.pop(key, None) or _Template(shared, modules)
         except OSError:
             return None
         try:
-            forked = template.fork(control, args, env, limit_s)
+            forked = template.fork(control, args, env, limit_s, cores)
         except BaseException as error:
             _retire(template)
             if isinstance(error, EOFError | OSError) and not isinstance(error, TimeoutError):
@@ -175,12 +187,12 @@ def _is_readable(fd: int, limit_s: float | None) -> bool:
 
 
 class _Template:
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], modules: Sequence[str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._has_answered = False
         is_main_thread = threading.current_thread() is threading.main_thread()
         numbers = (theirs.fileno(), os.getpid(), int(is_main_thread))
-        heavy = [name for name in _HEAVY if name in sys.modules]
+        heavy = [*modules, *(name for name in _HEAVY if name in sys.modules)]
         with theirs:
             self._process = subprocess.Popen(
                 [
@@ -204,13 +216,16 @@ class _Template:
         return self._process.poll() is None
 
     def fork(
-        self, control: int, args: Sequence[object], env: Mapping[str, str], limit_s: float
+        self,
+        control: int,
+        args: Sequence[object],
+        env: Mapping[str, str],
+        limit_s: float,
+        cores: Collection[int],
     ) -> Forked:
         status, theirs = os.pipe()
         try:
-            request = pickle.dumps(
-                (os.getcwd(), os.sched_getaffinity(0), dict(env), [str(arg) for arg in args])
-            )
+            request = pickle.dumps((os.getcwd(), set(cores), dict(env), [str(arg) for arg in args]))
             # This process's standard error may have been redirected since the template started.
             socket.send_fds(self._socket, [request], [control, theirs, 2])
             os.close(theirs)

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from shared.comms.handicap import read_words
 from shared.comms.launch.forking import Forked, fork
 from shared.comms.launch.shipping import shipped
 from shared.errors import ConfigError, RankFailure
@@ -108,6 +109,7 @@ class RankPool:
         env: Mapping[str, str] | None = None,
         prefix: Sequence[Sequence[str]] | None = None,
         ranks_per_host: int | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
         """Describe the pool; ranks start on entry.
 
@@ -119,9 +121,12 @@ class RankPool:
             env: environment variables that override the parent's in every rank; the ranks are
                 fresh processes then, as libraries read variables when they are loaded.
             prefix: for each rank the words before its command, as ["ip", "netns", "exec", "a"];
-                the prefix must exec the command, not run it as a child.
+                the prefix must exec the command, not run it as a child. Of a prefix that says no more
+                than `handicap(isa=, cores=)` the rank gets environment and cores without a command.
             ranks_per_host: value of LOCAL_WORLD_SIZE, which groups consecutive ranks into hosts;
                 all ranks by default.
+            modules: what ranks will import, so that it is imported once for all where ranks are
+                forked. They must run no kernels and start no threads as they are imported.
 
         Raises:
             ConfigError: if a number is below one or there is not one prefix for each rank.
@@ -140,9 +145,11 @@ class RankPool:
         self._ranks_per_host = ranks_per_host
         self._env = dict(env or {})
         self._prefix = [list(words) for words in prefix] if prefix else [[]] * num_ranks
+        self._modules = tuple(modules)
+        self._handicaps = [read_words(words) for words in self._prefix]
         # A template for a custom environment would serve no other pool.
-        self._may_fork = not prefix and not env
-        if sys.platform == "linux" and not prefix:
+        self._may_fork = None not in self._handicaps and not env
+        if sys.platform == "linux" and None not in self._handicaps:
             # By default gloo uses the hostname's address, which may belong to no interface here.
             self._env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._processes: list[subprocess.Popen[bytes] | Forked] = []
@@ -254,9 +261,13 @@ class RankPool:
         }
         with theirs:
             forked = None
-            if self._may_fork:
+            handicap = self._handicaps[rank]
+            if self._may_fork and handicap is not None:
                 try:
-                    forked = fork(theirs.fileno(), args, env, self.timeout.total_seconds())
+                    forked = fork(
+                        theirs.fileno(), args, env | handicap[0], self.timeout.total_seconds(),
+                        cores=handicap[1] or os.sched_getaffinity(0), modules=self._modules,
+                    )  # fmt: skip
                 except TimeoutError as error:
                     raise RankFailure(
                         f"rank {rank} of {self.num_ranks} failed starting: {error}", rank=rank

@@ -125,6 +125,8 @@ def _run(
         os.sched_setaffinity(0, cores)
         os.environ.clear()
         os.environ.update(env)
+        if "numba" in sys.modules:  # of what a handicap sets, numba alone read its part at import
+            sys.modules["numba"].core.config.reload_config()
         importlib.invalidate_caches()  # files may have been added since the template started
         _reseed()
         rank.main([str(control), *args[1:]])
