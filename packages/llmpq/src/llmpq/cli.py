@@ -36,6 +36,7 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 
 _PROFILES = Path("report/llmpq/profiles")
 _Width = Literal[3, 4, 8, 16]
+_Activations = Literal["float", "int8"]
 _Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -61,6 +62,9 @@ class _Planning(JsonOption):
     """Input columns that share a scale."""
     dtype: _Dtype = "float32"
     """Type of activations, and of weights of 16 bits."""
+    activations: _Activations = "float"
+    """int8 lets products round activations to 8 bits where that is fastest. What that costs is measured,
+    a pass over the text a layer and width, and added to the loss."""
     profiles: Path = _PROFILES
     """Folder of measurements."""
     force: bool = False
@@ -321,6 +325,8 @@ class MeasureDevice(JsonOption):
     """Input columns that share a scale."""
     dtype: _Dtype = "float32"
     """Type of activations."""
+    activations: _Activations = "float"
+    """int8 has products timed too that round activations to 8 bits."""
     batch: int = 32
     """Most prompts at once."""
     prompt_tokens: int = 512
@@ -340,11 +346,14 @@ class MeasureDevice(JsonOption):
         workload = Workload(
             num_prompts=self.batch, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens
         )
-        path = profile_path(self.profiles, self.model, self.kind, self.dtype, self.group_size)
+        path = profile_path(
+            self.profiles, self.model, self.kind, self.dtype, self.group_size, self.activations
+        )
         with Console(stderr=True).status(f"measuring {self.kind}") as status:
             found = find_profile(
                 self.profiles, self.model, self.kind, bits=self.bits, group_size=self.group_size,
-                dtype=self.dtype, workload=workload, is_here=True, on_progress=status.update,
+                dtype=self.dtype, activations=self.activations, workload=workload, is_here=True,
+                on_progress=status.update,
             )  # fmt: skip
         lines = [f"{self.kind}: {found.processor}, torch {found.torch}, {found.dtype}"]
         for bits in found.prefill:
@@ -454,7 +463,7 @@ def _inputs(options: _Planning, on_progress: Callable[[str], None]) -> PlannerIn
         return measure_inputs(
             options.model, options.cluster, options.prompts,
             bits=options.bits, group_size=options.group_size, dtype=options.dtype,
-            max_kl=options.max_kl, num_prompts=options.batch, new_tokens=options.new_tokens,
+            activations=options.activations, max_kl=options.max_kl, num_prompts=options.batch, new_tokens=options.new_tokens,
             profiles=options.profiles, force=options.force, on_progress=on_progress,
         )  # fmt: skip
 

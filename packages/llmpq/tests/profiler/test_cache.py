@@ -76,7 +76,7 @@ def test_what_is_missing_elsewhere_is_named(tmp_path, model):
 
 @pytest.mark.parametrize("field", ["torch", "processor"])
 def test_another_machine_is_refused_unless_forced(tmp_path, model, device, field):
-    path = profile_path(tmp_path, model, "a", "float32", 64)
+    path = profile_path(tmp_path, model, "a", "float32", 64, "float")
     other = replace(find(tmp_path, model, (4,)), **{field: "other"})
     other.save(path)
     with pytest.raises(ConfigError, match=rf"{field}: expected .*, got other.*--force"):
@@ -85,14 +85,14 @@ def test_another_machine_is_refused_unless_forced(tmp_path, model, device, field
 
 
 def test_the_processor_counts_only_where_it_is(tmp_path, model, device):
-    path = profile_path(tmp_path, model, "a", "float32", 64)
+    path = profile_path(tmp_path, model, "a", "float32", 64, "float")
     other = replace(find(tmp_path, model, (4,)), processor="other")
     other.save(path)
     assert find(tmp_path, model, (4,), is_here=False) == other
 
 
 def test_another_model_is_refused_even_if_forced(tmp_path, model, device):
-    path = profile_path(tmp_path, model, "a", "float32", 64)
+    path = profile_path(tmp_path, model, "a", "float32", 64, "float")
     replace(find(tmp_path, model, (4,)), model="another").save(path)
     with pytest.raises(
         ConfigError, match=r"model: expected .*, got another; it is another model's"

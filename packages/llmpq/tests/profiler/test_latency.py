@@ -49,6 +49,25 @@ def test_a_kernel_that_changes_its_form_is_followed_where_it_was_measured():
     assert found.prefill_s(6, 64) == pytest.approx(seconds(6, 64), rel=0.05)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_twice_the_largest_batch_and_length_are_extrapolated_to(seed):
+    # `DeviceProfile.covers` lets a profile serve so much more; times are a few per cent off.
+    draws = np.random.default_rng(seed)
+
+    def seconds(batch, length):
+        tokens = batch * length
+        return (1e-5 * tokens if tokens < 100 else 4e-4 + 2e-6 * tokens) + 2e-9 * tokens * length
+
+    samples = [
+        (b, n, seconds(b, n) * draws.uniform(0.97, 1.03)) for b, n in product(BATCHES, LENGTHS)
+    ]
+    found = fit_prefill(samples)
+    for batch, length in [(32, 64), (16, 128), (32, 128)]:
+        assert found.prefill_s(batch, length) == pytest.approx(seconds(batch, length), rel=0.15)
+    beyond = [found.prefill_s(batch, 128) for batch in (16, 32, 64, 128)]
+    assert beyond == sorted(beyond)
+
+
 def test_predictions_are_positive_where_a_free_line_is_not():
     # Least squares without limits gives a call -1e-4 seconds.
     samples = [(1, 10, 1e-5), (1, 110, 1e-3), (2, 110, 2.1e-3), (4, 110, 4.3e-3)]

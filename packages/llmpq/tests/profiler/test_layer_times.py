@@ -55,6 +55,27 @@ def test_8_bits_are_not_rounded_to_bfloat16_where_float32_was_chosen(
     assert table == [[1, "dense16" if may_round else "packed"]]
 
 
+def test_int8_is_chosen_where_it_is_fastest_and_allowed_and_never_otherwise(folders, monkeypatch):
+    asked = []
+
+    def int8_is_fastest_for_many(*, tokens, forms, **settings):
+        asked.extend(forms)
+        (count,) = tokens
+        speed = {"packed": 1.0, "dense16": 2.0, "dense32": 2.0, "int8": 0.5 if count >= 64 else 3.0}
+        return {count: {form: speed[form] for form in forms}}
+
+    monkeypatch.setattr(layer_times, "measure_forms", int8_is_fastest_for_many)
+    settings = {"group_size": 16, "dtype": "float32"}
+    spec = ModelSpec.from_hf(folders["llama"])
+    assert choose_forms(spec, 4, **settings) == [[1, "packed"]]
+    assert "int8" not in asked
+    for bits in (3, 4, 8):
+        table = choose_forms(spec, bits, activations="int8", **settings)
+        assert table == [[1, "packed"], [64, "int8"]]
+    with pytest.raises(ConfigError, match="activations: expected one of float, int8, got 'fp8'"):
+        choose_forms(spec, 4, activations="fp8", **settings)
+
+
 def test_forms_are_listed_by_growing_numbers_of_tokens(folders):
     table = choose_forms(ModelSpec.from_hf(folders["llama"]), 4, group_size=16, dtype="float32")
     assert [first for first, _ in table] == sorted({first for first, _ in table})

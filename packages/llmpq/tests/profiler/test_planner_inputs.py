@@ -2,8 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from llmpq.profiler import layer_times
+from llmpq.profiler.cache import find_sensitivity
 from llmpq.profiler.planner_inputs import calibration_batches, measure_inputs
 from shared.comms import Group, RankPool
 from shared.errors import ConfigError, RankFailure
@@ -13,10 +16,11 @@ from shared.topology.device import CPU
 from ..runtime.tiny_models import add_tokenizer, make
 
 
-def measured(model, folder, profiles):
+def measured(model, folder, profiles, **more):
     return measure_inputs(
         model, folder / "cluster.yaml", folder / "prompts.jsonl", bits=(4,), group_size=16,
         dtype="float32", max_kl=None, num_prompts=4, new_tokens=2, profiles=profiles,
+        **more,
     )  # fmt: skip
 
 
@@ -32,6 +36,29 @@ def test_files_of_the_first_rank_are_enough(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps("the rain falls") + "\n")
     with RankPool(2) as pool, pytest.raises(RankFailure, match="1 devices, got 2 ranks"):
         pool.run(measured_by_rank, model, tmp_path, tmp_path / "nowhere")
+
+
+def test_what_int8_costs_is_counted_where_it_was_chosen(tmp_path, monkeypatch):
+    model = add_tokenizer(make("llama", tmp_path / "model"))
+    Cluster(hosts=(Host(name="x", devices=(CPU,)),)).to_yaml(tmp_path / "cluster.yaml")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps("the rain falls on the sea") + "\n")
+
+    def int8_is_fastest(*, tokens, forms, **settings):
+        return {count: {form: 1.0 - (form == "int8") for form in forms} for count in tokens}
+
+    monkeypatch.setattr(layer_times, "measure_forms", int8_is_fastest)
+    profiles = tmp_path / "profiles"
+    plain = measured(model, tmp_path, profiles)
+    allowed = measured(model, tmp_path, profiles, activations="int8")
+    assert plain.profile.forms["0"]["4"] == [[1, "packed"]]
+    assert allowed.profile.forms["0"]["4"] == [[1, "int8"]]
+    added = find_sensitivity(
+        profiles, model, calibration_batches(plain.texts), bits=(4,), group_size=16, method="int8"
+    ).noise
+    assert (added > 0).any()
+    np.testing.assert_allclose(allowed.given[2], plain.given[2] + added)
+    # A profile that was measured for floats alone is no profile with int8, and the other way round.
+    assert measured(model, tmp_path, profiles).profile.forms == plain.profile.forms
 
 
 def test_calibration_takes_the_beginnings_of_prompts_from_all_over_the_file():

@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["find_profile", "find_sensitivity", "profile_path"]
 
 
-def profile_path(folder: str | Path, model: str | Path, kind: str, dtype: str, group: int) -> Path:
-    """The file of one kind's profile: named by kind, model's shape, dtype and group size."""
-    name = f"{kind}-{ModelSpec.from_hf(model).fingerprint}-{dtype}-{group}.json"
+def profile_path(
+    folder: str | Path, model: str | Path, kind: str, dtype: str, group: int, activations: str
+) -> Path:
+    """The file of one kind's profile: named by kind, model's shape, types and group size."""
+    of_type = dtype if activations == "float" else f"{dtype}-{activations}"
+    name = f"{kind}-{ModelSpec.from_hf(model).fingerprint}-{of_type}-{group}.json"
     return Path(folder) / name.replace("/", "_").replace(" ", "_")
 
 
@@ -36,6 +39,7 @@ def find_profile(
     bits: Sequence[int],
     group_size: int,
     dtype: str,
+    activations: str = "float",
     workload: Workload,
     is_here: bool,
     force: bool = False,
@@ -51,6 +55,7 @@ def find_profile(
         bits: widths that are needed.
         group_size: columns that share a scale.
         dtype: of activations.
+        activations: what products may round them to, see `choose_forms`.
         workload: bounds batches and tokens that are measured.
         is_here: whether this process runs on such a device, so that it may be measured.
         force: take a profile of another version of torch or another processor as it is.
@@ -64,7 +69,7 @@ def find_profile(
         ConfigError: there is no profile and it cannot be measured here, or the profile is of
             something else; says what differs.
     """
-    path = profile_path(folder, model, kind, dtype, group_size)
+    path = profile_path(folder, model, kind, dtype, group_size, activations)
     known = DeviceProfile.load(path) if path.exists() else None
     if known is not None:
         _check(known, path, model, dtype, group_size, is_here=is_here, force=force)
@@ -84,6 +89,7 @@ def find_profile(
         bits=bits,
         group_size=group_size,
         dtype=dtype,
+        activations=activations,
         batches=_batches(workload.num_prompts),
         prompt_tokens=workload.prompt_tokens,
         new_tokens=workload.new_tokens,

@@ -32,6 +32,7 @@ def profile_cluster(
     bits: Sequence[int],
     group_size: int,
     dtype: str,
+    activations: str = "float",
     workload: Workload,
     force: bool = False,
     limit_s: float = 60.0,
@@ -51,6 +52,7 @@ def profile_cluster(
         bits: widths that are needed.
         group_size: columns that share a scale.
         dtype: of activations.
+        activations: what products may round them to, see `choose_forms`.
         workload: bounds batches and tokens that are measured.
         force: take profiles of another version of torch or processor as they are.
         limit_s: seconds that measuring a kind may take, once libraries are loaded.
@@ -75,10 +77,14 @@ def profile_cluster(
 
     def find(kind: str) -> DeviceProfile:
         return find_profile(
-            folder, model, kind, bits=bits, group_size=group_size, dtype=dtype, workload=workload,
+            folder, model, kind, bits=bits, group_size=group_size, dtype=dtype,
+            activations=activations, workload=workload,
             is_here=group is not None or len(kinds) == 1, force=force, limit_s=limit_s,
             on_progress=lambda what: on_progress(f"{kind}: {what}"),
         )  # fmt: skip
+
+    def path_of(kind: str) -> Path:
+        return profile_path(folder, model, kind, dtype, group_size, activations)
 
     links: dict[tuple[int, int], Link] = {}
     if group is None:
@@ -88,7 +94,7 @@ def profile_cluster(
         for kind, rank in kinds.items():
             if rank == group.rank:
                 find(kind)
-                mine[kind] = profile_path(folder, model, kind, dtype, group_size).read_text()
+                mine[kind] = path_of(kind).read_text()
         num_pairs = group.world_size * (group.world_size - 1) // 2
         on_progress("links")
         links = measure_links(group, limit_s=min(_LINK_S, _LINKS_S / num_pairs))
@@ -97,7 +103,7 @@ def profile_cluster(
             return None
         found = {}
         for kind, text in json.loads(gathered).items():
-            path = profile_path(folder, model, kind, dtype, group_size)
+            path = path_of(kind)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, text)
             found[kind] = DeviceProfile.load(path)

@@ -21,7 +21,14 @@ from llmpq.config import ModelSpec
 from llmpq.profiler.latency import Latency, Work, best_rates, fit_decode, fit_prefill
 from llmpq.profiler.profile import DeviceProfile
 from llmpq.runtime.layers import StageModel, read_config
-from llmpq.runtime.linear import QuantLinear, Table, forms_table, measure_forms, synchronise
+from llmpq.runtime.linear import (
+    ACTIVATIONS,
+    QuantLinear,
+    Table,
+    forms_table,
+    measure_forms,
+    synchronise,
+)
 from llmpq.runtime.sampling import Sampling
 from llmpq.runtime.stage import LayerCache, allocate
 from shared.comms import Group
@@ -51,6 +58,7 @@ def measure_device(
     bits: Sequence[int] = (3, 4, 8, 16),
     group_size: int = 128,
     dtype: str = "float32",
+    activations: str = "float",
     batches: Sequence[int] = (1, 2, 4, 8, 16, 32),
     prompt_tokens: int = 128,
     new_tokens: int = 32,
@@ -66,6 +74,7 @@ def measure_device(
         bits: widths.
         group_size: columns that share a scale.
         dtype: of activations.
+        activations: see `choose_forms`.
         batches: prompts in a micro-batch.
         prompt_tokens: longest prompts; shorter ones are measured too.
         new_tokens: tokens generated, which bounds the keys and values read.
@@ -95,8 +104,8 @@ def measure_device(
         share_s = (end - begin) / (len(bits) - at + 0.25)
         if width < 16:
             forms[str(width)] = choose_forms(
-                spec, width, group_size=group_size, dtype=dtype, limit_s=_FORMS_SHARE * share_s,
-                device=device,
+                spec, width, group_size=group_size, dtype=dtype, activations=activations,
+                limit_s=_FORMS_SHARE * share_s, device=device,
             )  # fmt: skip
         layers = _Layers(folder, width, group_size, dtype, forms.get(str(width)), enough_s, device)
         stop = begin + (_FORMS_SHARE + _DECODE_SHARE) * share_s
@@ -130,6 +139,7 @@ def choose_forms(
     *,
     group_size: int,
     dtype: str,
+    activations: str = "float",
     limit_s: float = 10.0,
     device: str | torch.device = "cpu",
 ) -> Table:
@@ -144,15 +154,25 @@ def choose_forms(
         bits: weight width, below 16.
         group_size: columns that share a scale.
         dtype: of activations.
+        activations: one of `ACTIVATIONS`; "int8" has the form timed too that multiplies integers of 8
+            bits. Its loss is no part of a width's noise: see the sensitivity "int8".
         limit_s: seconds; when they are over, larger numbers of tokens are left out.
         device: where products are computed.
 
     Returns:
         [[from_tokens, form], ...], as `QuantLinear` takes it.
+
+    Raises:
+        ConfigError: activations are none of `ACTIVATIONS`.
     """
+    if activations not in ACTIVATIONS:
+        raise ConfigError(
+            f"activations: expected one of {', '.join(ACTIVATIONS)}, got {activations!r}"
+        )
     end = time.perf_counter() + limit_s
     is_exact = dtype == "float32" and bits > _MOST_BITS_IN_BFLOAT16
     forms = ("packed", "dense32") if is_exact else ("packed", "dense16", "dense32")
+    forms += ("int8",) * (activations == "int8")
     shapes = Counter((matrix.in_features, matrix.out_features) for matrix in spec.matrices)
     found: dict[int, dict[str, float]] = {}
     for tokens in _FORM_TOKENS:

@@ -50,6 +50,7 @@ def measure_inputs(
     bits: Sequence[int],
     group_size: int,
     dtype: str,
+    activations: str = "float",
     max_kl: float | None,
     num_prompts: int,
     new_tokens: int,
@@ -68,6 +69,8 @@ def measure_inputs(
         bits: widths to choose from.
         group_size: columns that share a scale.
         dtype: of activations, and of weights of 16 bits.
+        activations: "int8" lets products round activations to 8 bits where that is fastest; what it
+            costs is measured then, and part of a width's noise.
         max_kl: highest expected loss in nats a token; None for no limit.
         num_prompts: prompts in a batch, at most.
         new_tokens: tokens of each answer.
@@ -95,7 +98,8 @@ def measure_inputs(
     )
     common: dict[str, Any] = {"bits": tuple(bits), "group_size": group_size}
     profile = profile_cluster(
-        profiles, model, described, dtype=dtype, workload=workload, force=force,
+        profiles, model, described, dtype=dtype, activations=activations, workload=workload,
+        force=force,
         on_progress=lambda what: on_progress(f"measuring {what}"), **common,
     )  # fmt: skip
     if profile is None:
@@ -107,7 +111,18 @@ def measure_inputs(
             f"positions, got {workload.prompt_tokens} + {new_tokens}; shorten prompts or --new-tokens"
         )
     on_progress("measuring sensitivity")
-    noise = find_sensitivity(profiles, model, calibration_batches(texts), **common).noise
+    text = calibration_batches(texts)
+    noise = find_sensitivity(profiles, model, text, **common).noise
+    in_8_bits = [
+        width for width in common["bits"]
+        if any(form == "int8" for one in profile.devices for _, form in one.forms.get(str(width), ()))
+    ]  # fmt: skip
+    if in_8_bits:
+        on_progress("measuring what products in 8 bits cost")
+        found = find_sensitivity(
+            profiles, model, text, bits=in_8_bits, group_size=group_size, method="int8"
+        )
+        noise[:, [common["bits"].index(width) for width in in_8_bits]] += found.noise
     return PlannerInputs(
         given=(spec, profile, noise, workload, quality),
         settings=common | {"dtype": dtype},

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from llmpq.profiler import SENSITIVITIES
 from llmpq.runtime.gptq import find_matrices
+from llmpq.runtime.linear import QuantLinear
 from shared.errors import ConfigError, DataError
 from shared.kernels import weight_matmul
 
 __all__ = [
     "Sensitivity",
     "by_fisher",
+    "by_int8",
     "by_kl",
     "by_random",
     "by_variance",
@@ -324,6 +326,40 @@ def by_kl(
                 with round_to_nearest(model, plan, group_size=group_size):
                     noise[number, column] = divergence(model, batches, expected)
     return noise
+
+
+def by_int8(
+    model: nn.Module, layers: Matrices, batches: Batches, bits: tuple[int, ...], group_size: int,
+    seed: int,
+) -> np.ndarray:  # fmt: skip
+    """Measured divergence between a layer's rounded weights in 8-bit products and in float32 ones.
+
+    Rounding errors of weights and of products are independent, so that this adds to a width's own noise.
+    """
+    noise = np.zeros((len(layers), len(bits)))
+    for number, layer in enumerate(layers):
+        for column, width in enumerate(bits):
+            if width == 16:
+                continue
+            with _computed(layer, width, group_size, "dense32"):
+                expected = predict(model, batches)
+            with _computed(layer, width, group_size, "int8"):
+                noise[number, column] = divergence(model, batches, expected)
+    return noise
+
+
+@contextmanager
+def _computed(layer: list[nn.Linear], bits: int, group_size: int, form: str) -> Iterator[None]:
+    """Has matrices compute with rounded weights, in one form of product."""
+    try:
+        for module in layer:
+            packed = weight_matmul.pack(module.weight, bits, group_size=group_size)
+            rounded = QuantLinear(packed, module.bias, [[1, form]])
+            module.forward = rounded.forward  # type: ignore[method-assign]
+        yield
+    finally:
+        for module in layer:
+            module.__dict__.pop("forward", None)
 
 
 def by_random(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,9 @@ class StageModel(nn.Module):
             body.config.layer_types = config.layer_types[low:high]
         # Not a submodule: its parameters are those above, under other names.
         self._body, self._list_name = [body], found.layers
+        # transformers 5 came to call the argument `cache`.
+        is_new = "cache" in signature(body.forward).parameters
+        self._cache_name = "cache" if is_new else "past_key_values"
 
     def forward(
         self, x: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache
@@ -153,10 +157,11 @@ class StageModel(nn.Module):
         """
         (body,) = self._body
         setattr(body, self._list_name, self.layers)
-        inputs = {"input_ids": x} if self.has_ends else {"inputs_embeds": x}
+        inputs: dict[str, Any] = {"input_ids": x} if self.has_ends else {"inputs_embeds": x}
         if self.config.model_type != "bloom":
             inputs["position_ids"] = position_ids
-        found = body(**inputs, attention_mask=attention_mask, past_key_values=cache, use_cache=True)
+        inputs[self._cache_name] = cache
+        found = body(**inputs, attention_mask=attention_mask, use_cache=True)
         return found.last_hidden_state
 
     def to_device(self, device: torch.device) -> None:

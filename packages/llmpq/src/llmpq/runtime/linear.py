@@ -22,6 +22,7 @@ from shared.errors import ConfigError
 from shared.kernels.weight_matmul import BITS, PackedWeight, from_codes, matmul, unpack
 
 __all__ = [
+    "ACTIVATIONS",
     "BLOCK_BYTES",
     "FORMS",
     "QuantLinear",
@@ -87,8 +88,11 @@ FORMS: dict[str, Callable[[Tensor, PackedWeight], Tensor]] = {
 }
 """Forms of a product: from packed weights; unpacked to bfloat16 or float32, then dense; int8 by int8.
 
-dense16 rounds weights and activations to bfloat16; int8 rounds both to 8 bits and is never chosen
-unless a table names it."""
+dense16 rounds weights and activations to bfloat16; int8 rounds both to 8 bits, and is chosen only where
+its loss is counted (`ACTIVATIONS`)."""
+
+ACTIVATIONS = ("float", "int8")
+"""What products may round activations to: to bfloat16 at most, or to 8 bits too."""
 
 _DEFAULT: Table = ((1, "packed"), (64, "dense32"))
 _DEFAULT_HALF: Table = ((1, "packed"), (48, "dense16"))
