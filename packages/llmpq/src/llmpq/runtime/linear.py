@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import median
 
 import torch
@@ -35,7 +35,9 @@ __all__ = [
 Table = Sequence[Sequence[int | str]]
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_TURNS = 5
+_TURNS, _MOST_TURNS = 5, 40
+_ENOUGH_S = 0.02
+"""Seconds of a form after which short calls have no more turns."""
 _COLD_BYTES = 64 << 20
 
 
@@ -172,8 +174,9 @@ def measure_forms(
 ) -> dict[int, dict[str, float]]:
     """Median seconds of each form by number of tokens, in turns, with weights that no cache holds.
 
-    A layer's weights are used once a step and then those of all others, so copies of the weight, up
-    to 64 MB, take turns.
+    A layer's weights are used once a step and then those of all others, so copies of the weight, 64 MB
+    or 16 of them, take turns from call to call: no form finds those that another has just read. Each turn
+    begins with another form. Short calls have more turns, as their seconds vary more.
 
     Raises:
         ConfigError: a form is unknown, or bits or a size is out of range.
@@ -199,17 +202,21 @@ def measure_forms(
         )
     copies = min(16, max(1, -(-_COLD_BYTES // weight.num_bytes)))
     weights = [weight, *(replace(weight, data=weight.data.clone()) for _ in range(copies - 1))]
-    found = {}
+    found, turns = {}, cycle(weights)
     for count in tokens:
         x = torch.randn(count, in_features, device=device).to(dtype)
         seconds: dict[str, list[float]] = {form: [] for form in forms}
-        for turn in range(_TURNS + 1):
-            for form in forms:
+        turn, end = 0, time.perf_counter() + _ENOUGH_S * len(forms)
+        while turn <= _TURNS or (turn <= _MOST_TURNS and time.perf_counter() < end):
+            first = turn % len(forms)
+            for form in forms[first:] + forms[:first]:
+                cold = next(turns)
                 begun = time.perf_counter()
-                FORMS[form](x, weights[turn % copies])
+                FORMS[form](x, cold)
                 synchronise(x.device)
                 if turn:  # the first compiles
                     seconds[form].append(time.perf_counter() - begun)
+            turn += 1
         found[count] = {form: median(values) for form, values in seconds.items()}
     return found
 

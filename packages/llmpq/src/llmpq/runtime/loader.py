@@ -219,6 +219,7 @@ def _round_layer(
         for inside, module in list(layer.named_modules()):
             if isinstance(module, nn.Linear):
                 packed = _packed(files, f"{name}.{inside}", bits, plan)
+                files.release()  # a layer's pages would be twice as many bytes as its rounding needs
                 shape = packed.out_features, packed.in_features
                 if shape != (module.out_features, module.in_features):
                     raise DataError(

@@ -65,8 +65,9 @@ def pack(weight: Float[Tensor, "out in"], bits: int, *, group_size: int = 128) -
     x = weight.detach().to(torch.float32)
     _check_finite(x)
     groups = -(-columns // group_size)
-    x = torch.nn.functional.pad(x, (0, groups * group_size - columns))
-    x = x.view(rows, groups, group_size)
+    if groups * group_size > columns:
+        x = torch.nn.functional.pad(x, (0, groups * group_size - columns))
+    x = x.reshape(rows, groups, group_size)
     # Divided before they are subtracted: the range of large weights may exceed float32.
     low, high = (bound.clamp_(max=0) / levels for bound in (x.amin(2), -x.amax(2)))
     step = -high - low
