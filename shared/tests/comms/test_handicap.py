@@ -1,6 +1,7 @@
 """Ranks that are made older or slower than their machine."""
 
 import os
+import sys
 import time
 
 import numba
@@ -37,8 +38,21 @@ def describe_numba():
     return "+avx512f" in features, os.getppid()
 
 
+def is_imported(name):
+    return name in sys.modules
+
+
+def test_modules_are_imported_once_for_all_ranks(monkeypatch):
+    monkeypatch.setenv("OF_THIS_TEST", "colorsys")
+    with RankPool(1, modules=["colorsys"]) as pool:
+        assert pool.run(is_imported, "colorsys").results == [True]
+    with RankPool(1) as pool:
+        assert pool.run(is_imported, "this").results == [False]
+
+
 @pytest.mark.parametrize("preloaded", [(), ("numba", "shared.kernels.weight_matmul")])
-def test_ranks_of_one_pool_differ(preloaded):
+def test_ranks_of_one_pool_differ(preloaded, monkeypatch):
+    monkeypatch.setenv("OF_THIS_TEST", str(preloaded))  # so that no other pool's template serves it
     last = max(os.sched_getaffinity(0))
     words = [[], handicap(isa="AVX2", cores=[last])]
     with RankPool(2, prefix=words, modules=preloaded) as pool:

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -92,6 +94,21 @@ def test_the_fastest_form_is_one_that_was_measured():
         fastest_form(bits=4, tokens=0, in_features=64, out_features=48)
     with pytest.raises(ConfigError, match="bits"):
         fastest_form(bits=5, tokens=1, in_features=64, out_features=48)
+
+
+def test_forms_are_timed_with_weights_that_none_has_just_read(monkeypatch):
+    calls = []
+    for name in ("packed", "dense32"):
+        monkeypatch.setitem(
+            FORMS, name, lambda x, w, name=name: calls.append((name, w.data.data_ptr())) or x
+        )
+    found = linear.measure_forms(
+        bits=4, in_features=96, out_features=32, tokens=(3,), forms=("packed", "dense32")
+    )
+    assert set(found[3]) == {"packed", "dense32"}
+    assert len({weight for _, weight in calls}) == 16
+    assert all(a[1] != b[1] for a, b in itertools.pairwise(calls))
+    assert {name for name, _ in calls[::2]} == {"packed", "dense32"}, "each begins some turns"
 
 
 def test_a_table_names_each_change_once():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llmpq.planner.plan import Plan, Stage
-from llmpq.runtime.loader import load, open_weights
+from llmpq.runtime.loader import WeightFiles, load, load_stage, open_weights
 from llmpq.runtime.pipeline import Pipeline
 from shared.comms import RankPool
 from shared.errors import ConfigError, DataError
@@ -193,6 +193,26 @@ def test_a_stage_reads_its_own_tensors_alone(bits, models, three):
         sizes = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
     late = sum(sizes[name] for name in sizes if re.search(r"layers\.[234]\.", name))
     assert found == [late, sum(sizes.values()) - late, 0]
+
+
+def test_a_matrix_is_let_go_before_the_next_one_is_read(models, monkeypatch):
+    held, most = [], [0]
+
+    def read(files, name):
+        if name.endswith("proj.weight"):
+            held.append(name)
+            most[0] = max(most[0], len(held))
+        return plain_read(files, name)
+
+    def release(files):
+        held.clear()
+        plain_release(files)
+
+    plain_read, plain_release = WeightFiles.read, WeightFiles.release
+    monkeypatch.setattr(WeightFiles, "read", read)
+    monkeypatch.setattr(WeightFiles, "release", release)
+    load_stage(models["llama"], plan_for([2], [0, 1], 4), 1)
+    assert most[0] == 1
 
 
 def test_a_large_tensor_is_read_in_parts(tmp_path):
