@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from llmpq.data import Prompt, paragraphs, read_ends, read_prompts, smollm2, tokenise
+from llmpq.data import Prompt, paragraphs, read_ends, read_gguf, read_prompts, smollm2, tokenise
 from shared.errors import ConfigError, DataError
 
 from .runtime.tiny_models import add_tokenizer, make
@@ -123,6 +124,46 @@ def test_a_folder_that_is_there_is_not_written_again(tmp_path, monkeypatch):
 def test_paragraphs_are_consecutive():
     assert paragraphs(5)[2:] == paragraphs(3, first=2)
     assert all(text.strip() for text in paragraphs(50))
+
+
+def test_a_gguf_file_is_read_as_the_package_gguf_reads_it(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    from gguf.quants import dequantize, quantize
+
+    draw = np.random.default_rng(0)
+    values = {name: draw.normal(size=(5, 64)).astype(np.float32) for name in ("a", "b", "c")}
+    kinds = {name: gguf.GGMLQuantizationType[kind] for name, kind in
+             (("a", "F32"), ("b", "Q4_1"), ("c", "Q8_0"))}  # fmt: skip
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    facts = {"n": 7, "x": 0.5, "yes": True, "name": "Käse", "list": ["a", "", "ü"], "ids": [1, 2]}
+    for key, value in facts.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool,
+               str: writer.add_string, list: writer.add_array}[type(value)]  # fmt: skip
+        add(key, value)
+    stored = {name: quantize(value, kinds[name]) for name, value in values.items()}
+    for name, value in stored.items():
+        writer.add_tensor(name, value, raw_dtype=kinds[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    found, tensors = read_gguf(path)
+    assert facts.items() <= found.items()
+    assert list(tensors) == list(values)
+    for name, value in stored.items():
+        assert tensors[name].dtype == np.float32
+        np.testing.assert_array_equal(tensors[name], dequantize(value, kinds[name]), err_msg=name)
+
+    for wrong in (
+        path.read_bytes()[:-200],
+        path.read_bytes()[:30],
+        b"GGUG" + path.read_bytes()[4:],
+    ):
+        (tmp_path / "wrong.gguf").write_bytes(wrong)
+        with pytest.raises(DataError, match=r"wrong\.gguf: expected a GGUF file of version 3"):
+            read_gguf(tmp_path / "wrong.gguf")
 
 
 @pytest.mark.slow

