@@ -32,7 +32,7 @@ from small_model import (
     relative_error,
 )
 
-CAP, TOKENS, TURNS = 2048, 24_576, 3
+CAP, TOKENS, TURNS = 2048, 16_384, 3
 HIDDEN, LAYERS = 192, 4
 LONG_SHARE = 1 / 6
 COMMAND = "hatch run bench hydraulis -k context"

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from small_model import agreed_cost, documents, make_model
 
-CAP, TOKENS, DRAWS, TURNS = 2048, 10_000, 8, 3
+CAP, TOKENS, DRAWS, TURNS = 2048, 6_000, 8, 3
 LONG = 1024
 STAGES, PIPELINES = 4, 20
 COMMAND = "hatch run bench hydraulis -k simulator"
