@@ -44,6 +44,19 @@ def _pop(heap, key, size):
 
 
 @compiled
+def _first_with(items, key, size, least):
+    """Where among items of rising keys the first one of at least so much stands."""
+    low, high = 0, size
+    while low < high:
+        middle = (low + high) // 2
+        if key[items[middle]] < least:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
 def fill_groups(seconds, tokens, least, degrees, cap, num_ranks, limit_s, group_of, degree_of):
     """First fit of documents into groups of their least degree, short ones wherever most time is left.
 
@@ -64,46 +77,54 @@ def fill_groups(seconds, tokens, least, degrees, cap, num_ranks, limit_s, group_
     count = tokens.size
     room_s, room = np.empty(num_ranks), np.empty(num_ranks)
     groups, left, document = 0, num_ranks, 0
-    # Groups of several ranks: those that still take the shortest such document, the tightest first.
+    # Groups of several ranks, by degree, of which those stand here that still take the shortest such document:
+    # the ones with least time left first, so that the tightest one is found by halving.
     last = count - 1
     while last > 0 and least[last] == 0:
         last -= 1
-    still, num_open = np.empty(num_ranks, np.int64), 0
+    still, num_still = (
+        np.empty((degrees.size, num_ranks), np.int64),
+        np.zeros(degrees.size, np.int64),
+    )
     while document < count and least[document] > 0:
-        degree = least[document]
-        found = -1
-        at = 0
-        while at < num_open:
-            g = still[at]
-            if room_s[g] < seconds[last, degree_of[g]] or room[g] < tokens[last]:
-                num_open -= 1
-                still[at] = still[num_open]
+        found, at = -1, 0
+        for number in range(least[document], degrees.size):
+            taken_s = seconds[document, number]
+            low = _first_with(still[number], room_s, num_still[number], taken_s)
+            while low < num_still[number] and room[still[number, low]] < tokens[document]:
+                low += 1
+            if low == num_still[number]:
                 continue
-            at += 1
-            taken_s = seconds[document, degree_of[g]]
+            g = still[number, low]
             if (
-                degree_of[g] >= degree
-                and taken_s <= room_s[g]
-                and tokens[document] <= room[g]
-                and (
-                    found < 0
-                    or room_s[g] - taken_s < room_s[found] - seconds[document, degree_of[found]]
-                )
+                found < 0
+                or room_s[g] - taken_s < room_s[found] - seconds[document, degree_of[found]]
             ):
-                found = g
+                found, at = g, low
         if found < 0:
-            if left < degrees[degree]:
+            number = least[document]
+            if left < degrees[number]:
                 return -1
-            found = groups
-            degree_of[found] = degree
-            room_s[found], room[found] = limit_s, degrees[degree] * cap
-            left -= degrees[degree]
-            still[num_open] = found
-            num_open += 1
+            found, at = groups, num_still[number]
+            degree_of[found] = number
+            room_s[found], room[found] = limit_s, degrees[number] * cap
+            left -= degrees[number]
+            num_still[number] += 1
             groups += 1
-        room_s[found] -= seconds[document, degree_of[found]]
+        number = degree_of[found]
+        room_s[found] -= seconds[document, number]
         room[found] -= tokens[document]
         group_of[document] = found
+        if room_s[found] < seconds[last, number] or room[found] < tokens[last]:
+            num_still[number] -= 1
+            while at < num_still[number]:
+                still[number, at] = still[number, at + 1]
+                at += 1
+        else:
+            while at > 0 and room_s[still[number, at - 1]] > room_s[found]:
+                still[number, at] = still[number, at - 1]
+                at -= 1
+            still[number, at] = found
         document += 1
     # All other ranks, in the smallest groups, and what time is left in the others: the most time first.
     smallest = left // degrees[0]
@@ -111,39 +132,36 @@ def fill_groups(seconds, tokens, least, degrees, cap, num_ranks, limit_s, group_
         degree_of[g] = 0
         room_s[g], room[g] = limit_s, degrees[0] * cap
     groups += smallest
-    heap = np.arange(groups)
-    size = groups
-    for at in range(size // 2 - 1, -1, -1):
-        _sift_down(heap, room_s, size, at)
+    # Of each degree the group with most time is on top: if a document is too slow in it, it is in all others.
+    heaps, sizes = np.empty((degrees.size, groups), np.int64), np.zeros(degrees.size, np.int64)
+    for g in range(groups):
+        number = degree_of[g]
+        sizes[number] = _push(heaps[number], room_s, sizes[number], g)
     # Groups without room for a document's tokens wait for one as short as what they have left.
     waiting, num_waiting = np.empty(groups, np.int64), 0
-    aside = np.empty(groups, np.int64)
     while document < count:
         while num_waiting > 0 and room[waiting[0]] >= tokens[document]:
-            size = _push(heap, room_s, size, waiting[0])
+            g = waiting[0]
             num_waiting = _pop(waiting, room, num_waiting)
-        num_aside = 0
-        placed = False
-        while size > 0 and not placed:
-            g = heap[0]
-            taken_s = seconds[document, degree_of[g]]
-            if tokens[document] > room[g]:
-                size = _pop(heap, room_s, size)
+            number = degree_of[g]
+            sizes[number] = _push(heaps[number], room_s, sizes[number], g)
+        found = -1
+        for number in range(degrees.size):
+            heap = heaps[number]
+            while sizes[number] > 0 and room[heap[0]] < tokens[document]:
+                g = heap[0]
+                sizes[number] = _pop(heap, room_s, sizes[number])
                 num_waiting = _push(waiting, room, num_waiting, g)
-            elif taken_s > room_s[g]:
-                # Too slow in this group: one of more ranks may still end in time.
-                size = _pop(heap, room_s, size)
-                aside[num_aside] = g
-                num_aside += 1
-            else:
-                room_s[g] -= taken_s
-                room[g] -= tokens[document]
-                group_of[document] = g
-                _sift_down(heap, room_s, size, 0)
-                placed = True
-        if not placed:
+            if sizes[number] == 0 or seconds[document, number] > room_s[heap[0]]:
+                continue
+            if found < 0 or room_s[heap[0]] > room_s[found]:
+                found = heap[0]
+        if found < 0:
             return -1
-        for one in range(num_aside):
-            size = _push(heap, room_s, size, aside[one])
+        number = degree_of[found]
+        room_s[found] -= seconds[document, number]
+        room[found] -= tokens[document]
+        group_of[document] = found
+        _sift_down(heaps[number], room_s, sizes[number], 0)
         document += 1
     return groups
