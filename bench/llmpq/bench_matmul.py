@@ -5,6 +5,7 @@ against the best form at each number of tokens. Every product takes the next of 
 each, as a layer's turn comes again only after all others'.
 """
 
+import random
 import time
 from itertools import cycle
 from statistics import median
@@ -16,6 +17,7 @@ from llmpq.runtime.linear import FORMS, QuantLinear, forms_table, measure_forms
 from shared.claims import Claim
 from shared.kernels import weight_matmul
 
+REVISION = 2
 SIZE, GROUP, WEIGHTS = 4096, 128, 6
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SINGLE = ("packed", "dense16", "dense32")
@@ -58,14 +60,15 @@ def weights():
 def in_turns(ways, turns):
     """Seconds of each way [turns], and what each gave last; the first turn warms up.
 
-    Each turn begins with another way, so that none always follows the same one, and each call takes
-    the next weight, so that none finds its own in the cache. Results are those of the first weight.
+    Each turn has the ways in another drawn order, so that none always follows the same one: what ran
+    before leaves caches and clocks as it likes. Each call takes the next weight, so that none finds its
+    own in the cache. Results are those of the first weight.
     """
     taken, found = {name: [] for name in ways}, {}
-    names, numbers = list(ways), cycle(range(WEIGHTS))
+    names, numbers, draw = list(ways), cycle(range(WEIGHTS)), random.Random(0)
     for turn in range(turns + 1):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        draw.shuffle(names)
+        for name in names:
             way, number = ways[name], next(numbers)
             begun = time.perf_counter()
             way(number)

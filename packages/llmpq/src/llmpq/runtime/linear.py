@@ -7,6 +7,7 @@ one overtakes the other is measured, see `measure_forms`; the plan carries the t
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -176,7 +177,7 @@ def measure_forms(
 
     A layer's weights are used once a step and then those of all others, so copies of the weight, 64 MB
     or 16 of them, take turns from call to call: no form finds those that another has just read. Each turn
-    begins with another form. Short calls have more turns, as their seconds vary more.
+    has the forms in another order, as what ran before leaves caches and clocks as it likes. Short calls have more turns, as their seconds vary more.
 
     Raises:
         ConfigError: a form is unknown, or bits or a size is out of range.
@@ -202,14 +203,14 @@ def measure_forms(
         )
     copies = min(16, max(1, -(-_COLD_BYTES // weight.num_bytes)))
     weights = [weight, *(replace(weight, data=weight.data.clone()) for _ in range(copies - 1))]
-    found, turns = {}, cycle(weights)
+    found, turns, order, draw = {}, cycle(weights), list(forms), random.Random(0)
     for count in tokens:
         x = torch.randn(count, in_features, device=device).to(dtype)
         seconds: dict[str, list[float]] = {form: [] for form in forms}
         turn, end = 0, time.perf_counter() + _ENOUGH_S * len(forms)
         while turn <= _TURNS or (turn <= _MOST_TURNS and time.perf_counter() < end):
-            first = turn % len(forms)
-            for form in forms[first:] + forms[:first]:
+            draw.shuffle(order)
+            for form in order:
                 cold = next(turns)
                 begun = time.perf_counter()
                 FORMS[form](x, cold)
