@@ -70,7 +70,9 @@ def test_much_longer_prompts_are_measured_too(tmp_path, model, device):
 
 
 def test_what_is_missing_elsewhere_is_named(tmp_path, model):
-    with pytest.raises(ConfigError, match=r"llmpq profile .* --kind a"):
+    with pytest.raises(
+        ConfigError, match=r"--kind a --bits 4 --group-size 64 --dtype float32 --activations float`"
+    ):
         find(tmp_path, model, (4,), is_here=False)
 
 

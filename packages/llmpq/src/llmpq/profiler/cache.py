@@ -77,9 +77,14 @@ def find_profile(
         if not bits or (not is_here and set(bits) <= set(known.prefill)):
             return known  # elsewhere, longer prompts and larger batches are extrapolated to
     if not is_here:
+        widths = " ".join(map(str, bits))
+        command = (
+            f"llmpq profile {model} --kind {kind} --bits {widths} --group-size {group_size} "
+            f"--dtype {dtype} --activations {activations}"
+        )
         raise ConfigError(
             f"no profile of the kind {kind!r} at {', '.join(map(str, bits))} bits: expected {path}; "
-            f"run `llmpq profile {model} --kind {kind}` on such a machine and copy its file here"
+            f"run `{command}` on such a machine and copy its file here"
         )
     from llmpq.profiler.layer_times import measure_device
 
