@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import hydraulis as hy
 from hydraulis.cli import main
 from shared.claims import faults, read_demo
 
@@ -36,6 +37,20 @@ def test_a_plan_names_groups_seconds_and_the_bound(lengths, capsys):
     assert record["bound_s"] <= record["seconds"]
     assert record["groups"][0]["longest"] == 30_000
     assert sum(row["documents"] for row in record["groups"]) == 41
+
+
+def test_a_plan_goes_by_a_measured_cost(lengths, tmp_path, capsys):
+    path = tmp_path / "cost.json"
+    given = ["plan", str(lengths), "--ranks", "8", "--cap", "9000", "--cost", str(path), "--json"]
+    hy.Cost(a=1e-6, b=1e-3, c=0.5).save(path)
+    assert main(given) == 0
+    seconds = json.loads(capsys.readouterr().out)["seconds"]
+    hy.Cost(a=2e-6, b=2e-3, c=1.0).save(path)
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["seconds"] == pytest.approx(2 * seconds)
+    path.write_text("{}")
+    assert main(given) == 1
+    assert "expected a cost of version 1, got None" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

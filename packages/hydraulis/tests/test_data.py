@@ -39,10 +39,20 @@ def test_an_epoch_is_a_shuffle_of_its_own_and_can_be_repeated():
     assert list(samplers(1, seed=5)[0]) != first
 
 
+@pytest.mark.parametrize("sync", ["step", "micro-batch"])
+def test_its_length_is_that_of_the_epoch_on_every_rank(sync):
+    ranks = samplers(sync=sync, tokens_per_step=9000)
+    for epoch in (0, 1):
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+        assert {len(sampler) for sampler in ranks} == {len(list(ranks[0]))}
+
+
 def test_a_data_loader_takes_it():
     torch_data = pytest.importorskip("torch.utils.data")
     (sampler,) = samplers(1)
     loader = torch_data.DataLoader(list(range(200)), batch_sampler=sampler, collate_fn=list)
+    assert len(loader) == len(list(sampler))
     assert list(loader) == list(sampler)
 
 
@@ -76,5 +86,8 @@ def test_the_standard_library_has_a_long_tail():
 def test_lengths_are_read_line_by_line(tmp_path):
     (tmp_path / "a.txt").write_text("5\n\n 70 \n")
     assert hy.data.read_lengths(tmp_path / "a.txt").tolist() == [5, 70]
+    (tmp_path / "b.txt").write_text("tokens\n5\n")
+    with pytest.raises(DataError, match=r"b\.txt:1: expected a whole .* got tokens; .* no header"):
+        hy.data.read_lengths(tmp_path / "b.txt")
     with pytest.raises(DataError, match="expected a text file of lengths"):
         hy.data.read_lengths(tmp_path)

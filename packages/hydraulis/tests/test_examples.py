@@ -5,12 +5,17 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+QUICKLY = {"train_documents": ["--steps", "2", "--max-tokens", "512"]}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path, tmp_path):
     done = subprocess.run(
-        [sys.executable, path], cwd=tmp_path, check=False, capture_output=True, text=True
+        [sys.executable, path, *QUICKLY.get(path.stem, ())],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout

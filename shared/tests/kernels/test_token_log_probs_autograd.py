@@ -189,3 +189,19 @@ def test_shards_of_the_vocabulary_are_the_whole():
         rows = grads[1][6 * rank : 6 * rank + 6]
         for found, true in zip(answer, [*wanted, grads[0], rows], strict=True):
             torch.testing.assert_close(found, true.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_under_autocast_a_head_is_rounded_as_a_linear_layers():
+    hidden, weight, tokens = drawn(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = token_log_probs(hidden, weight, tokens)
+        slopes = gradients(found, hidden, weight)
+    assert [part.dtype for part in (*found, *slopes)] == [torch.float32] * 4
+    narrow_hidden, narrow_weight = (
+        one.detach().bfloat16().double().requires_grad_() for one in (hidden, weight)
+    )
+    wanted = expected(narrow_hidden, narrow_weight, tokens)
+    torch.testing.assert_close(found, tuple(one.float() for one in wanted), rtol=1e-3, atol=1e-3)
+    for one, other in zip(slopes, gradients(wanted, narrow_hidden, narrow_weight), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=0.02, atol=0.02)
+    assert all(one.dtype == torch.float64 for one in token_log_probs(*drawn()))

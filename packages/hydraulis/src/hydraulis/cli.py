@@ -16,8 +16,10 @@ _ABOUT = """Documents of any length, every rank finishing at the same time.
 
 What would change for your documents, without any GPU:
   hydraulis compare --lengths lengths.txt --gpus 64 --model ./model
+
 Groups of ranks for one step's documents:
   hydraulis plan lengths.txt --ranks 64 --cap 8192
+
 Training is a few lines of Python: see the README.
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
@@ -45,6 +47,8 @@ class PlanGroups(JsonOption):
     """Seconds of any micro-batch."""
     message: float = 0.0
     """Seconds of messages for each token in groups of several ranks."""
+    cost: Path | None = None
+    """File of a measured cost, in place of a, b and c."""
 
     def execute(self) -> None:
         """Prints the groups, the step's seconds and how far from the best they can be."""
@@ -56,7 +60,8 @@ class PlanGroups(JsonOption):
 
         lengths = read_lengths(self.lengths)
         degrees = {2**power: self.message for power in range(1, 32)}
-        cost = DegreeCost(cost=Cost(a=self.a, b=self.b, c=self.c), cap=self.cap, message_s=degrees)
+        alone = Cost(a=self.a, b=self.b, c=self.c) if self.cost is None else Cost.load(self.cost)
+        cost = DegreeCost(cost=alone, cap=self.cap, message_s=degrees)
         plan = plan_degrees(lengths, self.ranks, cost)
         seconds = plan.seconds(lengths, cost)
         lines = [f"{'ranks':>6}  {'groups':>6}  {'documents':>9}  {'longest':>8}"]

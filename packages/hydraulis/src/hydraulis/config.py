@@ -7,27 +7,33 @@ micro-batch never attend to each other, so their seconds add up.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import floor, isfinite
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from shared.errors import ConfigError
+from shared.files import write_atomically
 
 __all__ = [
     "Cost",
     "Replica",
     "SequenceTooLong",
     "check_lengths",
+    "device_name",
     "keep_fitting",
     "token_cap",
     "training_operations",
 ]
 
 _TOO_LONG = ("raise", "drop", "truncate")
+_VERSION = 1
+"""Of a cost's file."""
 _ROUND = 128
 """Tokens to a multiple of which caps are rounded down."""
 _PASSES = 3.0
@@ -60,6 +66,7 @@ class Cost:
         c: seconds of any micro-batch.
         error: mean relative error at the timings it was fitted to; None if it was not fitted.
         largest_error: the largest of them.
+        device: kind of device that it was measured on; None if it was not measured.
 
     Raises:
         ConfigError: a coefficient is negative or not finite, or a and b are both 0.
@@ -70,6 +77,7 @@ class Cost:
     c: float = 0.0
     error: float | None = field(default=None, compare=False)
     largest_error: float | None = field(default=None, compare=False)
+    device: str | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("a", "b", "c"):
@@ -124,6 +132,44 @@ class Cost:
         squared, linear = training_operations(config)
         return cls(a=squared / operations_per_s, b=linear / operations_per_s, c=fixed_s)
 
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON, replacing `path` at once."""
+        write_atomically(path, json.dumps({"version": _VERSION, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cost:
+        """Reads what `save` wrote.
+
+        Raises:
+            ConfigError: it is no cost, or one of another version; names the file.
+        """
+        try:
+            tree = json.loads(Path(path).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: expected a cost as JSON: {error}") from error
+        version = tree.pop("version", None) if isinstance(tree, dict) else None
+        if version != _VERSION:
+            raise ConfigError(
+                f"{path}: expected a cost of version {_VERSION}, got {version!r}; measure it anew, see "
+                f"`measure_cost`"
+            )
+        try:
+            return cls(**tree)
+        except (ConfigError, TypeError) as error:
+            raise ConfigError(f"{path}: expected a cost: {error}") from error
+
+    def check_device(self, device: Any) -> None:
+        """Refuses a cost that was measured on another kind of device than a `torch.device`.
+
+        Raises:
+            ConfigError: it was; says where.
+        """
+        if self.device is not None and device_name(device) != self.device:
+            raise ConfigError(
+                f"cost: expected one of {device_name(device)}, got one that was measured on {self.device}; "
+                f"measure it anew, see `measure_cost`"
+            )
+
     def sequence_s(self, lengths: Sequence[int] | np.ndarray) -> Float[np.ndarray, " sequence"]:
         """Seconds that each sequence adds to its micro-batch."""
         known = np.asarray(lengths, dtype=float)
@@ -132,6 +178,15 @@ class Cost:
     def micro_batch_s(self, lengths: Sequence[int] | np.ndarray) -> float:
         """Seconds of a micro-batch of these documents; 0 without any."""
         return float(self.sequence_s(lengths).sum() + self.c) if len(lengths) else 0.0
+
+
+def device_name(device: Any) -> str:
+    """The kind of a `torch.device`: a GPU's name, or its type."""
+    if device.type != "cuda":
+        return str(device.type)
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 def training_operations(config: Any) -> tuple[float, float]:

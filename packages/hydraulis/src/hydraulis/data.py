@@ -54,7 +54,8 @@ def read_lengths(path: str | Path) -> np.ndarray:
         if line.strip():
             if not line.strip().isdecimal() or not int(line):
                 raise DataError(
-                    f"{path}:{number}: expected a whole number of tokens above 0, got {line.strip():.40}"
+                    f"{path}:{number}: expected a whole number of tokens above 0, got {line.strip():.40}; "
+                    f"the file has a document's tokens on each line, and no header"
                 )
             found.append(int(line))
     if not found:
@@ -117,6 +118,7 @@ class BalancedBatchSampler:
         self.tokens_per_step, self.num_ranks, self.rank = tokens_per_step, num_ranks, rank
         self.cost, self.cap, self.seed, self.sync = cost, cap, seed, sync
         self._epoch = 0
+        self._counted: tuple[int, int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffles anew from the next iteration on."""
@@ -129,6 +131,12 @@ class BalancedBatchSampler:
         for step in cut_steps(self.lengths, order, self.tokens_per_step, self.num_ranks):
             planned = plan_ranks(self.lengths[step], self.num_ranks, self.cost, self.cap, self.sync)
             yield [step[part].tolist() for part in planned[self.rank]]
+
+    def __len__(self) -> int:
+        """This rank's micro-batches in the epoch that was set, for which all of them are planned."""
+        if self._counted is None or self._counted[0] != self._epoch:
+            self._counted = self._epoch, sum(map(len, self.steps()))
+        return self._counted[1]
 
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps():

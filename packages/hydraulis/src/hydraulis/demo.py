@@ -22,7 +22,7 @@ from hydraulis.profiler.analytic import degree_cost, read_config
 from hydraulis.report import draw_ranks
 from hydraulis.simulator import Outcome, compare
 from shared.claims import Claim, finish
-from shared.comms import Group, RankPool, all_reduce, barrier
+from shared.comms import Group, RankPool, barrier
 from shared.comms.handicap import handicap
 
 __all__ = ["plan_claim", "run", "simulated_claim", "trained_claim"]
@@ -152,12 +152,8 @@ def _train(
         LlamaConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=4, **shape)
     )
     cost = measure_cost(model, _CAP, repeats=2)
-    mean = all_reduce(group, torch.tensor([cost.a, cost.b, cost.c], dtype=torch.float64))
-    a, b, c = (mean / group.world_size).tolist()
     # Both ways see the same weights.
-    engine = Engine(
-        model, partial(torch.optim.SGD, lr=0.0), max_tokens=_CAP, cost=Cost(a=a, b=b, c=c)
-    )
+    engine = Engine(model, partial(torch.optim.SGD, lr=0.0), max_tokens=_CAP, cost=cost)
     texts = [text[::_DIVISOR] for text in python_source()]
     texts = [text for text in texts if 2 <= len(text) <= _CAP]
     lengths = np.array([len(text) for text in texts])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hydraulis.config import Cost, SequenceTooLong
 from hydraulis.planner.degrees import DegreeCost
-from hydraulis.planner.schedule import plan_step
+from hydraulis.planner.schedule import plan_step, step_bound
 from shared.errors import ConfigError
 
 MESSAGES = {2: 0.002, 4: 0.003, 8: 0.004}
@@ -119,6 +119,56 @@ def test_two_ranks_end_about_as_soon_as_by_trying_everything(lengths):
     best = best_by_hand(lengths, of)
     assert plan.bound_s <= best * (1 + 1e-12)
     assert best * (1 - 1e-12) <= plan.makespan_s <= 1.2 * best
+
+
+def fewest_micro_batches(sizes, cap):
+    """By trying every way to put few documents into micro-batches."""
+    best = len(sizes)
+    for places in product(range(len(sizes)), repeat=len(sizes)):
+        chosen = np.array(places)
+        if all(sum(sizes[chosen == one]) <= cap for one in range(len(sizes))):
+            best = min(best, len(set(places)))
+    return best
+
+
+def best_with_fixed_parts(lengths, of):
+    """Two ranks: each document on rank 0, 1 or both, in as few micro-batches as hold them."""
+    sizes, best = np.array(lengths), np.inf
+    one, two = of.seconds(sizes, 1), of.seconds(sizes, 2)
+    for places in product(range(3), repeat=len(lengths)):
+        chosen = np.array(places)
+        if (sizes[chosen < 2] > of.cap).any():
+            continue
+        both = sizes[chosen == 2]
+        together_s = two[chosen == 2].sum() + of.cost.c * fewest_micro_batches(both, 2 * of.cap)
+        loads = [
+            one[chosen == rank].sum()
+            + of.cost.c * fewest_micro_batches(sizes[chosen == rank], of.cap)
+            for rank in range(2)
+        ]
+        best = min(best, together_s + max(loads))
+    return best
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 190), min_size=1, max_size=5),
+    c=st.sampled_from([0.1, 1.0, 10.0]),
+    message_s=st.sampled_from([0.0, 0.01, 1.0]),
+)
+def test_no_two_ranks_end_before_the_bound_with_fixed_parts(lengths, c, message_s):
+    of = cost(c=c, message_s={2: message_s})
+    best = best_with_fixed_parts(lengths, of)
+    assert step_bound(np.array(lengths), 2, of) <= best * (1 + 1e-12)
+    assert best * (1 - 1e-12) <= plan_step(lengths, 2, of).makespan_s <= 1.2 * best
+
+
+def test_the_bound_of_a_slow_document_counts_only_its_own_fixed_part():
+    # A rank has one slow document, the other the short ones in four micro-batches.
+    of = DegreeCost(cost=Cost(a=1e-3, b=0.0, c=1.0), cap=100, message_s={2: 1.0})
+    plan = plan_step([100, *[5] * 80], 2, of)
+    assert plan.makespan_s == 11.0
+    assert step_bound(np.array(plan.lengths), 2, of) == 11.0
 
 
 def test_a_long_document_gets_ranks_for_its_micro_batch_only():

@@ -216,8 +216,10 @@ def packed(model, texts, packing):
     local = packing.tokens()
     labels = torch.cat([torch.cat((ids[1:], ids.new_full((1,), -100))) for ids in texts])
     ids, positions = torch.cat(texts)[local], packing.positions()[local]
-    with attend(model, packing):
-        out = model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+    with attend(model):
+        out = model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, packing=packing
+        )
     logits = out.logits[0]
     return torch.nn.functional.cross_entropy(logits, labels[local], reduction="sum")
 
@@ -265,18 +267,20 @@ def test_what_would_be_computed_otherwise_is_refused():
     model, texts = make_model("llama"), documents((5, 9))
     packing = PackedDocuments(lengths=(5, 9))
     ids = torch.cat(texts)[None]
-    with attend(model, packing):
+    with attend(model):
         with pytest.raises(ConfigError, match=r"one row of this rank's 14 tokens, got 1 of 13"):
-            model(input_ids=ids[:, 1:], use_cache=False)
+            model(input_ids=ids[:, 1:], use_cache=False, packing=packing)
         with pytest.raises(ConfigError, match=r"one row .* got 2 of 14"):
-            model(input_ids=ids.repeat(2, 1), use_cache=False)
+            model(input_ids=ids.repeat(2, 1), use_cache=False, packing=packing)
+        with pytest.raises(ConfigError, match=r"expected packing=.* or cu_seq_lens_q .* neither"):
+            model(input_ids=ids, use_cache=False)
     config = model.config
     assert config._attn_implementation == "sdpa"
     model.train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    with attend(model, packing), pytest.raises(ConfigError, match=r"no dropout .* got 0\.1"):
-        model(input_ids=ids, use_cache=False)
+    with attend(model), pytest.raises(ConfigError, match=r"no dropout .* got 0\.1"):
+        model(input_ids=ids, use_cache=False, packing=packing)
     config = Qwen3Config(
         **{
             **CONFIGS["qwen3"].to_dict(),
@@ -288,10 +292,10 @@ def test_what_would_be_computed_otherwise_is_refused():
     )
     sliding = AutoModelForCausalLM.from_config(config)
     with (
-        attend(sliding, packing),
+        attend(sliding),
         pytest.raises(ConfigError, match=r"sliding window of at least .* 9 tokens, got 8"),
     ):
-        sliding(input_ids=ids, use_cache=False)
+        sliding(input_ids=ids, use_cache=False, packing=packing)
 
 
 def refused():
@@ -299,12 +303,25 @@ def refused():
     shape = {**CONFIGS["qwen3"].to_dict(), "num_attention_heads": 6, "num_key_value_heads": 6}
     model = AutoModelForCausalLM.from_config(Qwen3Config(**shape))
     ids = torch.zeros(1, len(packing.tokens()), dtype=torch.int64)
-    with attend(model, packing), pytest.raises(ConfigError, match=r"divides 6 query heads.* got 4"):
-        model(input_ids=ids, use_cache=False)
+    with attend(model), pytest.raises(ConfigError, match=r"divides 6 query heads.* got 4"):
+        model(input_ids=ids, use_cache=False, packing=packing)
 
 
 def test_heads_that_ranks_cannot_share_are_refused(ranks):
     ranks.run(refused)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_attention_is_narrowed_under_autocast_as_torchs_own(family):
+    model, texts = make_model(family).float(), documents((14,))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, known = loss_and_gradients(model, one_by_one(model, texts))
+        model.zero_grad()
+        found = packed(model, texts, PackedDocuments(lengths=(14,)))
+        loss, grads = loss_and_gradients(model, found)
+    assert loss == pytest.approx(expected, rel=1e-3)
+    for name, grad in grads.items():
+        assert (grad - known[name]).norm() <= 0.02 * known[name].norm(), name
 
 
 def test_activations_recomputed_outside_are_refused():
@@ -313,9 +330,8 @@ def test_activations_recomputed_outside_are_refused():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     packing = PackedDocuments(lengths=(5, 9))
     ids = torch.cat(texts)[None]
-    with attend(model, packing):
-        model(input_ids=ids, use_cache=False).logits.sum().backward()
-    with attend(model, packing):
-        loss = model(input_ids=ids, use_cache=False).logits.sum()
+    with attend(model):
+        model(input_ids=ids, use_cache=False, packing=packing).logits.sum().backward()
+        loss = model(input_ids=ids, use_cache=False, packing=packing).logits.sum()
     with pytest.raises((ConfigError, torch.utils.checkpoint.CheckpointError)):
         loss.backward()

@@ -36,13 +36,18 @@ def expected(family, batches):
     return losses, model.state_dict()
 
 
+def shard(model):
+    """As FSDP2's users do."""
+    mesh = Group.world().device_mesh()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def trained(family, batches, settings, shards):
     model = make_model(family)
     if shards:
-        mesh = Group.world().device_mesh()
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard(model)
     engine = Engine(model, SGD, **settings)
     losses = [engine.step(documents(lengths)).loss for lengths in batches]
     degrees = {mb.degree for mb in engine.plan(batches[0]).micro_batches[engine.rank]}

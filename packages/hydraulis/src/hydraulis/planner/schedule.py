@@ -25,13 +25,15 @@ from hydraulis.planner.packing import pack
 from hydraulis.planner.steps import SYNCS, plan_slots
 from shared.errors import ConfigError
 
-__all__ = ["MicroBatch", "StepPlan", "plan_step"]
+__all__ = ["MicroBatch", "StepPlan", "plan_step", "step_bound"]
 
 _LIMITS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0, 3.0)
 """Multiples of the bound that a document may take before it gets more ranks."""
 _MOST_RAISED, _MOST_TRIED = 8, 3
 """Documents that get more ranks to fill the others' waiting, and those that are tried for each."""
 _ENOUGH_IDLE = 0.01
+_MUCH_FIXED = 0.1
+"""Share of a step's bound from which on a micro-batch's fixed part may outweigh the time of documents."""
 _MOST_MORE_SLOTS = 4
 _MOST_PAIRS = 1 << 20
 """Pairs of documents and micro-batches up to which these are filled all at once."""
@@ -127,6 +129,26 @@ def plan_step(
     return search.by_step() if sync == "step" else search.by_slots()
 
 
+def step_bound(lengths: np.ndarray, num_ranks: int, cost: DegreeCost) -> float:
+    """Seconds that no plan of a step is below, whose documents fit.
+
+    A document takes its seconds at the degree that suits it best, in a micro-batch; and all ranks together
+    take each document's least product of ranks and seconds, and a fixed part for each rank of each
+    micro-batch, of which at least as many are needed as hold all tokens.
+    """
+    degrees = cost.degrees(num_ranks)
+    seconds = np.stack([cost.seconds(lengths, int(d)) for d in degrees], axis=1)
+    fits = lengths[:, None] <= degrees * cost.cap
+    alone = np.where(fits, seconds, np.inf).min(axis=1).max()
+    areas = np.where(fits, seconds * degrees, np.inf).min(axis=1).sum()
+    fixed_s, tokens = cost.cost.c, int(lengths.sum())
+    return max(
+        float(alone) + fixed_s,
+        (float(areas) + fixed_s * -(-tokens // cost.cap)) / num_ranks,
+        fixed_s * -(-tokens // (cost.cap * num_ranks)),
+    )
+
+
 class _Steps:
     """Plans of one step's documents under several limits."""
 
@@ -136,18 +158,19 @@ class _Steps:
         self.lengths, self.num_ranks, self.cost, self.degrees = lengths, num_ranks, cost, degrees
         self.seconds = np.stack([cost.seconds(lengths, int(d)) for d in degrees], axis=1)
         self.fits = lengths[:, None] <= degrees * cost.cap
-        areas = np.where(self.fits, self.seconds * degrees, np.inf).min(axis=1)
-        alone = np.where(self.fits, self.seconds, np.inf).min(axis=1)
-        fewest = -(-int(lengths.sum()) // (cost.cap * num_ranks))
-        self.bound_s = max(float(alone.max()), float(areas.sum()) / num_ranks) + (
-            cost.cost.c * max(fewest, 1)
-        )
+        self.bound_s = step_bound(lengths, num_ranks, cost)
 
     def by_step(self) -> StepPlan:
         """The best of plans whose ranks meet at the end."""
         tried: dict[bytes, tuple[StepPlan, np.ndarray]] = {}
-        for limit_s in (np.inf, *(factor * self.bound_s for factor in _LIMITS)):
-            chosen = self._degrees(limit_s)
+        wanted = [
+            self._degrees(limit_s)
+            for limit_s in (np.inf, *(factor * self.bound_s for factor in _LIMITS))
+        ]
+        if self.cost.cost.c > _MUCH_FIXED * self.bound_s:
+            # Short documents that fill a large group's micro-batch spare one of their own.
+            wanted += [np.maximum(wanted[0], number) for number in range(1, len(self.degrees))]
+        for chosen in wanted:
             if chosen.tobytes() not in tried:
                 tried[chosen.tobytes()] = self._place(chosen), chosen
         plan, chosen = min(tried.values(), key=lambda one: one[0].makespan_s)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 
-from hydraulis.config import Cost
-from hydraulis.runtime.attention import PackedDocuments
+from hydraulis.config import Cost, device_name
+from hydraulis.runtime.attention import PackedDocuments, attend
 from hydraulis.runtime.loss import LossModel
+from shared.comms import Group, all_reduce
 from shared.errors import ConfigError
 
 __all__ = ["measure_cost"]
@@ -19,17 +21,25 @@ __all__ = ["measure_cost"]
 def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
     """Fits a, b and c to forward and backward passes of made-up documents; weights stay as they are.
 
+    Where there are ranks, all of them call it before the model is sharded, and get the same cost: that of
+    their mean seconds.
+
     Args:
         model: a Hugging Face causal LM, on the device where it trains.
         max_tokens: of the largest micro-batch that is measured; at least 16.
         repeats: turns, of which the median counts, after one that warms up.
 
     Raises:
-        ConfigError: fewer than 16 tokens, or the model is not one that `LossModel` takes.
+        ConfigError: fewer than 16 tokens, a sharded model, or one that `LossModel` does not take.
     """
     if max_tokens < 16:
         raise ConfigError(f"measure_cost: expected at least 16 tokens, got {max_tokens}")
+    if any(hasattr(one, "placements") for one in model.parameters()):
+        raise ConfigError(
+            "measure_cost: expected a model that is not sharded yet, got DTensors; measure it before"
+        )
     loss = LossModel(model)
+    device = next(model.parameters()).device
     shapes = [
         (max_tokens,), (max_tokens // 2,) * 2, (max_tokens // 4,) * 4, (max_tokens // 16,) * 16,
         (max_tokens // 2,), (max_tokens // 4,), (max_tokens // 16,) * 4, (max_tokens // 16,),
@@ -42,13 +52,19 @@ def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
             for at, lengths in enumerate(shapes):
                 begun = time.perf_counter()
                 packing = PackedDocuments(lengths=lengths)
-                ids = torch.zeros(sum(lengths), dtype=torch.int64, device=model.device)
-                loss(ids, packing.positions().to(ids.device), ids, packing).backward()
+                ids = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
+                with attend(model):
+                    loss(ids, packing.positions().to(device), ids, packing).backward()
                 if ids.is_cuda:
-                    torch.cuda.synchronize(ids.device)
+                    torch.cuda.synchronize(device)
                 if turn:
                     taken[at].append(time.perf_counter() - begun)
     finally:
         for name, p in model.named_parameters():
             p.grad = kept[name]
-    return Cost.fit([(lengths, median(taken[at])) for at, lengths in enumerate(shapes)])
+    seconds = torch.tensor([median(one) for one in taken.values()], dtype=torch.float64)
+    if Group.exists():
+        group = Group.world()
+        seconds = all_reduce(group, seconds.to(group.device)).cpu() / group.world_size
+    found = Cost.fit(list(zip(shapes, seconds.tolist(), strict=True)))
+    return replace(found, device=device_name(device))

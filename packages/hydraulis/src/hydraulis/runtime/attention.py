@@ -1,14 +1,14 @@
 """Attention by document under transformers' own models, on one rank or over a group of them.
 
 Packed documents never see each other. Nothing of a model is rewritten: its configuration names the
-attention function that is registered here, as long as `attend` holds.
+attention function that is registered here, as long as `attend` holds. The documents are an argument of
+the model's call, which its layers pass on: a layer that is recomputed in the backward pass gets its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,18 +74,15 @@ class PackedDocuments:
         return [(at + 1) * whole // parts - at * whole // parts for at in range(parts)]
 
 
-_packing: ContextVar[PackedDocuments | None] = ContextVar("packing", default=None)
-
-
 @contextmanager
-def attend(model: nn.Module, packing: PackedDocuments) -> Iterator[None]:
+def attend(model: nn.Module) -> Iterator[None]:
     """Lets a model's attention go by document; its input is one row of this rank's tokens.
 
-    Forward passes belong inside, and backward passes too where activations are recomputed.
+    The model is called with `packing=PackedDocuments(...)` beside its input. Forward passes belong inside,
+    and backward passes too where activations are recomputed.
 
     Args:
         model: a Hugging Face causal LM; what it computes is left as it was afterwards.
-        packing: the documents.
 
     Raises:
         ConfigError: while the model runs, what it asks of attention is not offered: a sliding window
@@ -95,13 +92,11 @@ def attend(model: nn.Module, packing: PackedDocuments) -> Iterator[None]:
     config: Any = model.config
     before = config._attn_implementation
     _register()
-    token = _packing.set(packing)
     config._attn_implementation = _NAME
     try:
         yield
     finally:
         config._attn_implementation = before
-        _packing.reset(token)
 
 
 def use_document_attention(model: nn.Module) -> None:
@@ -156,14 +151,19 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    packing: PackedDocuments | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    packing = _packing.get()
     if packing is None:
         packing = _from_ends(settings.get("cu_seq_lens_q"))
     _check(module, query, key, packing, dropout, settings)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = query[0], key[0], value[0]
+    device = q.device.type
+    if torch.is_autocast_enabled(device) and q.dtype != torch.float64:
+        # Rotated queries and keys may be wide beside narrow values: torch's own attention narrows them.
+        narrow = torch.get_autocast_dtype(device)
+        q, k, v = (one.to(narrow) for one in (q, k, v))
     ulysses, tokens = packing.ulysses, packing.ulysses_tokens()
     if ulysses is not None:
         check_heads(q.shape[0], k.shape[0], ulysses.world_size)
@@ -182,8 +182,8 @@ def _from_ends(ends: Tensor | None) -> PackedDocuments:
     """Documents between the ends that a collator gives."""
     if ends is None:
         raise ConfigError(
-            "attention by document: expected to be called inside `attend`, or with cu_seq_lens_q; where "
-            "activations are recomputed, call backward inside it too"
+            "attention by document: expected packing=PackedDocuments(...) or cu_seq_lens_q in the model's "
+            "call, got neither"
         )
     return PackedDocuments(lengths=tuple(ends.diff().tolist()))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -22,6 +23,7 @@ from hydraulis.config import Cost
 from hydraulis.planner.degrees import DegreeCost
 from hydraulis.planner.replicas import ReplicaPlan
 from hydraulis.planner.schedule import MicroBatch, StepPlan, plan_step
+from hydraulis.runtime.attention import attend
 from hydraulis.runtime.loss import LossModel
 from hydraulis.runtime.steps import PlannedStep, make_row
 from shared.comms import Group
@@ -79,14 +81,23 @@ class DegreeRunner:
         self._ready_s = 0.0
         self._groups = self._make_groups()
         loss = LossModel(model, is_sharded=self._is_sharded)
+        self._own_loss = loss
         self._loss: nn.Module = loss
         if group is not None and self._num_ranks > 1 and not self._is_sharded:
             # Buffers hold what positions alone decide, so nobody needs another rank's.
-            self._loss = DistributedDataParallel(
-                loss, process_group=group.process_group, gradient_as_bucket_view=True,
-                broadcast_buffers=False,
-            )  # fmt: skip
-            self._loss.register_comm_hook(None, bucket_sum(group, self._note_ready))
+            with warnings.catch_warnings():
+                # The argument that takes its place is not known before torch 2.13.
+                warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+                wrapped = DistributedDataParallel(
+                    loss, process_group=group.process_group, gradient_as_bucket_view=True,
+                    broadcast_buffers=False,
+                )  # fmt: skip
+            self._loss = wrapped
+            wrapped.register_comm_hook(None, bucket_sum(group, self._note_ready))
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self._model.parameters()).device
 
     @property
     def cap(self) -> int:
@@ -116,6 +127,11 @@ class DegreeRunner:
         sync = "micro-batch" if self._is_sharded else "step"
         return plan_step(lengths, self._num_ranks, self._cost, sync)
 
+    def places(self, plan: StepPlan | ReplicaPlan) -> list[int]:
+        """Places of the documents that this rank reads of a step."""
+        assert isinstance(plan, StepPlan), "planned here"
+        return [place for one in plan.micro_batches[self._rank] for place in one.documents]
+
     def compute(self, step: PlannedStep, num_losses: int) -> tuple[Tensor, float]:
         """Runs this rank's micro-batches; gradients are summed over ranks with the last one.
 
@@ -134,7 +150,6 @@ class DegreeRunner:
                 wait for its gradients already.
         """
         assert isinstance(step.plan, StepPlan), "planned here"
-        self._device = next(self._model.parameters()).device
         queue = step.plan.micro_batches[self._rank]
         # FSDP averages gradients over ranks, our hook sums them.
         scale = (self._num_ranks if self._is_sharded else 1) / num_losses
@@ -144,7 +159,11 @@ class DegreeRunner:
             is_last = at + 1 == len(queue)
             if self.is_short and not is_last:
                 continue
-            with self._synchronised(is_last=is_last), self._telling(step, one):
+            with (
+                attend(self._model),
+                self._synchronised(is_last=is_last),
+                self._telling(step, one),
+            ):
                 loss = self._forward(step, one)
                 total += loss.detach() / num_losses
                 try:
@@ -154,6 +173,18 @@ class DegreeRunner:
                         raise
                     self.is_short = True
         return total, self._ready_s or time.perf_counter()
+
+    @torch.no_grad()
+    def evaluate(self, step: PlannedStep, num_losses: int) -> Tensor:
+        """This rank's share of a step's loss, without gradients; arguments as of `compute`."""
+        assert isinstance(step.plan, StepPlan), "planned here"
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for one in step.plan.micro_batches[self._rank]:
+            ring = self._groups.get((one.degree, one.first))
+            row = make_row(step, one.documents, self._device, ring=ring)
+            with attend(self._model), self._telling(step, one):
+                total += self._own_loss(row.ids, row.positions, row.labels, row.packing)
+        return total / num_losses
 
     def _forward(self, step: PlannedStep, one: MicroBatch) -> Tensor:
         """A micro-batch's loss; that of two tokens without labels where memory is short."""

@@ -1,8 +1,9 @@
 """Attention of a piece of a document to another piece, with what is needed to merge pieces.
 
 On the CPU aten's flash attention computes it, which returns the logarithms of the sums of its exponents
-too; on a GPU its counterpart there, and whole documents by one call of torch's varlen_attn. Merging parts by these sums is exact (ring attention, arXiv
-2310.01889), and the backward pass of a part takes the whole row's output and sum.
+too; on a GPU its counterpart there, and whole documents by one call of torch's varlen_attn. Merging parts
+by these sums is exact (ring attention, arXiv 2310.01889), and the backward pass of a part takes the whole
+row's output and sum.
 """
 
 from __future__ import annotations
@@ -41,7 +42,12 @@ def attend_piece(
         q, k, v: query heads are a multiple of the key heads, which they share in order.
         scale: of the products.
         is_causal: whether queries and keys are the same tokens, none of which sees later ones.
+
+    Raises:
+        ConfigError: on a GPU, values of another type than 16 bits.
     """
+    if q.is_cuda:
+        _check_narrow(q)
     k, v = _repeat(k, q), _repeat(v, q)
     if q.is_cuda:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
@@ -125,11 +131,7 @@ def attend_varlen(
     Raises:
         ConfigError: values of another type than 16 bits.
     """
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        raise ConfigError(
-            f"attention by document on a GPU: expected float16 or bfloat16, got {q.dtype}; load the model "
-            f"in bfloat16, or train it under torch.autocast"
-        )
+    _check_narrow(q)
     ends, longest = _ends(lengths, q.device), max(lengths)
     found = varlen_attn(
         q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), ends, ends, longest, longest, scale=scale, window_size=(-1, 0),
@@ -137,6 +139,14 @@ def attend_varlen(
     )  # fmt: skip
     assert isinstance(found, Tensor)
     return found.transpose(0, 1)
+
+
+def _check_narrow(q: Tensor) -> None:
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        raise ConfigError(
+            f"attention by document on a GPU: expected float16 or bfloat16, got {q.dtype}; load the model "
+            f"in bfloat16, or train it under torch.autocast"
+        )
 
 
 @functools.lru_cache(maxsize=16)  # as every layer of a micro-batch asks

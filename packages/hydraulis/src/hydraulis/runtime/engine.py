@@ -46,11 +46,13 @@ class StepResult:
             next token, and then no parameter changes.
         num_losses: next tokens that were learned.
         seconds: of the step on this rank.
+        grad_norm: 2-norm of all gradients before they were clipped; None without `max_grad_norm`.
     """
 
     loss: float
     num_losses: int
     seconds: float
+    grad_norm: float | None = None
 
 
 class Engine:
@@ -76,6 +78,7 @@ class Engine:
         message_s: float = 0.0,
         strategy: str | None = None,
         candidates: Sequence[Candidate] | None = None,
+        max_grad_norm: float | None = None,
     ) -> None:
         """Takes the model as it is; every rank makes an engine alike.
 
@@ -92,14 +95,24 @@ class Engine:
                 runs these replicas, on consecutive ranks. By default degrees follow documents.
             candidates: sets of replicas, as `propose` finds them: each step runs the one that is
                 fastest for its documents. Their caps hold as far as `max_tokens` allows.
+            max_grad_norm: 2-norm to which a step's gradients are clipped; `inf` only measures it.
 
         Raises:
-            ConfigError: max_tokens below 1, a strategy that the ranks cannot be cut into, both a
-                strategy and candidates, no candidate that can run, or a model whose loss is not a
-                plain product's.
+            ConfigError: max_tokens below 1, an optimizer that is made already, a norm that is not above 0,
+                a strategy that the ranks cannot be cut into, both a strategy and candidates, no candidate
+                that can run, a cost that was measured on another kind of device, or a model whose loss is
+                not a plain product's.
+            CommError: ranks were given unlike arguments; names them.
         """
         if max_tokens < 1:
             raise ConfigError(f"max_tokens: expected at least 1, got {max_tokens}")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ConfigError(f"max_grad_norm: expected more than 0, got {max_grad_norm}")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer: expected what makes one, as partial(torch.optim.AdamW, lr=3e-4), got a made "
+                f"{type(optimizer).__name__}; the engine may shard the parameters first"
+            )
         if strategy is not None and candidates is not None:
             raise ConfigError(
                 f"expected a strategy or candidates, got {strategy!r} and {len(candidates)}; the "
@@ -111,6 +124,14 @@ class Engine:
         self.model = model
         config = _config(model)
         cost = Cost.of_model(config) if cost is None else cost
+        cost.check_device(next(model.parameters()).device)
+        # Before the ranks make groups, in which those that disagree would wait for one another.
+        sets = [one.shapes for one in candidates or ()]
+        check_agreed(
+            self.group, "engine: expected the same arguments",
+            repr((max_tokens, cost, message_s, strategy, sets, max_grad_norm)),
+            "give all ranks the same max_tokens, cost, strategy and candidates",
+        )  # fmt: skip
         degree = None if strategy is None else read_degree(strategy, self.num_ranks)
         self._runner: DegreeRunner | ReplicaRunner
         if candidates is None and (strategy is None or degree is not None):
@@ -119,16 +140,16 @@ class Engine:
                 degree=degree,
             )  # fmt: skip
         else:
-            fixed = None
             if strategy is not None:
                 layers = config.num_hidden_layers
                 fixed = read_strategy(
                     strategy, cost=cost, max_tokens=max_tokens, num_layers=layers,
                     message_s=message_s,
                 )  # fmt: skip
-            sets = [one.shapes for one in candidates or ()] if fixed is None else [fixed]
+                sets = [fixed]
             self._runner = ReplicaRunner(model, self.group, sets, max_tokens=max_tokens)
         self.num_lowered = 0
+        self._max_grad_norm, self._vocab_size = max_grad_norm, config.vocab_size
         self.optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
         self._records: list[StepRecord] = []
 
@@ -149,29 +170,21 @@ class Engine:
 
         Raises:
             SequenceTooLong: a document exceeds what all ranks hold together.
-            CommError: ranks disagree on the plan, before anything is computed, or one died.
+            CommError: ranks disagree on the plan or one of them cannot read its documents, before anything
+                is computed; or one died.
+            DataError: this rank cannot read its documents, see `PlannedStep.tokens`.
             ConfigError: memory ran out again and again, though with fewer tokens each time.
             torch.OutOfMemoryError: memory ran out where other ranks wait; see `DegreeRunner.compute`.
         """
-        if not isinstance(step, PlannedStep):
-            if not len(step):
-                raise DataError("step: expected at least one document, got none")
-            lengths = [len(to_tokens(one)) for one in step]
-            step = PlannedStep(
-                documents=step, indices=tuple(range(len(step))), plan=self.plan(lengths)
-            )
-        elif isinstance(self._runner, DegreeRunner) and not self._runner.holds(step.plan):
-            step = replace(step, plan=self.plan(step.plan.lengths))
+        step = self._planned(step)
         begun = time.perf_counter()
-        check_agreed(
-            self.group,
-            f"step {step.number} of epoch {step.epoch}: expected one plan",
-            f"{step.plan.digest} {step.indices} {step.epoch} {step.number}",
-            "give all ranks the same documents, max_tokens, cost and seed",
-        )
+        step = self._read(step)
         num_losses = sum(length - 1 for length in step.plan.lengths)
         if not num_losses:
-            return StepResult(loss=0.0, num_losses=0, seconds=time.perf_counter() - begun)
+            return StepResult(
+                loss=0.0, num_losses=0, seconds=time.perf_counter() - begun,
+                grad_norm=None if self._max_grad_norm is None else 0.0,
+            )  # fmt: skip
         agreed_s = time.perf_counter()
         total, ended_s = self._runner.compute(step, num_losses)
         # Before the update: a rank that is lost until here leaves all parameters as they were.
@@ -183,6 +196,7 @@ class Engine:
         if num_short and isinstance(self._runner, DegreeRunner):
             self._lower_cap(self._runner)
             return self.step(step)
+        grad_norm = self._clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         done_s = time.perf_counter()
@@ -192,7 +206,66 @@ class Engine:
                 gap=step.plan.gap, busy_s=ended_s - agreed_s, seconds=done_s - agreed_s,
             )
         )  # fmt: skip
-        return StepResult(loss=float(total), num_losses=num_losses, seconds=done_s - begun)
+        return StepResult(
+            loss=float(total), num_losses=num_losses, seconds=done_s - begun, grad_norm=grad_norm
+        )
+
+    def evaluate(self, step: PlannedStep | Sequence[Any]) -> float:
+        """The loss of documents, of which nothing is learned; every rank calls it alike.
+
+        Args:
+            step: as of `step`.
+
+        Returns:
+            Sum of next-token losses over their number, the same on all ranks; 0 without a next token.
+
+        Raises:
+            SequenceTooLong: a document exceeds what all ranks hold together.
+            CommError: as of `step`.
+            DataError: as of `step`.
+        """
+        step = self._read(self._planned(step))
+        num_losses = sum(length - 1 for length in step.plan.lengths)
+        if not num_losses:
+            return 0.0
+        total = self._runner.evaluate(step, num_losses)
+        return float(total if self.group is None else all_reduce(self.group, total))
+
+    def _planned(self, step: PlannedStep | Sequence[Any]) -> PlannedStep:
+        """A step with a plan that keeps within the present cap."""
+        if not isinstance(step, PlannedStep):
+            if not len(step):
+                raise DataError("step: expected at least one document, got none")
+            lengths = [len(to_tokens(one, number)) for number, one in enumerate(step)]
+            step = PlannedStep(
+                documents=step, indices=tuple(range(len(step))), plan=self.plan(lengths)
+            )
+        elif isinstance(self._runner, DegreeRunner) and not self._runner.holds(step.plan):
+            step = replace(step, plan=self.plan(step.plan.lengths))
+        return replace(step, vocab_size=self._vocab_size)
+
+    def _read(self, step: PlannedStep) -> PlannedStep:
+        """A step with this rank's documents, once all ranks have theirs and one plan."""
+        texts, problem = {}, None
+        try:
+            texts = {place: step.tokens(place) for place in self._runner.places(step.plan)}
+        except Exception as error:  # noqa: BLE001 - raised as soon as the other ranks know
+            problem = error
+        check_agreed(
+            self.group,
+            f"step {step.number} of epoch {step.epoch}: expected one plan and its documents",
+            f"{step.plan.digest} {step.indices} {step.epoch} {step.number}",
+            "give all ranks the same documents, max_tokens, cost and seed", problem=problem,
+        )  # fmt: skip
+        return replace(step, texts=texts)
+
+    def _clip(self) -> float | None:
+        """Clips gradients; their norm before, over all ranks."""
+        if self._max_grad_norm is None:
+            return None
+        known = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm: Any = nn.utils.clip_grad_norm_(known, self._max_grad_norm)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def _lower_cap(self, runner: DegreeRunner) -> None:
         """Gives up the step's gradients and lowers the cap, on all ranks alike."""
@@ -262,6 +335,10 @@ class Engine:
 
 
 def _config(model: Any) -> Any:
+    if not hasattr(model, "config") and hasattr(model, "module"):
+        raise ConfigError(
+            f"expected the model itself, got it in {type(model).__name__}; give the engine what was wrapped"
+        )
     if not hasattr(model, "config"):
         raise ConfigError(
             f"expected a Hugging Face causal LM, got {type(model).__name__}; with another model keep "

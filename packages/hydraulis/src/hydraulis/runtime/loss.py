@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from hydraulis.runtime.attention import PackedDocuments, attend
+from hydraulis.runtime.attention import PackedDocuments
 from shared.comms import Group
 from shared.errors import ConfigError
 from shared.kernels.token_log_probs.autograd import token_log_probs
@@ -22,7 +22,10 @@ _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class LossModel(nn.Module):
-    """A Hugging Face causal LM as a function of tokens and labels to their summed loss."""
+    """A Hugging Face causal LM as a function of tokens and labels to their summed loss.
+
+    It is called inside `attend`.
+    """
 
     def __init__(self, model: nn.Module, *, is_sharded: bool = False) -> None:
         """Takes the model as it is.
@@ -54,15 +57,19 @@ class LossModel(nn.Module):
             packing: the documents.
         """
         model: Any = self.model
-        given = {"input_ids": ids[None], "position_ids": positions[None], "use_cache": False}
-        with attend(self.model, packing):
-            if self._is_sharded:
-                logits = model(**given).logits[0]
-                return nn.functional.cross_entropy(
-                    logits.to(_wide(logits)), labels, ignore_index=NO_LABEL, reduction="sum"
-                )
-            hidden = model.base_model(**given).last_hidden_state[0]
-        return sum_losses(hidden, labels, model.get_output_embeddings().weight)
+        # Adapters (peft) wrap the causal LM, whose layers hold them.
+        decoder = model.get_base_model() if hasattr(model, "get_base_model") else model
+        given = {
+            "input_ids": ids[None], "position_ids": positions[None], "use_cache": False,
+            "packing": packing,
+        }  # fmt: skip
+        if self._is_sharded:
+            logits = model(**given).logits[0]
+            return nn.functional.cross_entropy(
+                logits.to(_wide(logits)), labels, ignore_index=NO_LABEL, reduction="sum"
+            )
+        hidden = decoder.base_model(**given).last_hidden_state[0]
+        return sum_losses(hidden, labels, decoder.get_output_embeddings().weight)
 
 
 def check_family(model: nn.Module) -> None:

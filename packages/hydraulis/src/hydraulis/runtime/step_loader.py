@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,11 +21,19 @@ __all__ = ["StepLoader"]
 log = logging.getLogger(__name__)
 
 
+class _Ahead(NamedTuple):
+    """A plan on its way, and how often tokens had been lowered when it was asked for."""
+
+    plan: Future[StepPlan | ReplicaPlan]
+    num_lowered: int
+
+
 class StepLoader:
     """An epoch's steps, each with its plan; iterate it once an epoch.
 
     Documents come in a seeded shuffle, each once an epoch. Steps depend on documents, tokens_per_step and
-    seed alone: on other ranks the same documents are still to come.
+    seed alone: on other ranks the same documents are still to come, but for those that these ranks drop
+    or cut.
 
     Attributes:
         num_planned_late: steps whose plan was not there in time, because planning them failed ahead of
@@ -66,8 +74,10 @@ class StepLoader:
                 f"lengths: expected one for each of {len(documents)} documents, got {len(known)}"
             )
         most = engine.max_document
-        self._kept = keep_fitting(known, most, too_long)
-        self._lengths = np.minimum(known, most)
+        self._is_kept = np.zeros(len(known), dtype=bool)
+        self._is_kept[keep_fitting(known, most, too_long)] = True
+        self._cut_at = most if too_long == "truncate" else None
+        self._lengths = known
         self.documents, self.engine = documents, engine
         self.tokens_per_step, self.seed = tokens_per_step, seed
         self.num_planned_late = 0
@@ -75,21 +85,33 @@ class StepLoader:
 
     def steps(self, epoch: int) -> list[np.ndarray]:
         """Numbers of the documents in each step of an epoch."""
-        order = np.random.default_rng((self.seed, epoch)).permutation(self._kept)
-        return list(cut_steps(self._lengths, order, self.tokens_per_step, 1))
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self._lengths))
+        # Cut by all documents: those that these ranks cannot hold, others may.
+        cut = cut_steps(self._lengths, order, self.tokens_per_step, 1)
+        return [step[self._is_kept[step]] for step in cut]
+
+    def __len__(self) -> int:
+        """Steps of the present epoch."""
+        return sum(len(step) > 0 for step in self.steps(self._epoch))
 
     def __iter__(self) -> Iterator[PlannedStep]:
         steps = self.steps(self._epoch)
         with ThreadPoolExecutor(1, thread_name_prefix="hydraulis-planner") as planner:
-            ahead: Future[StepPlan | ReplicaPlan] | None = None
+            ahead: _Ahead | None = None
             while self._number < len(steps):
                 number, indices = self._number, steps[self._number]
+                if not len(indices):  # all of its documents are dropped
+                    self._number += 1
+                    continue
                 plan = self._taken(ahead, indices)
-                if number + 1 < len(steps):
-                    ahead = planner.submit(self._plan, steps[number + 1])
+                later = next((one for one in steps[number + 1 :] if len(one)), None)
+                if later is None:
+                    ahead = None
+                else:
+                    ahead = _Ahead(planner.submit(self._plan, later), self.engine.num_lowered)
                 step = PlannedStep(
                     documents=self.documents, indices=tuple(indices.tolist()), plan=plan,
-                    epoch=self._epoch, number=number,
+                    epoch=self._epoch, number=number, cut_at=self._cut_at,
                 )  # fmt: skip
                 # What is saved while a step is computed has it behind it.
                 self._number += 1
@@ -101,6 +123,7 @@ class StepLoader:
         return {
             "epoch": self._epoch, "step": self._number, "seed": self.seed,
             "tokens_per_step": self.tokens_per_step, "num_documents": len(self.documents),
+            "num_tokens": int(self._lengths.sum()),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -110,7 +133,7 @@ class StepLoader:
             ConfigError: it was of other documents, another seed or other steps.
         """
         mine = self.state_dict()
-        for key in ("seed", "tokens_per_step", "num_documents"):
+        for key in ("seed", "tokens_per_step", "num_documents", "num_tokens"):
             if state.get(key) != mine[key]:
                 raise ConfigError(
                     f"{key}: expected {mine[key]}, as this loader has, got {state.get(key)} of the "
@@ -119,17 +142,17 @@ class StepLoader:
         self._epoch, self._number = state["epoch"], state["step"]
 
     def _plan(self, indices: np.ndarray) -> StepPlan | ReplicaPlan:
-        return self.engine.plan(self._lengths[indices])
+        lengths = self._lengths[indices]
+        return self.engine.plan(lengths if self._cut_at is None else lengths.clip(max=self._cut_at))
 
-    def _taken(
-        self, ahead: Future[StepPlan | ReplicaPlan] | None, indices: np.ndarray
-    ) -> StepPlan | ReplicaPlan:
+    def _taken(self, ahead: _Ahead | None, indices: np.ndarray) -> StepPlan | ReplicaPlan:
         """The plan that was made ahead of time, or one made now."""
-        if ahead is None:  # the first step
+        # Plans of before memory ran out may count on tokens that ranks do not hold any more.
+        if ahead is None or ahead.num_lowered < self.engine.num_lowered:
             return self._plan(indices)
-        self.num_planned_late += not ahead.done()
+        self.num_planned_late += not ahead.plan.done()
         try:
-            return ahead.result()
+            return ahead.plan.result()
         except Exception as error:  # noqa: BLE001 - planned anew, where it would be raised
             log.warning("planning ahead failed (%r): planning now", error)
             self.num_planned_late += 1

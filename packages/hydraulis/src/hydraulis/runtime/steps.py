@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class PlannedStep:
         plan: of the step; its documents are places in `indices`.
         epoch: number of the pass over all documents, from 0.
         number: of the step in its epoch, from 0.
+        cut_at: tokens to which longer documents are cut; None where none is.
+        vocab_size: token ids are below it; None where nothing is known of them.
+        texts: token ids of documents that were read already, by their place.
     """
 
     documents: Sequence[Any]
@@ -37,10 +40,35 @@ class PlannedStep:
     plan: StepPlan | ReplicaPlan
     epoch: int = 0
     number: int = 0
+    cut_at: int | None = None
+    vocab_size: int | None = None
+    texts: Mapping[int, Tensor] = field(default_factory=dict)
 
     def tokens(self, place: int) -> Tensor:
-        """Token ids of a document of the step [tokens]."""
-        return to_tokens(self.documents[self.indices[place]])[: self.plan.lengths[place]]
+        """Token ids of a document of the step [tokens].
+
+        Raises:
+            DataError: it is no row of token ids, not of the length that was planned, or has an id
+                outside the vocabulary; names the document.
+        """
+        if place in self.texts:
+            return self.texts[place]
+        number, length = self.indices[place], self.plan.lengths[place]
+        found = to_tokens(self.documents[number], number)
+        kept = found[: self.cut_at]
+        if len(kept) != length:
+            raise DataError(
+                f"document {number}: expected {length} tokens, as was planned, got {len(found)}; give "
+                f"`lengths` of these documents"
+            )
+        if self.vocab_size is not None and len(kept):
+            low, high = (int(one) for one in kept.aminmax())
+            if low < 0 or high >= self.vocab_size:
+                raise DataError(
+                    f"document {number}: expected token ids from 0 to {self.vocab_size - 1}, as the model "
+                    f"has {self.vocab_size}, got {low if low < 0 else high}; is it another tokenizer's?"
+                )
+        return kept
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,17 +120,29 @@ def make_row(
     return Row(ids=ids, positions=positions, labels=learned, packing=packing)
 
 
-def to_tokens(document: Any) -> Tensor:
+def to_tokens(document: Any, number: int) -> Tensor:
     """Token ids of a document: a 1-D tensor or array, a list of numbers, or bytes.
 
     Raises:
-        DataError: it is none of these.
+        DataError: it is none of these; names its number.
     """
     if isinstance(document, bytes):
         return torch.frombuffer(bytearray(document), dtype=torch.uint8).long()
-    found = torch.as_tensor(document)
+    if isinstance(document, str):
+        raise DataError(
+            f"document {number}: expected one row of token ids, got text; tokenise it before"
+        )
+    try:
+        found = torch.as_tensor(document)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"document {number}: expected one row of token ids, got {type(document).__name__}: {error}; "
+            f"of a data set's rows give `input_ids`"
+        ) from error
+    if not found.numel() and found.ndim == 1:
+        return found.long()
     if found.ndim != 1 or found.dtype.is_floating_point or found.dtype.is_complex:
         raise DataError(
-            f"expected a document as one row of token ids, got {list(found.shape)} of {found.dtype}"
+            f"document {number}: expected one row of token ids, got {list(found.shape)} of {found.dtype}"
         )
     return found.long().cpu()

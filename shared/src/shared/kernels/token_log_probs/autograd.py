@@ -31,6 +31,9 @@ def token_log_probs(
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
     """The log-probability of one token per row, and the entropy of the row's distribution.
 
+    Under `torch.autocast` states and head are rounded to its type, as those of a linear layer; sums stay
+    wide.
+
     Args:
         hidden: hidden states, the head's input; the same on all ranks of the group, as their
             gradient is, which is summed over the shards.
@@ -47,6 +50,10 @@ def token_log_probs(
             token a row.
         CommError: if a peer died or the timeout passed.
     """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        narrow = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(narrow), weight.to(narrow)
     return _TokenLogProbs.apply(hidden, weight, tokens, temperature, group)
 
 
@@ -62,7 +69,8 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         if group is not None:
             tokens = tokens - group.rank * len(weight)
-        sums = partial_sums(hidden, weight, tokens, temperature)
+        with torch.autocast(hidden.device.type, enabled=False):
+            sums = partial_sums(hidden, weight, tokens, temperature)
         if group is not None:
             sums = merge(torch.stack(all_gather(group, sums), 1))
         found = answer(sums)
@@ -74,9 +82,10 @@ class _TokenLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
         hidden, weight, tokens, *found = ctx.saved_tensors
-        grad_hidden, grad_weight = gradients(
-            hidden, weight, tokens, ctx.temperature, Answer(*found), *grads
-        )
+        with torch.autocast(hidden.device.type, enabled=False):
+            grad_hidden, grad_weight = gradients(
+                hidden, weight, tokens, ctx.temperature, Answer(*found), *grads
+            )
         if ctx.group is not None:
             all_reduce(ctx.group, grad_hidden)
         return grad_hidden, grad_weight, None, None, None

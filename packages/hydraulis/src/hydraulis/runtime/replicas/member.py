@@ -11,9 +11,9 @@ from torch import Tensor
 from hydraulis.planner.replicas import ReplicaPlan
 from hydraulis.runtime.replicas.exchange import LoadedParameters
 from hydraulis.runtime.replicas.stage import ModelStage
-from hydraulis.runtime.steps import PlannedStep, make_row
+from hydraulis.runtime.steps import PlannedStep, Row, make_row
 from shared.comms import Group
-from shared.comms.pipeline import run_1f1b
+from shared.comms.pipeline import run_1f1b, run_forward
 
 __all__ = ["StageMember", "make_groups"]
 
@@ -58,10 +58,7 @@ class StageMember:
         """
         stage = self.stage
         stage.load(parameters)
-        rows = [
-            make_row(step, documents, self.device, ring=self.ring, ulysses=self.ulysses)
-            for documents in plan.micro_batches[self.replica]
-        ]
+        rows = self._rows(step, plan)
 
         def forward(k: int, states: Tensor | None) -> Tensor:
             out = stage.forward(rows[k], states)
@@ -72,8 +69,35 @@ class StageMember:
             return out / num_losses
 
         shapes = [(1, len(row.ids), stage.width) for row in rows]
-        run_1f1b(self.pipeline, shapes, forward, dtype=stage.dtype)
+        with stage.attending():
+            run_1f1b(self.pipeline, shapes, forward, dtype=stage.dtype)
         return stage.release()
+
+    def evaluate(
+        self, step: PlannedStep, plan: ReplicaPlan, parameters: LoadedParameters, num_losses: int,
+        total: Tensor,
+    ) -> None:  # fmt: skip
+        """Forward passes of the replica's micro-batches; arguments and errors as of `run`."""
+        stage = self.stage
+        stage.load(parameters)
+        rows = self._rows(step, plan)
+
+        def forward(k: int, states: Tensor | None) -> Tensor:
+            out = stage.forward(rows[k], states)
+            if stage.is_last and (stage.group is None or not stage.group.rank):
+                total.add_(out / num_losses)
+            return out
+
+        shapes = [(1, len(row.ids), stage.width) for row in rows]
+        with stage.attending():
+            run_forward(self.pipeline, shapes, forward, dtype=stage.dtype)
+        stage.release()
+
+    def _rows(self, step: PlannedStep, plan: ReplicaPlan) -> list[Row]:
+        return [
+            make_row(step, documents, self.device, ring=self.ring, ulysses=self.ulysses)
+            for documents in plan.micro_batches[self.replica]
+        ]
 
 
 def make_groups(grid: np.ndarray, axis: int) -> Group | None:

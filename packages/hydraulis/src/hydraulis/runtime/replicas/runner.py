@@ -27,7 +27,6 @@ from hydraulis.planner.replicas import (
     stage_layers,
 )
 from hydraulis.planner.schedule import StepPlan
-from hydraulis.runtime.agreement import check_agreed
 from hydraulis.runtime.loss import check_family
 from hydraulis.runtime.replicas.exchange import LayoutExchange, connect_lane
 from hydraulis.runtime.replicas.member import StageMember, make_groups
@@ -69,7 +68,7 @@ class ReplicaRunner:
         Raises:
             ConfigError: no group, a sharded model, a model whose plans are not known here, or no
                 candidate that can run.
-            CommError: ranks have unlike candidates.
+            CommError: a rank died or the timeout passed.
         """
         check_family(model)
         if group is None or hasattr(model, "set_requires_gradient_sync"):
@@ -77,7 +76,7 @@ class ReplicaRunner:
                 "replicas: expected ranks and a model that is not sharded, got "
                 + ("one process; start ranks by torchrun" if group is None else "FSDP2's; pass it plain")
             )  # fmt: skip
-        self._group = group
+        self._group, self._max_tokens = group, max_tokens
         placements = read_placements(model)
         self._num_layers: int = model.config.num_hidden_layers  # type: ignore[union-attr]
         outlined = outline(model)
@@ -88,10 +87,6 @@ class ReplicaRunner:
             )
             for shapes in self._usable(candidates, model.config)
         ]
-        check_agreed(
-            group, "replicas: expected one list of candidates", repr(self._candidates),
-            "give all ranks the same candidates or strategy, max_tokens and cost",
-        )  # fmt: skip
         self.max_document = max(one.cap for shapes in self._candidates for one in shapes)
         self._exchanges = [
             LayoutExchange(
@@ -110,6 +105,13 @@ class ReplicaRunner:
         """Plans a step of documents of these lengths."""
         return plan_replicas(lengths, self._candidates, self._group.world_size)
 
+    def places(self, plan: StepPlan | ReplicaPlan) -> list[int]:
+        """Places of the documents that this rank reads of a step."""
+        assert not isinstance(plan, StepPlan), "planned here"
+        member = self._members[plan.candidate]
+        mine = () if member is None else plan.micro_batches[member.replica]
+        return [place for documents in mine for place in documents]
+
     def moved_bytes(self, plan: ReplicaPlan) -> MovedBytes:
         """Bytes that a step sends to change layouts, by rank."""
         return self._exchanges[plan.candidate].moved
@@ -125,6 +127,10 @@ class ReplicaRunner:
 
         Returns:
             This rank's share of the loss, and the time at which its own gradients were complete.
+
+        Raises:
+            torch.OutOfMemoryError: memory ran out, while other ranks wait for this one.
+            CommError: a rank died or the timeout passed.
         """
         assert not isinstance(step.plan, StepPlan), "planned here"
         number = step.plan.candidate
@@ -134,12 +140,31 @@ class ReplicaRunner:
         total = torch.zeros((), dtype=torch.float64, device=self._group.device)
         gradients: dict[str, Tensor] = {}
         if member is not None:
-            gradients = member.run(step, step.plan, parameters, num_losses, total)
+            try:
+                gradients = member.run(step, step.plan, parameters, num_losses, total)
+            except torch.OutOfMemoryError as error:
+                error.add_note(
+                    f"in {step.plan.shapes[member.replica]}, replica {member.replica} of the step, where "
+                    f"others wait for this rank; start again with max_tokens below {self._max_tokens}"
+                )
+                raise
         parameters.wait(self._num_layers)
         del parameters
         ready_s = time.perf_counter()
         self._layout.set_gradients(exchange.sum_gradients(gradients, owned))
         return total, ready_s
+
+    def evaluate(self, step: PlannedStep, num_losses: int) -> Tensor:
+        """This rank's share of a step's loss, without gradients; arguments as of `compute`."""
+        assert not isinstance(step.plan, StepPlan), "planned here"
+        number = step.plan.candidate
+        exchange, member = self._exchanges[number], self._members[number]
+        parameters = exchange.load(self._layout.owned())
+        total = torch.zeros((), dtype=torch.float64, device=self._group.device)
+        if member is not None:
+            member.evaluate(step, step.plan, parameters, num_losses, total)
+        parameters.wait(self._num_layers)
+        return total
 
     def _usable(
         self, candidates: Sequence[Sequence[ReplicaShape]], config: Any

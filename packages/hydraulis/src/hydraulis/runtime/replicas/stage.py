@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from hydraulis.runtime.replicas.shards import ends, style_of
 from hydraulis.runtime.steps import Row
 from shared.comms import Group
 from shared.comms.tensor_parallel import copy_to, sum_from
+from shared.errors import ConfigError
 from shared.topology.boxes import Box
 
 __all__ = ["ModelStage", "outline"]
@@ -62,6 +64,9 @@ class ModelStage:
             held: by name, parameters with what this rank holds of them.
             layers: of the stage.
             group: the ranks that hold its shards; None for one.
+
+        Raises:
+            ConfigError: ranks share a layer that is not a plain product.
         """
         # The copy shares the parameters without memory, by which their names are known.
         names = {id(one): name for name, one in outlined.named_parameters()}
@@ -138,6 +143,10 @@ class ModelStage:
         self._loaded, self._waits_for = {}, None
         return found
 
+    def attending(self) -> AbstractContextManager[None]:
+        """Lets its attention go by document: forward and backward passes belong inside."""
+        return attend(self._model)
+
     def forward(
         self, row: Row, states: Float[Tensor, "1 tokens dim"] | None
     ) -> Float[Tensor, "1 tokens dim"] | Float[Tensor, ""]:
@@ -151,13 +160,12 @@ class ModelStage:
         if states is None:
             given = {"input_ids": row.ids[None]}
             self._wait(-1)
-        with attend(self._model, row.packing):
-            found = self._model.base_model(
-                **given, position_ids=row.positions[None], use_cache=False
-            ).last_hidden_state
+        found = self._model.base_model(
+            **given, position_ids=row.positions[None], use_cache=False, packing=row.packing
+        ).last_hidden_state
         if not self.is_last:
             # Where nothing so far is trained, the next stage still sends a gradient back.
-            return found if found.requires_grad else found.requires_grad_()
+            return found.requires_grad_(found.requires_grad or torch.is_grad_enabled())
         first = 0 if self.group is None else self._first_row(self._head.weight)
         return sum_losses(
             found[0], row.labels, self._head.weight, first_token=first, group=self.group
@@ -182,6 +190,11 @@ class ModelStage:
         blocks: dict[int, nn.Module] = {}
         for name, module in modules.items():
             style = style_of(self._model, name)
+            if style in ("colwise", "rowwise") and type(module) is not nn.Linear:
+                raise ConfigError(
+                    f"{name}: expected a linear layer that ranks can share, got "
+                    f"{type(module).__name__}; train adapters without tensor parallelism"
+                )
             if style == "colwise":
                 block = modules[name.rpartition(".")[0]]
                 blocks[id(block)] = block
