@@ -248,7 +248,8 @@ def _land(pending: PendingRounds, buffer: Tensor, targets: list[Tensor]) -> None
     start = 0
     for target in targets:
         end = start + target.numel() * target.element_size()
-        # A copy, because the bytes of a message need not be aligned for the type.
-        values = buffer[start:end].clone().view(target.dtype)
-        target.copy_(values.view(target.shape))
+        values = buffer[start:end]
+        if start % target.element_size():  # not aligned for the type, behind values of a shorter one
+            values = values.clone()
+        target.copy_(values.view(target.dtype).view(target.shape))
         start = end
