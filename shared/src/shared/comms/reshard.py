@@ -249,7 +249,8 @@ def _land(pending: PendingRounds, buffer: Tensor, targets: list[Tensor]) -> None
     for target in targets:
         end = start + target.numel() * target.element_size()
         values = buffer[start:end]
-        if start % target.element_size():  # not aligned for the type, behind values of a shorter one
+        # Behind values of a shorter type they need not be aligned for theirs.
+        if start % target.element_size():
             values = values.clone()
         target.copy_(values.view(target.dtype).view(target.shape))
         start = end
