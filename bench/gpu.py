@@ -34,6 +34,7 @@ from gpu_clock import Row, measure
 from gpu_documents import document_rows
 from gpu_matmul import weight_matmul_rows
 from gpu_report import benchmark_name, claim_run, render_gpu_report
+from gpu_steps import step_rows
 from history import append_history
 from machine import commit, describe_machine, versions
 
@@ -433,6 +434,7 @@ def main() -> int:
             *log_probs_rows("cpu", 20, 300, 2),
             *weight_matmul_rows("cpu", (70, 256), 2),
             *document_rows("cpu", 100, 2),
+            *step_rows("cpu", 512, 2),
         ]
         return 0 if all(row.correct for row in rows) else 1
     if not torch.cuda.is_available():
@@ -449,6 +451,7 @@ def main() -> int:
         *log_probs_rows("cuda", 4_096, 151_936, 20),
         *weight_matmul_rows("cuda", (8_192, 28_672), 20),
         *document_rows("cuda", 32_768, 20),
+        *step_rows("cuda", 16_384, 10),
     ]
     path = keep(rows, args.out, args.commit, tests, time.time() - started)
     print(f"bench-gpu: wrote {path} and appended to history.jsonl")

@@ -29,6 +29,9 @@ def main() -> None:
         texts = [text[::16] for text in hy.data.python_source(limit=200)]
     else:
         texts = [path.read_bytes() for path in sorted(given.documents.glob("*.txt"))]
+        if not any(texts):
+            parser.error(f"{given.documents}: expected a folder of .txt files, got none with text")
+        texts = [text for text in texts if text]
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
         num_attention_heads=4,

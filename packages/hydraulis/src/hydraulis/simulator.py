@@ -129,7 +129,7 @@ def compare(
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown or num_steps < 1 or not known.size:
         raise ConfigError(
-            f"expected documents, steps and some of {', '.join(STRATEGIES)}, got {known.size}, "
+            f"expected documents, steps and some of {'; '.join(STRATEGIES)}, got {known.size}, "
             f"{num_steps} and {', '.join(unknown) or 'these'}"
         )
     most = int(cost.degrees(num_ranks)[-1]) * cost.cap

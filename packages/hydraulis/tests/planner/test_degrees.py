@@ -130,3 +130,9 @@ def test_the_bound_holds_where_groups_take_most_of_the_ranks(lengths, message_s,
     best = least(lengths, num_ranks, cost)
     assert plan.bound_s <= best * (1 + 1e-6)
     assert plan.makespan_s >= best * (1 - 1e-9)
+
+
+def test_groups_without_documents_take_no_time():
+    cost = DegreeCost(cost=Cost(a=1e-3, b=1e-2, c=2.0), cap=100, message_s={2: 1.0, 4: 1.0})
+    plan = plan_degrees([50], 4, cost)
+    assert sorted(plan.seconds([50], cost)) == pytest.approx([0.0, 0.0, 0.0, 2.5 + 0.5 + 2.0])

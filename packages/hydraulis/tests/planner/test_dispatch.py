@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hydraulis import Cost, Replica, SequenceTooLong, dispatch
 from hydraulis.planner.baselines import karmarkar_karp, longest_first, random_greedy
+from hydraulis.planner.bounds import makespan_bound
 from hydraulis.planner.dispatch import makespan_s
 from shared.errors import ConfigError
 
@@ -99,6 +100,34 @@ def test_fewer_sequences_than_replicas_leave_some_without():
     found = dispatch([5, 7], [ALIKE] * 4)
     assert len(set(found.replica_of.tolist())) == 2
     assert dispatch([], [ALIKE]).makespan_s == 0.0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_bound_over_unlike_replicas_is_below_every_assignment(seed):
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, 60, draw.integers(1, 6))
+    unlike = [
+        Replica(
+            cost=Cost(a=draw.uniform(0, 0.1), b=draw.uniform(0.5, 2)), cap=60,
+            stages=int(draw.integers(1, 4)),
+        )
+        for _ in range(draw.integers(2, 4))
+    ]  # fmt: skip
+    best = min(
+        by_hand(lengths, unlike, placed)
+        for placed in itertools.product(range(len(unlike)), repeat=len(lengths))
+    )
+    assert 0.3 * best <= makespan_bound(lengths, unlike) <= best * (1 + 1e-9)
+
+
+def test_the_bound_of_alike_pipelines_counts_their_warm_up():
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 300), 1, 20_000).astype(int)
+    found = dispatch(lengths, [Replica(cost=ALIKE.cost, cap=10**6, stages=4)] * 8)
+    assert found.gap <= 0.05
+
+
+def test_a_sequence_as_long_as_a_cap_fits():
+    assert dispatch([100, 50], [Replica(cost=ALIKE.cost, cap=100)]).replica_of.tolist() == [0, 0]
 
 
 def test_what_nothing_holds_is_named():

@@ -163,6 +163,13 @@ def test_no_two_ranks_end_before_the_bound_with_fixed_parts(lengths, c, message_
     assert best * (1 - 1e-12) <= plan_step(lengths, 2, of).makespan_s <= 1.2 * best
 
 
+def test_short_documents_fill_a_large_groups_micro_batch_where_each_costs_much():
+    of = cost(c=10.0, message_s={})
+    plan = plan_step([112, 147, 25, 61], 2, of)
+    assert plan.makespan_s == pytest.approx(best_with_fixed_parts([112, 147, 25, 61], of), rel=0.01)
+    assert {one.degree for queue in plan.micro_batches for one in queue} == {2}
+
+
 def test_the_bound_of_a_slow_document_counts_only_its_own_fixed_part():
     # A rank has one slow document, the other the short ones in four micro-batches.
     of = DegreeCost(cost=Cost(a=1e-3, b=0.0, c=1.0), cap=100, message_s={2: 1.0})

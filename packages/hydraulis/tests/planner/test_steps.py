@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hydraulis import Cost
-from hydraulis.planner.steps import cut_steps, plan_ranks
+from hydraulis.planner.steps import cut_steps, plan_ranks, plan_slots
 from shared.errors import ConfigError
 
 COST = Cost(a=1e-6, b=1e-2, c=0.1)
@@ -53,6 +53,17 @@ def test_ranks_end_together(sync):
 def test_a_step_never_has_fewer_documents_than_ranks():
     steps = list(cut_steps(np.array([9] * 10), np.arange(10), 10, 4))
     assert [len(step) for step in steps] == [4, 6], "two are too few for a step of their own"
+
+
+def test_a_step_ends_when_it_has_its_tokens():
+    steps = list(cut_steps(np.array([5] * 6), np.arange(6), 10, 1))
+    assert [step.tolist() for step in steps] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_the_rank_with_least_so_far_takes_a_slots_largest():
+    cost = Cost(a=0.0, b=1.0)
+    ranks = plan_slots(np.array([10, 8, 6, 5]), 2, cost, 10, 2)
+    assert ranks == [[[0], [3]], [[1], [2]]]
 
 
 def test_too_few_documents_are_refused():

@@ -131,7 +131,7 @@ def plan_degrees(
     if known.sum() > num_ranks * cost.cap:
         raise ConfigError(
             f"plan_degrees: expected at most {num_ranks * cost.cap} tokens for {num_ranks} ranks, got "
-            f"{known.sum()}; use more micro-batches"
+            f"{known.sum()}; use more ranks or several micro-batches"
         )
     search = _Search(np.sort(known)[::-1], num_ranks, cost, degrees)
     bound_s = search.bound()
@@ -241,7 +241,7 @@ class _Search:
                 raise ConfigError(
                     f"plan_degrees: found no groups of {self.num_ranks} ranks that hold "
                     f"{int(self.tokens.sum())} tokens of {len(self.tokens)} documents, at most "
-                    f"{self.cost.cap} a rank; use more micro-batches"
+                    f"{self.cost.cap} a rank; use more ranks or several micro-batches"
                 )
             high *= 1.25
             found = self.fill(high)
