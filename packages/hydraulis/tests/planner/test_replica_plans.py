@@ -1,5 +1,6 @@
 """Plans of unequal replicas beside brute force, and boxes beside counted elements."""
 
+import functools
 import time
 from itertools import product
 
@@ -78,11 +79,12 @@ def best_by_hand(lengths, candidates):
             ends = []
             for replica, shape in enumerate(shapes):
                 mine = [one for one, at in zip(lengths, places, strict=True) if at == replica]
-                ends.append(packed_by_hand(mine, shape))
+                ends.append(packed_by_hand(tuple(sorted(mine)), shape))
             least = min(least, max(ends))
     return least
 
 
+@functools.cache
 def packed_by_hand(lengths, shape):
     if not lengths:
         return 0.0

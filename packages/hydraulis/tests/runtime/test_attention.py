@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from hydraulis.runtime.attention import PackedDocuments, attend
 from hydraulis.runtime.documents import attend_documents
 from hydraulis.runtime.ring import attend_ring, chunks
-from hydraulis.runtime.ulysses import gather_tokens, repeat_keys, scatter_tokens
+from hydraulis.runtime.ulysses import check_heads, gather_tokens, repeat_keys, scatter_tokens
 from shared.comms import Group
 from shared.errors import ConfigError
 
@@ -309,6 +309,11 @@ def refused():
 
 def test_heads_that_ranks_cannot_share_are_refused(ranks):
     ranks.run(refused)
+    for heads in ((8, 8, 4), (8, 2, 4), (8, 4, 2), (12, 1, 4)):
+        check_heads(*heads)
+    for heads in ((6, 6, 4), (12, 3, 2), (8, 3, 4)):
+        with pytest.raises(ConfigError, match="take a smaller one, or ring attention"):
+            check_heads(*heads)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

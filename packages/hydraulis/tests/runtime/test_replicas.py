@@ -12,19 +12,23 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 import hydraulis as hy
+from hydraulis.planner.replicas import ParameterPlacement, ReplicaLayout, read_strategy
+from hydraulis.runtime.replicas.exchange import LayoutExchange
 from shared.comms import Group, RankPool, reshard
 from shared.errors import CommError, ConfigError, RankFailure
 
 from .test_attention import documents, one_by_one
 
 LENGTHS = (7, 1, 30, 2, 13, 5, 5, 11)
+PAD = int(documents(LENGTHS)[2][3])
+"""Of a token that occurs, as embeddings leave the padding token's row without a gradient."""
 SHAPE = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256,
 }  # fmt: skip
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
-    "biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, pad_token_id=5),
+    "biased": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, pad_token_id=PAD),
     "frozen": LlamaConfig(**SHAPE),
     "tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
@@ -238,6 +242,23 @@ def test_bfloat16_errs_no_more_than_in_one_process(ranks):
         assert got == pytest.approx(loss, rel=0.01)
         assert all(one.dtype == torch.bfloat16 for one in gradients.values())
         assert error(gradients) <= 4 * error(plain), "twice the error, squared"
+
+
+def summed():
+    """This rank's rows of a sum whose addends vanish, one by one, in 16 bits."""
+    group = Group.world()
+    one = ParameterPlacement(name="x", shape=(8,), itemsize=2, layers=(0,), sharing="whole")
+    shapes = read_strategy(
+        "tp1+tp1+tp1+tp1", cost=hy.Cost(a=0.0, b=1.0), max_tokens=9, num_layers=1
+    )
+    exchange = LayoutExchange(ReplicaLayout([one], shapes, 1, 4), group)
+    mine = torch.full((8,), 1.0 if group.rank else 256.0, dtype=torch.bfloat16)
+    owned = {"x": torch.zeros(2, dtype=torch.bfloat16)}
+    return exchange.sum_gradients({"x": mine}, owned)["x"].tolist()
+
+
+def test_gradients_of_16_bits_are_summed_in_32(ranks):
+    assert ranks.run(summed).results == [[260.0, 260.0]] * 4, "259, rounded once"
 
 
 def looped():
