@@ -35,7 +35,7 @@ BITS, GROUP = (3, 4, 8, 16), 64
 WORK = Workload(num_prompts=16, prompt_tokens=64, new_tokens=16)
 PLANS, TURNS = 12, 3
 PIPELINED = Workload(num_prompts=32, prompt_tokens=128, new_tokens=32)
-PIPELINED_TURNS = 5
+PIPELINED_TURNS = 2
 GLIBC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "131072"}
 COMMAND = "hatch run bench llmpq -k prediction"
 PEERS = [
