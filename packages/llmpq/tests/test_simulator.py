@@ -108,6 +108,22 @@ def test_bad_input(changed, told):
         simulate(**given_)
 
 
+def test_a_plan_is_replayed_in_its_micro_batches_with_its_messages():
+    seconds = [1.0, 2.0], [0.5, 0.25]
+    sends = {"prefill_send_s": [0.1, 0.2], "decode_send_s": [0.03, 0.04]}
+    plan = Plan(
+        stages=(Stage(rank=1, layers=(0, 1)), Stage(rank=0, layers=(1, 2))), bits=(16, 16),
+        prefill_size=2, decode_size=4,
+        predicted={
+            "stage_prefill_s": seconds[0], "stage_decode_s": seconds[1], "num_prompts": 5,
+            "new_tokens": 3, **sends,
+        },
+    )  # fmt: skip
+    expected = simulate(*seconds, num_prefill=3, num_decode=2, new_tokens=3, **sends)
+    assert simulate_plan(plan).makespan_s == expected.makespan_s
+    assert simulate_plan(plan).queues.keys() == expected.queues.keys()
+
+
 def test_a_plan_whose_figures_are_missing_is_refused():
     figures = {"stage_prefill_s": [1.0], "stage_decode_s": [0.5]}
     plan = Plan(

@@ -57,6 +57,13 @@ def test_weights_are_rounded_to_the_nearest_step(bits, group_size):
     assert torch.equal(wm.unpack(packed)[0], torch.zeros(331))
 
 
+def test_codes_reach_as_far_as_weights_do():
+    """Where float16 has few digits, its nearest step would end far below the largest weight."""
+    w = torch.tensor([[0.0, 36.0, 18.0]]) * 2.0**-24
+    packed = wm.pack(w, 4)
+    assert float((wm.unpack(packed) - w).abs().max()) <= 0.5 * float(packed.scale)
+
+
 def test_weights_on_the_grid_are_exact():
     codes = torch.arange(256, dtype=torch.float32).view(1, 256) % 16
     w = (codes - 5) * 0.25
@@ -116,9 +123,10 @@ def test_small_and_large_activations_keep_their_digits():
         assert float((found - exact).abs().max()) <= 1e-6 * float(exact.abs().max())
 
 
-def test_broken_activations_spoil_their_own_rows_only():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_broken_activations_spoil_their_own_rows_only(dtype):
     packed = wm.pack(draw(4, 256), 4)
-    x = draw(3, 256)
+    x = draw(3, 256).to(dtype)
     x[1, 7] = torch.nan
     x[2, 200] = torch.inf
     found = wm.matmul(x, packed)
@@ -155,6 +163,8 @@ def test_bytes_are_those_of_the_codes_and_two_numbers_a_group():
     for bits in wm.BITS:
         packed = wm.pack(draw(8, 256), bits, group_size=64)
         assert packed.num_bytes == 8 * (256 * bits // 8 + 4 * 3)
+        packed = wm.pack(draw(8, 256), bits, group_size=32)
+        assert packed.num_bytes == 8 * (256 * bits // 8 + 8 * 3), "no slot is empty"
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
@@ -183,6 +193,8 @@ def test_bad_input_is_refused():
         wm.from_codes(codes + 16, one, one.to(torch.uint8), 4)
     with pytest.raises(DataError, match="zero points"):
         wm.from_codes(codes, one, 16 * one.to(torch.uint8), 4)
+    with pytest.raises(DataError, match="zero points of 4 bits, got -1 to -1"):
+        wm.from_codes(codes, one, -one.to(torch.int64), 4)
     with pytest.raises(DataError, match="scale and zero"):
         wm.from_codes(codes, torch.ones(4, 2), one.to(torch.uint8), 4)
     with pytest.raises(DataError, match="finite in float16"):

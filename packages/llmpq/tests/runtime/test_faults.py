@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 def three_stages():
     stages = tuple(
-        Stage(rank=rank, layers=(at, to)) for rank, at, to in ((0, 0, 2), (1, 2, 4), (2, 4, 5))
+        Stage(rank=rank, layers=(at, to)) for rank, at, to in ((0, 0, 2), (2, 2, 4), (1, 4, 5))
     )
     return Plan(stages=stages, bits=(4,) * 5, group_size=16, prefill_size=1, decode_size=2)
 

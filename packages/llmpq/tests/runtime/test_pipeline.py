@@ -2,18 +2,21 @@
 
 import re
 import shutil
+from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from llmpq.planner.plan import Plan, Stage
 from llmpq.runtime.loader import WeightFiles, load, load_stage, open_weights
+from llmpq.runtime.messages import PREFILL, StageLinks
 from llmpq.runtime.pipeline import Pipeline
-from shared.comms import RankPool
+from shared.comms import Group, RankPool
 from shared.errors import ConfigError, DataError
 
 from .tiny_models import FAMILIES, make
@@ -108,16 +111,41 @@ def test_angles_that_follow_the_longest_sequence_are_refused_by_name(tmp_path):
 
 
 def longer_than_its_positions(folder):
-    plan = plan_for([], [0])
-    with (
-        Pipeline(plan, folder) as pipe,
-        pytest.raises(ConfigError, match=r"at most 128 tokens.*120"),
-    ):
-        pipe.generate(torch.ones(1, 120, dtype=torch.int64), max_new_tokens=9)
+    ids = torch.ones(1, 120, dtype=torch.int64)
+    with Pipeline(plan_for([], [0]), folder) as pipe:
+        with pytest.raises(ConfigError, match=r"at most 128 tokens.*120"):
+            pipe.generate(ids, max_new_tokens=9)
+        found = pipe.generate(ids, max_new_tokens=8)
+    assert found is None or found.shape == (1, 8)
 
 
 def test_more_tokens_than_learned_positions_are_refused(models, three):
     three.run(longer_than_its_positions, models["opt"])
+
+
+def most_prefills_away(plan, folder, ids, mask):
+    """Most prefills under way where the first stage never finds one back without waiting for it."""
+    plain_send, plain_receive = StageLinks.send, StageLinks.receive
+    away = [0]
+
+    def send(links, message):
+        away.append(away[-1] + (message.kind == PREFILL))
+        plain_send(links, message)
+
+    def receive(links, *, wait):
+        found = plain_receive(links, wait=True) if wait else None
+        away.append(away[-1] - (found is not None and found.kind == PREFILL))
+        return found
+
+    with mock.patch.multiple(StageLinks, send=send, receive=receive):
+        generated(plan, folder, ids, mask, {"max_new_tokens": 2})
+    return max(away) if Group.world().rank == plan.stages[0].rank else None
+
+
+def test_prompts_that_wait_at_a_slow_stage_are_bounded(models, three):
+    ids, mask = prompts(num_prompts=12)
+    plan = plan_for([2], [0, 1], prefill_size=1)
+    assert three.run(most_prefills_away, plan, models["llama"], ids, mask).results[0] == 4
 
 
 def in_turns(plans, folder, ids, mask, settings):
@@ -193,6 +221,28 @@ def test_a_stage_reads_its_own_tensors_alone(bits, models, three):
         sizes = {name: file.get_tensor(name).nbytes for name in file.keys()}  # noqa: SIM118
     late = sum(sizes[name] for name in sizes if re.search(r"layers\.[234]\.", name))
     assert found == [late, sum(sizes.values()) - late, 0]
+
+
+def test_products_take_the_forms_of_their_stage_s_rank(models):
+    tables = {"0": {"4": [[1, "dense32"]]}, "1": {"4": [[1, "packed"]]}}
+    plan = replace(plan_for([2], [1, 0], 4), forms=tables)
+    whole = [layer.mlp.up_proj.forms for layer in load(models["llama"], plan).model.layers]
+    assert whole == [tables["1"]["4"]] * 2 + [tables["0"]["4"]] * 3
+    for number, rank in enumerate(("1", "0")):
+        stage, _ = load_stage(models["llama"], plan, number)
+        assert [layer.mlp.up_proj.forms for layer in stage.layers] == [tables[rank]["4"]] * len(
+            stage.layers
+        )
+
+
+def test_a_model_saved_without_its_head_is_read(models, tmp_path):
+    AutoModel.from_pretrained(models["llama"]).save_pretrained(tmp_path)
+    ids = prompts()[0]
+    found, expected = (
+        load(folder, plan_for([], [0]))(input_ids=ids).logits
+        for folder in (tmp_path, models["llama"])
+    )
+    assert torch.equal(found, expected)
 
 
 def test_a_matrix_is_let_go_before_the_next_one_is_read(models, monkeypatch):
