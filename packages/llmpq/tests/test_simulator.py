@@ -87,6 +87,8 @@ def test_a_micro_batch_waits_for_its_own_prefills():
 def test_several_micro_batches_begin_after_one_prefill():
     found = simulate([2.0], [1.0], num_prefill=1, num_decode=3, new_tokens=2, formula="paper")
     assert found.makespan_s == pytest.approx(2 + 3)
+    found = simulate([2.0, 1.0], [1.0, 1.0], num_prefill=1, num_decode=2, new_tokens=2)
+    assert found.makespan_s == pytest.approx(3 + 2 + 1), "both wait until it is back at 3"
 
 
 @pytest.mark.parametrize(

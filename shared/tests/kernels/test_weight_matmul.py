@@ -193,8 +193,8 @@ def test_bad_input_is_refused():
         wm.from_codes(codes + 16, one, one.to(torch.uint8), 4)
     with pytest.raises(DataError, match="zero points"):
         wm.from_codes(codes, one, 16 * one.to(torch.uint8), 4)
-    with pytest.raises(DataError, match="zero points of 4 bits, got -1 to -1"):
-        wm.from_codes(codes, one, -one.to(torch.int64), 4)
+    with pytest.raises(DataError, match="zero points of 4 bits, got -1 to 3"):
+        wm.from_codes(codes, one, torch.tensor([[3], [0], [-1], [0]]), 4)
     with pytest.raises(DataError, match="scale and zero"):
         wm.from_codes(codes, torch.ones(4, 2), one.to(torch.uint8), 4)
     with pytest.raises(DataError, match="finite in float16"):
