@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import hydraulis as hy
 from hydraulis.planner.replicas import ReplicaLayout, read_strategy
-from hydraulis.runtime.replicas.exchange import LayoutExchange, connect_lane
+from hydraulis.runtime.replicas.exchange import LayoutExchange, connect_lanes
 from hydraulis.runtime.replicas.optimizer_layout import OptimizerLayout
 from hydraulis.runtime.replicas.shards import read_placements
 from shared.claims import Claim
@@ -149,7 +149,7 @@ def changed(rounds):
     shapes = read_strategy("tp1+tp1", cost=hy.Cost(a=1e-8, b=1e-5), max_tokens=64, num_layers=4)
     exchange = LayoutExchange(ReplicaLayout(placements, shapes, 4, group.world_size), group)
     layout = OptimizerLayout(model, group)
-    connect_lane(group)
+    connect_lanes(group)
     owned = layout.owned()
     gradients = {name: value * (group.rank + 1) for name, value in known.items()}
     moved = exchange.moved

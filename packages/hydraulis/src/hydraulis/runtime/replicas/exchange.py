@@ -5,7 +5,8 @@ While a layer computes for the first time, the next ones' parameters are on thei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 
@@ -18,16 +19,18 @@ from shared.comms.courier import connect
 from shared.comms.reshard import Move, Transfer
 from shared.topology.boxes import Box
 
-__all__ = ["GRADIENTS", "PARAMETERS", "LayoutExchange", "LoadedParameters", "connect_lane"]
+__all__ = ["GRADIENTS", "PARAMETERS", "LayoutExchange", "LoadedParameters", "connect_lanes"]
 
 PARAMETERS, GRADIENTS = "parameters", "gradients"
 """Phases of the ledger."""
-_LANE = "parameters"
+_Landing = tuple[ParameterPlacement, Box, list[tuple[Box, Tensor]]]
+_LANES = ("layouts", "layouts beside")
+"""While what came on one is copied, the other one's messages keep the link busy."""
 
 
-def connect_lane(group: Group) -> None:
-    """Opens connections for parameters on their way beside all other messages; every rank calls it."""
-    connect(group, [_LANE])
+def connect_lanes(group: Group) -> None:
+    """Opens connections for what is on its way beside all other messages; every rank calls it."""
+    connect(group, _LANES)
 
 
 class LoadedParameters:
@@ -83,17 +86,30 @@ class LayoutExchange:
         """
         values: dict[str, Tensor] = {}
         pending: dict[int, Future[None]] = {}
-        sender = ThreadPoolExecutor(1, thread_name_prefix="hydraulis-parameters")
-        for layer, bucket in self._buckets.items():
+        lanes = self._open_lanes()
+        for number, (layer, bucket) in enumerate(self._buckets.items()):
             moves = []
             for one, owns, holds, transfers in bucket:
                 value = owned[one.name]
                 values[one.name] = value.new_empty(holds.sizes)
                 wanted = [(holds, values[one.name])]
                 moves.append(Move(transfers=transfers, held=[(owns, value)], wanted=wanted))
-            pending[layer] = sender.submit(reshard.run, self._group, moves, PARAMETERS, lane=_LANE)
-        sender.shutdown(wait=self._group.backend == "nccl")
+            pending[layer] = self._send(lanes, number, moves, PARAMETERS)
+        for lane in lanes:
+            lane.shutdown(wait=self._group.backend == "nccl")
         return LoadedParameters(values, pending)
+
+    def _open_lanes(self) -> list[ThreadPoolExecutor]:
+        """A thread for each lane; one on GPUs, as messages of two threads would mix on NCCL's stream."""
+        count = 1 if self._group.backend == "nccl" else len(_LANES)
+        return [ThreadPoolExecutor(1, thread_name_prefix="hydraulis-layouts") for _ in range(count)]
+
+    def _send(
+        self, lanes: Sequence[ThreadPoolExecutor], number: int, moves: list[Move], phase: str
+    ) -> Future[None]:
+        """Sends a bucket on the lane that is its number's turn, the same on all ranks."""
+        at = number % len(lanes)
+        return lanes[at].submit(reshard.run, self._group, moves, phase, lane=_LANES[at])
 
     def sum_gradients(
         self, gradients: Mapping[str, Tensor], owned: Mapping[str, Tensor]
@@ -110,34 +126,51 @@ class LayoutExchange:
             CommError: a rank died or the timeout passed.
         """
         found: dict[str, Tensor] = {}
-        for bucket in self._sums:
-            moves, landings = [], []
-            for one, owns, holds, addends in bucket:
-                like = owned[one.name]
-                landing = []
-                for transfers in addends:
-                    parts = [
-                        (box, like.new_empty(box.sizes))
-                        for _, dst, box in transfers
-                        if dst == self._group.rank
-                    ]
-                    mine = one.name in gradients and transfers[0].src == self._group.rank
-                    held = [(holds, gradients[one.name])] if mine else []
-                    moves.append(Move(transfers=transfers, held=held, wanted=parts))
-                    landing += parts
-                landings.append((one, owns, landing))
-            reshard.run(self._group, moves, GRADIENTS)
-            for one, owns, landing in landings:
-                like = owned[one.name]
-                total = torch.zeros(
-                    owns.sizes,
-                    dtype=torch.promote_types(like.dtype, torch.float32),
-                    device=like.device,
-                )
-                for box, part in landing:
-                    total[box.within(owns)] += part
-                found[one.name] = total.to(like.dtype)
+        lanes = self._open_lanes()
+        waiting: deque[tuple[Future[None], list[_Landing]]] = deque()
+
+        def add_oldest() -> None:
+            pending, landings = waiting.popleft()
+            pending.result()
+            for one, owns, parts in landings:
+                found[one.name] = _added(owns, parts, owned[one.name])
+
+        try:
+            for number, bucket in enumerate(self._sums):
+                moves, landings = self._addends(bucket, gradients, owned)
+                waiting.append((self._send(lanes, number, moves, GRADIENTS), landings))
+                if len(waiting) == len(lanes):
+                    add_oldest()
+            while waiting:
+                add_oldest()
+        finally:
+            for lane in lanes:
+                lane.shutdown(wait=False)
         return found
+
+    def _addends(
+        self,
+        bucket: Sequence[tuple[ParameterPlacement, Box, Box, list[list[Transfer]]]],
+        gradients: Mapping[str, Tensor],
+        owned: Mapping[str, Tensor],
+    ) -> tuple[list[Move], list[_Landing]]:
+        """What is sent of a bucket's gradients, and where the others' addends are to land."""
+        moves, landings = [], []
+        for one, owns, holds, addends in bucket:
+            like = owned[one.name]
+            landing = []
+            for transfers in addends:
+                parts = [
+                    (box, like.new_empty(box.sizes))
+                    for _, dst, box in transfers
+                    if dst == self._group.rank
+                ]
+                mine = one.name in gradients and transfers[0].src == self._group.rank
+                held = [(holds, gradients[one.name])] if mine else []
+                moves.append(Move(transfers=transfers, held=held, wanted=parts))
+                landing += parts
+            landings.append((one, owns, landing))
+        return moves, landings
 
     @cached_property
     def _buckets(self) -> dict[int, list[tuple[ParameterPlacement, Box, Box, list[Transfer]]]]:
@@ -177,3 +210,12 @@ class LayoutExchange:
         for one in self.layout.parameters:
             found.setdefault(one.layers[0], []).append(one)
         return dict(sorted(found.items()))
+
+
+def _added(owns: Box, parts: Sequence[tuple[Box, Tensor]], like: Tensor) -> Tensor:
+    """The sum of addends, in their order."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    total = torch.zeros(owns.sizes, dtype=dtype, device=like.device)
+    for box, part in parts:
+        total[box.within(owns)] += part
+    return total.to(like.dtype)

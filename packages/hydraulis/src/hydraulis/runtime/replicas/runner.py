@@ -28,7 +28,7 @@ from hydraulis.planner.replicas import (
 )
 from hydraulis.planner.schedule import StepPlan
 from hydraulis.runtime.loss import check_family
-from hydraulis.runtime.replicas.exchange import LayoutExchange, connect_lane
+from hydraulis.runtime.replicas.exchange import LayoutExchange, connect_lanes
 from hydraulis.runtime.replicas.member import StageMember, make_groups
 from hydraulis.runtime.replicas.optimizer_layout import OptimizerLayout
 from hydraulis.runtime.replicas.shards import read_placements
@@ -99,7 +99,7 @@ class ReplicaRunner:
             for exchange, shapes in zip(self._exchanges, self._candidates, strict=True)
         ]
         self._layout = OptimizerLayout(model, group)
-        connect_lane(group)
+        connect_lanes(group)
 
     def plan(self, lengths: Sequence[int] | np.ndarray) -> ReplicaPlan:
         """Plans a step of documents of these lengths."""
