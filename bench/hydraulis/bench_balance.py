@@ -40,7 +40,8 @@ from small_model import (
     relative_error,
 )
 
-CAP, STEPS, SLOTS, RANKS, TURNS = 4096, 2, 3, 2, 3
+CAP, STEPS, SLOTS, RANKS = 4096, 2, 3, 2
+TURNS = {"DDP": 3, "FSDP2": 2}
 PADDED_SLOTS = 8
 COMMAND = "hatch run bench hydraulis -k balance"
 HERE = Path(__file__).parent
@@ -235,7 +236,7 @@ def run_all(texts, orders, steps, is_sharded):
         one.optimizer.weight = float(sum(n - 1 for n in step.plan.lengths))
         return lambda: one.step(step).loss
 
-    for turn in range(TURNS + 1):
+    for turn in range(TURNS["FSDP2" if is_sharded else "DDP"] + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             spent, total = [], 0.0
             by = padded if name == PADDED else engine if name == OURS else theirs
@@ -286,7 +287,7 @@ def bench_balance(two, benchmark, record_claim, peer, is_sharded):
         max(row[at] for rows in errors.values() for row in rows) for at in range(2)
     )
     detail = (
-        f"{len(texts)} documents, {tokens} tokens in {STEPS} steps, {TURNS} turns; {turns[OURS].min():.1f} to "
+        f"{len(texts)} documents, {tokens} tokens in {STEPS} steps, {TURNS[kind]} turns; {turns[OURS].min():.1f} to "
         f"{turns[OURS].max():.1f} s; cost {cost[0]:.3g} s^2 + {cost[1]:.3g} s + {cost[2]:.3g}; losses and "
         f"gradients of all ways equal those of documents one by one to {of_loss:.1g} and {of_gradients:.1g}"
     )
