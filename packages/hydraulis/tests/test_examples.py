@@ -8,7 +8,14 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 QUICKLY = {"train_documents": ["--steps", "2", "--max-tokens", "512"]}
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+SLOW = {"train_documents"}  # the README's and the guide's blocks train too
+CASES = [
+    pytest.param(path, marks=pytest.mark.slow if path.stem in SLOW else (), id=path.stem)
+    for path in EXAMPLES
+]
+
+
+@pytest.mark.parametrize("path", CASES)
 def test_example_runs(path, tmp_path):
     done = subprocess.run(
         [sys.executable, path, *QUICKLY.get(path.stem, ())],

@@ -124,6 +124,9 @@ def test_the_bound_of_alike_pipelines_counts_their_warm_up():
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, 300), 1, 20_000).astype(int)
     found = dispatch(lengths, [Replica(cost=ALIKE.cost, cap=10**6, stages=4)] * 8)
     assert found.gap <= 0.05
+    # Two each: twice 100, and 100 for each further stage.
+    pipelines = [Replica(cost=Cost(a=0.0, b=1.0), cap=100, stages=4)] * 2
+    assert makespan_bound(np.full(4, 100), pipelines) == pytest.approx(500, rel=1e-6)
 
 
 def test_a_sequence_as_long_as_a_cap_fits():

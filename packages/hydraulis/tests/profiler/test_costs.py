@@ -1,11 +1,13 @@
 """Costs from a model's shape and from measured micro-batches."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
 
 from hydraulis.config import Cost, training_operations
+from hydraulis.profiler import timings
 from hydraulis.profiler.analytic import degree_cost, read_config
 from hydraulis.profiler.timings import measure_cost
 from shared.errors import ConfigError
@@ -71,10 +73,17 @@ def test_a_measured_cost_fits_and_leaves_the_model_alone():
     (first, *_) = model.parameters()
     first.grad = torch.ones_like(first)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    cost = measure_cost(model, 256, repeats=1)
+    cost = measure_cost(model, 1024)
     assert isinstance(cost, Cost)
     assert cost.b > 0
     assert torch.equal(first.grad, torch.ones_like(first))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    # A micro-batch of fewer tokens takes longer, after one turn of which only the start is looked at.
+    clock = [0.0] * 8 + [time for at in range(8) for time in (0.0, 1.0 + at)]
+    with (
+        mock.patch.object(timings, "perf_counter", side_effect=clock),
+        pytest.raises(ConfigError, match=r"seconds that grow with tokens, got from 1 to 8 s; meas"),
+    ):
+        measure_cost(model, 64, repeats=1)
     with pytest.raises(ConfigError, match="at least 16 tokens, got 15"):
         measure_cost(model, 15)

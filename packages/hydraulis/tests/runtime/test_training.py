@@ -220,7 +220,9 @@ def alive(settings):
     return counts
 
 
-@pytest.mark.parametrize("settings", [WAYS[0], WAYS[3]], ids=str)
+@pytest.mark.parametrize(
+    "settings", [WAYS[0], pytest.param(WAYS[3], marks=pytest.mark.slow)], ids=str
+)
 def test_steps_leave_no_tensors_behind(ranks, settings):
     for counts in ranks.run(alive, settings).results:
         assert counts[5] <= counts[3] <= counts[1], counts

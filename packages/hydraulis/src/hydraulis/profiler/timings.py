@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
         repeats: turns, of which the median counts, after one that warms up.
 
     Raises:
-        ConfigError: fewer than 16 tokens, a sharded model, or one that `LossModel` does not take.
+        ConfigError: fewer than 16 tokens, seconds that do not grow with them, a sharded model, or one that `LossModel` does not take.
     """
     if max_tokens < 16:
         raise ConfigError(f"measure_cost: expected at least 16 tokens, got {max_tokens}")
@@ -50,7 +50,7 @@ def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
     try:
         for turn in range(repeats + 1):
             for at, lengths in enumerate(shapes):
-                begun = time.perf_counter()
+                begun = perf_counter()
                 packing = PackedDocuments(lengths=lengths)
                 ids = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
                 with attend(model):
@@ -58,7 +58,7 @@ def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
                 if ids.is_cuda:
                     torch.cuda.synchronize(device)
                 if turn:
-                    taken[at].append(time.perf_counter() - begun)
+                    taken[at].append(perf_counter() - begun)
     finally:
         for name, p in model.named_parameters():
             p.grad = kept[name]
@@ -66,5 +66,11 @@ def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
     if Group.exists():
         group = Group.world()
         seconds = all_reduce(group, seconds.to(group.device)).cpu() / group.world_size
-    found = Cost.fit(list(zip(shapes, seconds.tolist(), strict=True)))
+    try:
+        found = Cost.fit(list(zip(shapes, seconds.tolist(), strict=True)))
+    except ConfigError as error:
+        raise ConfigError(
+            f"measure_cost: expected seconds that grow with tokens, got from {min(seconds):.3g} to "
+            f"{max(seconds):.3g} s; measure more tokens or repeats"
+        ) from error
     return replace(found, device=device_name(device))
