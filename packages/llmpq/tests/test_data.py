@@ -136,7 +136,14 @@ def test_a_gguf_file_is_read_as_the_package_gguf_reads_it(tmp_path):
              (("a", "F32"), ("b", "Q4_1"), ("c", "Q8_0"))}  # fmt: skip
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    facts = {"n": 7, "x": 0.5, "yes": True, "name": "Käse", "list": ["a", "", "ü"], "ids": [1, 2]}
+    facts = {
+        "n": 7,
+        "x": 0.5,
+        "yes": True,
+        "name": "K\u00e4se",
+        "list": ["a", "", "\u00fc"],
+        "ids": [1, 2],
+    }
     for key, value in facts.items():
         add = {int: writer.add_uint32, float: writer.add_float32, bool: writer.add_bool,
                str: writer.add_string, list: writer.add_array}[type(value)]  # fmt: skip
