@@ -72,7 +72,7 @@ def test_a_package_does_what_its_readme_says_where_nothing_else_is(package, fres
 def test_readmes_say_how_to_install_before_how_to_run(package):
     lines, example = told(package)
     assert re.fullmatch(
-        rf"pip install -c constraints\.txt '?\./packages/{package}(\[\w+\])?'?", lines[0]
+        rf"pip install -c constraints\.txt '?\./packages/{package}(\[[\w,]+\])?'?", lines[0]
     )
     compile(example, f"{package}/README.md", "exec")
 
