@@ -1,0 +1,86 @@
+"""A layer's forward run again: items answer its calls, and what autograd saves then is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memo.runtime.attention import Answer
+from memo.runtime.calls import PRODUCTS, Call
+from memo.runtime.random_state import set_random_state
+
+__all__ = ["Complete", "Replayer"]
+
+
+class Complete(Exception):
+    """All saved tensors are there: the rest of the layer's forward is not needed again."""
+
+
+class Replayer:
+    """Answers products and attention of one forward, and keeps what autograd saves."""
+
+    def __init__(self, calls: Sequence[Call], num_saved: int) -> None:
+        """Takes the calls of the first forward, and how many tensors it saved."""
+        self.saved: list[Tensor] = []
+        self._calls, self._num_saved = iter(calls), num_saved
+        self._depth = 0
+
+    def save(self, tensor: Tensor) -> None:
+        """Keeps the next tensor that autograd saves.
+
+        Raises:
+            Complete: it was the last one.
+        """
+        self.saved.append(tensor.detach())
+        if len(self.saved) == self._num_saved:
+            raise Complete
+
+    def product(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers a matrix product: kept rows from its item, the others computed."""
+        if self._depth:
+            return function(*args, **kwargs)
+        call = self._next_call()
+        if call.item is None or call.views is None:
+            return function(*args, **kwargs)
+        rows_at, weight_at = PRODUCTS[function]
+        for view in call.views:
+            self.save(view.of([args[rows_at], args[weight_at]]))
+        with torch.no_grad():
+            (out,) = call.item.tensors
+            rows = call.item.rows
+            if rows < call.item.num_rows:
+                width = args[rows_at].shape[-1]
+                tail = list(args)
+                tail[rows_at] = args[rows_at].reshape(-1, width)[rows:]
+                out.view(-1, out.shape[-1])[rows:] = function(*tail)
+        return out.detach().requires_grad_(call.requires_grad)
+
+    def attend(
+        self, call: Callable[[], Answer], query: Tensor, key: Tensor, value: Tensor
+    ) -> Answer:
+        """Answers attention from its item."""
+        noted = self._next_call()
+        if noted.item is None or noted.views is None:
+            self._depth += 1
+            try:
+                return call()
+            finally:
+                self._depth -= 1
+        sources = [query, key, value, *noted.item.tensors]
+        for view in noted.views:
+            self.save(view.of(sources))
+        if noted.rng_after is not None:
+            set_random_state(query, noted.rng_after)
+        return noted.item.tensors[0].detach().requires_grad_(noted.requires_grad), None
+
+    def _next_call(self) -> Call:
+        call = next(self._calls, None)
+        if call is None or call.first != len(self.saved):
+            raise RuntimeError(
+                "memo: a layer's forward takes another way when it runs again than it took first: it "
+                "depends on more than its arguments and its random numbers; give it mode 'whole' or 'keep'"
+            )
+        return call
