@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from memo.planner.layer_plan import INPUT, LayerPlan
 from memo.runtime.attention import listening
 from memo.runtime.calls import Products, address
-from memo.runtime.items import INPUT, Item, LayerPlan, is_plain
+from memo.runtime.items import Item, is_plain
 from memo.runtime.random_state import Autocast, random_state, replaying
 from memo.runtime.recorder import Recorder
 from memo.runtime.replayer import Complete, Replayer
@@ -128,6 +129,11 @@ class LayerRecord:
         given = (one for one in _tensors((self._args, self._kwargs)) if one is not source)
         return {*names, *map(address, given)}
 
+    @property
+    def is_taken(self) -> bool:
+        """Whether nothing that was restored is still to be asked for."""
+        return not self._restored
+
     def take(self, index: int) -> Tensor:
         """The saved tensor of a place, once; restores all when it is not there."""
         if index not in self._restored:
@@ -142,6 +148,8 @@ class LayerRecord:
                 "outside of memo.apply"
             )
         self._fetch(self)
+        for item in self.items:
+            item.check_unchanged()
         (kept,) = self.items[0].tensors
         source = kept.detach().requires_grad_(self._requires_grad)
         args, kwargs = _filled((self._args, self._kwargs), source)

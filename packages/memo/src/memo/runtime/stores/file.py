@@ -1,0 +1,130 @@
+"""A store in a file of its own, past the page cache, so that nothing of it counts as memory.
+
+The file has no name: it is unlinked before the first byte, and gone with the process, however
+that ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from memo.runtime.stores.base import ALIGN, Slot, Store
+from shared.errors import DataError
+from shared.units import format_bytes
+
+__all__ = ["FileStore"]
+
+_log = logging.getLogger(__name__)
+_BOUNCE_BYTES = 4 << 20
+
+
+class FileStore(Store):
+    """Slots in a file, read and written by direct I/O."""
+
+    name = "store in a file"
+
+    def __init__(self, folder: str | os.PathLike[str], limit_bytes: int | None = None) -> None:
+        """Makes the file.
+
+        Args:
+            folder: on a local disk; made when missing.
+            limit_bytes: as for `Store`; so many bytes of the disk are taken at once.
+
+        Raises:
+            DataError: the folder cannot be written, or the disk has too little room.
+        """
+        super().__init__(limit_bytes)
+        self._folder = Path(folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._open()
+            if limit_bytes:
+                os.posix_fallocate(self._file, 0, -(-limit_bytes // ALIGN) * ALIGN)
+        except OSError as error:
+            raise self._explain(error) from error
+        # Direct I/O wants memory that begins at a page: tensors do not.
+        self._bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE_BYTES), np.uint8)
+
+    def _open(self) -> int:
+        flags = os.O_RDWR | os.O_CLOEXEC
+        direct = getattr(os, "O_DIRECT", 0)
+        handle, name = tempfile.mkstemp(dir=self._folder, prefix="memo-")
+        try:
+            os.close(handle)
+            try:
+                return os.open(name, flags | direct)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                _log.warning(
+                    "%s takes no direct I/O: what is stored there may fill the page cache, or is memory "
+                    "itself (tmpfs); name a folder on a local disk",
+                    self._folder,
+                )
+                return os.open(name, flags)
+        finally:
+            os.unlink(name)
+
+    def _explain(self, error: OSError) -> DataError:
+        room = "unknown"
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(self._folder)
+            room = format_bytes(disk.f_bavail * disk.f_frsize)
+        wanted = format_bytes(self._limit_bytes) if self._limit_bytes else "its activations"
+        return DataError(
+            f"{self._folder}: expected a folder with room for {wanted}, got {error.strerror or error} "
+            f"({room} free); name another folder, or a smaller store"
+        )
+
+    def _extend(self, slot: Slot) -> None:
+        """Nothing: writing makes the file longer."""
+
+    def write(self, offset: int, data: np.ndarray) -> None:
+        """Writes bytes.
+
+        Raises:
+            DataError: the disk is full, or fails.
+        """
+        for at in range(0, len(data), _BOUNCE_BYTES):
+            piece = data[at : at + _BOUNCE_BYTES]
+            self._bounce[: len(piece)] = piece
+            whole = self._bounce[: -(-len(piece) // ALIGN) * ALIGN]
+            try:
+                _all(lambda view, place: os.pwrite(self._file, view, place), whole, offset + at)
+            except OSError as error:
+                raise self._explain(error) from error
+
+    def read(self, offset: int, data: np.ndarray) -> None:
+        """Reads bytes.
+
+        Raises:
+            DataError: the disk fails.
+        """
+        try:
+            _all(lambda view, place: os.preadv(self._file, [view], place), data, offset)
+        except OSError as error:
+            raise self._explain(error) from error
+
+    def close(self) -> None:
+        """Frees the disk."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+
+def _all(move, data: np.ndarray, offset: int) -> None:  # type: ignore[no-untyped-def]
+    """Moves all bytes, in as many calls as the system takes for them."""
+    done = 0
+    while done < len(data):
+        moved = move(memoryview(data)[done:], offset + done)
+        if moved <= 0:
+            raise OSError(errno.EIO, "no more bytes could be moved")
+        done += moved
