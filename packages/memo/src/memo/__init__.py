@@ -26,7 +26,7 @@ _HOME = {
     "alpha": "memo.planner.fractions",
     "alphas": "memo.planner.fractions",
     "apply": "memo.runtime.run",
-    "autotune": "memo.planner.autotune",
+    "autotune": "memo.profiler.autotune",
     "emulate": "memo.planner.addresses",
     "pack": "memo.planner.addresses",
     "skeleton": "memo.planner.skeleton",
