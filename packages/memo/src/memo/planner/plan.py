@@ -87,7 +87,7 @@ class Plan:
 
     def explain(self) -> str:
         """Says in a table what becomes of the layers, what hides, and where each byte goes."""
-        from memo.report import explain
+        from memo.planner.explanation import explain
 
         return explain(self)
 

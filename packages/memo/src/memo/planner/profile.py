@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from memo.planner.layer_plan import INPUT
+from shared.errors import DataError
 from shared.topology.link import Link
 
-__all__ = ["ItemProfile", "LayerProfile", "StepProfile"]
+__all__ = ["ItemProfile", "LayerProfile", "PassBytes", "StepProfile"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +22,8 @@ class ItemProfile:
     Attributes:
         name: "input", "attention", or the name of a product's weight inside the layer.
         num_bytes: on the device.
-        recompute_s: seconds to compute it again in the backward, other items being there; for the
-            input infinity, as nothing gives it back.
+        recompute_s: seconds to compute it again in the backward, other items being there; 0 for
+            the input, which nothing gives back.
     """
 
     name: str
@@ -30,30 +32,60 @@ class ItemProfile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassBytes:
+    """Most bytes on the device during a layer's passes, beyond what was there before.
+
+    Attributes:
+        forward: during its forward, its result and what stays of it included, its input not.
+        backward: during its backward, the gradient of its result and of its input included; what stayed
+            of it and the gradients of parameters not.
+    """
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """One layer's passes.
 
     Attributes:
-        items: in the order of the forward, the input first.
+        items: the input first, then those whose bytes save the most seconds.
         saved_bytes: all that autograd saves of it, the input included, parameters not.
-        restored_bytes: what running it again makes beside its items: results of element-wise operations.
         forward_s, backward_s: without a plan.
         replay_s: seconds to run it again when every item is there: its element-wise operations.
-        forward_bytes: most bytes during its forward, beside what it was given and what it saves.
-        backward_bytes: most bytes during its backward, beside saved tensors and the gradients of
-            parameters, the gradient of its result included.
+        kept: of its passes where autograd keeps everything.
+        levels: of its passes where it is run again, by how many of the items stay or come back, from one
+            (the input) to all.
         can_replay: whether running it again gives the same tensors and changes nothing.
     """
 
     items: tuple[ItemProfile, ...]
     saved_bytes: int
-    restored_bytes: int
     forward_s: float
     backward_s: float
     replay_s: float
-    forward_bytes: int
-    backward_bytes: int
+    kept: PassBytes
+    levels: tuple[PassBytes, ...]
     can_replay: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.levels) != len(self.items) or not self.items or self.items[0].name != INPUT:
+            raise DataError(
+                f"layer profile: expected a level an item and the input first, got {len(self.levels)} levels "
+                f"of {[item.name for item in self.items]}"
+            )
+
+    def replay_at_s(self, num_items: int, fraction: float = 0.0) -> float:
+        """Seconds to run the layer again.
+
+        Args:
+            num_items: how many of the items are there.
+            fraction: of the rows of the next one that are there too.
+        """
+        missing = self.items[num_items:]
+        total = self.replay_s + sum(item.recompute_s for item in missing)
+        return total - fraction * missing[0].recompute_s if missing else total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
