@@ -82,8 +82,8 @@ class Products(TorchFunctionMode):
 
 
 def address(tensor: Tensor) -> int:
-    """Address of a tensor's memory, which its views share."""
-    return tensor.untyped_storage().data_ptr()
+    """Address of a tensor's storage, which its views share, whether its memory is there or not."""
+    return tensor.untyped_storage()._cdata
 
 
 def find_views(saved: Sequence[Tensor], sources: Sequence[Tensor]) -> list[SavedView | None]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memo.runtime.dense import Geometry
 
@@ -74,5 +75,8 @@ class Item:
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether this is a tensor of torch's own class, in memory that can be copied."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided  # type: ignore[union-attr]
+    """Whether this is a tensor of torch's own class, in memory that can be copied or is only counted."""
+    return type(tensor) in _PLAIN and tensor.layout == torch.strided  # type: ignore[union-attr]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)

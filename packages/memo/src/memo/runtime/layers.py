@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from memo.runtime.calls import address
 from shared.errors import ConfigError
 
 __all__ = ["attention_names", "find_layers", "named_memory", "without_cache"]
@@ -65,7 +66,7 @@ def attention_names(layers: Iterable[nn.Module]) -> list[str]:
 def named_memory(layer: nn.Module) -> dict[int, str]:
     """Names of a layer's parameters and buffers by the address of their memory, as they are now."""
     return {
-        tensor.untyped_storage().data_ptr(): name
+        address(tensor): name
         for tensors in (layer.named_parameters(), layer.named_buffers())
         for name, tensor in tensors
     }

@@ -7,13 +7,14 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 __all__ = ["Autocast", "random_state", "replaying", "set_random_state"]
 
 
 def random_state(tensor: Tensor | None) -> Tensor | None:
     """State of the random numbers that operations on a tensor draw from; None where there are none."""
-    if tensor is None:
+    if tensor is None or isinstance(tensor, FakeTensor):
         return None
     if tensor.is_cuda:
         return torch.cuda.get_rng_state(tensor.device)
