@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from memo.runtime.calls import address
+from memo.runtime.recording.calls import address
 from shared.errors import ConfigError
 
 __all__ = ["attention_names", "find_layers", "named_memory", "without_cache"]

@@ -14,10 +14,10 @@ from memo.planner.layer_plan import LayerPlan
 from memo.planner.plan import Plan
 from memo.planner.schedule import Move, schedule
 from memo.runtime.attention import offer_attention
-from memo.runtime.buffers import Buffers
+from memo.runtime.moving.buffers import Buffers
 from memo.runtime.layers import attention_names, find_layers, named_memory, without_cache
-from memo.runtime.mover import Cargo, Mover, Times
-from memo.runtime.record import LayerRecord
+from memo.runtime.moving.mover import Cargo, Mover, Times
+from memo.runtime.recording.record import LayerRecord
 from memo.runtime.stores import open_store
 from shared.errors import ConfigError
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from memo.planner.layer_plan import ATTENTION, LayerPlan, rows_of
 from memo.runtime.attention import Answer
-from memo.runtime.calls import PRODUCTS, Call, address, find_views
-from memo.runtime.dense import is_dense
-from memo.runtime.items import Item, is_plain
-from memo.runtime.random_state import random_state
+from memo.runtime.recording.calls import PRODUCTS, Call, address, find_views
+from memo.runtime.recording.dense import is_dense
+from memo.runtime.recording.items import Item, is_plain
+from memo.runtime.recording.random_state import random_state
 
 __all__ = ["Recorder"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from memo.runtime.attention import Answer
-from memo.runtime.calls import PRODUCTS, Call
-from memo.runtime.random_state import set_random_state
+from memo.runtime.recording.calls import PRODUCTS, Call
+from memo.runtime.recording.random_state import set_random_state
 
 __all__ = ["Complete", "Replayer"]
 

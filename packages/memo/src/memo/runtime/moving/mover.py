@@ -7,10 +7,10 @@ import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from memo.runtime.buffers import Buffer, Buffers, aligned_bytes
-from memo.runtime.dense import raw_bytes
-from memo.runtime.items import Item
-from memo.runtime.record import LayerRecord
+from memo.runtime.moving.buffers import Buffer, Buffers, aligned_bytes
+from memo.runtime.recording.dense import raw_bytes
+from memo.runtime.recording.items import Item
+from memo.runtime.recording.record import LayerRecord
 from memo.runtime.stores.base import Slot, Store
 
 __all__ = ["Cargo", "Mover", "Times"]

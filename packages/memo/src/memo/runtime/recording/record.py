@@ -22,11 +22,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.planner.layer_plan import INPUT, LayerPlan
 from memo.runtime.attention import listening
-from memo.runtime.calls import Products, address
-from memo.runtime.items import Item, is_plain
-from memo.runtime.random_state import Autocast, random_state, replaying
-from memo.runtime.recorder import Recorder
-from memo.runtime.replayer import Complete, Replayer
+from memo.runtime.recording.calls import Products, address
+from memo.runtime.recording.items import Item, is_plain
+from memo.runtime.recording.random_state import Autocast, random_state, replaying
+from memo.runtime.recording.recorder import Recorder
+from memo.runtime.recording.replayer import Complete, Replayer
 from shared.errors import ConfigError
 
 __all__ = ["LayerRecord", "Outside"]

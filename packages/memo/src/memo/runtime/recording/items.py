@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memo.runtime.dense import Geometry
+from memo.runtime.recording.dense import Geometry
 
 __all__ = ["Item", "is_plain"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from memo.runtime.items import Item
+from memo.runtime.recording.items import Item
 
 __all__ = ["PRODUCTS", "Call", "Products", "SavedView", "address", "find_views"]
 

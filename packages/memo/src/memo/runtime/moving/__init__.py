@@ -1,0 +1,1 @@
+"""How items go out of the device and come back."""
