@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from memo.planner.layer_plan import LayerPlan, rows_of
 from memo.planner.plan import Plan
 from memo.planner.profile import LayerProfile, StepProfile
 
-__all__ = ["Footprint", "LayerFootprint", "footprint"]
+__all__ = ["Footprint", "LayerFootprint", "add_up", "footprint", "layer_footprint"]
 
 _PAGE = 4096
 
@@ -38,18 +40,23 @@ class Footprint:
     """A step under a plan.
 
     Attributes:
-        layers: one by one.
+        runs: layers that are alike and follow one another, and how many.
         peak_bytes: most bytes on the device.
         peak_at: where that is: "forward", "head" or "backward", and of which layer.
         store_bytes: most bytes in the store.
         parts: bytes at the peak, by what they are.
     """
 
-    layers: tuple[LayerFootprint, ...]
+    runs: tuple[tuple[LayerFootprint, int], ...]
     peak_bytes: int
     peak_at: str
     store_bytes: int
     parts: dict[str, int]
+
+    @property
+    def layers(self) -> tuple[LayerFootprint, ...]:
+        """Layers one by one."""
+        return tuple(layer for layer, count in self.runs for _ in range(count))
 
 
 def footprint(plan: Plan, profile: StepProfile) -> Footprint:
@@ -59,59 +66,92 @@ def footprint(plan: Plan, profile: StepProfile) -> Footprint:
         plan: of the profile's number of layers.
         profile: what each layer makes.
     """
-    rows = profile.num_tokens
-    unlike = {id(layer): layer for layer in plan.layers}
-    known = {key: _layer(one, profile.layer, rows, plan.cut) for key, one in unlike.items()}
-    layers = [known[id(layer)] for layer in plan.layers]
+    runs = [(next(group), 1 + sum(1 for _ in group)) for _, group in groupby(plan.layers, key=id)]
+    known = [(layer_footprint(one, profile, plan.cut), count) for one, count in runs]
+    return add_up(
+        known,
+        profile,
+        has_block_loss=plan.has_block_loss,
+        num_buffers=plan.num_buffers,
+        max_sending=plan.max_sending,
+    )
+
+
+def add_up(
+    runs: Sequence[tuple[LayerFootprint, int]],
+    profile: StepProfile,
+    *,
+    has_block_loss: bool,
+    num_buffers: int,
+    max_sending: int,
+) -> Footprint:
+    """Bytes of a step of layers whose own are known; see `footprint` and `Plan`.
+
+    O(runs), not layers: of each run, only those are looked at where there can be most.
+
+    Args:
+        runs: layers that are alike, and how many, in the order of the forward.
+    """
+    most = 0, "", 0, 0, 0  # bytes, where, and the parts of these that change
+
+    def look(where: str, number: int, held: int, sent: int, working: int) -> None:
+        nonlocal most
+        if held + sent + working > most[0]:
+            name = where if number < 0 else f"{where} of layer {number}"
+            most = held + sent + working, name, held, sent, working
+
+    held, first = 0, 0
+    sending = [0] * max_sending
     input_bytes = profile.layer.items[0].num_bytes
-    stored = [layer.buffer_bytes for layer in layers if layer.buffer_bytes]
-    buffers = sum(sorted(stored)[-plan.num_buffers :])
-    best: tuple[int, str, dict[str, int]] = (-1, "", {})
-
-    def look(where: str, parts: dict[str, int]) -> None:
-        nonlocal best
-        total = sum(parts.values())
-        if total > best[0]:
-            best = total, where, parts
-
-    held, sending = 0, []
-    fixed = {"parameters, gradients, optimizer": profile.fixed_bytes, "buffers": buffers}
-    for number, layer in enumerate(layers):
-        look(
-            f"forward of layer {number}",
-            {
-                **fixed,
-                "held by layers": held,
-                "on their way out": sum(sending),
-                "working": input_bytes + layer.forward_bytes,
-            },
-        )
-        held += layer.resident_bytes
-        if layer.stored_bytes:
-            sending = [*sending, layer.stored_bytes][-plan.max_sending :]
-    head = profile.block_head_bytes if plan.has_block_loss else profile.head_bytes
-    look(
-        "loss",
-        {
-            **fixed,
+    for layer, count in runs:
+        working = input_bytes + layer.forward_bytes
+        # Later layers hold more, and send as much as soon as all on their way are of this run.
+        for place in range(min(count, max_sending)):
+            look("forward", first + place, held, sum(sending), working)
+            held += layer.resident_bytes
+            if layer.stored_bytes:
+                sending = [*sending[1:], layer.stored_bytes]
+        if count > max_sending:
+            look("forward", first + max_sending, held, sum(sending), working)
+            held += layer.resident_bytes * (count - max_sending - 1)
+            look("forward", first + count - 1, held, sum(sending), working)
+            held += layer.resident_bytes
+        first += count
+    head = profile.block_head_bytes if has_block_loss else profile.head_bytes
+    look("loss", -1, held, sum(sending), input_bytes + (head or 0))
+    for layer, count in reversed(runs):
+        look("backward", first - 1, held, 0, layer.backward_bytes)
+        first -= count
+        held -= count * layer.resident_bytes
+    buffers = sorted(
+        size for layer, count in runs for size in [layer.buffer_bytes] * min(count, num_buffers)
+    )
+    buffer_bytes = sum(buffers[-num_buffers:])
+    total, where, held, sent, working = most
+    return Footprint(
+        runs=tuple(runs),
+        peak_bytes=total + profile.fixed_bytes + buffer_bytes,
+        peak_at=where,
+        store_bytes=sum(layer.stored_bytes * count for layer, count in runs),
+        parts={
+            "parameters, gradients, optimizer": profile.fixed_bytes,
+            "buffers": buffer_bytes,
             "held by layers": held,
-            "on their way out": sum(sending),
-            "working": input_bytes + (head or 0),
+            "on their way out": sent,
+            "working": working,
         },
     )
-    for number, layer in reversed(list(enumerate(layers))):
-        look(
-            f"backward of layer {number}",
-            {**fixed, "held by layers": held, "working": layer.backward_bytes},
-        )
-        held -= layer.resident_bytes
-    return Footprint(
-        layers=tuple(layers),
-        peak_bytes=best[0],
-        peak_at=best[1],
-        store_bytes=sum(layer.stored_bytes for layer in layers),
-        parts=best[2],
-    )
+
+
+def layer_footprint(plan: LayerPlan, profile: StepProfile, cut: int) -> LayerFootprint:
+    """Bytes and seconds of one layer under a plan.
+
+    Args:
+        plan: the layer's.
+        profile: of the step.
+        cut: see `Plan`.
+    """
+    return _layer(plan, profile.layer, profile.num_tokens, cut)
 
 
 def _layer(plan: LayerPlan, profile: LayerProfile, rows: int, cut: int) -> LayerFootprint:
