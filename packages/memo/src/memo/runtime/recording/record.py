@@ -137,10 +137,10 @@ class LayerRecord:
     def take(self, index: int) -> Tensor:
         """The saved tensor of a place, once; restores all when it is not there."""
         if index not in self._restored:
-            self._restore()
+            self.restore()
         return self._restored.pop(index)
 
-    def _restore(self) -> None:
+    def restore(self) -> None:
         """Runs the layer's forward again, as far as something is saved, with items answered."""
         if torch.is_grad_enabled():
             raise RuntimeError(
