@@ -40,7 +40,9 @@ class Budget:
             except ConfigError as error:
                 raise ConfigError(f"budget.{name}: {error}") from error
         if self.device_bytes == 0:
-            raise ConfigError("budget.device: expected more than 0 bytes; say how much memory there is")
+            raise ConfigError(
+                "budget.device: expected more than 0 bytes; say how much memory there is"
+            )
 
     @property
     def device_bytes(self) -> int:

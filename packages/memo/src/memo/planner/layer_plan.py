@@ -42,7 +42,9 @@ class LayerPlan:
             raise ConfigError(f"layer.mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
         for name, value in (*self.stored.items(), ("default_fraction", self.default_fraction)):
             if not (isfinite(value) and 0.0 <= value <= 1.0):
-                raise ConfigError(f"layer.stored[{name}]: expected a fraction in [0, 1], got {value}")
+                raise ConfigError(
+                    f"layer.stored[{name}]: expected a fraction in [0, 1], got {value}"
+                )
         for name in (INPUT, ATTENTION):
             if self.stored.get(name, 0.0) not in (0.0, 1.0):
                 raise ConfigError(

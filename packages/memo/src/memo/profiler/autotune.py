@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,13 +20,12 @@ from memo.profiler.layer_bytes import LayerBytes, count_bytes
 from memo.profiler.layer_times import LayerTimes, measure_layer
 from memo.profiler.store_rate import measure_store
 from memo.runtime.attention import offer_attention
+from memo.runtime.device_memory import resident_bytes
 from memo.runtime.layers import attention_names, find_layers
 from memo.runtime.stores import check_store
 from memo.simulator import simulate
 
-__all__ = ["autotune", "measure_profile", "resident_bytes"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["autotune", "describe_layer", "measure_profile"]
 
 
 def autotune(
@@ -105,9 +102,7 @@ def measure_profile(
             with torch.no_grad():
                 layer(*args, **kwargs)
 
-        rate = (
-            None if store is None else measure_store(store, work, limit_bytes=store_limit_bytes)
-        )
+        rate = None if store is None else measure_store(store, work, limit_bytes=store_limit_bytes)
     finally:
         for one in undo:
             one()
@@ -184,14 +179,6 @@ def _fixed_bytes(model: nn.Module, optimizer_bytes: int | None) -> int:
     if optimizer_bytes is None:
         optimizer_bytes = 2 * sum(one.nbytes for one in parameters)
     return resident_bytes(next(model.parameters()).device) + gradients + optimizer_bytes
-
-
-def resident_bytes(device: torch.device) -> int:
-    """Bytes that this process holds on a device now."""
-    if device.type == "cuda":
-        return torch.cuda.memory_reserved(device)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _device_name(device: torch.device) -> str:

@@ -19,7 +19,7 @@ from memo.planner.layer_plan import LayerPlan
 from memo.planner.profile import PassBytes
 from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.layers import named_memory, without_cache
-from memo.runtime.record import LayerRecord
+from memo.runtime.recording.record import LayerRecord
 
 __all__ = ["LayerBytes", "count_bytes", "first_tensor"]
 
@@ -116,7 +116,9 @@ def _count(
         held = meter.live_bytes - out.untyped_storage().nbytes()
         gradient = torch.ones_like(out)
         shape = out.untyped_storage().nbytes()
-        before = meter.live_bytes - shape  # the result itself is the next layer's input, and gone by now
+        before = (
+            meter.live_bytes - shape
+        )  # the result itself is the next layer's input, and gone by now
         meter.mark()
         out.backward(gradient)
         backward = meter.peak_bytes - before

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.profiler.layer_bytes import first_tensor
 from memo.runtime.attention import Answer, listening
-from memo.runtime.calls import PRODUCTS, Products, address
 from memo.runtime.layers import named_memory, without_cache
-from memo.runtime.record import LayerRecord
+from memo.runtime.recording.calls import PRODUCTS, Products, address
+from memo.runtime.recording.record import LayerRecord
 
 __all__ = ["LayerTimes", "measure_layer"]
 

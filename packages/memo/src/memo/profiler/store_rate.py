@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from memo.runtime.buffers import Buffers
+from memo.runtime.moving.buffers import Buffers
 from memo.runtime.stores import open_store
 from shared.topology.link import Link, fit_link
 

@@ -78,4 +78,8 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     if not caches:
         return kwargs
     _log.info("memo: training needs no cache of keys and values; layers are run without it")
-    return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
+    return {
+        **kwargs,
+        **dict.fromkeys(caches),
+        **({"use_cache": False} if "use_cache" in kwargs else {}),
+    }

@@ -13,9 +13,11 @@ from torch import nn
 from memo.planner.layer_plan import LayerPlan
 from memo.planner.plan import Plan
 from memo.planner.schedule import Move, schedule
+from memo.report import describe_run
 from memo.runtime.attention import offer_attention
-from memo.runtime.moving.buffers import Buffers
+from memo.runtime.device_memory import peak_bytes
 from memo.runtime.layers import attention_names, find_layers, named_memory, without_cache
+from memo.runtime.moving.buffers import Buffers
 from memo.runtime.moving.mover import Cargo, Mover, Times
 from memo.runtime.recording.record import LayerRecord
 from memo.runtime.stores import open_store
@@ -60,8 +62,8 @@ class Run:
         self.plan = plan.for_layers(len(found))
         _check_untouched(model, found)
         self._store = open_store(plan.store, plan.store_limit_bytes)
-        device = next((one.device for one in model.parameters()), torch.device("cpu"))
-        self._buffers = Buffers(plan.num_buffers, device)
+        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
+        self._buffers = Buffers(plan.num_buffers, self._device)
         self._mover = Mover(self._store, self._buffers)
         self._schedule = schedule(
             self.plan.layers, max_sending=plan.max_sending, num_buffers=plan.num_buffers
@@ -86,10 +88,19 @@ class Run:
         return self._mover.times
 
     def report(self) -> str:
-        """Says what was predicted beside what was measured."""
-        from memo.report import report
-
-        return report(self)
+        """Says what was measured beside what was predicted."""
+        times = self._mover.times
+        return describe_run(
+            self.plan,
+            store_bytes=self.store_bytes,
+            device_bytes=peak_bytes(self._device),
+            num_restored=self.num_restored,
+            num_spare=self._buffers.num_spare,
+            send_s=times.send_s,
+            fetch_s=times.fetch_s,
+            wait_s=times.wait_s,
+            moved_bytes=times.sent_bytes + times.fetched_bytes,
+        )
 
     def close(self) -> None:
         """Takes the plan off the model; what is still to be run backward cannot be restored afterwards."""

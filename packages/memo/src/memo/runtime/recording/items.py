@@ -17,6 +17,7 @@ from memo.runtime.recording.dense import Geometry
 
 __all__ = ["Item", "is_plain"]
 
+
 @dataclass(slots=True)
 class Item:
     """One item of one forward.
