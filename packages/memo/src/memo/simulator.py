@@ -73,7 +73,7 @@ def _operations(
         raise ConfigError("expected a profile with a store, as the plan stores items, got none")
     slow = profile.slowdown if held.store_bytes else 1.0
     last, found = len(held.layers) - 1, []
-    for number, layer in enumerate(held.layers):
+    for number in range(len(held.layers)):
         waits = [("send", move.layer) for move in moves.before_forward[number]]
         found.append(
             Operation(("forward", number), "compute", profile.layer.forward_s * slow, waits)

@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,7 @@ class FileStore(Store):
             self._file = -1
 
 
-def _all(move, data: np.ndarray, offset: int) -> None:  # type: ignore[no-untyped-def]
+def _all(move: Callable[[memoryview, int], int], data: np.ndarray, offset: int) -> None:
     """Moves all bytes, in as many calls as the system takes for them."""
     done = 0
     while done < len(data):
