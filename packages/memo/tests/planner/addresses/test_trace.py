@@ -156,6 +156,6 @@ def test_fake_step_keeps_less_with_checkpoints_and_tied_weights_once():
 def test_fake_step_wants_a_loss():
     model = tiny_llama()
     ids = torch.empty(1, 8, dtype=torch.long, device="meta")
-    with pytest.raises(DataError, match="expected the model to return a loss.*pass labels"):
+    with pytest.raises(DataError, match=r"expected the model to return a loss.*pass labels"):
         memo.Trace.from_fake(model, {"input_ids": ids})
     assert all(p.device.type == "meta" for p in model.parameters())

@@ -22,10 +22,10 @@ class _StorageRecorder(TorchDispatchMode):
     def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()
         self.events: list[tuple] = []
-        # By storage rather than by tensor: views share one. The known are held, so that no other
-        # storage takes one's identity.
+        # By storage rather than by tensor: views share one. torch keeps a storage's Python object as
+        # long as its bytes, so that its identity is theirs; the known are held for that.
         self._known = [tensor.untyped_storage() for tensor in known]
-        self._alive: dict[int, Any] = {storage._cdata: storage for storage in self._known}
+        self._alive: dict[int, Any] = {id(storage): storage for storage in self._known}
         self._num_seen = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,7 +36,7 @@ class _StorageRecorder(TorchDispatchMode):
         return made
 
     def _follow(self, storage: Any) -> None:
-        identity = storage._cdata
+        identity = id(storage)
         if identity in self._alive:
             return
         number = self._num_seen
@@ -75,7 +75,7 @@ def record_step(model: torch.nn.Module, batch: Any) -> list[tuple]:
         model: see `Trace.from_fake`.
         batch: see there.
     """
-    with FakeTensorMode() as mode:
+    with FakeTensorMode():
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             like = torch.empty_strided(
@@ -95,7 +95,6 @@ def record_step(model: torch.nn.Module, batch: Any) -> list[tuple]:
         )
         given = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         recorder = _StorageRecorder([*fakes.values(), *given])
-        assert mode is not None
         with recorder:
             torch.func.functional_call(_Step(model), replaced, (batch,))
         # What lives on, gradients among it, is released after the step and is none of it.
