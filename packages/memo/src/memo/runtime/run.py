@@ -61,7 +61,9 @@ class Run:
         found = find_layers(model, layers)
         self.plan = plan.for_layers(len(found))
         _check_untouched(model, found)
-        self._store = open_store(plan.store, plan.store_limit_bytes)
+        self._store = open_store(
+            plan.store, plan.store_limit_bytes, int(plan.prediction.get("store_bytes", 0))
+        )
         self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         self._buffers = Buffers(plan.num_buffers, self._device)
         self._mover = Mover(self._store, self._buffers)

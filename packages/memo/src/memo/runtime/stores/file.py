@@ -32,23 +32,26 @@ class FileStore(Store):
 
     name = "store in a file"
 
-    def __init__(self, folder: str | os.PathLike[str], limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], limit_bytes: int | None = None, reserve_bytes: int = 0
+    ) -> None:
         """Makes the file.
 
         Args:
             folder: on a local disk; made when missing.
-            limit_bytes: as for `Store`; so many bytes of the disk are taken at once.
+            limit_bytes: as for `Store`.
+            reserve_bytes: of the disk that are taken at once, so that a full one is known before any step.
 
         Raises:
             DataError: the folder cannot be written, or the disk has too little room.
         """
         super().__init__(limit_bytes)
-        self._folder = Path(folder)
+        self._folder, self._reserve_bytes = Path(folder), reserve_bytes
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
-            if limit_bytes:
-                os.posix_fallocate(self._file, 0, -(-limit_bytes // ALIGN) * ALIGN)
+            if reserve_bytes:
+                os.posix_fallocate(self._file, 0, -(-reserve_bytes // ALIGN) * ALIGN)
         except OSError as error:
             raise self._explain(error) from error
         # Direct I/O wants memory that begins at a page: tensors do not.
@@ -79,7 +82,7 @@ class FileStore(Store):
         with contextlib.suppress(OSError):
             disk = os.statvfs(self._folder)
             room = format_bytes(disk.f_bavail * disk.f_frsize)
-        wanted = format_bytes(self._limit_bytes) if self._limit_bytes else "its activations"
+        wanted = format_bytes(self._reserve_bytes) if self._reserve_bytes else "its activations"
         return DataError(
             f"{self._folder}: expected a folder with room for {wanted}, got {error.strerror or error} "
             f"({room} free); name another folder, or a smaller store"

@@ -22,12 +22,13 @@ def check_store(name: str) -> None:
     raise ConfigError(f"store: expected 'memory', 'pinned' or 'file:DIR', got {name!r}")
 
 
-def open_store(name: str, limit_bytes: int | None = None) -> Store:
+def open_store(name: str, limit_bytes: int | None = None, reserve_bytes: int = 0) -> Store:
     """Opens a store.
 
     Args:
         name: "memory", "pinned" or "file:DIR".
         limit_bytes: most bytes in use at once; None: no limit.
+        reserve_bytes: of a disk that are taken at once.
 
     Raises:
         ConfigError: no store has this name, or pinned memory is asked for without a GPU.
@@ -38,4 +39,4 @@ def open_store(name: str, limit_bytes: int | None = None) -> Store:
         return MemoryStore(limit_bytes)
     if name == "pinned":
         return PinnedStore(limit_bytes)
-    return FileStore(name.removeprefix("file:"), limit_bytes)
+    return FileStore(name.removeprefix("file:"), limit_bytes, reserve_bytes)
