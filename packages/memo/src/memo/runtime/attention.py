@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -21,6 +21,7 @@ __all__ = ["AttentionListener", "listening", "offer_attention"]
 Answer = tuple[Tensor, Tensor | None]
 
 
+@runtime_checkable
 class AttentionListener(Protocol):
     """What handles attention calls of a running layer."""
 
@@ -56,8 +57,23 @@ def offer_attention(name: str) -> Callable[[], None]:
         name: what a model's configuration calls its attention, "sdpa" or "eager" for instance.
 
     Returns:
-        What takes the offer back and leaves the name as it was.
+        What takes the offer back; the last one leaves the name as it was.
     """
+    count, restore = _offers.get(name) or (0, _replace(name))
+    _offers[name] = count + 1, restore
+
+    def take_back() -> None:
+        count, restore = _offers.pop(name)
+        if count > 1:
+            _offers[name] = count - 1, restore
+        else:
+            restore()
+
+    return take_back
+
+
+def _replace(name: str) -> Callable[[], None]:
+    """Puts a function that hands calls to listeners in a name's place; returns what undoes it."""
     inner = ALL_ATTENTION_FUNCTIONS.get(name)
     had_own = inner is not AttentionInterface().get(name)  # a fresh one has only what is registered
 
@@ -75,11 +91,10 @@ def offer_attention(name: str) -> Callable[[], None]:
         return call() if listener is None else listener.attend(call, query, key, value)
 
     ALL_ATTENTION_FUNCTIONS[name] = attend
+    if had_own:
+        return lambda: ALL_ATTENTION_FUNCTIONS.__setitem__(name, inner)
+    return lambda: ALL_ATTENTION_FUNCTIONS.__delitem__(name)
 
-    def restore() -> None:
-        if had_own:
-            ALL_ATTENTION_FUNCTIONS[name] = inner
-        else:
-            del ALL_ATTENTION_FUNCTIONS[name]
 
-    return restore
+_offers: dict[str, tuple[int, Callable[[], None]]] = {}
+"""How often each name is offered now, and what takes its offer back."""

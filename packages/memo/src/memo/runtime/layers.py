@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 from memo.runtime.recording.calls import address
 from shared.errors import ConfigError
 
-__all__ = ["attention_names", "find_layers", "named_memory", "without_cache"]
+__all__ = ["attention_names", "check_untouched", "find_layers", "named_memory", "without_cache"]
 
 _log = logging.getLogger(__name__)
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
-def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> list[nn.Module]:
+def find_layers(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> list[nn.Module]:
     """A model's layers in the order of its forward.
 
     Args:
@@ -30,7 +31,7 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> 
     """
     own = set(model.modules())
     if layers is not None:
-        found = list(layers)
+        found: list[nn.Module] = list(dict.fromkeys(layers))
         if not found or any(layer not in own for layer in found):
             raise ConfigError(
                 f"layers: expected submodules of the model, got {len(found)} of which "
@@ -45,7 +46,40 @@ def find_layers(model: nn.Module, layers: Sequence[nn.Module] | None = None) -> 
             f"{type(model).__name__}: expected a list of layers of one class, got none; name the layers by "
             "memo.apply(..., layers=[...])"
         )
-    return list(max(lists, key=lambda one: (len(one), sum(p.numel() for p in one.parameters()))))
+    longest = max(lists, key=lambda one: (len(one), sum(p.numel() for p in one.parameters())))
+    return list(dict.fromkeys(longest))
+
+
+def check_untouched(
+    model: nn.Module, layers: Iterable[nn.Module], applied: Container[nn.Module]
+) -> None:
+    """Refuses a model whose layers do not run as their classes say.
+
+    Args:
+        model, layers: the model and its layers.
+        applied: layers that a plan is applied to.
+
+    Raises:
+        ConfigError: a plan is applied, a forward was replaced, it is compiled, or the model recomputes activations itself.
+    """
+    for layer in layers:
+        if layer in applied or "forward" in vars(layer):
+            raise ConfigError(
+                f"{type(layer).__name__}: expected a layer whose forward is its class's own, got one that "
+                "was replaced; close the run that was applied before, or remove what replaced it"
+            )
+    for module in model.modules():
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            raise ConfigError(
+                f"{type(module).__name__}: expected a model that runs eagerly, got one under "
+                "torch.compile: a compiled layer saves other tensors than its modules do; apply the plan "
+                "to the model without it"
+            )
+        if getattr(module, "gradient_checkpointing", False):
+            raise ConfigError(
+                "expected a model that does not recompute activations itself, got one with gradient "
+                "checkpointing on; do model.gradient_checkpointing_disable()"
+            )
 
 
 def _origin(layer: nn.Module) -> str:
@@ -63,10 +97,10 @@ def attention_names(layers: Iterable[nn.Module]) -> list[str]:
     return found
 
 
-def named_memory(layer: nn.Module) -> dict[int, str]:
-    """Names of a layer's parameters and buffers by the address of their memory, as they are now."""
+def named_memory(layer: nn.Module) -> dict[int, tuple[str, Tensor]]:
+    """A layer's parameters and buffers with their names by the address of their storage, as they are now."""
     return {
-        address(tensor): name
+        address(tensor): (name, tensor)
         for tensors in (layer.named_parameters(), layer.named_buffers())
         for name, tensor in tensors
     }

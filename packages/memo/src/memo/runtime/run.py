@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,23 +16,29 @@ from memo.planner.schedule import Move, schedule
 from memo.report import describe_run
 from memo.runtime.attention import offer_attention
 from memo.runtime.device_memory import peak_bytes
-from memo.runtime.layers import attention_names, find_layers, named_memory, without_cache
+from memo.runtime.layer_forward import LayerForward
+from memo.runtime.layers import (
+    attention_names,
+    check_untouched,
+    find_layers,
+    named_memory,
+    without_cache,
+)
+from memo.runtime.moving import open_mover
 from memo.runtime.moving.buffers import Buffers
-from memo.runtime.moving.mover import Cargo, Mover, Times
-from memo.runtime.recording.record import LayerRecord
+from memo.runtime.moving.mover import Cargo, Times
+from memo.runtime.recording.record import LayerRecord, Record
+from memo.runtime.recording.whole import WholeRecord
 from memo.runtime.stores import open_store
-from shared.errors import ConfigError
 
 __all__ = ["Run", "apply"]
 
-_log = logging.getLogger(__name__)
 
-
-def apply(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] | None = None) -> Run:
+def apply(model: nn.Module, plan: Plan, layers: Iterable[nn.Module] | None = None) -> Run:
     """Applies a plan to a model; undone by `Run.close`, or at the end of a `with` block.
 
     The model's parameters, gradients, state dict and results are as without it. Forwards without
-    gradients run as they were.
+    gradients run as they were, and so do copies of the model.
 
     Args:
         model: a Hugging Face model, or any other with `layers`; wrapped by DDP or FSDP2, or adapted by
@@ -44,45 +50,82 @@ def apply(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] | None = Non
         The run, which measures what the plan takes.
 
     Raises:
-        ConfigError: the model has other layers than the plan, has one applied already, or recomputes
-            activations itself.
+        ConfigError: the model has other layers than the plan, has one applied already, is compiled, or
+            recomputes activations itself.
         DataError: the store cannot be opened.
     """
     return Run(model, plan, layers)
 
 
+class Pass:
+    """One forward through the layers, until its backward is over.
+
+    Attributes:
+        records: what layers left, by their numbers.
+    """
+
+    __slots__ = ("__weakref__", "records")
+
+    def __init__(self) -> None:
+        self.records: dict[int, weakref.ref[Record]] = {}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether a backward may still come."""
+        return any(record() is not None for record in self.records.values())
+
+
 class Run:
-    """A plan at work on a model."""
+    """A plan at work on a model.
+
+    Attributes:
+        plan: with a plan for each layer.
+        num_restored: times that a layer's saved tensors were made ready for its backward.
+    """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, layers: Sequence[nn.Module] | None = None
+        self, model: nn.Module, plan: Plan, layers: Iterable[nn.Module] | None = None
     ) -> None:
         """See `apply`."""
         found = find_layers(model, layers)
         self.plan = plan.for_layers(len(found))
-        _check_untouched(model, found)
+        check_untouched(model, found, _applied)
+        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         self._store = open_store(
             plan.store, plan.store_limit_bytes, int(plan.prediction.get("store_bytes", 0))
         )
-        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         self._buffers = Buffers(plan.num_buffers, self._device)
-        self._mover = Mover(self._store, self._buffers)
+        self._mover = open_mover(self._device, self._store, self._buffers)
         self._schedule = schedule(
             self.plan.layers, max_sending=plan.max_sending, num_buffers=plan.num_buffers
         )
-        self._cargos: weakref.WeakKeyDictionary[LayerRecord, Cargo] = weakref.WeakKeyDictionary()
-        self._live: list[list[weakref.ref[LayerRecord]]] = [[] for _ in found]
-        self._restored: weakref.ref[LayerRecord] | None = None
-        self._undo = [offer_attention(name) for name in attention_names(found)]
-        self._layers = found
-        for number, layer in enumerate(found):
-            layer.forward = self._wrap(number, layer, layer.forward)  # type: ignore[method-assign]
+        self._cargos: weakref.WeakKeyDictionary[Record, Cargo] = weakref.WeakKeyDictionary()
+        self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self._current, self._last_number = Pass(), len(found)
+        self._in_backward: weakref.ref[Record] | None = None
+        self._is_closed = False
         self.num_restored = 0
+        self._changed = [
+            (number, layer)
+            for number, layer in enumerate(found)
+            if self.plan.layers[number].mode != "keep"
+        ]
+        names = attention_names(layer for _, layer in self._changed)
+        self._undo = [offer_attention(name) for name in names]
+        self._applied = found
+        _applied.update(found)
+        for number, layer in self._changed:
+            LayerForward(layer, partial(self._run_layer, number, layer))
 
     @property
     def store_bytes(self) -> int:
         """Most bytes that were in the store at once."""
         return self._store.peak_bytes
+
+    @property
+    def num_spare_buffers(self) -> int:
+        """Buffers that were made beyond the plan's, as forwards came before other forwards' backwards."""
+        return self._buffers.num_spare
 
     @property
     def times(self) -> Times:
@@ -106,17 +149,19 @@ class Run:
 
     def close(self) -> None:
         """Takes the plan off the model; what is still to be run backward cannot be restored afterwards."""
-        if not self._layers:
+        if self._is_closed:
             return
-        for layer in self._layers:
+        self._is_closed = True
+        for _, layer in self._changed:
             del layer.forward
-        self._layers = []
         for undo in self._undo:
             undo()
+        for layer in self._applied:
+            _applied.discard(layer)
         self._mover.close()
         self._store.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Run:
         """The run itself."""
         return self
 
@@ -124,98 +169,90 @@ class Run:
         """Closes it."""
         self.close()
 
-    def _wrap(
-        self, number: int, layer: nn.Module, forward: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        plan, moves = self.plan.layers[number], self._schedule
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*args, **kwargs)
-            self._do(moves.before_forward[number])
-            out = self._record(number, plan, layer, forward, args, kwargs)
-            self._do(moves.after_forward[number])
-            return out
-
-        return run
-
-    def _record(
+    def _run_layer(
         self,
         number: int,
-        plan: LayerPlan,
         layer: nn.Module,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if plan.mode == "keep":
-            return forward(*args, **kwargs)
-        record = LayerRecord(
-            forward,
-            args,
-            without_cache(kwargs),
-            plan=plan,
-            parameters=lambda: named_memory(layer),
-            cut=self.plan.cut,
-            fetch=lambda record: self._before_backward(number, record),
-        )
+        if number <= self._last_number:
+            self._current = Pass()
+            self._passes.add(self._current)
+        self._last_number, current = number, self._current
+        self._do(self._schedule.before_forward[number], current)
+        record = self._make_record(number, layer, current, forward, args, kwargs)
         out = record.run()
         if record.items:
-            stored = [item for item in record.items if plan.fraction(item.name) > 0]
+            current.records[number] = weakref.ref(record)
+            stored = _stored(self.plan.layers[number], record)
             if stored:
                 self._cargos[record] = self._mover.load(record, stored)
-            alive = [one for one in self._live[number] if one() is not None]
-            self._live[number] = [*alive, weakref.ref(record)]
+        is_alone = not any(one.is_alive for one in self._passes if one is not current)
+        moves = self._schedule.after_forward[number]
+        # Forwards before other forwards' backwards: whose is first is not known.
+        self._do([move for move in moves if is_alone or move.action != "fetch"], current)
         return out
 
-    def _newest(self, number: int) -> LayerRecord | None:
-        """The last forward of a layer that a backward may still come for."""
-        while self._live[number]:
-            record = self._live[number][-1]()
-            if record is not None:
-                return record
-            self._live[number].pop()
-        return None
+    def _make_record(
+        self,
+        number: int,
+        layer: nn.Module,
+        current: Pass,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> LayerRecord | WholeRecord:
+        plan = self.plan.layers[number]
+        memory = partial(named_memory, layer)
+        fetch = partial(self._before_backward, number, current)
+        kwargs = without_cache(kwargs)
+        if plan.mode == "whole":
+            return WholeRecord(forward, args, kwargs, parameters=memory, fetch=fetch)
+        return LayerRecord(
+            forward, args, kwargs, plan=plan, parameters=memory, cut=self.plan.cut, fetch=fetch
+        )
 
-    def _do(self, moves: Sequence[Move]) -> None:
+    def _do(self, moves: Sequence[Move], current: Pass) -> None:
         for move in moves:
-            record = self._newest(move.layer)
+            reference = current.records.get(move.layer)
+            record = None if reference is None else reference()
             cargo = None if record is None else self._cargos.get(record)
-            if cargo is None:
-                continue
-            if move.action == "send":
-                self._mover.send(cargo)
-            elif move.action == "await_sent":
-                self._mover.await_sent(cargo)
-            else:
-                self._mover.fetch(cargo)
+            if cargo is not None:
+                getattr(self._mover, move.action)(cargo)
 
-    def _before_backward(self, number: int, record: LayerRecord) -> None:
-        """Has a record's stored items ready, and the next ones on their way."""
+    def _before_backward(self, number: int, current: Pass, record: Record) -> None:
+        """Has a record's stored items ready, and the next ones on their way.
+
+        Raises:
+            RuntimeError: the run is closed.
+        """
+        if self._is_closed:
+            raise RuntimeError(
+                "memo: expected a backward before the plan is taken off its model, got one after; close the "
+                "run, or leave its `with` block, when the step is over"
+            )
         self.num_restored += 1
-        before = None if self._restored is None else self._restored()
+        before = None if self._in_backward is None else self._in_backward()
         if before is not None and before is not record and before.is_taken:
             cargo = self._cargos.get(before)
             if cargo is not None:  # its backward is over, as this one's begins
                 self._mover.give_back(cargo)
-            if before in [one() for one in self._live[number]]:
-                pass
-        self._restored = weakref.ref(record)
+        self._in_backward = weakref.ref(record)
         cargo = self._cargos.get(record)
         if cargo is not None:
             self._mover.await_fetched(cargo)
-        self._do(self._schedule.before_backward[number])
+        self._do(self._schedule.before_backward[number], current)
 
 
-def _check_untouched(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    for layer in layers:
-        if "forward" in vars(layer):
-            raise ConfigError(
-                f"{type(layer).__name__}: expected a layer whose forward is its class's own, got one that "
-                "was replaced; close the run that was applied before"
-            )
-    if getattr(model, "is_gradient_checkpointing", False):
-        raise ConfigError(
-            "expected a model that does not recompute activations itself, got one with gradient "
-            "checkpointing on; do model.gradient_checkpointing_disable()"
-        )
+_applied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Layers that a plan is applied to."""
+
+
+def _stored(plan: LayerPlan, record: Record) -> list[Any]:
+    """Items that go to the store."""
+    moving = [item for item in record.items if item.can_move]
+    if plan.mode == "whole":
+        return moving
+    return [item for item in moving if plan.fraction(item.name) > 0]

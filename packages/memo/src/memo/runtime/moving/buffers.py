@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +16,19 @@ from memo.runtime.stores.base import ALIGN
 __all__ = ["Buffer", "Buffers", "aligned_bytes"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Buffer:
     """Memory of one layer's items.
 
     Attributes:
         memory: uint8, which begins at a multiple of ALIGN.
         is_spare: made because all others were in use; it is not used again.
+        free_after: on a GPU the event of the last backward that read it; None before.
     """
 
     memory: Tensor
     is_spare: bool = False
+    free_after: Any = None
 
     def places(self, num_bytes: Sequence[int]) -> list[Tensor]:
         """Memory of items of these sizes, one after another, each beginning at a multiple of ALIGN."""

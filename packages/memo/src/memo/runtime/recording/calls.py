@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from memo.planner.layer_plan import ATTENTION
 from memo.runtime.recording.items import Item
+from shared.errors import ConfigError
 
 __all__ = ["PRODUCTS", "Call", "Products", "SavedView", "address", "find_views"]
 
@@ -51,7 +53,7 @@ class Call:
     Attributes:
         first, last: places of the tensors that it saved, half-open.
         views: what these are; None where one of them cannot be told, and the call cannot be answered.
-        item: what answers it; None: it is computed again.
+        item: what answers it; None: it is computed again where its result is needed.
         requires_grad: whether its result does.
         rng_after: state of random numbers after it, where it drew some.
     """
@@ -62,6 +64,12 @@ class Call:
     item: Item | None
     requires_grad: bool
     rng_after: Tensor | None = None
+
+    @property
+    def saves_item(self) -> bool:
+        """Whether it saves what it makes itself, as attention does."""
+        num_arguments = 3 if self.item is not None and self.item.name == ATTENTION else 2
+        return any(view.source >= num_arguments for view in self.views or ())
 
 
 class Products(TorchFunctionMode):
@@ -76,9 +84,16 @@ class Products(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Called by torch for every function on tensors while the mode is on."""
+        if kwargs is None:
+            kwargs = {}
         if func in PRODUCTS:
-            return self._handle(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            return self._handle(func, args, kwargs)
+        if kwargs.get("generator") not in (None, torch.default_generator):
+            raise ConfigError(
+                f"expected a layer that draws from torch's own random numbers, got a call of "
+                f"{func.__name__} with a generator; give the layer mode 'whole' or 'keep'"
+            )
+        return func(*args, **kwargs)
 
 
 def address(tensor: Tensor) -> int:
@@ -100,7 +115,7 @@ def _find(tensor: Tensor, sources: Sequence[Tensor]) -> SavedView | None:
     shape, stride = tuple(tensor.shape), tensor.stride()
     for number, source in enumerate(sources):
         if address(source) == address(tensor):
-            offset = tensor.storage_offset() - source.storage_offset()
+            offset = int(tensor.storage_offset() - source.storage_offset())
             return SavedView(number, shape, stride, offset, tensor.dtype)
     if tensor.storage_offset() == 0:
         for number, source in enumerate(sources):  # autocast makes converted copies of arguments

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Geometry", "is_dense", "raw_bytes"]
+__all__ = ["Geometry", "flat_bytes", "is_dense", "raw_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,12 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.layout == torch.strided
 
 
-def raw_bytes(tensor: Tensor, num_bytes: int | None = None) -> np.ndarray:
-    """The memory of a dense tensor in RAM as an array of bytes; nothing is copied.
-
-    Args:
-        tensor: dense.
-        num_bytes: only its first ones; all by default.
-    """
+def flat_bytes(tensor: Tensor, num_bytes: int) -> Tensor:
+    """The first bytes of a dense tensor's memory, uint8; nothing is copied."""
     flat = torch.as_strided(tensor.detach(), (tensor.numel(),), (1,), tensor.storage_offset())
-    return flat.view(torch.uint8).numpy()[:num_bytes]
+    return flat.view(torch.uint8)[:num_bytes]
+
+
+def raw_bytes(tensor: Tensor, num_bytes: int) -> np.ndarray:
+    """The first bytes of a dense tensor's memory in RAM; nothing is copied."""
+    return flat_bytes(tensor, num_bytes).numpy()

@@ -13,9 +13,41 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memo.runtime.recording.dense import Geometry
+from memo.runtime.recording.dense import Geometry, is_dense
 
-__all__ = ["Item", "is_plain"]
+__all__ = ["Item", "Watch", "is_plain"]
+
+
+class Watch:
+    """Notices changes in place of a tensor, whose memory it does not keep."""
+
+    __slots__ = ("_alias", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Notes the tensor's version, as autograd would."""
+        self._version = tensor._version
+        self._alias = tensor.detach()  # shares the counter of versions
+        if not isinstance(tensor, FakeTensor):
+            self._alias.data = tensor.new_empty(0)
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the tensor was written to since."""
+        return self._alias._version != self._version
+
+    def check(self, what: str) -> None:
+        """Refuses a tensor that was written to since.
+
+        Raises:
+            RuntimeError: as autograd raises for a saved tensor.
+        """
+        if self.has_changed:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: {what} is at version {self._alias._version}; expected version "
+                f"{self._version} instead; write to a copy"
+            )
+
 
 
 @dataclass(slots=True)
@@ -27,8 +59,8 @@ class Item:
         tensors: on the device; emptied when only the store holds them.
         geometry: of each tensor.
         rows: of a product's result that are kept, of `num_rows`; the first ones.
-        versions: of the tensors when they were made: a change in place must not go unnoticed. None of
-            those that came back from the store, which nobody else sees.
+        watches: of the tensors since they were made.
+        can_move: whether every tensor fills one stretch of memory.
     """
 
     name: str
@@ -36,7 +68,8 @@ class Item:
     geometry: list[Geometry]
     rows: int
     num_rows: int
-    versions: list[int] | None
+    watches: list[Watch]
+    can_move: bool
 
     @classmethod
     def of(cls, name: str, tensors: list[Tensor], rows: int = 1, num_rows: int = 1) -> Item:
@@ -47,7 +80,8 @@ class Item:
             geometry=[Geometry.of(tensor) for tensor in tensors],
             rows=rows,
             num_rows=num_rows,
-            versions=[tensor._version for tensor in tensors],
+            watches=[Watch(tensor) for tensor in tensors],
+            can_move=all(map(is_dense, tensors)),
         )
 
     @property
@@ -58,21 +92,21 @@ class Item:
     def place(self, memory: Sequence[Tensor]) -> None:
         """Takes the tensors over memory that holds their kept rows, uint8 each."""
         pairs = zip(self.geometry, memory, strict=True)
-        self.tensors, self.versions = [one.view(place) for one, place in pairs], None
+        self.tensors = [one.view(place) for one, place in pairs]
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a tensor was written to since it was made."""
+        return any(watch.has_changed for watch in self.watches)
 
     def check_unchanged(self) -> None:
-        """Refuses tensors that were changed in place since they were made.
+        """Refuses tensors that were written to since they were made.
 
         Raises:
             RuntimeError: as autograd raises for a saved tensor.
         """
-        for tensor, version in zip(self.tensors, self.versions or (), strict=False):
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"{self.name} of a layer was changed by an operation in place after the layer saved "
-                    f"it for its backward: expected version {version}, got {tensor._version}; write to "
-                    "a copy instead"
-                )
+        for watch in self.watches:
+            watch.check(f"{self.name} of a layer")
 
 
 def is_plain(tensor: object) -> bool:

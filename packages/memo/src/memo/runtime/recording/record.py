@@ -13,8 +13,8 @@ that its rows are independent: only those of a matrix product are taken apart.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from memo.planner.layer_plan import INPUT, LayerPlan
 from memo.runtime.attention import listening
+from memo.runtime.recording.arguments import Arguments, Outside
 from memo.runtime.recording.calls import Products, address
 from memo.runtime.recording.items import Item, is_plain
 from memo.runtime.recording.random_state import Autocast, random_state, replaying
@@ -29,38 +30,37 @@ from memo.runtime.recording.recorder import Recorder
 from memo.runtime.recording.replayer import Complete, Replayer
 from shared.errors import ConfigError
 
-__all__ = ["LayerRecord", "Outside"]
+__all__ = ["LayerRecord", "Memory", "Record", "refuse_differentiation"]
+
+Memory = Mapping[int, tuple[str, Tensor]]
+"""Parameters and buffers of a layer with their names, by the address of their storage."""
 
 
-class Outside:
-    """A parameter, a buffer or an argument of all layers that autograd saves: it lives on anyhow."""
+@runtime_checkable
+class Record(Protocol):
+    """What one forward of a layer leaves for its backward.
 
-    __slots__ = ("tensor", "version")
+    Attributes:
+        items: what is kept, filled when the forward is over; empty where autograd saved nothing.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Notes its version, as autograd would."""
-        self.tensor, self.version = tensor.detach(), tensor._version
+    items: list[Item]
 
-    def unpack(self) -> Tensor:
-        """The tensor.
+    def run(self) -> Any:
+        """Runs the layer's forward and records it."""
+        ...
 
-        Raises:
-            RuntimeError: it was changed in place since.
-        """
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: {list(self.tensor.shape)} is at version {self.tensor._version}; expected "
-                f"version {self.version} instead"
-            )
-        return self.tensor
+    @property
+    def is_taken(self) -> bool:
+        """Whether nothing that was made ready for the backward is still to be asked for."""
+        ...
 
 
 class LayerRecord:
-    """One forward of a layer, which restores what autograd saved in it.
+    """One forward of a layer, which restores what autograd saved in it by running it again.
 
     Attributes:
-        items: what is kept, the layer's input first; filled when the forward is over.
+        items: what is kept, the layer's input first.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LayerRecord:
         kwargs: dict[str, Any],
         *,
         plan: LayerPlan,
-        parameters: Callable[[], Mapping[int, str]],
+        parameters: Callable[[], Memory],
         cut: int,
         fetch: Callable[[LayerRecord], None],
     ) -> None:
@@ -78,56 +78,71 @@ class LayerRecord:
 
         Args:
             forward: the layer's own.
-            args, kwargs: what it is called with; its input is the first tensor that requires gradients,
-                or the first one.
+            args, kwargs: what it is called with.
             plan: what is kept of it.
-            parameters: names of the layer's parameters and buffers by the address of their memory, now.
+            parameters: the layer's parameters and buffers, now.
             cut: a product's kept rows are a multiple of it, or all.
             fetch: brings items back that were stored.
+
+        Raises:
+            ConfigError: no floating-point tensor is among the arguments.
         """
         self.items: list[Item] = []
-        self._forward, self._args, self._kwargs = forward, args, kwargs
+        self._forward, self._arguments = forward, Arguments(args, kwargs)
         self._parameters, self._fetch = parameters, fetch
         self._plan, self._cut = plan, cut
         self._restored: dict[int, Tensor] = {}
 
     def run(self) -> Any:
-        """Runs the layer's forward and records it."""
-        source = _find_input(self._args, self._kwargs)
-        names = self._parameters()
-        outside = self._outside(names, source)
-        recorder = Recorder(self._plan, names, self._cut)
+        """Runs the layer's forward and records it.
+
+        Raises:
+            ConfigError: running it again would not give the same, as far as one forward shows.
+        """
+        source = self._arguments.source
+        assert source is not None
+        memory = self._parameters()
+        outside = {*memory, *map(address, self._arguments.others())}
         self._autocast = Autocast(source.device.type)
         self._rng = random_state(source)
+        self._versions = _versions(memory)
+        begun = Item.of(INPUT, [source])
 
         def pack(tensor: Tensor) -> object:
             if not is_plain(tensor) or address(tensor) in outside:
                 return Outside(tensor)
             return self, recorder.save(tensor)
 
+        names = {at: name for at, (name, _) in memory.items()}
+        recorder = Recorder(self._plan, names, self._cut, pack)
+        args, kwargs = self._arguments.given
         with (
             saved_tensors_hooks(pack, _unpack),
             listening(recorder),
             Products(recorder.product),
         ):
-            out = self._forward(*self._args, **self._kwargs)
+            out = self._forward(*args, **kwargs)
         end = random_state(source)
         if self._rng is not None and end is not None and torch.equal(self._rng, end):
             self._rng = None
-        self._num_saved, self._calls = recorder.num_saved, recorder.calls
+        self._num_saved, self._calls = recorder.num_saved, recorder.finished_calls()
         if self._num_saved:
-            # What nothing was saved after is not needed again.
-            items = [call.item for call in self._calls if call.last < self._num_saved]
-            self.items = [Item.of(INPUT, [source]), *(item for item in items if item is not None)]
-        self._requires_grad = source.requires_grad
-        self._args = tuple(_INPUT if one is source else one for one in self._args)
-        self._kwargs = {k: _INPUT if one is source else one for k, one in self._kwargs.items()}
+            self._check_repeatable(begun, memory)
+            items = [call.item for call in self._calls if call.item is not None]
+            self.items = [begun, *items]
+        self._arguments.release_source()
         return out
 
-    def _outside(self, names: Mapping[int, str], source: Tensor) -> set[int]:
-        """Addresses of memory that lives on anyhow."""
-        given = (one for one in _tensors((self._args, self._kwargs)) if one is not source)
-        return {*names, *map(address, given)}
+    def _check_repeatable(self, source: Item, memory: Memory) -> None:
+        now = _versions(memory)
+        changed = [name for name, version in self._versions.items() if now[name] != version]
+        if source.has_changed:
+            changed.append("its input")
+        if changed:
+            raise ConfigError(
+                f"expected a layer whose forward changes nothing, got one that writes to {changed[0]} in "
+                "place; give it mode 'whole' or 'keep'"
+            )
 
     @property
     def is_taken(self) -> bool:
@@ -142,18 +157,21 @@ class LayerRecord:
 
     def restore(self) -> None:
         """Runs the layer's forward again, as far as something is saved, with items answered."""
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "memo: expected a backward that is not differentiated again, got create_graph=True; run it "
-                "outside of memo.apply"
-            )
+        refuse_differentiation()
         self._fetch(self)
         for item in self.items:
             item.check_unchanged()
-        (kept,) = self.items[0].tensors
-        source = kept.detach().requires_grad_(self._requires_grad)
-        args, kwargs = _filled((self._args, self._kwargs), source)
-        outside = self._outside(self._parameters(), source)
+        memory = self._parameters()
+        now = _versions(memory)
+        for name, version in self._versions.items():
+            if now.get(name) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: {name} is at version {now.get(name)}; expected version {version} "
+                    "instead; step the optimizer after the backward"
+                )
+        args, kwargs = self._arguments.filled(*self.items[0].tensors)
+        outside = {*memory, *map(address, self._arguments.others())}
         replayer = Replayer(self._calls, self._num_saved)
 
         def capture(tensor: Tensor) -> None:
@@ -163,7 +181,7 @@ class LayerRecord:
         with (
             contextlib.suppress(Complete),
             torch.enable_grad(),
-            replaying(source, self._rng),
+            replaying(self.items[0].tensors[0], self._rng),
             self._autocast.enter(),
             saved_tensors_hooks(capture, _never),
             listening(replayer),
@@ -179,8 +197,17 @@ class LayerRecord:
         self._restored = dict(enumerate(replayer.saved))
 
 
-_INPUT: Any = object()
-"""Stands for a layer's input among its arguments."""
+def refuse_differentiation() -> None:
+    """Refuses a backward that is to be differentiated again.
+
+    Raises:
+        RuntimeError: it was called with create_graph=True.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "memo: expected a backward that is not differentiated again, got create_graph=True; run it "
+            "outside of memo.apply"
+        )
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -194,42 +221,5 @@ def _never(_: object) -> Tensor:
     raise AssertionError("a graph that only served to save tensors was run backward")
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists and dictionaries."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for one in values:
-            yield from _tensors(one)
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
-
-
-def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The layer's input: the first floating-point tensor it is given by itself.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, Tensor) and one.is_floating_point():
-            return one
-    raise ConfigError(
-        "expected a layer that is given a floating-point tensor, got none among its arguments; name the "
-        "layers of your model in memo.apply(..., layers=[...])"
-    )
-
-
-def _filled(values: Any, source: Tensor) -> Any:
-    """Arguments with the input in its place, and the others apart from the first forward's graph."""
-    if values is _INPUT:
-        return source
-    if isinstance(values, Tensor):
-        return values.detach().requires_grad_(values.requires_grad)
-    if isinstance(values, tuple):
-        return tuple(_filled(one, source) for one in values)
-    if isinstance(values, list):
-        return [_filled(one, source) for one in values]
-    if isinstance(values, dict):
-        return {key: _filled(one, source) for key, one in values.items()}
-    return values
+def _versions(memory: Memory) -> dict[str, int]:
+    return {name: tensor._version for name, tensor in memory.values()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from memo.runtime.recording.calls import PRODUCTS, Call, address, find_views
 from memo.runtime.recording.dense import is_dense
 from memo.runtime.recording.items import Item, is_plain
 from memo.runtime.recording.random_state import random_state
+from shared.errors import ConfigError
 
 __all__ = ["Recorder"]
 
@@ -21,15 +24,19 @@ __all__ = ["Recorder"]
 class Recorder:
     """Listens to products and attention of one forward, and counts what autograd saves."""
 
-    def __init__(self, plan: LayerPlan, names: Mapping[int, str], cut: int) -> None:
+    def __init__(
+        self, plan: LayerPlan, names: Mapping[int, str], cut: int, pack: Callable[[Tensor], object]
+    ) -> None:
         """Prepares a recording.
 
         Args:
             plan: which items are kept.
             names: names of the layer's parameters by the address of their memory.
             cut: a product's kept rows are a multiple of it, or all.
+            pack: the hook through which autograd saves what `save` counts.
         """
         self.calls: list[Call] = []
+        self._pack = weakref.ref(pack)  # it refers to this
         self.num_saved = 0
         self._plan, self._names, self._cut = plan, names, cut
         self._live: list[Tensor] = []
@@ -44,6 +51,13 @@ class Recorder:
 
     def _call(self, function: Callable[[], Any]) -> tuple[Any, int, list[Tensor]]:
         """Calls a function; returns its result, the first place it saved at, and what it saved."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is None or hooks[0] is not self._pack():
+            raise ConfigError(
+                "expected a layer without hooks for saved tensors of its own, got one that recomputes or "
+                "moves activations itself (torch.utils.checkpoint, save_on_cpu); take these out, or give "
+                "it mode 'keep'"
+            )
         first, self._live = self.num_saved, []
         self._depth += 1
         try:
@@ -52,6 +66,17 @@ class Recorder:
             self._depth -= 1
             saved, self._live = self._live, []
         return out, first, saved
+
+    def finished_calls(self) -> list[Call]:
+        """The calls, without items that are not needed again or were written to since."""
+        found = []
+        for call in self.calls:
+            if call.item is not None and call.item.has_changed:
+                call = replace(call, item=None, views=None)
+            elif call.last == self.num_saved and not call.saves_item:
+                call = replace(call, item=None)
+            found.append(call)
+        return found
 
     def product(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Computes a matrix product, and keeps its first rows as an item where the plan says so."""

@@ -15,8 +15,11 @@ from memo.runtime.recording.random_state import set_random_state
 __all__ = ["Complete", "Replayer"]
 
 
-class Complete(Exception):
-    """All saved tensors are there: the rest of the layer's forward is not needed again."""
+class Complete(BaseException):
+    """All saved tensors are there: the rest of the layer's forward is not needed again.
+
+    No layer that handles exceptions may take it for one of its own.
+    """
 
 
 class Replayer:
@@ -43,11 +46,13 @@ class Replayer:
         if self._depth:
             return function(*args, **kwargs)
         call = self._next_call()
-        if call.item is None or call.views is None:
+        if not self._can_answer(call):
             return function(*args, **kwargs)
+        assert call.views is not None
         rows_at, weight_at = PRODUCTS[function]
         for view in call.views:
             self.save(view.of([args[rows_at], args[weight_at]]))
+        assert call.item is not None
         with torch.no_grad():
             (out,) = call.item.tensors
             rows = call.item.rows
@@ -63,18 +68,25 @@ class Replayer:
     ) -> Answer:
         """Answers attention from its item."""
         noted = self._next_call()
-        if noted.item is None or noted.views is None:
+        if not self._can_answer(noted):
             self._depth += 1
             try:
                 return call()
             finally:
                 self._depth -= 1
+        assert noted.item is not None
+        assert noted.views is not None
         sources = [query, key, value, *noted.item.tensors]
         for view in noted.views:
             self.save(view.of(sources))
         if noted.rng_after is not None:
             set_random_state(query, noted.rng_after)
         return noted.item.tensors[0].detach().requires_grad_(noted.requires_grad), None
+
+    def _can_answer(self, call: Call) -> bool:
+        """Whether it need not be computed; its result is not needed where nothing is saved after it."""
+        is_needed = call.last < self._num_saved
+        return call.views is not None and (call.item is not None or not is_needed)
 
     def _next_call(self) -> Call:
         call = next(self._calls, None)

@@ -46,7 +46,7 @@ class Store(ABC):
             limit_bytes: most bytes in use at once; None: no limit.
         """
         self._limit_bytes = limit_bytes
-        self._free: list[Slot] = []
+        self._free: list[Slot] = []  # in the order of offsets, never two that touch
         # Slots come back from finalizers, which may run at any moment, in any thread.
         self._returned: deque[Slot] = deque()
         self._used_bytes = self._end = self.peak_bytes = 0
@@ -68,26 +68,38 @@ class Store(ABC):
         """
         self._take_back()
         num_bytes = -(-num_bytes // ALIGN) * ALIGN
-        if self._limit_bytes is not None and self._used_bytes + num_bytes > self._limit_bytes:
-            raise DoesNotFit(
-                f"{self.name}: expected at most {format_bytes(self._limit_bytes)} of activations, got "
-                f"{format_bytes(self._used_bytes + num_bytes)}; plan again for this length and this "
-                "number of forwards before a backward, or raise the limit"
-            )
         fitting = [slot for slot in self._free if slot.num_bytes >= num_bytes]
         if fitting:
             slot = min(fitting, key=lambda slot: slot.num_bytes)
-            self._free.remove(slot)
+            place = self._free.index(slot)
+            self._free.pop(place)
             if slot.num_bytes > num_bytes:
-                self._free.append(Slot(slot.offset + num_bytes, slot.num_bytes - num_bytes))
+                rest = Slot(slot.offset + num_bytes, slot.num_bytes - num_bytes)
+                self._free.insert(place, rest)
                 slot = Slot(slot.offset, num_bytes)
         else:
-            slot = Slot(self._end, num_bytes)
-            self._extend(slot)
-            self._end += num_bytes
+            slot = self._grow(num_bytes)
         self._used_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
         return slot
+
+    def _grow(self, num_bytes: int) -> Slot:
+        """Takes a slot at the end, which begins where the last one in use ends."""
+        last = self._free[-1] if self._free else None
+        is_at_end = last is not None and last.offset + last.num_bytes == self._end
+        begin = last.offset if last is not None and is_at_end else self._end
+        end = begin + num_bytes
+        if self._limit_bytes is not None and end > self._limit_bytes:
+            raise DoesNotFit(
+                f"{self.name}: expected at most {format_bytes(self._limit_bytes)} of activations, got "
+                f"{format_bytes(end)}; plan again for this length and this number of forwards before a "
+                "backward, or raise the limit"
+            )
+        self._extend(Slot(self._end, end - self._end))
+        if is_at_end:
+            self._free.pop()
+        self._end = end
+        return Slot(begin, num_bytes)
 
     def release(self, slot: Slot) -> None:
         """Gives a slot back, from any thread; what it holds may be overwritten."""

@@ -13,7 +13,9 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,9 +52,13 @@ class FileStore(Store):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
-            if reserve_bytes:
-                os.posix_fallocate(self._file, 0, -(-reserve_bytes // ALIGN) * ALIGN)
         except OSError as error:
+            raise self._explain(error) from error
+        try:
+            if reserve_bytes:
+                self._reserve(-(-reserve_bytes // ALIGN) * ALIGN)
+        except OSError as error:
+            self.close()
             raise self._explain(error) from error
         # Direct I/O wants memory that begins at a page: tensors do not.
         self._bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE_BYTES), np.uint8)
@@ -76,6 +82,14 @@ class FileStore(Store):
                 return os.open(name, flags)
         finally:
             os.unlink(name)
+
+    def _reserve(self, num_bytes: int) -> None:
+        disk = os.statvfs(self._file)
+        if (
+            num_bytes > disk.f_bavail * disk.f_frsize
+        ):  # else the attempt would fill the disk for a while
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(self._file, 0, num_bytes)
 
     def _explain(self, error: OSError) -> DataError:
         room = "unknown"
@@ -102,7 +116,7 @@ class FileStore(Store):
             self._bounce[: len(piece)] = piece
             whole = self._bounce[: -(-len(piece) // ALIGN) * ALIGN]
             try:
-                _all(lambda view, place: os.pwrite(self._file, view, place), whole, offset + at)
+                _all(partial(os.pwrite, self._file), whole, offset + at)
             except OSError as error:
                 raise self._explain(error) from error
 
@@ -113,7 +127,7 @@ class FileStore(Store):
             DataError: the disk fails.
         """
         try:
-            _all(lambda view, place: os.preadv(self._file, [view], place), data, offset)
+            _all(lambda piece, at: os.preadv(self._file, [piece], at), data, offset)
         except OSError as error:
             raise self._explain(error) from error
 
@@ -124,11 +138,11 @@ class FileStore(Store):
             self._file = -1
 
 
-def _all(move: Callable[[memoryview, int], int], data: np.ndarray, offset: int) -> None:
+def _all(move: Callable[[Any, int], int], data: np.ndarray, offset: int) -> None:
     """Moves all bytes, in as many calls as the system takes for them."""
     done = 0
     while done < len(data):
-        moved = move(memoryview(data)[done:], offset + done)
+        moved = move(data[done:], offset + done)
         if moved <= 0:
             raise OSError(errno.EIO, "no more bytes could be moved")
         done += moved

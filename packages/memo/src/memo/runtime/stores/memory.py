@@ -22,7 +22,7 @@ class MemoryStore(Store):
     def _extend(self, slot: Slot) -> None:
         self._chunks.append((slot.offset, np.empty(slot.num_bytes, np.uint8)))
 
-    def _pieces(self, offset: int, num_bytes: int) -> list[np.ndarray]:
+    def pieces(self, offset: int, num_bytes: int) -> list[np.ndarray]:
         """Memory of a stretch, which may lie over several chunks."""
         found = []
         for begin, chunk in self._chunks:
@@ -34,14 +34,14 @@ class MemoryStore(Store):
     def write(self, offset: int, data: np.ndarray) -> None:
         """Copies bytes."""
         at = 0
-        for piece in self._pieces(offset, len(data)):
+        for piece in self.pieces(offset, len(data)):
             piece[:] = data[at : at + len(piece)]
             at += len(piece)
 
     def read(self, offset: int, data: np.ndarray) -> None:
         """Copies bytes."""
         at = 0
-        for piece in self._pieces(offset, len(data)):
+        for piece in self.pieces(offset, len(data)):
             data[at : at + len(piece)] = piece
             at += len(piece)
 
