@@ -15,7 +15,7 @@ from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.profiler.layer_bytes import first_tensor
 from memo.runtime.attention import Answer, listening
 from memo.runtime.layers import named_memory, without_cache
-from memo.runtime.recording.calls import PRODUCTS, Products, address
+from memo.runtime.recording.calls import PRODUCTS, NotRepeatable, Products, address
 from memo.runtime.recording.record import LayerRecord
 
 __all__ = ["LayerTimes", "measure_layer"]
@@ -96,9 +96,10 @@ def measure_layer(
     device = source.device
     plan = LayerPlan(mode="restore", resident=frozenset([*names, INPUT, ATTENTION]))
     forward, backward, replay, calls = [], [], [], []
+    names_of = {at: name for at, (name, _) in named_memory(layer).items()}
     try:
         for _ in range(repeats + 1):
-            watch = _Stopwatch(named_memory(layer), device)
+            watch = _Stopwatch(names_of, device)
             with torch.enable_grad():
                 started = _now(device)
                 out = first_tensor(layer(*args, **kwargs))
@@ -129,9 +130,7 @@ def measure_layer(
         can_replay = all(
             torch.equal(one, buffers[name]) for name, one in layer.named_buffers()
         ) and _is_repeatable(layer, args, kwargs, plan)
-    except RuntimeError as error:
-        if "memo:" not in str(error):
-            raise
+    except NotRepeatable:
         can_replay = False
     finally:
         for one, gradient in gradients.items():

@@ -15,7 +15,27 @@ from memo.planner.layer_plan import ATTENTION
 from memo.runtime.recording.items import Item
 from shared.errors import ConfigError
 
-__all__ = ["PRODUCTS", "Call", "Products", "SavedView", "address", "find_views"]
+__all__ = [
+    "PRODUCTS",
+    "Call",
+    "NotRepeatable",
+    "Products",
+    "SavedView",
+    "address",
+    "find_views",
+]
+
+
+class NotRepeatable(ConfigError):
+    """A layer whose forward does something else, or changes something, when it runs again."""
+
+    def __init__(self, what: str) -> None:
+        """Says what was seen, and the way out."""
+        super().__init__(
+            f"expected a layer whose forward may run again, got one that {what}; give it mode 'whole', "
+            "which stores all that it saves, or 'keep'"
+        )
+
 
 PRODUCTS: dict[Any, tuple[int, int]] = {functional.linear: (0, 1), torch.addmm: (1, 2)}
 """Matrix products whose rows are independent: which argument has the rows, and which the weight."""
@@ -89,10 +109,7 @@ class Products(TorchFunctionMode):
         if func in PRODUCTS:
             return self._handle(func, args, kwargs)
         if kwargs.get("generator") not in (None, torch.default_generator):
-            raise ConfigError(
-                f"expected a layer that draws from torch's own random numbers, got a call of "
-                f"{func.__name__} with a generator; give the layer mode 'whole' or 'keep'"
-            )
+            raise NotRepeatable(f"calls {func.__name__} with a generator of its own")
         return func(*args, **kwargs)
 
 

@@ -49,7 +49,6 @@ class Watch:
             )
 
 
-
 @dataclass(slots=True)
 class Item:
     """One item of one forward.

@@ -23,12 +23,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from memo.planner.layer_plan import INPUT, LayerPlan
 from memo.runtime.attention import listening
 from memo.runtime.recording.arguments import Arguments, Outside
-from memo.runtime.recording.calls import Products, address
+from memo.runtime.recording.calls import NotRepeatable, Products, address
 from memo.runtime.recording.items import Item, is_plain
 from memo.runtime.recording.random_state import Autocast, random_state, replaying
 from memo.runtime.recording.recorder import Recorder
 from memo.runtime.recording.replayer import Complete, Replayer
-from shared.errors import ConfigError
 
 __all__ = ["LayerRecord", "Memory", "Record", "refuse_differentiation"]
 
@@ -97,7 +96,7 @@ class LayerRecord:
         """Runs the layer's forward and records it.
 
         Raises:
-            ConfigError: running it again would not give the same, as far as one forward shows.
+            NotRepeatable: running it again would not do the same, as far as one forward shows.
         """
         source = self._arguments.source
         assert source is not None
@@ -139,10 +138,7 @@ class LayerRecord:
         if source.has_changed:
             changed.append("its input")
         if changed:
-            raise ConfigError(
-                f"expected a layer whose forward changes nothing, got one that writes to {changed[0]} in "
-                "place; give it mode 'whole' or 'keep'"
-            )
+            raise NotRepeatable(f"writes to {changed[0]} in place")
 
     @property
     def is_taken(self) -> bool:
@@ -189,10 +185,8 @@ class LayerRecord:
         ):
             self._forward(*args, **kwargs)
         if len(replayer.saved) != self._num_saved:
-            raise RuntimeError(
-                f"memo: expected a layer to save {self._num_saved} tensors when its forward runs again, got "
-                f"{len(replayer.saved)}: it depends on more than its arguments and its random numbers; give "
-                "it mode 'whole' or 'keep'"
+            raise NotRepeatable(
+                f"saved {self._num_saved} tensors at first, and {len(replayer.saved)} the second time"
             )
         self._restored = dict(enumerate(replayer.saved))
 

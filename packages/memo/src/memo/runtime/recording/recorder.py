@@ -12,11 +12,10 @@ from torch import Tensor
 
 from memo.planner.layer_plan import ATTENTION, LayerPlan, rows_of
 from memo.runtime.attention import Answer
-from memo.runtime.recording.calls import PRODUCTS, Call, address, find_views
+from memo.runtime.recording.calls import PRODUCTS, Call, NotRepeatable, address, find_views
 from memo.runtime.recording.dense import is_dense
 from memo.runtime.recording.items import Item, is_plain
 from memo.runtime.recording.random_state import random_state
-from shared.errors import ConfigError
 
 __all__ = ["Recorder"]
 
@@ -53,10 +52,8 @@ class Recorder:
         """Calls a function; returns its result, the first place it saved at, and what it saved."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None or hooks[0] is not self._pack():
-            raise ConfigError(
-                "expected a layer without hooks for saved tensors of its own, got one that recomputes or "
-                "moves activations itself (torch.utils.checkpoint, save_on_cpu); take these out, or give "
-                "it mode 'keep'"
+            raise NotRepeatable(
+                "has hooks for saved tensors of its own (torch.utils.checkpoint, save_on_cpu)"
             )
         first, self._live = self.num_saved, []
         self._depth += 1

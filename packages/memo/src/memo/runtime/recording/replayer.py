@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memo.runtime.attention import Answer
-from memo.runtime.recording.calls import PRODUCTS, Call
+from memo.runtime.recording.calls import PRODUCTS, Call, NotRepeatable
 from memo.runtime.recording.random_state import set_random_state
 
 __all__ = ["Complete", "Replayer"]
@@ -91,8 +91,5 @@ class Replayer:
     def _next_call(self) -> Call:
         call = next(self._calls, None)
         if call is None or call.first != len(self.saved):
-            raise RuntimeError(
-                "memo: a layer's forward takes another way when it runs again than it took first: it "
-                "depends on more than its arguments and its random numbers; give it mode 'whole' or 'keep'"
-            )
+            raise NotRepeatable("takes another way the second time")
         return call
