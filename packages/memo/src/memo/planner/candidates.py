@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from memo.config import Budget
 from memo.planner.footprint import Footprint, LayerFootprint, add_up, layer_footprint
-from memo.planner.layer_plan import LayerPlan
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.plan import Plan
 from memo.planner.profile import StepProfile
 
@@ -186,9 +186,7 @@ def _losses(profile: StepProfile) -> tuple[bool, ...]:
 def _stored(names: list[str]) -> Iterator[LayerPlan]:
     """What a layer may store: the first items whole, and a fraction of the next."""
     for num in range(len(names)):
-        for fraction in (
-            _FRACTIONS if num > 1 or names[num] not in ("input", "attention") else (0.0,)
-        ):
+        for fraction in (0.0,) if names[num] in (INPUT, ATTENTION) else _FRACTIONS:
             if num == 0 and fraction == 0.0:
                 continue
             stored = dict.fromkeys(names[:num], 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from memo.config import Budget, DoesNotFit
 from memo.planner.candidates import Candidate, Candidates
@@ -16,6 +16,7 @@ from shared.units import format_bytes
 __all__ = ["Predicted", "place"]
 
 
+@runtime_checkable
 class Predicted(Protocol):
     """What a replay of a plan says, see `memo.simulator.Prediction`."""
 
