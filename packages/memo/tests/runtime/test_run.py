@@ -10,6 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memo import Plan, apply
 from memo.planner.layer_plan import LayerPlan
+from memo.runtime.moving.threads import ThreadMover
 from shared.errors import ConfigError
 
 from .models import Block, assert_same_step, make_model, make_stack, train, train_stack
@@ -105,9 +106,36 @@ def test_layers_that_are_kept_are_not_touched():
     expected = train(model)
     with apply(model, plan) as run:
         touched = ["forward" in vars(layer) for layer in model.model.layers]
-        assert touched == [False, True, False]
+        assert touched == [False, True, True], "when the last one is over, copies come back"
         assert_same_step(train(model), expected)
         assert run.num_restored == 3
+
+
+def test_a_plan_that_keeps_everything_touches_nothing():
+    model = make_model("llama")
+    own = set(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    with apply(model, Plan(layers=(LayerPlan(),))):
+        assert not any("forward" in vars(layer) for layer in model.model.layers)
+        assert set(ALL_ATTENTION_FUNCTIONS._local_mapping) == own
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3])
+@pytest.mark.parametrize("kept", [0, 2])
+def test_all_layers_are_fetched_before_their_backward_asks(num_buffers, kept, monkeypatch):
+    """Only with one buffer is there nobody who could fetch ahead."""
+    model = make_model("llama", num_layers=6)
+    plan = Plan(layers=HALF.layers * (6 - kept) + (LayerPlan(),) * kept, num_buffers=num_buffers)
+    late, begin = [], ThreadMover.await_fetched
+
+    def ask(mover, cargo):
+        late.append(cargo.fetched is None)
+        begin(mover, cargo)
+
+    monkeypatch.setattr(ThreadMover, "await_fetched", ask)
+    with apply(model, plan) as run:
+        train(model, num_batches=2)
+        assert run.num_spare_buffers == 0
+    assert sum(late) == (0 if num_buffers > 1 else 2 * (5 - kept))
 
 
 def test_nothing_is_held_after_a_step():

@@ -1,7 +1,9 @@
 """Slots of stores: their limits, their reuse, and that no two in use overlap."""
 
+import mmap
 import os
 import stat
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,8 +24,6 @@ def make(kind, tmp_path, limit_bytes=None):
 
 def aligned(num_bytes):
     """Memory that begins at a page, as buffers do."""
-    import mmap
-
     return np.frombuffer(mmap.mmap(-1, -(-num_bytes // ALIGN) * ALIGN), np.uint8)
 
 
@@ -71,7 +71,7 @@ def test_slots_in_use_never_overlap_and_keep_their_bytes(steps):
         assert store.used_bytes == sum(one.num_bytes for one, _ in used)
     assert store.peak_bytes == held
     ends = sorted((one.offset, one.offset + one.num_bytes) for one, _ in used)
-    assert all(left[1] <= right[0] for left, right in zip(ends, ends[1:], strict=False))
+    assert all(left[1] <= right[0] for left, right in pairwise(ends))
     assert all(np.array_equal(read(store, slot), data) for slot, data in used)
 
 

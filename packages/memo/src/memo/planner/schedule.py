@@ -62,8 +62,9 @@ def schedule(
         after[number].append(Move("send", number))
         if place >= max_sending:
             before[number].append(Move("await_sent", moving[place - max_sending]))
-        if place >= num_buffers:
-            backward[number].append(Move("fetch", moving[place - num_buffers]))
+        wanted = place - num_buffers + 1  # into the buffer of the layer whose backward is just over
+        if 0 <= wanted < len(moving) - num_buffers:
+            backward[number].append(Move("fetch", moving[wanted]))
     if moving:
         # Buffers are free at the end of the forward: the first to be needed come back meanwhile.
         after[-1] += [Move("fetch", number) for number in moving[::-1][:num_buffers]]

@@ -108,7 +108,7 @@ class Run:
         self._changed = [
             (number, layer)
             for number, layer in enumerate(found)
-            if self.plan.layers[number].mode != "keep"
+            if self.plan.layers[number].mode != "keep" or self._schedule.after_forward[number]
         ]
         names = attention_names(layer for _, layer in self._changed)
         self._undo = [offer_attention(name) for name in names]
@@ -182,18 +182,26 @@ class Run:
             self._passes.add(self._current)
         self._last_number, current = number, self._current
         self._do(self._schedule.before_forward[number], current)
-        record = self._make_record(number, layer, current, forward, args, kwargs)
-        out = record.run()
-        if record.items:
-            current.records[number] = weakref.ref(record)
-            stored = _stored(self.plan.layers[number], record)
-            if stored:
-                self._cargos[record] = self._mover.load(record, stored)
+        if self.plan.layers[number].mode == "keep":
+            out = forward(*args, **kwargs)
+        else:
+            record = self._make_record(number, layer, current, forward, args, kwargs)
+            out = record.run()
+            self._load(number, record, current)
+            del record
         is_alone = not any(one.is_alive for one in self._passes if one is not current)
         moves = self._schedule.after_forward[number]
         # Forwards before other forwards' backwards: whose is first is not known.
         self._do([move for move in moves if is_alone or move.action != "fetch"], current)
         return out
+
+    def _load(self, number: int, record: Record, current: Pass) -> None:
+        """Takes room in the store for what a layer left."""
+        if record.items:
+            current.records[number] = weakref.ref(record)
+            stored = _stored(self.plan.layers[number], record)
+            if stored:
+                self._cargos[record] = self._mover.load(record, stored)
 
     def _make_record(
         self,
@@ -241,9 +249,11 @@ class Run:
                 self._mover.give_back(cargo)
         self._in_backward = weakref.ref(record)
         cargo = self._cargos.get(record)
-        if cargo is not None:
+        if cargo is not None and cargo.fetched is None:  # nobody fetched it: it goes before others
             self._mover.await_fetched(cargo)
         self._do(self._schedule.before_backward[number], current)
+        if cargo is not None:
+            self._mover.await_fetched(cargo)
 
 
 _applied: weakref.WeakSet[nn.Module] = weakref.WeakSet()
