@@ -43,6 +43,7 @@ SAME_ROLE = {
     "MilpResult": "what an integer program's solver found",
     "ModelSpec": "the shape of a model, from which bytes follow",
     "Negatives": "draws negative destinations",
+    "Packing": "what was packed where, and how full it is",
     "Piece": "the part of a tensor that one rank holds",
     "Plan": "what a planner decided",
     "Profile": "measured times that plans are made from",

@@ -9,7 +9,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 import memo
 from memo.planner.addresses.canonical import fit
-from memo.planner.addresses.problem import Problem, check_addresses
+from memo.planner.addresses.problem import AllocationProblem, check_addresses
 from memo.planner.addresses.repeats import find_repeats, pack_by_repeats
 from shared.errors import ConfigError, DataError
 
@@ -216,7 +216,7 @@ def test_search_finds_what_first_fit_does_not():
 
 def test_search_says_that_time_ran_out():
     start, stop, size = np.array(hard_intervals(120, seed=3)).T
-    problem = Problem.from_times(start, stop, size)
+    problem = AllocationProblem.from_times(start, stop, size)
     answer = fit(problem, problem.load, time.monotonic())
     assert answer.offsets is None
     assert not answer.is_proven
@@ -260,7 +260,7 @@ def test_repeated_layers_are_found_and_packed_once():
     forward, backward = sorted(find_repeats(size))
     assert (forward[1], forward[2]) == (4, 12)
     assert (backward[1], backward[2]) == (2, 12)
-    problem = Problem.from_times(start, stop, size)
+    problem = AllocationProblem.from_times(start, stop, size)
     packed = []
 
     def pack_one(inside):
@@ -277,7 +277,7 @@ def test_repeated_layers_are_found_and_packed_once():
 
 
 def test_without_layers_there_is_nothing_to_fold():
-    problem = Problem.from_times(np.arange(6), np.arange(6) + 2, np.arange(1, 7))
+    problem = AllocationProblem.from_times(np.arange(6), np.arange(6) + 2, np.arange(1, 7))
     assert find_repeats(problem.size) == []
     assert pack_by_repeats(problem, lambda p: p.start, lambda p: p.start) is None
 

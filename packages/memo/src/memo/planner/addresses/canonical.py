@@ -12,12 +12,12 @@ from memo.planner.addresses.canonical_compiled import (
     NONE,
     STOPPED,
     Intervals,
-    State,
+    SearchState,
     search,
 )
-from memo.planner.addresses.problem import Problem
+from memo.planner.addresses.problem import AllocationProblem
 
-__all__ = ["MOST_INTERVALS", "Answer", "fit"]
+__all__ = ["MOST_INTERVALS", "FitOutcome", "fit"]
 
 # The stacks of the search grow with the square of it.
 MOST_INTERVALS = 1_000
@@ -25,7 +25,7 @@ _FIRST_CALLS = 1_000
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer:
+class FitOutcome:
     """What a search has found out.
 
     Attributes:
@@ -37,7 +37,7 @@ class Answer:
     is_proven: bool
 
 
-def fit(problem: Problem, capacity: int, until_s: float) -> Answer:
+def fit(problem: AllocationProblem, capacity: int, until_s: float) -> FitOutcome:
     """Searches for addresses whose tops are at most `capacity`.
 
     Several orders of trial take turns, each with twice as many steps as in the turn before: one order
@@ -62,17 +62,17 @@ def fit(problem: Problem, capacity: int, until_s: float) -> Answer:
             outcome, found = _search_in_order(problem, order, capacity, calls)
             if outcome == FOUND:
                 offsets[order] = found
-                return Answer(offsets=offsets, is_proven=True)
+                return FitOutcome(offsets=offsets, is_proven=True)
             if outcome == NONE:
-                return Answer(offsets=None, is_proven=True)
+                return FitOutcome(offsets=None, is_proven=True)
             assert outcome == STOPPED
             if time.monotonic() >= until_s:
-                return Answer(offsets=None, is_proven=False)
+                return FitOutcome(offsets=None, is_proven=False)
         calls *= 2
 
 
 def _search_in_order(
-    problem: Problem, order: np.ndarray, capacity: int, calls: int
+    problem: AllocationProblem, order: np.ndarray, capacity: int, calls: int
 ) -> tuple[int, np.ndarray]:
     num = len(order)
     start, stop, size = problem.start[order], problem.stop[order], problem.size[order]
@@ -91,7 +91,7 @@ def _search_in_order(
     # Each call stacks what is left twice, and calls nest as deep as there are intervals.
     stack = num * (num + 3)
     sections = int(stop.max(initial=0))
-    state = State(
+    state = SearchState(
         lowest=np.zeros(num, dtype=np.int64),
         is_placed=np.zeros(num, dtype=np.bool_),
         offsets=np.zeros(num, dtype=np.int64),

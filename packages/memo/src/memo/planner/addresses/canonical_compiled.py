@@ -13,7 +13,7 @@ import numpy as np
 
 from shared.kernels.jit import compiled
 
-__all__ = ["FOUND", "NONE", "STOPPED", "Intervals", "State", "search"]
+__all__ = ["FOUND", "NONE", "STOPPED", "Intervals", "SearchState", "search"]
 
 NONE, FOUND, STOPPED = range(3)
 
@@ -33,7 +33,7 @@ class Intervals(NamedTuple):
     neighbours: np.ndarray
 
 
-class State(NamedTuple):
+class SearchState(NamedTuple):
     """What the search changes. `lowest` is the highest top that each open interval meets.
 
     `open` and `order` are stacks that hold each call's open intervals and candidates. `undo` holds

@@ -13,23 +13,24 @@ import time
 import numpy as np
 
 from memo.planner.addresses.first_fit_compiled import first_fit
-from memo.planner.addresses.problem import Problem
+from memo.planner.addresses.problem import AllocationProblem
 
 __all__ = ["improve"]
 
 # How often a worse order is gone on with, so that the search leaves a dead end.
 _ACCEPT_WORSE = 0.05
 _TOGETHER = 0.5
+_ROUNDS = 12
 
 
 def improve(
-    problem: Problem, orders: list[np.ndarray], least: int, until_s: float, seed: int = 0
+    problem: AllocationProblem, orders: list[np.ndarray], least: int, until_s: float, seed: int = 0
 ) -> np.ndarray:
     """The addresses of the least peak found.
 
     Args:
         problem: the intervals.
-        orders: orders to start from, which take turns.
+        orders: orders to start from; after some turns only the best goes on.
         least: a peak at which to stop.
         until_s: reading of `time.monotonic` at which to give up.
         seed: of the random moves.
@@ -39,19 +40,28 @@ def improve(
         np.stack([problem.size, problem.stop - problem.start], axis=1), axis=0, return_inverse=True
     )[1].reshape(-1)
     walks = [_Walk(problem, order, kinds, draw) for order in orders]
+    num_rounds = 0
     while True:
         best = min(walks, key=lambda walk: walk.least)
         if best.least <= least or time.monotonic() >= until_s:
             return best.offsets
         for walk in walks:
             walk.step(best.least, least)
+        num_rounds += 1
+        if num_rounds == _ROUNDS:
+            # Where there are many intervals steps are few: from here on the best start gets them all.
+            walks = [min(walks, key=lambda walk: walk.least)]
 
 
 class _Walk:
     """One order and what it has led to."""
 
     def __init__(
-        self, problem: Problem, order: np.ndarray, kinds: np.ndarray, draw: np.random.Generator
+        self,
+        problem: AllocationProblem,
+        order: np.ndarray,
+        kinds: np.ndarray,
+        draw: np.random.Generator,
     ) -> None:
         self._problem, self._kinds, self._draw = problem, kinds, draw
         self._order, self._here = order, np.zeros(len(problem), dtype=np.int64)

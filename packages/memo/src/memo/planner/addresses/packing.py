@@ -17,7 +17,7 @@ from jaxtyping import Int
 from memo.planner.addresses.canonical import MOST_INTERVALS, fit
 from memo.planner.addresses.first_fit_compiled import first_fit
 from memo.planner.addresses.improvement import improve
-from memo.planner.addresses.problem import Problem, check_addresses
+from memo.planner.addresses.problem import AllocationProblem, check_addresses
 from memo.planner.addresses.repeats import pack_by_repeats
 from memo.planner.addresses.trace import Trace
 from shared.errors import ConfigError, DataError
@@ -85,7 +85,7 @@ def pack(
     peak = lower = 0
     if len(some):
         some = some[np.lexsort((units[some], stop[some], start[some]))]
-        problem = Problem.from_times(start[some], stop[some], units[some])
+        problem = AllocationProblem.from_times(start[some], stop[some], units[some])
         found, lower = _solve(problem, began, time_limit_s)
         check_addresses(start[some], stop[some], units[some], found)
         offsets[some] = found * align
@@ -114,7 +114,7 @@ def _read(
     return columns[0], columns[1], columns[2].astype(np.int64)
 
 
-def _orders(problem: Problem) -> list[np.ndarray]:
+def _orders(problem: AllocationProblem) -> list[np.ndarray]:
     """By size, by area and by length, largest first."""
     duration = problem.stop - problem.start
     return [
@@ -124,7 +124,7 @@ def _orders(problem: Problem) -> list[np.ndarray]:
     ]
 
 
-def _solve(problem: Problem, began: float, time_limit_s: float) -> tuple[np.ndarray, int]:
+def _solve(problem: AllocationProblem, began: float, time_limit_s: float) -> tuple[np.ndarray, int]:
     """Addresses, and a bound that no peak is below, in units."""
     lower = problem.load
     orders = _orders(problem)
@@ -145,7 +145,7 @@ def _solve(problem: Problem, began: float, time_limit_s: float) -> tuple[np.ndar
     return best, lower
 
 
-def _first_fit(problem: Problem, orders: list[np.ndarray]) -> np.ndarray:
+def _first_fit(problem: AllocationProblem, orders: list[np.ndarray]) -> np.ndarray:
     found = []
     for order in orders:
         offsets = np.zeros(len(problem), dtype=np.int64)
@@ -154,7 +154,7 @@ def _first_fit(problem: Problem, orders: list[np.ndarray]) -> np.ndarray:
     return min(found, key=lambda one: one[0])[1]
 
 
-def _pack_one_pass(problem: Problem) -> np.ndarray:
+def _pack_one_pass(problem: AllocationProblem) -> np.ndarray:
     best = _first_fit(problem, _orders(problem))
     if _peak(problem, best) == problem.load or len(problem) > MOST_INTERVALS:
         return best
@@ -162,7 +162,7 @@ def _pack_one_pass(problem: Problem) -> np.ndarray:
 
 
 def _search(
-    problem: Problem, best: np.ndarray, lower: int, until_s: float
+    problem: AllocationProblem, best: np.ndarray, lower: int, until_s: float
 ) -> tuple[np.ndarray, int]:
     """Exact search: first for the bound itself, then for less than the best, until that is proven."""
     capacity = lower
@@ -179,5 +179,5 @@ def _search(
     return best, lower
 
 
-def _peak(problem: Problem, offsets: np.ndarray) -> int:
+def _peak(problem: AllocationProblem, offsets: np.ndarray) -> int:
     return int((offsets + problem.size).max())

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-__all__ = ["Problem", "check_addresses"]
+__all__ = ["AllocationProblem", "check_addresses"]
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class AllocationProblem:
     """Intervals sorted by start, stop and size, in whole units; times are numbers of sections.
 
     Attributes:
@@ -30,7 +30,7 @@ class Problem:
     size: Int[np.ndarray, " interval"]
 
     @classmethod
-    def from_times(cls, start: np.ndarray, stop: np.ndarray, size: np.ndarray) -> Problem:
+    def from_times(cls, start: np.ndarray, stop: np.ndarray, size: np.ndarray) -> AllocationProblem:
         """The problem of intervals at any times: a section begins wherever one starts.
 
         What ends between two starts may as well end at the later one: nothing comes between.
@@ -53,9 +53,9 @@ class Problem:
         np.subtract.at(change, self.stop, self.size)
         return int(change.cumsum().max())
 
-    def take(self, which: np.ndarray) -> Problem:
+    def take(self, which: np.ndarray) -> AllocationProblem:
         """The problem of some of the intervals."""
-        return Problem.from_times(self.start[which], self.stop[which], self.size[which])
+        return AllocationProblem.from_times(self.start[which], self.stop[which], self.size[which])
 
 
 def check_addresses(

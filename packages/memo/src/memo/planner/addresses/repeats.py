@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from memo.planner.addresses.problem import Problem
+from memo.planner.addresses.problem import AllocationProblem
 
 __all__ = ["find_repeats", "pack_by_repeats"]
 
@@ -47,9 +47,9 @@ def find_repeats(sizes: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def pack_by_repeats(
-    problem: Problem,
-    pack_one: Callable[[Problem], np.ndarray],
-    pack_all: Callable[[Problem], np.ndarray],
+    problem: AllocationProblem,
+    pack_one: Callable[[AllocationProblem], np.ndarray],
+    pack_all: Callable[[AllocationProblem], np.ndarray],
 ) -> np.ndarray | None:
     """Addresses by two levels.
 
@@ -86,14 +86,14 @@ def pack_by_repeats(
     all_start = np.concatenate([problem.start[others], start])
     all_stop = np.concatenate([problem.stop[others], stop])
     all_size = np.concatenate([problem.size[others], size])
-    outer = pack_all(Problem.from_times(all_start, all_stop, all_size))
+    outer = pack_all(AllocationProblem.from_times(all_start, all_stop, all_size))
     offsets[others] = outer[: len(others)]
     for group, base in zip(groups, outer[len(others) :], strict=True):
         offsets[group] += base
     return offsets
 
 
-def _inner(problem: Problem, begin: int, end: int) -> np.ndarray:
+def _inner(problem: AllocationProblem, begin: int, end: int) -> np.ndarray:
     """Those of a stretch of intervals that end within it."""
     until = problem.start[end] if end < len(problem) else problem.stop.max()
     return begin + np.flatnonzero(problem.stop[begin:end] <= until)
