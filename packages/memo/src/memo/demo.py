@@ -24,7 +24,7 @@ from memo.report import draw_memory
 from shared.claims import Claim, finish
 from shared.units import MiB, format_bytes
 
-__all__ = ["run"]
+__all__ = ["Outcome", "judge", "run"]
 
 _WAYS = ("plain", "full recomputation", "plain under the limit", "memo")
 _SLACK = 1.05
@@ -100,11 +100,12 @@ def run(out: Path, *, is_full: bool) -> bool:
     (out / "plan.txt").write_text(found["memo"].plan + "\n", encoding="utf-8")
     shown = {way: found[way].samples for way in _WAYS if found[way].samples}
     draw_memory(shown, out / "memory.svg", limit_bytes=limit)
-    claims = _claims(found, limit, size)
+    claims = judge(found, limit, size)
     return finish(out, "memo", claims, {"ways": list(_WAYS), "limit_bytes": limit})
 
 
-def _claims(found: dict[str, Outcome], limit: int, size: tuple[int, int, int]) -> list[Claim]:
+def judge(found: dict[str, Outcome], limit: int, size: tuple[int, int, int]) -> list[Claim]:
+    """What the ways of training show, by name of the way; `size` is layers, tokens and steps."""
     plain, again, failed, ours = (found[way] for way in _WAYS)
     is_right = bool(ours.losses) and ours.losses == plain.losses and bool(failed.error)
     told = (
