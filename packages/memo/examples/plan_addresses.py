@@ -17,4 +17,6 @@ else:  # four layers whose tensors grow, as sequences of growing length make the
 packing = memo.pack(trace.intervals)
 print(f"needed at once {packing.lower_bound:,} bytes, planned {packing.peak:,}")
 for allocator in ("caching", "expandable", "planned"):
-    print(f"{allocator:>10}  {memo.emulate(trace, allocator=allocator).reserved_bytes:,} bytes reserved")
+    print(
+        f"{allocator:>10}  {memo.emulate(trace, allocator=allocator).reserved_bytes:,} bytes reserved"
+    )

@@ -15,7 +15,11 @@ tokens, steps = 512, 3
 
 torch.manual_seed(0)
 config = LlamaConfig(
-    vocab_size=256, hidden_size=128, intermediate_size=344, num_hidden_layers=6, num_attention_heads=4
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=344,
+    num_hidden_layers=6,
+    num_attention_heads=4,
 )
 model = AutoModelForCausalLM.from_config(config).train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
 from memo.planner.layer_plan import LayerPlan
-from memo.planner.plan import Plan
 from shared.units import format_bytes, format_s
 
 __all__ = ["describe_layers", "explain"]
 
 
-def explain(plan: Plan) -> str:
+def explain(
+    layers: tuple[LayerPlan, ...],
+    store: str,
+    prediction: Mapping[str, Any],
+    *,
+    has_block_loss: bool,
+) -> str:
     """Says what a plan does and what it was predicted to take.
 
     Args:
-        plan: with a prediction or without one.
+        layers: a plan a layer.
+        store: its name.
+        prediction: see `Plan`; may be empty.
+        has_block_loss: see `Plan`.
     """
-    lines = describe_layers(plan.layers)
-    if plan.has_block_loss:
+    lines = describe_layers(layers)
+    if has_block_loss:
         lines.append("loss      in blocks, without all logits in memory")
-    known: dict[str, Any] = dict(plan.prediction)
+    known: dict[str, Any] = dict(prediction)
     if not known:
         return "\n".join([*lines, "nothing was predicted: a fixed plan"])
     step_s, kept_s, again_s = (known[name] for name in ("step_s", "kept_s", "recomputed_s"))
@@ -29,7 +38,7 @@ def explain(plan: Plan) -> str:
         f"step      {format_s(step_s)}; {format_s(kept_s)} if everything were kept, "
         + f"{format_s(again_s)} if everything were computed again",
         f"again     {format_s(known['replayed_s'])} a step are computed again",
-        f"copies    {format_s(known['exposed_s'])} a step wait for the store ({plan.store}), the rest hides",
+        f"copies    {format_s(known['exposed_s'])} a step wait for the store ({store}), the rest hides",
         f"device    {format_bytes(known['peak_bytes'])} at most, in the {known['peak_at']}:",
     ]
     lines += [

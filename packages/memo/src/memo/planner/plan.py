@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from memo.planner.explanation import explain
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
@@ -87,9 +88,7 @@ class Plan:
 
     def explain(self) -> str:
         """Says in a table what becomes of the layers, what hides, and where each byte goes."""
-        from memo.planner.explanation import explain
-
-        return explain(self)
+        return explain(self.layers, self.store, self.prediction, has_block_loss=self.has_block_loss)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; the file appears whole or not at all."""
