@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -31,7 +32,8 @@ class AttentionListener(Protocol):
         """Calls attention, or answers in its place.
 
         Args:
-            call: the model's own attention on these tensors.
+            call: the model's own attention on these tensors: a partial of its function with the attention
+                module, the three tensors and its settings.
             query, key, value: as transformers passes them, [batch, heads, tokens, head_dim].
         """
         ...
@@ -85,9 +87,7 @@ def _replace(name: str) -> Callable[[], None]:
             function = vars(sys.modules[type(module).__module__])["eager_attention_forward"]
         listener = _listener.get()
 
-        def call() -> Answer:
-            return function(module, query, key, value, *args, **settings)
-
+        call = partial(function, module, query, key, value, *args, **settings)
         return call() if listener is None else listener.attend(call, query, key, value)
 
     ALL_ATTENTION_FUNCTIONS[name] = attend

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
 
 from memo.planner.layer_plan import LayerPlan
 from memo.planner.plan import Plan
@@ -30,6 +31,8 @@ from memo.runtime.moving.mover import Cargo, Times
 from memo.runtime.recording.record import LayerRecord, Record
 from memo.runtime.recording.whole import WholeRecord
 from memo.runtime.stores import open_store
+from memo.runtime.tiling.record import TiledRecord
+from memo.runtime.tiling.row_locality import Proofs
 
 __all__ = ["Run", "apply"]
 
@@ -104,6 +107,7 @@ class Run:
         self._current, self._last_number = Pass(), len(found)
         self._in_backward: weakref.ref[Record] | None = None
         self._is_closed = False
+        self._proofs = Proofs()
         self.num_restored = 0
         self._changed = [
             (number, layer)
@@ -211,11 +215,16 @@ class Run:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> LayerRecord | WholeRecord:
+    ) -> LayerRecord | TiledRecord | WholeRecord:
         plan = self.plan.layers[number]
         memory = partial(named_memory, layer)
         fetch = partial(self._before_backward, number, current)
+        args = tuple(None if isinstance(one, Cache) else one for one in args)
         kwargs = without_cache(kwargs)
+        if plan.mode == "tiles":
+            return TiledRecord(
+                layer, forward, args, kwargs, plan=plan, proofs=self._proofs, fetch=fetch
+            )
         if plan.mode == "whole":
             return WholeRecord(forward, args, kwargs, parameters=memory, fetch=fetch)
         return LayerRecord(
