@@ -16,6 +16,7 @@ from memo.planner.plan import Plan
 from memo.planner.schedule import Move, schedule
 from memo.report import describe_run
 from memo.runtime.attention import offer_attention
+from memo.runtime.block_loss import offer_block_loss
 from memo.runtime.device_memory import peak_bytes
 from memo.runtime.layer_forward import LayerForward
 from memo.runtime.layers import (
@@ -116,6 +117,8 @@ class Run:
         ]
         names = attention_names(layer for _, layer in self._changed)
         self._undo = [offer_attention(name) for name in names]
+        if plan.has_block_loss:
+            self._undo.append(offer_block_loss(model))
         self._applied = found
         _applied.update(found)
         for number, layer in self._changed:
