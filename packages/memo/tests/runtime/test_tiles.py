@@ -230,7 +230,7 @@ def test_a_change_in_place_is_noticed():
         loss = model(input_ids=ids, labels=ids).loss
         with torch.no_grad():
             states[0].add_(1)
-        with pytest.raises(RuntimeError, match="changed by an operation in place"):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
 
 
