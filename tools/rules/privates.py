@@ -18,6 +18,7 @@ __all__ = ["FOREIGN", "Access", "find_private_accesses"]
 # A name covers what lies below it; one that begins with a dot is an attribute of any object. A name
 # of a variable is given where a class of ours has a private name of the same spelling.
 FOREIGN = {
+    "._cdata": "torch.Storage: which storage it is, whether its memory is there or not",
     "._asdict": "namedtuple: its public methods begin with an underscore, as fields are the user's",
     "config._attn_implementation": "transformers: a model's attention, which has no other name",
     "._fields": "namedtuple",
@@ -26,9 +27,14 @@ FOREIGN = {
     "os._exit": "a forked process leaves without its parent's exit functions",
     "sys._getframe": "a test looks at who calls, to stop a save at each of its lines",
     "ray._private": "a test counts the references that a worker holds",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "hooks that are in force already",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback": "whether torch.compile is at work",
+    "torch._C._storage_Use_Count": "a test sees that nobody holds a storage any more",
+    "torch._dynamo": "what torch.compile makes of a module",
     "torch._foreach_add_": "one launch for many tensors, as torch's optimizers do it",
     "torch._foreach_copy_": "one launch for many tensors, as torch's optimizers do it",
     "torch._int_mm": "products of 8-bit integers, which have no other name",
+    "torch._subclasses": "fake tensors: shapes without values, which have no other home",
     "torch._utils": "functions that files of torch.save name",
     "torch.autograd.Variable._execution_engine": "the end of a backward pass, as torch's DDP finds it",
     "torch.cuda._sleep": "keeps a GPU busy for a given number of cycles",
@@ -56,6 +62,9 @@ FOREIGN = {
     "._spec": "DTensor: mesh, placements and shape as one object that is cached by identity",
     "._split_tensor": "placement: torch's own split, which a test compares with",
     "._schema": "operator: its name, in a test that watches what torch runs",
+    "._compiled_call_impl": "torch.nn.Module: what Module.compile made",
+    "._local_mapping": "transformers: which attention functions were replaced, in a test",
+    "._version": "torch.Tensor: how often it was changed in place",
     "._orig_mod": "torch.compile's wrapper: the user's module",
     "._non_persistent_buffers_set": "torch.nn.Module: which buffers a state dict leaves out",
     "module._buffers": "torch.nn.Module: the tensors that it holds itself",
