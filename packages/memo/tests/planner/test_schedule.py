@@ -71,7 +71,11 @@ def test_a_schedule_of_five_layers():
     moves = schedule([KINDS[2]] * 5, max_sending=2, num_buffers=2)
     assert moves.before_forward[2] == (Transfer("await_sent", 0),)
     assert moves.after_forward[0] == (Transfer("send", 0),)
-    assert moves.after_forward[4] == (Transfer("send", 4), Transfer("fetch", 4), Transfer("fetch", 3))
+    assert moves.after_forward[4] == (
+        Transfer("send", 4),
+        Transfer("fetch", 4),
+        Transfer("fetch", 3),
+    )
     assert moves.before_backward == (
         (), (Transfer("fetch", 0),), (Transfer("fetch", 1),), (Transfer("fetch", 2),), (),
     )  # fmt: skip

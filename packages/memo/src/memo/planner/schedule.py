@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from memo.planner.layer_plan import LayerPlan
 
-__all__ = ["Transfer", "Schedule", "schedule"]
+__all__ = ["Schedule", "Transfer", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from memo.runtime.layers import (
 from memo.runtime.moving import open_mover
 from memo.runtime.moving.buffers import Buffers
 from memo.runtime.moving.mover import Cargo, Times
-from memo.runtime.recording.record import LayerRecord, ForwardRecord
+from memo.runtime.recording.record import ForwardRecord, LayerRecord
 from memo.runtime.recording.whole import WholeRecord
 from memo.runtime.stores import open_store
 from memo.runtime.tiling.record import TiledRecord

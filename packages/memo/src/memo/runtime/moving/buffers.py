@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memo.runtime.stores.base import ALIGN
 
-__all__ = ["FetchBuffer", "Buffers", "aligned_bytes"]
+__all__ = ["Buffers", "FetchBuffer", "aligned_bytes"]
 
 
 @dataclass(slots=True, eq=False)

@@ -7,10 +7,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
-from memo.runtime.moving.buffers import FetchBuffer, Buffers, aligned_bytes
+from memo.runtime.moving.buffers import Buffers, FetchBuffer, aligned_bytes
 from memo.runtime.recording.items import Item
 from memo.runtime.recording.record import ForwardRecord
-from memo.runtime.stores.base import StoreSlot, Store
+from memo.runtime.stores.base import Store, StoreSlot
 
 __all__ = ["Cargo", "Mover", "Times"]
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from memo.runtime.moving.buffers import FetchBuffer, Buffers, aligned_bytes
+from memo.runtime.moving.buffers import Buffers, FetchBuffer, aligned_bytes
 from memo.runtime.moving.mover import Cargo, Mover
 from memo.runtime.recording.dense import flat_bytes
 from memo.runtime.stores.memory import MemoryStore

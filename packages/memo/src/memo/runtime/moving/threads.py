@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from memo.runtime.moving.buffers import FetchBuffer, Buffers, aligned_bytes
+from memo.runtime.moving.buffers import Buffers, FetchBuffer, aligned_bytes
 from memo.runtime.moving.mover import Cargo, Mover
 from memo.runtime.recording.dense import raw_bytes
 from memo.runtime.stores.base import Store

@@ -17,9 +17,9 @@ from shared.errors import ConfigError
 
 __all__ = [
     "PRODUCTS",
-    "RecordedCall",
     "NotRepeatable",
     "Products",
+    "RecordedCall",
     "SavedView",
     "address",
     "find_views",

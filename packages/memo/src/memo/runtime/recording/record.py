@@ -29,7 +29,7 @@ from memo.runtime.recording.random_state import Autocast, random_state, replayin
 from memo.runtime.recording.recorder import Recorder
 from memo.runtime.recording.replayer import Complete, Replayer
 
-__all__ = ["LayerRecord", "Memory", "ForwardRecord", "refuse_differentiation"]
+__all__ = ["ForwardRecord", "LayerRecord", "Memory", "refuse_differentiation"]
 
 Memory = Mapping[int, tuple[str, Tensor]]
 """Parameters and buffers of a layer with their names, by the address of their storage."""

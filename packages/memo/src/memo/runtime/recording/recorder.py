@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memo.planner.layer_plan import ATTENTION, LayerPlan, rows_of
 from memo.runtime.attention import Answer
-from memo.runtime.recording.calls import PRODUCTS, RecordedCall, NotRepeatable, address, find_views
+from memo.runtime.recording.calls import PRODUCTS, NotRepeatable, RecordedCall, address, find_views
 from memo.runtime.recording.dense import is_dense
 from memo.runtime.recording.items import Item, is_plain
 from memo.runtime.recording.random_state import random_state

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memo.runtime.attention import Answer
-from memo.runtime.recording.calls import PRODUCTS, RecordedCall, NotRepeatable
+from memo.runtime.recording.calls import PRODUCTS, NotRepeatable, RecordedCall
 from memo.runtime.recording.random_state import set_random_state
 
 __all__ = ["Complete", "Replayer"]

@@ -11,7 +11,7 @@ import numpy as np
 from memo.config import DoesNotFit
 from shared.units import format_bytes
 
-__all__ = ["ALIGN", "StoreSlot", "Store"]
+__all__ = ["ALIGN", "Store", "StoreSlot"]
 
 ALIGN = 4096
 """Bytes that places and lengths in slots are multiples of, as direct I/O asks."""

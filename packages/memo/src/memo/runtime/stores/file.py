@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from memo.runtime.stores.base import ALIGN, StoreSlot, Store
+from memo.runtime.stores.base import ALIGN, Store, StoreSlot
 from shared.errors import DataError
 from shared.units import format_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memo.runtime.stores.base import StoreSlot, Store
+from memo.runtime.stores.base import Store, StoreSlot
 
 __all__ = ["MemoryStore"]
 
