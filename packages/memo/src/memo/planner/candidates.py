@@ -99,24 +99,31 @@ class Candidates:
         )
 
     def families(self) -> list[Family]:
-        """All of them, by their least seconds."""
+        """Those that may fit, by their least seconds; all of them where none may, to say what is missing."""
+        fitting = {key for key, layer in self._held.items() if self._fits_alone(layer)}
+        found = list(self._families(fitting)) or list(self._families(set(self._held)))
+        return sorted(found, key=lambda one: one.least_s)
+
+    def _fits_alone(self, layer: LayerFootprint) -> bool:
+        """Whether a step of one such layer fits, as it must where there are more."""
+        losses = _losses(self._profile)
+        return any(self.fits(self._add_up([(layer, 1)], one)) for one in losses)
+
+    def _families(self, fitting: set[int]) -> Iterator[Family]:
+        """Those of which at least one way is among the fitting ones."""
         count = self._profile.num_layers
         numbers = range(count, -1, -max(1, count // 16))
-        found = [
-            Family(
-                first,
-                second,
-                num_kept,
-                has_block_loss,
-                self._least_s(first, second, num_kept, has_block_loss),
-            )
-            for has_block_loss in _losses(self._profile)
-            for first in self._firsts
-            for second in self._seconds
-            # Where the second run keeps all too, its number is found exactly.
-            for num_kept in ((0,) if second is self._keep else numbers)
-        ]
-        return sorted(found, key=lambda one: one.least_s)
+        if id(self._keep) not in fitting:
+            numbers = range(1)
+        for has_block_loss in _losses(self._profile):
+            for first in self._firsts:
+                for second in self._seconds:
+                    if not fitting & {id(first), id(second)}:
+                        continue
+                    # Where the second run keeps all too, its number is found exactly.
+                    for num_kept in (0,) if second is self._keep else numbers:
+                        least_s = self._least_s(first, second, num_kept, has_block_loss)
+                        yield Family(first, second, num_kept, has_block_loss, least_s)
 
     def _least_s(
         self, first: LayerPlan, second: LayerPlan, num_kept: int, has_block_loss: bool
@@ -150,6 +157,9 @@ class Candidates:
                 high = middle - 1
         yield found
 
+    def _add_up(self, runs: list[tuple[LayerFootprint, int]], has_block_loss: bool) -> Footprint:
+        return add_up(runs, self._profile, has_block_loss=has_block_loss, **self._rules)
+
     def _candidate(self, family: Family, num_second: int) -> Candidate:
         num_first = self._profile.num_layers - family.num_kept - num_second
         runs = [
@@ -158,11 +168,8 @@ class Candidates:
             (self._keep, family.num_kept),
         ]
         runs = [(way, count) for way, count in runs if count]
-        held = add_up(
-            [(self._held[id(way)], count) for way, count in runs],
-            self._profile,
-            has_block_loss=family.has_block_loss,
-            **self._rules,
+        held = self._add_up(
+            [(self._held[id(way)], count) for way, count in runs], family.has_block_loss
         )
         again_s = sum(self._held[id(way)].replay_s * count for way, count in runs)
         layer = self._profile.layer

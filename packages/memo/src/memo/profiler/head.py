@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from memo.profiler.storage_meter import StorageMeter
 from shared.errors import ConfigError
 
-__all__ = ["capture_call", "count_head", "measure_head"]
+__all__ = ["capture_call", "count_head", "loss_of", "measure_head", "pass_on", "replaced"]
 
 
 class _Captured(Exception):
@@ -24,7 +24,7 @@ class _Captured(Exception):
 
 
 @contextmanager
-def _replaced(layers: list[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+def replaced(layers: list[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
     """Layers with another forward for a while."""
     for layer in layers:
         layer.forward = forward  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ def capture_call(
         found.append((args, kwargs))
         raise _Captured
 
-    with _replaced(layers, forward), torch.no_grad():
+    with replaced(layers, forward), torch.no_grad():
         try:
             model(**batch)
         except _Captured:
@@ -68,9 +68,9 @@ def measure_head(
     seconds = []
     try:
         for _ in range(repeats + 1):
-            with _replaced(layers, _pass_on), torch.enable_grad():
+            with replaced(layers, pass_on), torch.enable_grad():
                 started = time.perf_counter()
-                _loss(model(**batch)).backward()
+                loss_of(model(**batch)).backward()
                 seconds.append(time.perf_counter() - started)
     finally:
         for one, gradient in gradients.items():
@@ -94,7 +94,7 @@ def count_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, An
         else fake(one)
         for name, one in (*model.named_parameters(), *model.named_buffers())
     }
-    with mode, _replaced(layers, _pass_on):
+    with mode, replaced(layers, pass_on):
         for one in tensors.values():
             if one.requires_grad:
                 one.grad = torch.zeros_like(one)
@@ -108,16 +108,18 @@ class _Counted(nn.Module):
 
     def forward(self, **batch: Any) -> int:
         with StorageMeter() as meter, torch.enable_grad():
-            _loss(self.model(**batch)).backward()
+            loss_of(self.model(**batch)).backward()
             return meter.peak_bytes
 
 
-def _pass_on(*args: Any, **kwargs: Any) -> Tensor:
+def pass_on(*args: Any, **kwargs: Any) -> Tensor:
+    """A layer's forward that returns its input."""
     values = (*args, *kwargs.values())
     return next(one for one in values if isinstance(one, Tensor) and one.is_floating_point())
 
 
-def _loss(out: Any) -> Tensor:
+def loss_of(out: Any) -> Tensor:
+    """What a model's result is run backward from: its loss, or the sum of its logits."""
     loss = getattr(out, "loss", None)
     if loss is None and isinstance(out, Mapping):
         loss = out.get("loss")

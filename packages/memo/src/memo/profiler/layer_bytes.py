@@ -21,7 +21,7 @@ from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.layers import named_memory, without_cache
 from memo.runtime.recording.record import LayerRecord
 
-__all__ = ["LayerBytes", "count_bytes", "first_tensor"]
+__all__ = ["LayerBytes", "count_bytes", "count_passes", "first_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def count_bytes(
     args, kwargs = tree_map(fake, (args, without_cache(kwargs)))
 
     def run(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerBytes:
-        return _count(inner, args, kwargs, plan, cut)
+        return count_passes(inner, args, kwargs, plan, cut)
 
     with mode:
         for one in tensors.values():
@@ -91,9 +91,10 @@ def count_bytes(
         return functional_call(_Passes(layer, run), tensors, args, kwargs)
 
 
-def _count(
+def count_passes(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan, cut: int
 ) -> LayerBytes:
+    """Counts passes of a layer of fake tensors, whose parameters have gradients; see `count_bytes`."""
     record = None
     with StorageMeter() as meter:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]

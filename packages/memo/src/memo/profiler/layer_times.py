@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.profiler.layer_bytes import first_tensor
-from memo.runtime.attention import Answer, listening
+from memo.profiler.stopwatch import Stopwatch
+from memo.runtime.attention import listening
 from memo.runtime.layers import named_memory, without_cache
-from memo.runtime.recording.calls import PRODUCTS, NotRepeatable, Products, address
+from memo.runtime.recording.calls import NotRepeatable, Products
 from memo.runtime.recording.record import LayerRecord
 
 __all__ = ["LayerTimes", "measure_layer"]
@@ -38,36 +39,6 @@ class LayerTimes:
     replay_s: float
     call_s: Mapping[str, float]
     can_replay: bool
-
-
-class _Stopwatch:
-    """Listens to products and attention of a forward, and times them."""
-
-    def __init__(self, names: Mapping[int, str], device: torch.device) -> None:
-        self.seconds: dict[str, float] = {}
-        self._names, self._device = names, device
-        self._depth = 0
-
-    def _timed(self, name: str, call: Callable[[], Any]) -> Any:
-        self._depth += 1
-        started = _now(self._device)
-        try:
-            return call()
-        finally:
-            self._depth -= 1
-            self.seconds[name] = self.seconds.get(name, 0.0) + _now(self._device) - started
-
-    def product(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        weight = args[PRODUCTS[function][1]] if len(args) > 1 else None
-        if self._depth or not isinstance(weight, Tensor):
-            return function(*args, **kwargs)
-        name = self._names.get(address(weight), "product")
-        return self._timed(name, lambda: function(*args, **kwargs))
-
-    def attend(
-        self, call: Callable[[], Answer], query: Tensor, key: Tensor, value: Tensor
-    ) -> Answer:
-        return self._timed(ATTENTION, call)
 
 
 def measure_layer(
@@ -99,7 +70,7 @@ def measure_layer(
     names_of = {at: name for at, (name, _) in named_memory(layer).items()}
     try:
         for _ in range(repeats + 1):
-            watch = _Stopwatch(names_of, device)
+            watch = Stopwatch(names_of, lambda: _now(device))
             with torch.enable_grad():
                 started = _now(device)
                 out = first_tensor(layer(*args, **kwargs))
@@ -121,7 +92,7 @@ def measure_layer(
                     fetch=lambda _: None,
                 )
                 out = record.run()
-            calls.append(watch.seconds)
+            calls.append(watch.spent)
             with torch.no_grad():
                 started = _now(device)
                 record.restore()
