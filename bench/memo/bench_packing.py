@@ -4,11 +4,10 @@ Traces are those of Llama 7B in bf16 at 32,768 tokens, made on fake tensors: one
 with the loss over all logits, without the optimizer. Nothing here runs on a GPU: allocators are emulated by
 PyTorch's published rules and never flush, and the claims on them say simulated.
 
-With MEMO_MINIMALLOC=DIR, MiniMalloc's eleven files in DIR (A.*csv to K.*csv, not shipped) are packed too.
+MiniMalloc's eleven files (A.*csv to K.*csv, not shipped) are packed too where bench/.peers/minimalloc has them.
 """
 
 import itertools
-import os
 import time
 from pathlib import Path
 from statistics import median
@@ -25,6 +24,7 @@ LENGTHS = range(20_480, 32_769, 2_048)
 TURNS = 3
 CAPACITY, FILES = 1_048_576, "ABCDEFGHIJK"
 COMMAND = "hatch run bench memo -k packing"
+MINIMALLOC = Path(__file__).parents[1] / ".peers" / "minimalloc"
 PEERS = [
     {
         "peer": "the load",
@@ -46,7 +46,7 @@ def trace_step(layers, tokens, *, checkpointed=False):
         num_key_value_heads=32, vocab_size=32_000, max_position_embeddings=TOKENS,
     )  # fmt: skip
     with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+        model = LlamaForCausalLM(config).bfloat16().train()
         ids = torch.empty(1, tokens, dtype=torch.long)
     if checkpointed:
         model.gradient_checkpointing_enable()
@@ -172,9 +172,9 @@ def bench_packing_fragmentation(benchmark, record_claim, checkpointed):
         )  # fmt: skip
 
 
-@pytest.mark.skipif("MEMO_MINIMALLOC" not in os.environ, reason="MEMO_MINIMALLOC names no folder")
+@pytest.mark.skipif(not MINIMALLOC.is_dir(), reason=f"{MINIMALLOC} is no folder")
 def bench_packing_minimalloc(benchmark, record_claim):
-    folder = Path(os.environ["MEMO_MINIMALLOC"])
+    folder = MINIMALLOC
     traces = {name: memo.Trace.from_csv(next(folder.glob(f"{name}.*csv"))) for name in FILES}
 
     def run():

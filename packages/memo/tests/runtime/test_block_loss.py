@@ -32,7 +32,7 @@ _CONFIGS = {
     "llama": lambda: LlamaConfig(**_SIZES),
     "tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
     "mistral": lambda: MistralConfig(**_SIZES),
-    "qwen2": lambda: Qwen2Config(**_SIZES),
+    "qwen2": lambda: Qwen2Config(**{k: v for k, v in _SIZES.items() if k != "head_dim"}),
     "qwen3": lambda: Qwen3Config(**_SIZES),
     "gpt2": lambda: GPT2Config(
         n_embd=16,

@@ -100,7 +100,8 @@ class LayerPlan:
             ConfigError: a field is unknown, missing or out of range.
         """
         try:
-            return cls(**{**record, "resident": frozenset(record["resident"])})
+            known: dict[str, Any] = {**record, "resident": frozenset(record["resident"])}
+            return cls(**known)
         except (TypeError, KeyError) as error:
             raise ConfigError(
                 f"layer: expected mode, resident, stored, default_fraction and tile_rows, got {sorted(record)}; "

@@ -20,11 +20,30 @@ __all__ = ["Predicted", "place"]
 class Predicted(Protocol):
     """What a replay of a plan says, see `memo.simulator.Prediction`."""
 
-    step_s: float
-    peak_bytes: int
-    store_bytes: int
-    exposed_s: float
-    replayed_s: float
+    @property
+    def step_s(self) -> float:
+        """Seconds of forward and backward."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes on the device."""
+        ...
+
+    @property
+    def store_bytes(self) -> int:
+        """Most bytes in the store."""
+        ...
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that passes wait for copies."""
+        ...
+
+    @property
+    def replayed_s(self) -> float:
+        """Seconds of what is computed again."""
+        ...
 
 
 def place(

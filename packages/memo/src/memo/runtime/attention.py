@@ -26,9 +26,7 @@ Answer = tuple[Tensor, Tensor | None]
 class AttentionListener(Protocol):
     """What handles attention calls of a running layer."""
 
-    def attend(
-        self, call: Callable[[], Answer], query: Tensor, key: Tensor, value: Tensor
-    ) -> Answer:
+    def attend(self, call: partial[Answer], query: Tensor, key: Tensor, value: Tensor) -> Answer:
         """Calls attention, or answers in its place.
 
         Args:

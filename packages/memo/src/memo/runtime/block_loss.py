@@ -48,7 +48,7 @@ def offer_block_loss(model: nn.Module) -> Callable[[], None]:
     if reason is not None:
         _log.info("memo: the loss of %s is left as it is: %s", type(model).__name__, reason)
         return lambda: None
-    (causal,) = found
+    causal: Any = found[0]
     own = causal.forward
 
     @wraps(own)
