@@ -130,6 +130,11 @@ class Run:
         return self._store.peak_bytes
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the plan's buffers, into which stored items come back; spare ones left out."""
+        return self._buffers.num_bytes
+
+    @property
     def num_spare_buffers(self) -> int:
         """Buffers that were made beyond the plan's, as forwards came before other forwards' backwards."""
         return self._buffers.num_spare

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import tempfile
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from memo.runtime.stores.base import ALIGN, Slot, Store
+from memo.runtime.stores.base import ALIGN, Slot, Store, make_pages
 from shared.errors import DataError
 from shared.units import format_bytes
 
@@ -61,7 +60,7 @@ class FileStore(Store):
             self.close()
             raise self._explain(error) from error
         # Direct I/O wants memory that begins at a page: tensors do not.
-        self._bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE_BYTES), np.uint8)
+        self._bounce = make_pages(_BOUNCE_BYTES)
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
