@@ -122,7 +122,7 @@ def test_a_failing_read_reaches_the_training_loop(tmp_path, monkeypatch):
             def broken(*_):
                 raise OSError(5, "Input/output error")
 
-            patch.setattr("memo.runtime.stores.file._all", broken)
+            patch.setattr("memo.runtime.stores.file.move_all", broken)
             with pytest.raises(DataError, match="Input/output error"):
                 loss.backward()
         del loss

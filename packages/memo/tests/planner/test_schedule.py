@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memo.planner.layer_plan import LayerPlan
-from memo.planner.schedule import Transfer, schedule
+from memo.planner.schedule import CopyStep, schedule
 
 KINDS = [
     LayerPlan(),
@@ -69,15 +69,15 @@ def test_one_step_is_possible_and_within_its_limits(layers, max_sending, num_buf
 
 def test_a_schedule_of_five_layers():
     moves = schedule([KINDS[2]] * 5, max_sending=2, num_buffers=2)
-    assert moves.before_forward[2] == (Transfer("await_sent", 0),)
-    assert moves.after_forward[0] == (Transfer("send", 0),)
+    assert moves.before_forward[2] == (CopyStep("await_sent", 0),)
+    assert moves.after_forward[0] == (CopyStep("send", 0),)
     assert moves.after_forward[4] == (
-        Transfer("send", 4),
-        Transfer("fetch", 4),
-        Transfer("fetch", 3),
+        CopyStep("send", 4),
+        CopyStep("fetch", 4),
+        CopyStep("fetch", 3),
     )
     assert moves.before_backward == (
-        (), (Transfer("fetch", 0),), (Transfer("fetch", 1),), (Transfer("fetch", 2),), (),
+        (), (CopyStep("fetch", 0),), (CopyStep("fetch", 1),), (CopyStep("fetch", 2),), (),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import mmap
 import os
 import stat
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from memo import DoesNotFit
 from memo.runtime.stores import FileStore, MemoryStore, open_store
-from memo.runtime.stores.base import ALIGN
+from memo.runtime.stores.base import ALIGN, make_pages
 from shared.errors import ConfigError, DataError
 
 KINDS = pytest.mark.parametrize("kind", ["memory", "file"])
@@ -173,3 +174,15 @@ def test_short_moves_are_continued(tmp_path, monkeypatch):
 def test_unknown_stores_are_refused(name):
     with pytest.raises(ConfigError, match=r"expected 'memory', 'pinned' or 'file:DIR'"):
         open_store(name)
+
+
+def test_pages_count_towards_a_limit_of_the_process_s_data():
+    def data_bytes():
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
+
+    before = data_bytes()
+    pages = make_pages(64 << 20)
+    assert data_bytes() - before >= 64 << 20
+    assert pages.ctypes.data % ALIGN == 0
+    pages[:] = 1

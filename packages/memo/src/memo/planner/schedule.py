@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from memo.planner.layer_plan import LayerPlan
 
-__all__ = ["Schedule", "Transfer", "schedule"]
+__all__ = ["CopyStep", "Schedule", "schedule"]
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class CopyStep:
     """One thing to do with the stored items of a layer.
 
     Attributes:
@@ -38,9 +38,9 @@ class Schedule:
         num_buffers: layers whose fetched items are on the device at once.
     """
 
-    before_forward: tuple[tuple[Transfer, ...], ...]
-    after_forward: tuple[tuple[Transfer, ...], ...]
-    before_backward: tuple[tuple[Transfer, ...], ...]
+    before_forward: tuple[tuple[CopyStep, ...], ...]
+    after_forward: tuple[tuple[CopyStep, ...], ...]
+    before_backward: tuple[tuple[CopyStep, ...], ...]
     num_buffers: int
 
 
@@ -55,19 +55,19 @@ def schedule(
         num_buffers: layers that may be back on the device at once.
     """
     moving = [number for number, plan in enumerate(layers) if plan.has_stored]
-    before: list[list[Transfer]] = [[] for _ in layers]
-    after: list[list[Transfer]] = [[] for _ in layers]
-    backward: list[list[Transfer]] = [[] for _ in layers]
+    before: list[list[CopyStep]] = [[] for _ in layers]
+    after: list[list[CopyStep]] = [[] for _ in layers]
+    backward: list[list[CopyStep]] = [[] for _ in layers]
     for place, number in enumerate(moving):
-        after[number].append(Transfer("send", number))
+        after[number].append(CopyStep("send", number))
         if place >= max_sending:
-            before[number].append(Transfer("await_sent", moving[place - max_sending]))
+            before[number].append(CopyStep("await_sent", moving[place - max_sending]))
         wanted = place - num_buffers + 1  # into the buffer of the layer whose backward is just over
         if 0 <= wanted < len(moving) - num_buffers:
-            backward[number].append(Transfer("fetch", moving[wanted]))
+            backward[number].append(CopyStep("fetch", moving[wanted]))
     if moving:
         # Buffers are free at the end of the forward: the first to be needed come back meanwhile.
-        after[-1] += [Transfer("fetch", number) for number in moving[::-1][:num_buffers]]
+        after[-1] += [CopyStep("fetch", number) for number in moving[::-1][:num_buffers]]
     return Schedule(
         before_forward=tuple(map(tuple, before)),
         after_forward=tuple(map(tuple, after)),

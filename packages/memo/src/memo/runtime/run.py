@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from memo.planner.layer_plan import LayerPlan
 from memo.planner.plan import Plan
-from memo.planner.schedule import Transfer, schedule
+from memo.planner.schedule import CopyStep, schedule
 from memo.report import describe_run
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import offer_block_loss
@@ -130,6 +130,11 @@ class Run:
         return self._store.peak_bytes
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the plan's buffers, into which stored items come back; spare ones left out."""
+        return self._buffers.num_bytes
+
+    @property
     def num_spare_buffers(self) -> int:
         """Buffers that were made beyond the plan's, as forwards came before other forwards' backwards."""
         return self._buffers.num_spare
@@ -234,7 +239,7 @@ class Run:
             forward, args, kwargs, plan=plan, parameters=memory, cut=self.plan.cut, fetch=fetch
         )
 
-    def _do(self, moves: Sequence[Transfer], current: Pass) -> None:
+    def _do(self, moves: Sequence[CopyStep], current: Pass) -> None:
         for move in moves:
             reference = current.records.get(move.layer)
             record = None if reference is None else reference()

@@ -15,7 +15,7 @@ from memo.profiler.analytic.analysis import Analysis
 from memo.simulator import simulate
 from shared.units import format_bytes, format_s
 
-__all__ = ["LENGTHS", "Fit", "Row", "fit"]
+__all__ = ["LENGTHS", "FitTable", "LengthFit", "fit"]
 
 LENGTHS = tuple(1 << power for power in range(13, 21))
 """8K to 1M tokens, powers of two."""
@@ -26,7 +26,7 @@ _STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LengthFit:
     """One length.
 
     Attributes:
@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FitTable:
     """All lengths that were asked for.
 
     Attributes:
@@ -69,7 +69,7 @@ class Fit:
         longest: the longest length that fits, to a part in 32; 0 where none does.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[LengthFit, ...]
     longest: int
 
     @property
@@ -110,7 +110,7 @@ class Fit:
         return "\n".join(lines)
 
 
-def fit(analysis: Analysis, budget: Budget, lengths: Sequence[int] = LENGTHS) -> Fit:
+def fit(analysis: Analysis, budget: Budget, lengths: Sequence[int] = LENGTHS) -> FitTable:
     """Plans each length, and looks for the longest that fits.
 
     Args:
@@ -122,13 +122,13 @@ def fit(analysis: Analysis, budget: Budget, lengths: Sequence[int] = LENGTHS) ->
         ConfigError: a length is none.
     """
 
-    def row(num_tokens: int) -> Row:
+    def row(num_tokens: int) -> LengthFit:
         profile = analysis.profile(num_tokens)
         try:
             plan = place(profile, budget, budget.store_at or "pinned", predict=simulate)
         except DoesNotFit as error:
-            return Row(num_tokens, None, str(error))
-        return Row(num_tokens, plan)
+            return LengthFit(num_tokens, None, str(error))
+        return LengthFit(num_tokens, plan)
 
     rows = tuple(row(one) for one in lengths)
     low = max((one.num_tokens for one in rows if one.plan is not None), default=0)
@@ -142,7 +142,7 @@ def fit(analysis: Analysis, budget: Budget, lengths: Sequence[int] = LENGTHS) ->
             high = middle
         else:
             low = middle
-    return Fit(rows, low)
+    return FitTable(rows, low)
 
 
 def describe(layers: Sequence[LayerPlan]) -> str:

@@ -22,8 +22,8 @@ _CONTRACTED = {
 """Matrix products: which argument's last dimension is summed over."""
 
 _ATTENTION = {
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: 0,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 1,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 0,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: 1,
 }
 """Attention: which argument is the query; keys and values follow it."""
 

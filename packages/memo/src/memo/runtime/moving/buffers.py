@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from memo.runtime.stores.base import ALIGN
+from memo.runtime.stores.base import ALIGN, make_pages
 
 __all__ = ["Buffers", "FetchBuffer", "aligned_bytes"]
 
@@ -40,14 +38,19 @@ class FetchBuffer:
 
 
 class Buffers:
-    """A number of buffers; where all are in use a spare one is made, so that nothing ever waits."""
+    """A number of buffers; where all are in use a spare one is made, so that nothing ever waits.
+
+    Attributes:
+        num_spare: buffers made beyond the number.
+        num_bytes: of those within it.
+    """
 
     def __init__(self, count: int, device: torch.device) -> None:
         """Makes no buffer yet: each is as long as what comes into it first."""
         self._free: list[FetchBuffer] = []
         self._unmade = count
         self._device = device
-        self.num_spare = 0
+        self.num_spare = self.num_bytes = 0
 
     def take(self, num_bytes: int) -> FetchBuffer:
         """Takes a buffer of at least so many bytes."""
@@ -57,10 +60,12 @@ class Buffers:
             return fitting[0]
         if self._unmade or self._free:
             if self._free:  # longer items than before: a longer buffer takes its place
-                self._free.pop(0)
+                self.num_bytes -= len(self._free.pop(0).memory)
             else:
                 self._unmade -= 1
-            return FetchBuffer(self._make(num_bytes))
+            buffer = FetchBuffer(self._make(num_bytes))
+            self.num_bytes += len(buffer.memory)
+            return buffer
         self.num_spare += 1
         return FetchBuffer(self._make(num_bytes), is_spare=True)
 
@@ -77,7 +82,7 @@ class Buffers:
         if self._device.type != "cpu":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         # Pages of its own: they begin where direct I/O wants, and go back to the system when dropped.
-        return torch.from_numpy(np.frombuffer(mmap.mmap(-1, max(num_bytes, ALIGN)), np.uint8))
+        return torch.from_numpy(make_pages(num_bytes))
 
 
 def aligned_bytes(num_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 from memo.config import DoesNotFit
 from shared.units import format_bytes
 
-__all__ = ["ALIGN", "Store", "StoreSlot"]
+__all__ = ["ALIGN", "Store", "StoreSlot", "make_pages"]
 
 ALIGN = 4096
 """Bytes that places and lengths in slots are multiples of, as direct I/O asks."""
@@ -136,3 +137,12 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Gives the memory or the file back."""
+
+
+def make_pages(num_bytes: int) -> np.ndarray:
+    """Pages of memory as bytes: they begin where direct I/O wants, and go back to the system when dropped.
+
+    Private ones, which a limit of the process's data counts: shared ones, Python's default, escape it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return np.frombuffer(mmap.mmap(-1, max(num_bytes, ALIGN), flags=flags), np.uint8)

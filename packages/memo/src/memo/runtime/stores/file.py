@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import mmap
 import os
 import tempfile
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from memo.runtime.stores.base import ALIGN, Store, StoreSlot
+from memo.runtime.stores.base import ALIGN, Store, StoreSlot, make_pages
 from shared.errors import DataError
 from shared.units import format_bytes
 
@@ -61,7 +60,7 @@ class FileStore(Store):
             self.close()
             raise self._explain(error) from error
         # Direct I/O wants memory that begins at a page: tensors do not.
-        self._bounce = np.frombuffer(mmap.mmap(-1, _BOUNCE_BYTES), np.uint8)
+        self._bounce = make_pages(_BOUNCE_BYTES)
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC
@@ -116,7 +115,7 @@ class FileStore(Store):
             self._bounce[: len(piece)] = piece
             whole = self._bounce[: -(-len(piece) // ALIGN) * ALIGN]
             try:
-                _all(partial(os.pwrite, self._file), whole, offset + at)
+                move_all(partial(os.pwrite, self._file), whole, offset + at)
             except OSError as error:
                 raise self._explain(error) from error
 
@@ -127,7 +126,7 @@ class FileStore(Store):
             DataError: the disk fails.
         """
         try:
-            _all(lambda piece, at: os.preadv(self._file, [piece], at), data, offset)
+            move_all(lambda piece, at: os.preadv(self._file, [piece], at), data, offset)
         except OSError as error:
             raise self._explain(error) from error
 
@@ -138,7 +137,7 @@ class FileStore(Store):
             self._file = -1
 
 
-def _all(move: Callable[[Any, int], int], data: np.ndarray, offset: int) -> None:
+def move_all(move: Callable[[Any, int], int], data: np.ndarray, offset: int) -> None:
     """Moves all bytes, in as many calls as the system takes for them."""
     done = 0
     while done < len(data):

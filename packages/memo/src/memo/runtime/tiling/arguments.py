@@ -1,4 +1,4 @@
-"""Arguments of a layer's forward, whole and cut to a tile of tokens."""
+"""TileArguments of a layer's forward, whole and cut to a tile of tokens."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Arguments", "Tile", "tensors_in"]
+__all__ = ["Tile", "TileArguments", "tensors_in"]
 
 
 class Tile:
-    """Arguments for some tokens.
+    """TileArguments for some tokens.
 
     Attributes:
         args, kwargs: to call the layer's forward with.
@@ -29,8 +29,8 @@ class Tile:
         return next((whole for cut, whole in self._cuts if cut is value), value)
 
 
-class Arguments:
-    """Arguments of one forward, apart from the layer's input.
+class TileArguments:
+    """TileArguments of one forward, apart from the layer's input.
 
     A tensor is cut where it has the input's number of tokens as its second dimension, and as its first one
     1 or the input's batch: cosines, sines and position ids for instance. Masks [batch, 1, tokens, tokens] are
@@ -57,7 +57,7 @@ class Arguments:
         return list(tensors_in((self._args, self._kwargs)))
 
     def tile(self, rows: Tensor, start: int) -> Tile:
-        """Arguments for tokens that begin at one.
+        """TileArguments for tokens that begin at one.
 
         Args:
             rows: the input's, [batch, tile tokens, ...].

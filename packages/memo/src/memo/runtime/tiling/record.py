@@ -25,7 +25,7 @@ from memo.runtime.recording.calls import SavedView, address
 from memo.runtime.recording.items import Item, is_plain
 from memo.runtime.recording.random_state import Autocast, random_state
 from memo.runtime.recording.recorder import Recorder
-from memo.runtime.tiling.arguments import Arguments
+from memo.runtime.tiling.arguments import TileArguments
 from memo.runtime.tiling.row_locality import Proofs
 from memo.runtime.tiling.split_layer import AttentionCall, SplitLayer, refuse
 
@@ -77,7 +77,7 @@ class TiledRecord:
         self.items: list[Item] = []
         self._source: Tensor | None = found[0]
         self._layer, self._plan, self._fetch = layer, plan, fetch
-        self._arguments = Arguments(args, kwargs, found[0])
+        self._arguments = TileArguments(args, kwargs, found[0])
         if any(one.requires_grad for one in self._arguments.tensors()):
             raise refuse(layer, "has an argument beside its input that needs a gradient")
         self._parts = SplitLayer(layer, forward)

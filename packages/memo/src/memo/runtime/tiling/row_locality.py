@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from memo.runtime.recording.random_state import random_state
-from memo.runtime.tiling.arguments import Arguments
+from memo.runtime.tiling.arguments import TileArguments
 from memo.runtime.tiling.split_layer import SplitLayer, refuse
 from shared.errors import ConfigError
 
@@ -29,7 +29,7 @@ class Proofs:
         """Knows nothing yet."""
         self._unread: dict[tuple[object, ...], frozenset[int]] = {}
 
-    def apply(self, parts: SplitLayer, arguments: Arguments, source: Tensor) -> None:
+    def apply(self, parts: SplitLayer, arguments: TileArguments, source: Tensor) -> None:
         """Proves a layer row-local, and notes in its parts which products only attention reads.
 
         Args:
@@ -47,7 +47,7 @@ class Proofs:
         parts.unread = self._unread[kinds, parts.layer.training]
 
 
-def _prove(parts: SplitLayer, arguments: Arguments, source: Tensor) -> frozenset[int]:
+def _prove(parts: SplitLayer, arguments: TileArguments, source: Tensor) -> frozenset[int]:
     """Compares a slice with its rows of more; returns the products before attention that only it reads."""
     layer, num_tokens = parts.layer, min(source.shape[1], _PROBE_TOKENS)
     start = num_tokens // 3
@@ -88,7 +88,7 @@ def _prove(parts: SplitLayer, arguments: Arguments, source: Tensor) -> frozenset
 
 
 def _find_unread(
-    parts: SplitLayer, arguments: Arguments, part: Tensor, start: int
+    parts: SplitLayer, arguments: TileArguments, part: Tensor, start: int
 ) -> frozenset[int]:
     """Products before attention that can be anything, NaN too, where attention is answered."""
     tile = arguments.tile(part, start)
