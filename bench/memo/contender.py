@@ -300,7 +300,9 @@ def _serve(setting: Setting, end: Connection) -> None:
                 meter = StorageMeter() if end.recv() == "count" else None
                 with meter or nullcontext():
                     seconds, loss = _step(model, optimizer, setting, number)
-                counted = meter and meter.peak_bytes + getattr(run, "buffer_bytes", 0)
+                counted = (
+                    None if meter is None else meter.peak_bytes + getattr(run, "buffer_bytes", 0)
+                )
                 store = getattr(run, "store_bytes", 0)
                 end.send(Step(seconds, loss, (peak_bytes(CPU) or 0) - base, store, counted))
     except EOFError:

@@ -29,6 +29,7 @@ FOREIGN = {
     "ray._private": "a test counts the references that a worker holds",
     "torch._C": "hooks in force, whether torch.compile is at work, and who holds a storage",
     "torch._dynamo": "what torch.compile makes of a module",
+    "torch._functorch.config": "torch.compile's budget of activations, the peer of a benchmark",
     "torch._foreach_add_": "one launch for many tensors, as torch's optimizers do it",
     "torch._foreach_copy_": "one launch for many tensors, as torch's optimizers do it",
     "torch._int_mm": "products of 8-bit integers, which have no other name",

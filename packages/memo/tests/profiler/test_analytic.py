@@ -36,7 +36,7 @@ def saved_on_the_device(config, num_tokens, dtype):
     forward = layer.forward
 
     def run(hidden, *args, **kwargs):
-        given = [one for one in (*args, *kwargs.values(), *kwargs["position_embeddings"])]
+        given = [*args, *kwargs.values(), *kwargs["position_embeddings"]]
         outside = known | {
             one.untyped_storage().data_ptr() for one in given if isinstance(one, torch.Tensor)
         }
