@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -12,15 +13,23 @@ from memo.runtime.stores.base import Store
 
 __all__ = ["ThreadMover"]
 
+_STACK_BYTES = 512 * 1024
+
 
 class ThreadMover(Mover):
     """Moves items of a device that is RAM."""
 
     def __init__(self, store: Store, buffers: Buffers) -> None:
-        """Starts no thread yet."""
+        """Starts both threads, whose stacks are small: they count where a process's data is limited."""
         super().__init__(store, buffers)
         self._out = ThreadPoolExecutor(1, thread_name_prefix="memo-out")
         self._back = ThreadPoolExecutor(1, thread_name_prefix="memo-back")
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            for pool in (self._out, self._back):
+                pool.submit(int).result()
+        finally:
+            threading.stack_size(before)
 
     def send(self, cargo: Cargo) -> None:
         """Begins to copy items out; the device's copy is dropped as each is done."""
