@@ -59,7 +59,7 @@ def simulate(plan: Plan, profile: StepProfile) -> Prediction:
         step_s=timeline.makespan_s,
         peak_bytes=held.peak_bytes,
         store_bytes=held.store_bytes,
-        exposed_s=timeline.makespan_s - compute_s,
+        exposed_s=max(0.0, timeline.makespan_s - compute_s),
         replayed_s=sum(layer.replay_s for layer in held.layers),
         timeline=timeline,
     )

@@ -77,6 +77,20 @@ def footprint(plan: Plan, profile: StepProfile) -> Footprint:
     )
 
 
+class _Most:
+    """The most bytes of those looked at, beside fixed ones and buffers."""
+
+    def __init__(self) -> None:
+        self.total = self.held = self.sent = self.working = 0
+        self.where = ""
+
+    def look(self, where: str, number: int, held: int, sent: int, working: int) -> None:
+        total = held + sent + working
+        if total > self.total:
+            self.where = where if number < 0 else f"{where} of layer {number}"
+            self.total, self.held, self.sent, self.working = total, held, sent, working
+
+
 def add_up(
     runs: Sequence[tuple[LayerFootprint, int]],
     profile: StepProfile,
@@ -92,14 +106,7 @@ def add_up(
     Args:
         runs: layers that are alike, and how many, in the order of the forward.
     """
-    most = 0, "", 0, 0, 0  # bytes, where, and the parts of these that change
-
-    def look(where: str, number: int, held: int, sent: int, working: int) -> None:
-        nonlocal most
-        if held + sent + working > most[0]:
-            name = where if number < 0 else f"{where} of layer {number}"
-            most = held + sent + working, name, held, sent, working
-
+    most = _Most()
     held, first = 0, 0
     sending = [0] * max_sending
     input_bytes = profile.layer.items[0].num_bytes
@@ -107,38 +114,37 @@ def add_up(
         working = input_bytes + layer.forward_bytes
         # Later layers hold more, and send as much as soon as all on their way are of this run.
         for place in range(min(count, max_sending)):
-            look("forward", first + place, held, sum(sending), working)
+            most.look("forward", first + place, held, sum(sending), working)
             held += layer.resident_bytes
             if layer.stored_bytes:
                 sending = [*sending[1:], layer.stored_bytes]
         if count > max_sending:
-            look("forward", first + max_sending, held, sum(sending), working)
+            most.look("forward", first + max_sending, held, sum(sending), working)
             held += layer.resident_bytes * (count - max_sending - 1)
-            look("forward", first + count - 1, held, sum(sending), working)
+            most.look("forward", first + count - 1, held, sum(sending), working)
             held += layer.resident_bytes
         first += count
     head = profile.block_head_bytes if has_block_loss else profile.head_bytes
-    look("loss", -1, held, sum(sending), input_bytes + (head or 0))
+    most.look("loss", -1, held, sum(sending), input_bytes + (head or 0))
     for layer, count in reversed(runs):
-        look("backward", first - 1, held, 0, layer.backward_bytes)
+        most.look("backward", first - 1, held, 0, layer.backward_bytes)
         first -= count
         held -= count * layer.resident_bytes
     buffers = sorted(
         size for layer, count in runs for size in [layer.buffer_bytes] * min(count, num_buffers)
     )
     buffer_bytes = sum(buffers[-num_buffers:])
-    total, where, held, sent, working = most
     return Footprint(
         runs=tuple(runs),
-        peak_bytes=total + profile.fixed_bytes + buffer_bytes,
-        peak_at=where,
+        peak_bytes=most.total + profile.fixed_bytes + buffer_bytes,
+        peak_at=most.where,
         store_bytes=sum(layer.stored_bytes * count for layer, count in runs),
         parts={
             "parameters, gradients, optimizer": profile.fixed_bytes,
             "buffers": buffer_bytes,
-            "held by layers": held,
-            "on their way out": sent,
-            "working": working,
+            "held by layers": most.held,
+            "on their way out": most.sent,
+            "working": most.working,
         },
     )
 
