@@ -18,12 +18,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from shared.kernels.token_log_probs.autograd import token_log_probs
 
-__all__ = ["offer_block_loss"]
+__all__ = ["KNOWN", "offer_block_loss"]
 
 _log = logging.getLogger(__name__)
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-_KNOWN = {*(f"{name}ForCausalLM" for name in _FAMILIES), "GPT2LMHeadModel"}
+KNOWN = {*(f"{name}ForCausalLM" for name in _FAMILIES), "GPT2LMHeadModel"}
 """Models whose logits are a product with the head's weight, and nothing else."""
 
 _IGNORED = -100
@@ -42,7 +42,7 @@ def offer_block_loss(model: nn.Module) -> Callable[[], None]:
         What undoes it.
     """
     found = [
-        one for one in model.modules() if _KNOWN & {kind.__name__ for kind in type(one).__mro__}
+        one for one in model.modules() if KNOWN & {kind.__name__ for kind in type(one).__mro__}
     ]
     reason = "it is of no known family" if len(found) != 1 else _reason_against(found[0])
     if reason is not None:

@@ -147,8 +147,10 @@ class Analysis:
             num_tokens=rows,
             head_s=self._seconds(rows, lambda at: self._heads[at].seconds),
             head_bytes=_between(rows, *(one.num_bytes for one in self._heads)),
-            block_head_s=block_s,
-            block_head_bytes=_between(rows, *inner) + sums + _BLOCK_BYTES,
+            block_head_s=block_s if self._model.has_block_loss else None,
+            block_head_bytes=(
+                _between(rows, *inner) + sums + _BLOCK_BYTES if self._model.has_block_loss else None
+            ),
             fixed_bytes=self._fixed_bytes(),
             send=self._link,
             fetch=self._link,

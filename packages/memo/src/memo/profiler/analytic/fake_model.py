@@ -25,6 +25,7 @@ from memo.profiler.layer_bytes import LayerBytes, count_passes, first_tensor
 from memo.profiler.stopwatch import Stopwatch
 from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.attention import Answer, listening, offer_attention
+from memo.runtime.block_loss import KNOWN
 from memo.runtime.layers import find_layers, named_memory
 from memo.runtime.recording.calls import Products
 from memo.runtime.recording.record import LayerRecord
@@ -67,6 +68,7 @@ class FakeModel:
         layer_parameters: of one layer, how many.
         other_parameters: of all else.
         head_size: of the matrix that makes logits, rows and columns.
+        has_block_loss: whether its loss can be computed in blocks.
         key_value_bytes: of a token's keys and values in a layer.
     """
 
@@ -94,6 +96,7 @@ class FakeModel:
         self.other_parameters = total - self.layer_parameters
         head = self._model.get_output_embeddings()
         self.head_size: tuple[int, int] = tuple(head.weight.shape)
+        self.has_block_loss = type(self._model).__name__ in KNOWN
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         heads = getattr(config, "num_key_value_heads", None) or heads
