@@ -1,0 +1,1 @@
+"""Plans inside of other libraries' training loops."""

@@ -1,0 +1,203 @@
+"""Plans worth looking at: layers come in up to three runs, in the order of the forward.
+
+The first ones store items, the next ones keep items on the device, and the last ones keep all that
+autograd saves. Which items are there goes by the seconds that a byte saves, which is optimal for one
+limit (after the linear program of MEMO, arXiv 2407.12117, as a fractional knapsack). Plans that share
+all but how many layers the second run has are a family: its fastest that fits is found by bisection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memo.config import Budget
+from memo.planner.footprint import Footprint, LayerFootprint, add_up, layer_footprint
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.planner.plan import Plan
+from memo.planner.profile import StepProfile
+
+__all__ = ["Candidate", "Candidates", "Family"]
+
+_FRACTIONS = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A plan and what it takes.
+
+    Attributes:
+        runs: layers with one plan that follow one another, and how many.
+        has_block_loss: see `Plan`.
+        held: bytes.
+        least_s: seconds without any wait: no replay is faster.
+    """
+
+    runs: tuple[tuple[LayerPlan, int], ...]
+    has_block_loss: bool
+    held: Footprint
+    least_s: float
+
+    def plan(self, store: str, budget: Budget) -> Plan:
+        """The plan itself, with a store of this name."""
+        return Plan(
+            layers=tuple(layer for layer, count in self.runs for _ in range(count)),
+            store=store,
+            store_limit_bytes=budget.store_bytes or None,
+            has_block_loss=self.has_block_loss,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Plans that keep as many layers whole, and share the others among two ways.
+
+    Attributes:
+        first, second: the ways.
+        num_kept: layers that keep all.
+        has_block_loss: see `Plan`.
+        least_s: no plan of it is faster.
+    """
+
+    first: LayerPlan
+    second: LayerPlan
+    num_kept: int
+    has_block_loss: bool
+    least_s: float
+
+
+class Candidates:
+    """Plans within a budget, fast ones first."""
+
+    def __init__(self, profile: StepProfile, budget: Budget) -> None:
+        """Takes what a step takes without a plan, and hard limits."""
+        self._profile, self._budget = profile, budget
+        self._store_limit = budget.store_bytes if profile.send is not None else 0
+        self._keep = LayerPlan()
+        names = [item.name for item in profile.layer.items]
+        if profile.layer.can_replay:
+            self._seconds = [
+                LayerPlan(mode="restore", resident=frozenset(names[: num + 1]))
+                for num in range(len(names))
+            ] + [self._keep]
+            self._firsts = [*(_stored(names) if self._store_limit else ()), self._seconds[0]]
+        else:
+            self._seconds = [self._keep]
+            self._firsts = [LayerPlan(mode="whole") if self._store_limit else self._keep]
+        # The ways live as long as this does: they are told apart by where they are.
+        plan = Plan(layers=(self._keep,))
+        self._rules = {"num_buffers": plan.num_buffers, "max_sending": plan.max_sending}
+        self._held: dict[int, LayerFootprint] = {
+            id(one): layer_footprint(one, profile, plan.cut)
+            for one in (*self._firsts, *self._seconds, self._keep)
+        }
+
+    def fits(self, held: Footprint) -> bool:
+        """Whether both limits hold."""
+        return (
+            held.peak_bytes <= self._budget.device_bytes and held.store_bytes <= self._store_limit
+        )
+
+    def families(self) -> list[Family]:
+        """Those that may fit, by their least seconds; all of them where none may, to say what is missing."""
+        fitting = {key for key, layer in self._held.items() if self._fits_alone(layer)}
+        found = list(self._families(fitting)) or list(self._families(set(self._held)))
+        return sorted(found, key=lambda one: one.least_s)
+
+    def _fits_alone(self, layer: LayerFootprint) -> bool:
+        """Whether a step of one such layer fits, as it must where there are more."""
+        losses = _losses(self._profile)
+        return any(self.fits(self._add_up([(layer, 1)], one)) for one in losses)
+
+    def _families(self, fitting: set[int]) -> Iterator[Family]:
+        """Those of which at least one way is among the fitting ones."""
+        count = self._profile.num_layers
+        numbers = range(count, -1, -max(1, count // 16))
+        if id(self._keep) not in fitting:
+            numbers = range(1)
+        for has_block_loss in _losses(self._profile):
+            for first in self._firsts:
+                for second in self._seconds:
+                    if not fitting & {id(first), id(second)}:
+                        continue
+                    # Where the second run keeps all too, its number is found exactly.
+                    for num_kept in (0,) if second is self._keep else numbers:
+                        least_s = self._least_s(first, second, num_kept, has_block_loss)
+                        yield Family(first, second, num_kept, has_block_loss, least_s)
+
+    def _least_s(
+        self, first: LayerPlan, second: LayerPlan, num_kept: int, has_block_loss: bool
+    ) -> float:
+        """No plan of such a family is faster."""
+        profile = self._profile
+        again = min(self._held[id(first)].replay_s, self._held[id(second)].replay_s)
+        return self._plain_s(has_block_loss) + (profile.num_layers - num_kept) * again
+
+    def _plain_s(self, has_block_loss: bool) -> float:
+        layer = self._profile.layer
+        head_s = self._profile.block_head_s if has_block_loss else self._profile.head_s
+        return self._profile.num_layers * (layer.forward_s + layer.backward_s) + (head_s or 0.0)
+
+    def of(self, family: Family) -> Iterator[Candidate]:
+        """Plans of a family: with as many layers of the second run as fit, and with none or all."""
+        low, high = 0, self._profile.num_layers - family.num_kept
+        found = self._candidate(family, low)
+        if not self.fits(found.held):
+            # More layers on the device may still spare buffers and store, but only all of them do.
+            yield found
+            yield self._candidate(family, high)
+            return
+        yield found
+        while low < high:  # more layers that keep items take more bytes and fewer seconds
+            middle = (low + high + 1) // 2
+            one = self._candidate(family, middle)
+            if self.fits(one.held):
+                low, found = middle, one
+            else:
+                high = middle - 1
+        yield found
+
+    def _add_up(self, runs: list[tuple[LayerFootprint, int]], has_block_loss: bool) -> Footprint:
+        return add_up(runs, self._profile, has_block_loss=has_block_loss, **self._rules)
+
+    def _candidate(self, family: Family, num_second: int) -> Candidate:
+        num_first = self._profile.num_layers - family.num_kept - num_second
+        runs = [
+            (family.first, num_first),
+            (family.second, num_second),
+            (self._keep, family.num_kept),
+        ]
+        runs = [(way, count) for way, count in runs if count]
+        held = self._add_up(
+            [(self._held[id(way)], count) for way, count in runs], family.has_block_loss
+        )
+        again_s = sum(self._held[id(way)].replay_s * count for way, count in runs)
+        layer = self._profile.layer
+        # Copies slow passes down: what stands beside the loss does not.
+        passes_s = self._profile.num_layers * (layer.forward_s + layer.backward_s) + again_s
+        waits_s = (self._profile.slowdown - 1) * passes_s if held.store_bytes else 0.0
+        least_s = self._plain_s(family.has_block_loss) + again_s + waits_s
+        return Candidate(tuple(runs), family.has_block_loss, held, least_s)
+
+
+def _losses(profile: StepProfile) -> tuple[bool, ...]:
+    """Whether the loss is computed in blocks: not at all where it cannot, always where that costs nothing."""
+    if profile.block_head_bytes is None or profile.block_head_s is None:
+        return (False,)
+    is_better = (
+        profile.block_head_s <= profile.head_s and profile.block_head_bytes <= profile.head_bytes
+    )
+    return (True,) if is_better else (False, True)
+
+
+def _stored(names: list[str]) -> Iterator[LayerPlan]:
+    """What a layer may store: the first items whole, and a fraction of the next."""
+    for num in range(len(names)):
+        for fraction in (0.0,) if names[num] in (INPUT, ATTENTION) else _FRACTIONS:
+            if num == 0 and fraction == 0.0:
+                continue
+            stored = dict.fromkeys(names[:num], 1.0)
+            if fraction:
+                stored[names[num]] = fraction
+            yield LayerPlan(mode="restore", stored=stored)
+    yield LayerPlan(mode="restore", stored=dict.fromkeys(names, 1.0))

@@ -1,0 +1,209 @@
+"""How many bytes a plan holds on the device and in the store, layer by layer, and where its peak is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from memo.planner.layer_plan import LayerPlan, rows_of
+from memo.planner.plan import Plan
+from memo.planner.profile import LayerProfile, StepProfile
+
+__all__ = ["Footprint", "LayerFootprint", "add_up", "footprint", "layer_footprint"]
+
+_PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFootprint:
+    """One layer under its plan.
+
+    Attributes:
+        resident_bytes: that stay on the device from its forward to its backward.
+        stored_bytes: that go to the store.
+        buffer_bytes: that its stored items take when they are back.
+        forward_bytes, backward_bytes: see `PassBytes`.
+        replay_s: seconds of what is computed again.
+    """
+
+    resident_bytes: int
+    stored_bytes: int
+    buffer_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    replay_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """A step under a plan.
+
+    Attributes:
+        runs: layers that are alike and follow one another, and how many.
+        peak_bytes: most bytes on the device.
+        peak_at: where that is: "forward", "head" or "backward", and of which layer.
+        store_bytes: most bytes in the store.
+        parts: bytes at the peak, by what they are.
+    """
+
+    runs: tuple[tuple[LayerFootprint, int], ...]
+    peak_bytes: int
+    peak_at: str
+    store_bytes: int
+    parts: dict[str, int]
+
+    @property
+    def layers(self) -> tuple[LayerFootprint, ...]:
+        """Layers one by one."""
+        return tuple(layer for layer, count in self.runs for _ in range(count))
+
+
+def footprint(plan: Plan, profile: StepProfile) -> Footprint:
+    """Bytes of a step, with as many copies on their way as the plan allows.
+
+    Args:
+        plan: of the profile's number of layers.
+        profile: what each layer makes.
+    """
+    runs = [(next(group), 1 + sum(1 for _ in group)) for _, group in groupby(plan.layers, key=id)]
+    known = [(layer_footprint(one, profile, plan.cut), count) for one, count in runs]
+    return add_up(
+        known,
+        profile,
+        has_block_loss=plan.has_block_loss,
+        num_buffers=plan.num_buffers,
+        max_sending=plan.max_sending,
+    )
+
+
+class _Most:
+    """The most bytes of those looked at, beside fixed ones and buffers."""
+
+    def __init__(self) -> None:
+        self.total = self.held = self.sent = self.working = 0
+        self.where = ""
+
+    def look(self, where: str, number: int, held: int, sent: int, working: int) -> None:
+        total = held + sent + working
+        if total > self.total:
+            self.where = where if number < 0 else f"{where} of layer {number}"
+            self.total, self.held, self.sent, self.working = total, held, sent, working
+
+
+def add_up(
+    runs: Sequence[tuple[LayerFootprint, int]],
+    profile: StepProfile,
+    *,
+    has_block_loss: bool,
+    num_buffers: int,
+    max_sending: int,
+) -> Footprint:
+    """Bytes of a step of layers whose own are known; see `footprint` and `Plan`.
+
+    O(runs), not layers: of each run, only those are looked at where there can be most.
+
+    Args:
+        runs: layers that are alike, and how many, in the order of the forward.
+    """
+    most = _Most()
+    held, first = 0, 0
+    sending = [0] * max_sending
+    input_bytes = profile.layer.items[0].num_bytes
+    for layer, count in runs:
+        working = input_bytes + layer.forward_bytes
+        # Later layers hold more, and send as much as soon as all on their way are of this run.
+        for place in range(min(count, max_sending)):
+            most.look("forward", first + place, held, sum(sending), working)
+            held += layer.resident_bytes
+            if layer.stored_bytes:
+                sending = [*sending[1:], layer.stored_bytes]
+        if count > max_sending:
+            most.look("forward", first + max_sending, held, sum(sending), working)
+            held += layer.resident_bytes * (count - max_sending - 1)
+            most.look("forward", first + count - 1, held, sum(sending), working)
+            held += layer.resident_bytes
+        first += count
+    head = profile.block_head_bytes if has_block_loss else profile.head_bytes
+    most.look("loss", -1, held, sum(sending), input_bytes + (head or 0))
+    for layer, count in reversed(runs):
+        most.look("backward", first - 1, held, 0, layer.backward_bytes)
+        first -= count
+        held -= count * layer.resident_bytes
+    buffers = sorted(
+        size for layer, count in runs for size in [layer.buffer_bytes] * min(count, num_buffers)
+    )
+    buffer_bytes = sum(buffers[-num_buffers:])
+    return Footprint(
+        runs=tuple(runs),
+        peak_bytes=most.total + profile.fixed_bytes + buffer_bytes,
+        peak_at=most.where,
+        store_bytes=sum(layer.stored_bytes * count for layer, count in runs),
+        parts={
+            "parameters, gradients, optimizer": profile.fixed_bytes,
+            "buffers": buffer_bytes,
+            "held by layers": most.held,
+            "on their way out": most.sent,
+            "working": most.working,
+        },
+    )
+
+
+def layer_footprint(plan: LayerPlan, profile: StepProfile, cut: int) -> LayerFootprint:
+    """Bytes and seconds of one layer under a plan.
+
+    Args:
+        plan: the layer's.
+        profile: of the step.
+        cut: see `Plan`.
+    """
+    return _layer(plan, profile.layer, profile.num_tokens, cut)
+
+
+def _layer(plan: LayerPlan, profile: LayerProfile, rows: int, cut: int) -> LayerFootprint:
+    if plan.mode == "keep":
+        return LayerFootprint(
+            resident_bytes=profile.saved_bytes,
+            stored_bytes=0,
+            buffer_bytes=0,
+            forward_bytes=profile.kept.forward,
+            backward_bytes=profile.kept.backward,
+            replay_s=0.0,
+        )
+    if plan.mode == "whole":
+        return LayerFootprint(
+            resident_bytes=0,
+            stored_bytes=_pages(profile.saved_bytes),
+            buffer_bytes=_pages(profile.saved_bytes),
+            forward_bytes=profile.kept.forward,
+            backward_bytes=profile.kept.backward,
+            replay_s=0.0,
+        )
+    resident = stored = buffer = available = 0
+    replay_s = profile.replay_s
+    for item in profile.items:
+        kept = rows_of(rows, plan.fraction(item.name), cut) if item.name not in plan.resident else 0
+        whole = item.name in ("input", "attention")
+        share = plan.fraction(item.name) if whole else kept / max(rows, 1)
+        if item.name in plan.resident:
+            resident, share = resident + item.num_bytes, 1.0
+        elif share > 0:
+            stored += _pages(int(item.num_bytes * share))
+            buffer += _pages(item.num_bytes)
+        elif item.name == "input":  # nothing gives it back: without a place it stays
+            resident, share = resident + item.num_bytes, 1.0
+        available += share > 0
+        replay_s += (1.0 - share) * item.recompute_s
+    level = profile.levels[max(available, 1) - 1]
+    return LayerFootprint(
+        resident_bytes=resident,
+        stored_bytes=stored,
+        buffer_bytes=buffer,
+        forward_bytes=level.forward,
+        backward_bytes=level.backward,
+        replay_s=replay_s,
+    )
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE

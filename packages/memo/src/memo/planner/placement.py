@@ -1,0 +1,133 @@
+"""Chooses what each layer keeps, stores and computes again: the fastest plan within hard limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+from memo.config import Budget, DoesNotFit
+from memo.planner.candidates import Candidate, Candidates
+from memo.planner.footprint import Footprint
+from memo.planner.plan import Plan
+from memo.planner.profile import StepProfile
+from shared.units import format_bytes
+
+__all__ = ["Predicted", "place"]
+
+
+@runtime_checkable
+class Predicted(Protocol):
+    """What a replay of a plan says, see `memo.simulator.Prediction`."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of forward and backward."""
+        ...
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes on the device."""
+        ...
+
+    @property
+    def store_bytes(self) -> int:
+        """Most bytes in the store."""
+        ...
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that passes wait for copies."""
+        ...
+
+    @property
+    def replayed_s(self) -> float:
+        """Seconds of what is computed again."""
+        ...
+
+
+def place(
+    profile: StepProfile,
+    budget: Budget,
+    store: str,
+    *,
+    predict: Callable[[Plan, StepProfile], Predicted],
+) -> Plan:
+    """The fastest plan within a budget, with its prediction.
+
+    Args:
+        profile: what a step takes without a plan.
+        budget: hard limits of device and store.
+        store: "memory", "pinned" or "file:DIR".
+        predict: replays a plan: `memo.simulator.simulate`.
+
+    Returns:
+        The plan, whose `prediction` has `step_s`, `peak_bytes`, `store_bytes`, and what keeping everything
+        and computing everything again would take.
+
+    Raises:
+        DoesNotFit: no plan is within the budget; says by how much, and what would help.
+    """
+    candidates = Candidates(profile, budget)
+    best: tuple[Candidate, Predicted] | None = None
+    least: Footprint | None = None
+    for family in candidates.families():
+        if best is not None and family.least_s >= best[1].step_s:
+            break
+        for one in candidates.of(family):
+            if least is None or one.held.peak_bytes < least.peak_bytes:
+                least = one.held
+            if not candidates.fits(one.held) or (best and one.least_s >= best[1].step_s):
+                continue
+            prediction = predict(one.plan(store, budget), profile)
+            if best is None or prediction.step_s < best[1].step_s:
+                best = one, prediction
+    if best is None:
+        assert least is not None
+        raise DoesNotFit(_missing(profile, budget, least))
+    return _described(best[0], best[0].plan(store, budget), best[1], profile)
+
+
+def _described(one: Candidate, plan: Plan, prediction: Predicted, profile: StepProfile) -> Plan:
+    layer = profile.layer
+    plain_s = profile.num_layers * (layer.forward_s + layer.backward_s) + profile.head_s
+    again_s = plain_s + profile.num_layers * layer.replay_at_s(1)
+    return replace(
+        plan,
+        prediction={
+            "step_s": prediction.step_s,
+            "peak_bytes": prediction.peak_bytes,
+            "peak_at": one.held.peak_at,
+            "parts_bytes": dict(one.held.parts),
+            "store_bytes": prediction.store_bytes,
+            "exposed_s": prediction.exposed_s,
+            "replayed_s": prediction.replayed_s,
+            "kept_s": plain_s,
+            "recomputed_s": again_s,
+            "num_tokens": profile.num_tokens,
+            "item_bytes": {item.name: item.num_bytes for item in layer.items},
+            "saved_bytes": layer.saved_bytes,
+            "details": dict(profile.details or {}),
+        },
+    )
+
+
+def _missing(profile: StepProfile, budget: Budget, least: Footprint) -> str:
+    short = least.peak_bytes - budget.device_bytes
+    per_token = (least.peak_bytes - profile.fixed_bytes) / max(profile.num_tokens, 1)
+    room = (budget.device_bytes - profile.fixed_bytes) / per_token if per_token > 0 else 0
+    advice = (
+        f"a batch of about {int(room):,} tokens may fit"
+        if room >= 1
+        else "parameters, gradients and optimizer states alone take more: shard them"
+    )
+    more = (
+        ""
+        if budget.store_bytes
+        else ", a store (Budget(store=...)) takes activations off the device"
+    )
+    return (
+        f"expected at most {format_bytes(budget.device_bytes)} on the device, got "
+        f"{format_bytes(least.peak_bytes)} for {profile.num_tokens:,} tokens under the plan that takes least "
+        f"({format_bytes(max(short, 0))} too many, in the {least.peak_at}); {advice}{more}"
+    )

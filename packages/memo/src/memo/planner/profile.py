@@ -1,0 +1,120 @@
+"""What a training step takes without a plan: seconds and bytes by layer, and the way to the store.
+
+Measured by `profiler`, or computed from a device's data sheet; plans are made of nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memo.planner.layer_plan import INPUT
+from shared.errors import DataError
+from shared.topology.link import Link
+
+__all__ = ["ItemProfile", "LayerProfile", "PassBytes", "StepProfile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemProfile:
+    """One item of a layer, see `LayerPlan`.
+
+    Attributes:
+        name: "input", "attention", or the name of a product's weight inside the layer.
+        num_bytes: on the device.
+        recompute_s: seconds to compute it again in the backward, other items being there; 0 for
+            the input, which nothing gives back.
+    """
+
+    name: str
+    num_bytes: int
+    recompute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassBytes:
+    """Most bytes on the device during a layer's passes, beyond what was there before.
+
+    Attributes:
+        forward: during its forward, its result and what stays of it included, its input not.
+        backward: during its backward, the gradient of its result and of its input included; what stayed
+            of it and the gradients of parameters not.
+    """
+
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One layer's passes.
+
+    Attributes:
+        items: the input first, then those whose bytes save the most seconds.
+        saved_bytes: all that autograd saves of it, the input included, parameters not.
+        forward_s, backward_s: without a plan.
+        replay_s: seconds to run it again when every item is there: its element-wise operations.
+        kept: of its passes where autograd keeps everything.
+        levels: of its passes where it is run again, by how many of the items stay or come back, from one
+            (the input) to all.
+        can_replay: whether running it again gives the same tensors and changes nothing.
+    """
+
+    items: tuple[ItemProfile, ...]
+    saved_bytes: int
+    forward_s: float
+    backward_s: float
+    replay_s: float
+    kept: PassBytes
+    levels: tuple[PassBytes, ...]
+    can_replay: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.levels) != len(self.items) or not self.items or self.items[0].name != INPUT:
+            raise DataError(
+                f"layer profile: expected a level an item and the input first, got {len(self.levels)} levels "
+                f"of {[item.name for item in self.items]}"
+            )
+
+    def replay_at_s(self, num_items: int, fraction: float = 0.0) -> float:
+        """Seconds to run the layer again.
+
+        Args:
+            num_items: how many of the items are there.
+            fraction: of the rows of the next one that are there too.
+        """
+        missing = self.items[num_items:]
+        total = self.replay_s + sum(item.recompute_s for item in missing)
+        return total - fraction * missing[0].recompute_s if missing else total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProfile:
+    """One training step, forward and backward of one micro-batch.
+
+    Attributes:
+        layer: of each of the layers, which are alike.
+        num_layers: how many there are.
+        num_tokens: of the batch.
+        head_s: seconds of all else: embedding, loss and their backward.
+        head_bytes: most bytes of all else while the loss is computed and run backward, logits among them.
+        block_head_s, block_head_bytes: the same when the loss is computed in blocks; None where it cannot.
+        fixed_bytes: what is on the device throughout: parameters, their gradients, optimizer states, and
+            the process itself.
+        send, fetch: the way to the store and back, measured while layers compute; None: no store.
+        slowdown: factor by which passes take longer while copies run beside them, at least 1.
+        details: how it was made, by name: device, date, versions.
+    """
+
+    layer: LayerProfile
+    num_layers: int
+    num_tokens: int
+    head_s: float
+    head_bytes: int
+    fixed_bytes: int
+    block_head_s: float | None = None
+    block_head_bytes: int | None = None
+    send: Link | None = None
+    fetch: Link | None = None
+    slowdown: float = 1.0
+    details: Mapping[str, str] | None = None

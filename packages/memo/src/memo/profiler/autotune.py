@@ -1,0 +1,187 @@
+"""Measures a layer and the store, and plans; no training step is run."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memo.config import Budget
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.planner.placement import place
+from memo.planner.plan import Plan
+from memo.planner.profile import ItemProfile, LayerProfile, StepProfile
+from memo.profiler.head import capture_call, count_head, measure_head
+from memo.profiler.layer_bytes import LayerBytes, count_bytes
+from memo.profiler.layer_times import LayerTimes, measure_layer
+from memo.profiler.store_rate import measure_store
+from memo.runtime.attention import offer_attention
+from memo.runtime.device_memory import resident_bytes
+from memo.runtime.layers import attention_names, find_layers
+from memo.runtime.stores import check_store
+from memo.simulator import simulate
+
+__all__ = ["autotune", "describe_layer", "measure_profile"]
+
+
+def autotune(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    budget: Budget,
+    layers: Sequence[nn.Module] | None = None,
+    *,
+    optimizer_bytes: int | None = None,
+) -> Plan:
+    """The fastest plan for a model, a batch and a budget.
+
+    One layer is run a few times at the batch's length, and the store is written and read beside it.
+    Parameters and gradients are left as they were.
+
+    Args:
+        model: a Hugging Face model in training mode, or any whose forward takes the batch as keywords; not
+            yet wrapped by FSDP2.
+        batch: of the longest length to come, on the model's device.
+        budget: hard limits; raised against the process's own memory where that is less.
+        layers: see `memo.apply`.
+        optimizer_bytes: of optimizer states that are still to be made; by default AdamW's, two values a
+            trained parameter.
+
+    Raises:
+        DoesNotFit: no plan is within the budget.
+        ConfigError: the model's layers cannot be told, or the store's name is wrong.
+        DataError: the store cannot be opened.
+    """
+    store = _store_name(budget, next(model.parameters()).device)
+    profile = measure_profile(
+        model,
+        batch,
+        store if budget.store_bytes else None,
+        layers,
+        optimizer_bytes=optimizer_bytes,
+        store_limit_bytes=budget.store_bytes,
+    )
+    return place(profile, budget, store, predict=simulate)
+
+
+def measure_profile(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    store: str | None,
+    layers: Sequence[nn.Module] | None = None,
+    *,
+    optimizer_bytes: int | None = None,
+    store_limit_bytes: int | None = None,
+) -> StepProfile:
+    """What a step takes on this machine: see `autotune`.
+
+    Args:
+        model, batch, layers, optimizer_bytes: see there.
+        store: "memory", "pinned" or "file:DIR"; None: none is measured.
+        store_limit_bytes: most bytes that are stored while it is measured.
+    """
+    found = find_layers(model, layers)
+    layer = found[0]
+    undo = [offer_attention(name) for name in attention_names(found)]
+    try:
+        args, kwargs = capture_call(model, found, batch)
+        everything = LayerPlan(
+            mode="restore", resident=frozenset([INPUT, ATTENTION, *_weights(layer)])
+        )
+        whole = count_bytes(layer, args, kwargs, everything)
+        names = list(whole.item_bytes)
+        times = measure_layer(layer, args, kwargs, names)
+        described = describe_layer(
+            whole, times, lambda plan: count_bytes(layer, args, kwargs, plan)
+        )
+
+        def work() -> None:
+            with torch.no_grad():
+                layer(*args, **kwargs)
+
+        rate = None if store is None else measure_store(store, work, limit_bytes=store_limit_bytes)
+    finally:
+        for one in undo:
+            one()
+    source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    return StepProfile(
+        layer=described,
+        num_layers=len(found),
+        num_tokens=source.numel() // source.shape[-1],
+        head_s=measure_head(model, found, batch),
+        head_bytes=count_head(model, found, batch),
+        fixed_bytes=_fixed_bytes(model, optimizer_bytes),
+        send=None if rate is None else rate.send,
+        fetch=None if rate is None else rate.fetch,
+        slowdown=1.0 if rate is None else rate.slowdown,
+        details={
+            "device": _device_name(source.device),
+            "torch": str(torch.__version__),
+            "store": store or "none",
+        },
+    )
+
+
+def describe_layer(whole: LayerBytes, times: LayerTimes, count: Any) -> LayerProfile:
+    """A layer's profile from its counted bytes and measured seconds.
+
+    Args:
+        whole: counted with every item kept.
+        times: measured.
+        count: counts the layer under another plan.
+    """
+    items = [
+        ItemProfile(
+            name=name,
+            num_bytes=num_bytes,
+            recompute_s=0.0 if name == INPUT else times.call_s.get(name, 0.0),
+        )
+        for name, num_bytes in whole.item_bytes.items()
+    ]
+    first, *others = items
+    others.sort(key=lambda one: -one.recompute_s / max(one.num_bytes, 1))
+    ordered = [first, *others]
+    levels = []
+    for number in range(len(ordered)):
+        kept = frozenset(one.name for one in ordered[: number + 1])
+        levels.append(count(LayerPlan(mode="restore", resident=kept)).passes)
+    plain = count(LayerPlan())
+    return LayerProfile(
+        items=tuple(ordered),
+        saved_bytes=plain.held_bytes,
+        forward_s=times.forward_s,
+        backward_s=times.backward_s,
+        replay_s=times.replay_s,
+        kept=plain.passes,
+        levels=tuple(levels),
+        can_replay=times.can_replay,
+    )
+
+
+def _weights(layer: nn.Module) -> list[str]:
+    return [name for name, one in layer.named_parameters() if one.ndim > 1]
+
+
+def _store_name(budget: Budget, device: torch.device) -> str:
+    if budget.store_at is not None:
+        check_store(budget.store_at)
+        return budget.store_at
+    return "pinned" if device.type == "cuda" else f"file:{tempfile.gettempdir()}"
+
+
+def _fixed_bytes(model: nn.Module, optimizer_bytes: int | None) -> int:
+    """What is on the device throughout: all that is there now, and gradients and states to come."""
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    gradients = sum(one.nbytes for one in parameters if one.grad is None)
+    if optimizer_bytes is None:
+        optimizer_bytes = 2 * sum(one.nbytes for one in parameters)
+    return resident_bytes(next(model.parameters()).device) + gradients + optimizer_bytes
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

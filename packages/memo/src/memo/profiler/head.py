@@ -1,0 +1,133 @@
+"""What a step takes outside its layers: embedding, head and loss, with layers that pass their input on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from memo.profiler.storage_meter import StorageMeter
+from shared.errors import ConfigError
+
+__all__ = ["capture_call", "count_head", "loss_of", "measure_head", "pass_on", "replaced"]
+
+
+class _Captured(Exception):
+    """The first layer's arguments are known: the rest of the forward is not needed."""
+
+
+@contextmanager
+def replaced(layers: list[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Layers with another forward for a while."""
+    for layer in layers:
+        layer.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def capture_call(
+    model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a model calls its first layer with.
+
+    Raises:
+        ConfigError: the model does not call its layers on this batch.
+    """
+    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        found.append((args, kwargs))
+        raise _Captured
+
+    with replaced(layers, forward), torch.no_grad():
+        try:
+            model(**batch)
+        except _Captured:
+            return found[0]
+    raise ConfigError(
+        f"{type(model).__name__}: expected its forward to call its layers on this batch, got none called; "
+        "name the layers, or give the batch that your loop gives"
+    )
+
+
+def measure_head(
+    model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any], *, repeats: int = 2
+) -> float:
+    """Seconds of forward and backward without the layers; gradients are left as they were."""
+    gradients = {one: one.grad for one in model.parameters()}
+    seconds = []
+    try:
+        for _ in range(repeats + 1):
+            with replaced(layers, pass_on), torch.enable_grad():
+                started = time.perf_counter()
+                loss_of(model(**batch)).backward()
+                seconds.append(time.perf_counter() - started)
+    finally:
+        for one, gradient in gradients.items():
+            one.grad = gradient
+    return min(seconds[1:])
+
+
+def count_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]) -> int:
+    """Most bytes of forward and backward without the layers, gradients of parameters left out.
+
+    Counted on fake tensors: nothing is computed, nothing allocated.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value.detach()) if isinstance(value, Tensor) else value
+
+    tensors = {
+        f"model.{name}": nn.Parameter(fake(one), one.requires_grad)
+        if isinstance(one, nn.Parameter)
+        else fake(one)
+        for name, one in (*model.named_parameters(), *model.named_buffers())
+    }
+    with mode, replaced(layers, pass_on):
+        for one in tensors.values():
+            if one.requires_grad:
+                one.grad = torch.zeros_like(one)
+        return functional_call(_Counted(model), tensors, (), tree_map(fake, dict(batch)))
+
+
+class _Counted(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: Any) -> int:
+        with StorageMeter() as meter, torch.enable_grad():
+            loss_of(self.model(**batch)).backward()
+            return meter.peak_bytes
+
+
+def pass_on(*args: Any, **kwargs: Any) -> Tensor:
+    """A layer's forward that returns its input."""
+    values = (*args, *kwargs.values())
+    return next(one for one in values if isinstance(one, Tensor) and one.is_floating_point())
+
+
+def loss_of(out: Any) -> Tensor:
+    """What a model's result is run backward from: its loss, or the sum of its logits."""
+    loss = getattr(out, "loss", None)
+    if loss is None and isinstance(out, Mapping):
+        loss = out.get("loss")
+    if isinstance(loss, Tensor):
+        return loss
+    if isinstance(out, Tensor):
+        return out.float().sum()
+    logits = getattr(out, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits.float().sum()
+    return next(one for one in tuple(out) if isinstance(one, Tensor)).float().sum()

@@ -1,0 +1,134 @@
+"""Bytes of a layer's passes under a plan, counted on fake tensors: nothing is computed, nothing allocated.
+
+What runs is the runtime's own recording and restoring, so that what is counted is what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from memo.planner.layer_plan import LayerPlan
+from memo.planner.profile import PassBytes
+from memo.profiler.storage_meter import StorageMeter
+from memo.runtime.layers import named_memory, without_cache
+from memo.runtime.recording.record import LayerRecord
+
+__all__ = ["LayerBytes", "count_bytes", "count_passes", "first_tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """What a layer's passes take.
+
+    Attributes:
+        passes: most bytes during them.
+        held_bytes: what stays from the forward to the backward, the input included if it stays.
+        item_bytes: of each item that was kept, by name.
+    """
+
+    passes: PassBytes
+    held_bytes: int
+    item_bytes: dict[str, int]
+
+
+class _Passes(nn.Module):
+    """A layer's forward and backward as a module's forward, so that its parameters can be replaced."""
+
+    def __init__(self, layer: nn.Module, run: Callable[..., LayerBytes]) -> None:
+        super().__init__()
+        self.layer, self._run = layer, run
+
+    def forward(self, *args: Any, **kwargs: Any) -> LayerBytes:
+        return self._run(self.layer, args, kwargs)
+
+
+def count_bytes(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: LayerPlan,
+    cut: int = 16,
+) -> LayerBytes:
+    """Counts one forward and backward of a layer under a plan, with its items on the device.
+
+    Args:
+        layer: as it is in the model; its parameters are not touched.
+        args, kwargs: what it is called with; only their shapes matter.
+        plan: items that it names count as if they stayed; those that come back from a store take buffers,
+            which are not counted here.
+        cut: see `Plan`.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(value: Any) -> Any:
+        if isinstance(value, FakeTensor) or not isinstance(value, Tensor):
+            return value
+        return mode.from_tensor(value.detach()).requires_grad_(value.requires_grad)
+
+    tensors = {
+        f"layer.{name}": nn.Parameter(fake(one), one.requires_grad)
+        if isinstance(one, nn.Parameter)
+        else fake(one)
+        for name, one in (*layer.named_parameters(), *layer.named_buffers())
+    }
+    args, kwargs = tree_map(fake, (args, without_cache(kwargs)))
+
+    def run(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerBytes:
+        return count_passes(inner, args, kwargs, plan, cut)
+
+    with mode:
+        for one in tensors.values():
+            if one.requires_grad:
+                one.grad = torch.zeros_like(one)
+        return functional_call(_Passes(layer, run), tensors, args, kwargs)
+
+
+def count_passes(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan, cut: int
+) -> LayerBytes:
+    """Counts passes of a layer of fake tensors, whose parameters have gradients; see `count_bytes`."""
+    record = None
+    with StorageMeter() as meter:
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        meter.ignore(*given)
+        if plan.mode == "restore":
+            record = LayerRecord(
+                layer.forward,
+                args,
+                kwargs,
+                plan=plan,
+                parameters=lambda: named_memory(layer),
+                cut=cut,
+                fetch=lambda _: None,
+            )
+            out = first_tensor(record.run())
+            items = {item.name: sum(g.num_bytes for g in item.geometry) for item in record.items}
+        else:
+            out, items = first_tensor(layer(*args, **kwargs)), {}
+        forward = meter.peak_bytes
+        held = meter.live_bytes - out.untyped_storage().nbytes()
+        gradient = torch.ones_like(out)
+        shape = out.untyped_storage().nbytes()
+        before = (
+            meter.live_bytes - shape
+        )  # the result itself is the next layer's input, and gone by now
+        meter.mark()
+        out.backward(gradient)
+        backward = meter.peak_bytes - before
+    del out
+    source = next(iter(given), None)
+    input_bytes = 0 if source is None else source.untyped_storage().nbytes()
+    return LayerBytes(PassBytes(forward=forward, backward=backward), held + input_bytes, items)
+
+
+def first_tensor(value: Any) -> Tensor:
+    """A layer's result: itself, or the first of several."""
+    return value if isinstance(value, Tensor) else first_tensor(next(iter(value)))

@@ -1,0 +1,99 @@
+"""How fast items go to a store and come back while layers compute beside them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from memo.runtime.moving.buffers import Buffers
+from memo.runtime.stores import open_store
+from shared.topology.link import Link, fit_link
+
+__all__ = ["StoreRate", "measure_store"]
+
+_SIZES = (1 << 20, 4 << 20, 16 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRate:
+    """The way to a store and back.
+
+    Attributes:
+        send, fetch: seconds of a copy by its bytes, while `work` runs.
+        slowdown: factor by which `work` takes longer beside copies, at least 1.
+    """
+
+    send: Link
+    fetch: Link
+    slowdown: float
+
+
+def measure_store(
+    store: str, work: Callable[[], None], *, repeats: int = 3, limit_bytes: int | None = None
+) -> StoreRate:
+    """Copies buffers out and back in a thread while work is repeated in this one.
+
+    Args:
+        store: "memory", "pinned" or "file:DIR".
+        work: what copies are to hide behind, a layer's forward.
+        repeats: copies of each size and way.
+        limit_bytes: of the store; sizes above it are left out.
+
+    Raises:
+        DataError: the store cannot be opened, or the disk is full.
+    """
+    sizes = [one for one in _SIZES if limit_bytes is None or one <= limit_bytes] or [4096]
+    work()
+    started = time.perf_counter()
+    for _ in range(2):
+        work()
+    alone_s = (time.perf_counter() - started) / 2
+    opened = open_store(store, None)
+    memory = Buffers(1, torch.device("cpu")).take(max(sizes)).memory.numpy()
+    memory[:] = np.arange(len(memory), dtype=np.uint8)
+    slot = opened.allocate(max(sizes))
+    sent: list[tuple[int, float]] = []
+    fetched: list[tuple[int, float]] = []
+    done = threading.Event()
+
+    def copy() -> None:
+        try:
+            for _ in range(repeats):
+                for size in sizes:
+                    sent.append((size, _timed(opened.write, slot.offset, memory[:size])))
+                    fetched.append((size, _timed(opened.read, slot.offset, memory[:size])))
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=copy, name="memo-store-rate")
+    thread.start()
+    beside_s = []
+    while not done.is_set():
+        started = time.perf_counter()
+        work()
+        if not done.is_set():  # only while copies ran beside it throughout
+            beside_s.append(time.perf_counter() - started)
+    thread.join()
+    opened.close()
+    slowdown = max(1.0, sum(beside_s) / len(beside_s) / alone_s) if beside_s else 1.0
+    return StoreRate(_fit(sent), _fit(fetched), slowdown)
+
+
+def _timed(call: Callable[[int, np.ndarray], None], offset: int, data: np.ndarray) -> float:
+    started = time.perf_counter()
+    call(offset, data)
+    return time.perf_counter() - started
+
+
+def _fit(samples: list[tuple[int, float]]) -> Link:
+    """A link by the median of each size."""
+    sizes = sorted({size for size, _ in samples})
+    medians = [(size, float(np.median([s for one, s in samples if one == size]))) for size in sizes]
+    if len(medians) == 1:
+        return Link.from_rate(medians[0][0] / max(medians[0][1], 1e-9))
+    return fit_link(medians).link

@@ -1,0 +1,94 @@
+"""What a run took beside what was predicted, and memory over a step as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from memo.planner.explanation import describe_layers
+from memo.planner.plan import Plan
+from shared.units import GB, format_bytes, format_s
+
+__all__ = ["describe_run", "draw_memory"]
+
+
+def describe_run(
+    plan: Plan,
+    *,
+    store_bytes: int,
+    device_bytes: int | None,
+    num_restored: int,
+    num_spare: int,
+    send_s: float,
+    fetch_s: float,
+    wait_s: float,
+    moved_bytes: int,
+) -> str:
+    """What a plan took, beside what it was predicted to take.
+
+    Args:
+        plan: as it was applied.
+        store_bytes: most bytes that were in the store.
+        device_bytes: most bytes that the process held on the device; None where it was not measured.
+        num_restored: layers' backwards that were prepared.
+        num_spare: buffers beyond those planned.
+        send_s, fetch_s: seconds of copies, wherever they hid.
+        wait_s: seconds for which layers waited for copies.
+        moved_bytes: bytes copied, both ways.
+    """
+    predicted = plan.prediction
+
+    def beside(measured: str, name: str, form: object) -> str:
+        value = predicted.get(name)
+        return f"{measured} (predicted {form(value)})" if value is not None else measured  # type: ignore[operator]
+
+    device = "not measured" if device_bytes is None else format_bytes(device_bytes)
+    lines = [
+        *describe_layers(plan.layers),
+        f"device    {beside(device, 'peak_bytes', format_bytes)}",
+        f"store     {beside(format_bytes(store_bytes), 'store_bytes', format_bytes)}",
+        f"copies    {format_bytes(moved_bytes)} in {format_s(send_s)} out and {format_s(fetch_s)} back",
+        f"waits     {format_s(wait_s)} for copies, over {num_restored} layers' backwards",
+    ]
+    if num_spare:
+        lines.append(
+            f"buffers   {num_spare} more than planned were made: backwards came in another order"
+        )
+    return "\n".join(lines)
+
+
+def draw_memory(
+    runs: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path,
+    *,
+    limit_bytes: float | None = None,
+) -> None:
+    """Draws memory over one step, a line a run.
+
+    Args:
+        runs: seconds since the step began and bytes above what was held before, by the run's name.
+        path: of the SVG file.
+        limit_bytes: a line across; None draws none.
+    """
+    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for (name, samples), style in zip(runs.items(), ("-", "--", "-.", ":"), strict=False):
+        axes.plot(
+            [seconds for seconds, _ in samples],
+            [num_bytes / GB for _, num_bytes in samples],
+            style,
+            label=name,
+        )
+    if limit_bytes is not None:
+        axes.axhline(limit_bytes / GB, color="0.4", linewidth=0.8)
+        axes.text(0, limit_bytes / GB, " limit", va="bottom", color="0.3", fontsize=9)
+    axes.set_xlabel("seconds since the step began")
+    axes.set_ylabel("GB of activations and gradients")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=9)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,0 +1,119 @@
+"""A model's layers: which they are, what attention they name, and which memory is their parameters'."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+
+from memo.runtime.recording.calls import address
+from shared.errors import ConfigError
+
+__all__ = ["attention_names", "check_untouched", "find_layers", "named_memory", "without_cache"]
+
+_log = logging.getLogger(__name__)
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+
+
+def find_layers(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> list[nn.Module]:
+    """A model's layers in the order of its forward.
+
+    Args:
+        model: a Hugging Face model, bare or wrapped.
+        layers: its submodules that are to be taken; by default those of the longest list of modules of one
+            class, which is the decoder's.
+
+    Raises:
+        ConfigError: there is no such list, or a given layer is not the model's.
+    """
+    own = set(model.modules())
+    if layers is not None:
+        found: list[nn.Module] = list(dict.fromkeys(layers))
+        if not found or any(layer not in own for layer in found):
+            raise ConfigError(
+                f"layers: expected submodules of the model, got {len(found)} of which "
+                f"{sum(layer not in own for layer in found)} are not; name them by model.get_submodule"
+            )
+        return found
+    lists = [one for one in own if isinstance(one, nn.ModuleList) and len(one) > 0]
+    lists = [one for one in lists if len({_origin(layer) for layer in one}) == 1]
+    lists = [one for one in lists if any(True for _ in one[0].parameters())]
+    if not lists:
+        raise ConfigError(
+            f"{type(model).__name__}: expected a list of layers of one class, got none; name the layers by "
+            "memo.apply(..., layers=[...])"
+        )
+    longest = max(lists, key=lambda one: (len(one), sum(p.numel() for p in one.parameters())))
+    return list(dict.fromkeys(longest))
+
+
+def check_untouched(
+    model: nn.Module, layers: Iterable[nn.Module], applied: Container[nn.Module]
+) -> None:
+    """Refuses a model whose layers do not run as their classes say.
+
+    Args:
+        model, layers: the model and its layers.
+        applied: layers that a plan is applied to.
+
+    Raises:
+        ConfigError: a plan is applied, a forward was replaced, it is compiled, or the model recomputes activations itself.
+    """
+    for layer in layers:
+        if layer in applied or "forward" in vars(layer):
+            raise ConfigError(
+                f"{type(layer).__name__}: expected a layer whose forward is its class's own, got one that "
+                "was replaced; close the run that was applied before, or remove what replaced it"
+            )
+    for module in model.modules():
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            raise ConfigError(
+                f"{type(module).__name__}: expected a model that runs eagerly, got one under "
+                "torch.compile: a compiled layer saves other tensors than its modules do; apply the plan "
+                "to the model without it"
+            )
+        if getattr(module, "gradient_checkpointing", False):
+            raise ConfigError(
+                "expected a model that does not recompute activations itself, got one with gradient "
+                "checkpointing on; do model.gradient_checkpointing_disable()"
+            )
+
+
+def _origin(layer: nn.Module) -> str:
+    return type(layer).__name__
+
+
+def attention_names(layers: Iterable[nn.Module]) -> list[str]:
+    """Names of attention functions that configurations inside the layers have."""
+    found = []
+    for layer in layers:
+        for module in layer.modules():
+            name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+            if isinstance(name, str) and name not in found:
+                found.append(name)
+    return found
+
+
+def named_memory(layer: nn.Module) -> dict[int, tuple[str, Tensor]]:
+    """A layer's parameters and buffers with their names by the address of their storage, as they are now."""
+    return {
+        address(tensor): (name, tensor)
+        for tensors in (layer.named_parameters(), layer.named_buffers())
+        for name, tensor in tensors
+    }
+
+
+def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a layer without the cache of keys and values, which running it again would fill twice."""
+    caches = [key for key in _CACHES if kwargs.get(key) is not None]
+    if not caches:
+        return kwargs
+    _log.info("memo: training needs no cache of keys and values; layers are run without it")
+    return {
+        **kwargs,
+        **dict.fromkeys(caches),
+        **({"use_cache": False} if "use_cache" in kwargs else {}),
+    }

@@ -1,0 +1,1 @@
+"""What is recorded in a layer's forward, and how its backward gets what autograd saved."""

@@ -1,0 +1,110 @@
+"""What a layer is called with: its input among its arguments, and what of them lives on anyhow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from memo.runtime.recording.items import Watch
+from shared.errors import ConfigError
+
+__all__ = ["Arguments", "Outside"]
+
+
+class Outside:
+    """A parameter, a buffer or an argument of all layers that autograd saves: it lives on anyhow."""
+
+    __slots__ = ("_tensor", "_watch")
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Notes its version, as autograd would."""
+        self._tensor, self._watch = tensor.detach(), Watch(tensor)
+
+    def unpack(self) -> Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+        """
+        self._watch.check(f"a tensor of shape {list(self._tensor.shape)}")
+        return self._tensor
+
+
+class Arguments:
+    """Arguments of one call of a layer.
+
+    Attributes:
+        given: positional and by name.
+        source: the layer's input, the first floating-point tensor it is given by itself; None when it
+            was released.
+    """
+
+    source: Tensor | None
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Finds the input.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        for one in (*args, *kwargs.values()):
+            if isinstance(one, Tensor) and one.is_floating_point():
+                self.source = one
+                break
+        else:
+            raise ConfigError(
+                "expected a layer that is given a floating-point tensor, got none among its arguments; "
+                "name the layers of your model in memo.apply(..., layers=[...])"
+            )
+        self.given = args, kwargs
+        self._requires_grad = self.source.requires_grad
+
+    def others(self) -> Iterator[Tensor]:
+        """All tensors but the input."""
+        return (
+            one for one in _tensors(self.given) if one is not self.source and one is not _SOURCE
+        )
+
+    def release_source(self) -> None:
+        """Holds the input no longer."""
+        self.given = _replaced(self.given, lambda one: _SOURCE if one is self.source else one)
+        self.source = None
+
+    def filled(self, source: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with an input in its place, and the others apart from any graph."""
+        return _replaced(
+            self.given,
+            lambda one: (
+                source.detach().requires_grad_(self._requires_grad)
+                if one is _SOURCE
+                else one.detach().requires_grad_(one.requires_grad)
+            ),
+        )
+
+
+_SOURCE: Any = Tensor()
+"""Stands for a layer's input among its arguments."""
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Tensors in nested tuples, lists and dictionaries."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, tuple | list):
+        for one in values:
+            yield from _tensors(one)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+
+
+def _replaced(values: Any, change: Any) -> Any:
+    """The same nest with its tensors changed."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if type(values) in (tuple, list):
+        return type(values)(_replaced(one, change) for one in values)
+    if type(values) is dict:
+        return {key: _replaced(one, change) for key, one in values.items()}
+    return values

@@ -1,0 +1,95 @@
+"""A layer's forward run again: items answer its calls, and what autograd saves then is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memo.runtime.attention import Answer
+from memo.runtime.recording.calls import PRODUCTS, NotRepeatable, RecordedCall
+from memo.runtime.recording.random_state import set_random_state
+
+__all__ = ["Complete", "Replayer"]
+
+
+class Complete(BaseException):
+    """All saved tensors are there: the rest of the layer's forward is not needed again.
+
+    No layer that handles exceptions may take it for one of its own.
+    """
+
+
+class Replayer:
+    """Answers products and attention of one forward, and keeps what autograd saves."""
+
+    def __init__(self, calls: Sequence[RecordedCall], num_saved: int) -> None:
+        """Takes the calls of the first forward, and how many tensors it saved."""
+        self.saved: list[Tensor] = []
+        self._calls, self._num_saved = iter(calls), num_saved
+        self._depth = 0
+
+    def save(self, tensor: Tensor) -> None:
+        """Keeps the next tensor that autograd saves.
+
+        Raises:
+            Complete: it was the last one.
+        """
+        self.saved.append(tensor.detach())
+        if len(self.saved) == self._num_saved:
+            raise Complete
+
+    def product(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers a matrix product: kept rows from its item, the others computed."""
+        if self._depth:
+            return function(*args, **kwargs)
+        call = self._next_call()
+        if not self._can_answer(call):
+            return function(*args, **kwargs)
+        assert call.views is not None
+        rows_at, weight_at = PRODUCTS[function]
+        for view in call.views:
+            self.save(view.of([args[rows_at], args[weight_at]]))
+        assert call.item is not None
+        with torch.no_grad():
+            (out,) = call.item.tensors
+            rows = call.item.rows
+            if rows < call.item.num_rows:
+                width = args[rows_at].shape[-1]
+                tail = list(args)
+                tail[rows_at] = args[rows_at].reshape(-1, width)[rows:]
+                out.view(-1, out.shape[-1])[rows:] = function(*tail)
+        return out.detach().requires_grad_(call.requires_grad)
+
+    def attend(
+        self, call: Callable[[], Answer], query: Tensor, key: Tensor, value: Tensor
+    ) -> Answer:
+        """Answers attention from its item."""
+        noted = self._next_call()
+        if not self._can_answer(noted):
+            self._depth += 1
+            try:
+                return call()
+            finally:
+                self._depth -= 1
+        assert noted.item is not None
+        assert noted.views is not None
+        sources = [query, key, value, *noted.item.tensors]
+        for view in noted.views:
+            self.save(view.of(sources))
+        if noted.rng_after is not None:
+            set_random_state(query, noted.rng_after)
+        return noted.item.tensors[0].detach().requires_grad_(noted.requires_grad), None
+
+    def _can_answer(self, call: RecordedCall) -> bool:
+        """Whether it need not be computed; its result is not needed where nothing is saved after it."""
+        is_needed = call.last < self._num_saved
+        return call.views is not None and (call.item is not None or not is_needed)
+
+    def _next_call(self) -> RecordedCall:
+        call = next(self._calls, None)
+        if call is None or call.first != len(self.saved):
+            raise NotRepeatable("takes another way the second time")
+        return call

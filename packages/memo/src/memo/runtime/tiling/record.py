@@ -1,0 +1,368 @@
+"""One forward of a layer by tiles, and its backward.
+
+A layer's parts before and after attention are row-local, so they run tile by tile, forward and backward,
+and nothing of a tile outlives it; attention alone sees whole tensors. What a layer takes is then its
+input, queries, keys, values, attention's result and the gradients of these, and one tile. The idea is
+that of tiled computation in Arctic Long Sequence Training (arXiv 2506.13996), there of the feed-forward
+part; here of all that is row-local, with the layer's own forward, and together with stored items.
+
+Departure from plain training: gradients of weights are sums over tiles, which round otherwise.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from memo.planner.layer_plan import INPUT, LayerPlan
+from memo.runtime.recording.calls import SavedView, address
+from memo.runtime.recording.items import Item, is_plain
+from memo.runtime.recording.random_state import Autocast, random_state
+from memo.runtime.recording.recorder import Recorder
+from memo.runtime.tiling.arguments import TileArguments
+from memo.runtime.tiling.row_locality import Proofs
+from memo.runtime.tiling.split_layer import AttentionCall, SplitLayer, refuse
+
+__all__ = ["TiledRecord"]
+
+_Heads = tuple[Tensor, Tensor, Tensor]
+
+
+class TiledRecord:
+    """One forward of a layer by tiles.
+
+    Attributes:
+        items: what is kept, the layer's input first, and attention's result where the plan keeps it.
+    """
+
+    is_taken = True
+    """Nothing of it is still to be asked for when another layer's backward begins."""
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        plan: LayerPlan,
+        proofs: Proofs,
+        fetch: Callable[[TiledRecord], None],
+    ) -> None:
+        """Prepares one forward.
+
+        Args:
+            layer: the layer.
+            forward: its own.
+            args, kwargs: what it is called with; its input [batch, tokens, ...] is the first tensor that is
+                of floating point.
+            plan: what is kept of it, and how many rows a tile has.
+            proofs: what is known of such layers.
+            fetch: brings items back that were stored.
+
+        Raises:
+            ConfigError: the layer's input has no tokens, another argument needs gradients, or the layer is
+                not row-local.
+        """
+        found = [*args, *kwargs.values()]
+        found = [one for one in found if isinstance(one, Tensor) and one.is_floating_point()]
+        if not found or found[0].ndim < 3:
+            raise refuse(layer, "is given no hidden states [batch, tokens, width]")
+        self.items: list[Item] = []
+        self._source: Tensor | None = found[0]
+        self._layer, self._plan, self._fetch = layer, plan, fetch
+        self._arguments = TileArguments(args, kwargs, found[0])
+        if any(one.requires_grad for one in self._arguments.tensors()):
+            raise refuse(layer, "has an argument beside its input that needs a gradient")
+        self._parts = SplitLayer(layer, forward)
+        proofs.apply(self._parts, self._arguments, found[0])
+        self._attention: _KeptAttention | None = None
+        batch, self._num_tokens = found[0].shape[:2]
+        self._tile_tokens = max(1, plan.tile_rows // batch)
+        self._autocast = Autocast(found[0].device.type)
+
+    def run(self) -> Any:
+        """Runs the layer's forward; its result needs gradients as the layer's does."""
+        source = self._source
+        assert source is not None
+        parameters = [one for one in self._layer.parameters() if one.requires_grad]
+        # The graph holds the record in place of the input, and lets go of it when autograd frees its tensors.
+        with saved_tensors_hooks(lambda _: self, lambda record: record.input()):
+            out = _Tiled.apply(weakref.ref(self), source, *parameters)
+        self._source = None
+        return out if self._rest is None else (out, *self._rest)
+
+    def input(self) -> Tensor:
+        """The layer's input, back from where it was stored.
+
+        Raises:
+            RuntimeError: it was changed in place since.
+        """
+        self._fetch(self)
+        for item in self.items:
+            item.check_unchanged()
+        (kept,) = self.items[0].tensors
+        return kept
+
+    def forward(self, source: Tensor) -> Tensor:
+        """The layer's result, and items."""
+        before = random_state(source)
+        heads, attention = self._heads(source)
+        answer = self._attend(heads, attention)
+        del heads, attention
+        out: Tensor | None = None
+        for start, stop in self._tiles():
+            tile = self._arguments.tile(source[:, start:stop], start)
+            rows, self._rest = self._parts.after(tile, answer[:, start:stop])
+            if out is None:
+                out = rows.new_empty(rows.shape[0], self._num_tokens, *rows.shape[2:])
+            out[:, start:stop] = rows
+        after = random_state(source)
+        if before is not None and after is not None and not torch.equal(before, after):
+            raise refuse(
+                self._layer, "draws random numbers (dropout), which tiles would draw otherwise"
+            )
+        kept = [] if self._attention is None else [self._attention.item]
+        self.items = [Item.of(INPUT, [source]), *kept]
+        assert out is not None
+        return out
+
+    def backward(
+        self, source: Tensor, grad_out: Tensor
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """Gradients of the input and of the parameters that need one.
+
+        Args:
+            source: the layer's input.
+            grad_out: gradient of the result.
+        """
+        with _leaves(self._layer) as leaves, self._autocast.enter():
+            answer, backward = self._again(source)
+            grad_source = torch.zeros_like(source) if source.requires_grad else None
+            grad_answer = self._backward_after(source, answer, grad_out, grad_source)
+            grad_heads = backward(grad_answer)
+            del answer, backward, grad_answer
+            self._backward_before(source, grad_heads, grad_source)
+        return grad_source, [leaf.grad for leaf in leaves]
+
+    def _tiles(self) -> Iterator[tuple[int, int]]:
+        for start in range(0, self._num_tokens, self._tile_tokens):
+            yield start, min(start + self._tile_tokens, self._num_tokens)
+
+    def _heads(self, source: Tensor) -> tuple[_Heads, AttentionCall]:
+        """Whole queries, keys and values, and the attention that is called with them."""
+        whole: list[Tensor] = []
+        attention: AttentionCall | None = None
+        for start, stop in self._tiles():
+            tile = self._arguments.tile(source[:, start:stop], start)
+            heads, attention = self._parts.before(tile)
+            if not whole:
+                whole = [_empty_heads(one, self._num_tokens) for one in heads]
+            for one, rows in zip(whole, heads, strict=True):
+                one[:, :, start:stop] = rows
+        assert attention is not None
+        return tuple(whole), attention  # type: ignore[return-value]
+
+    def _attend(self, heads: _Heads, attention: AttentionCall) -> Tensor:
+        outside = {address(one) for one in self._arguments.tensors()}
+        kept, answer = _KeptAttention.run(heads, attention, self._plan, outside)
+        if answer.shape[:2] != (heads[0].shape[0], self._num_tokens):
+            raise refuse(self._layer, f"has an attention that returns {list(answer.shape)}")
+        self._attention = kept
+        return answer
+
+    def _again(self, source: Tensor) -> tuple[Tensor, Callable[[Tensor], _Heads]]:
+        """Attention's result, kept or computed again, and its backward."""
+        kept = self._attention
+        if kept is not None:
+
+            def backward_kept(grad: Tensor) -> _Heads:
+                with torch.no_grad():
+                    heads, _ = self._heads(source)
+                return kept.backward(heads, grad)
+
+            return kept.item.tensors[0], backward_kept
+        with torch.no_grad():
+            heads, attention = self._heads(source)
+        for one in heads:
+            one.requires_grad_()
+        with torch.enable_grad():
+            answer, _ = attention(*heads)
+
+        def backward(grad: Tensor) -> _Heads:
+            # Not only to the heads: attention may have parameters.
+            torch.autograd.backward(answer, grad)
+            query, key, value = (one.grad for one in heads)
+            assert query is not None
+            assert key is not None
+            assert value is not None
+            return query, key, value
+
+        return answer.detach(), backward
+
+    def _backward_after(
+        self, source: Tensor, answer: Tensor, grad_out: Tensor, grad_source: Tensor | None
+    ) -> Tensor:
+        """Adds to the input's gradient what comes through the part after attention; returns attention's."""
+        grad_answer = torch.empty_like(answer)
+        for start, stop in self._tiles():
+            rows = _leaf(source[:, start:stop], grad_source is not None)
+            answered = _leaf(answer[:, start:stop], True)
+            with torch.enable_grad():
+                out, _ = self._parts.after(self._arguments.tile(rows, start), answered)
+            torch.autograd.backward(out, grad_out[:, start:stop])
+            grad_answer[:, start:stop] = 0 if answered.grad is None else answered.grad
+            if grad_source is not None and rows.grad is not None:
+                grad_source[:, start:stop] += rows.grad
+        return grad_answer
+
+    def _backward_before(self, source: Tensor, grads: _Heads, grad_source: Tensor | None) -> None:
+        """Adds to the input's gradient what comes through the part before attention."""
+        for start, stop in self._tiles():
+            rows = _leaf(source[:, start:stop], grad_source is not None)
+            with torch.enable_grad():
+                heads, _ = self._parts.before(self._arguments.tile(rows, start))
+            pairs = [
+                (one, grad[:, :, start:stop])
+                for one, grad in zip(heads, grads, strict=True)
+                if one.requires_grad
+            ]
+            if pairs:
+                torch.autograd.backward(*map(list, zip(*pairs, strict=True)))  # type: ignore[arg-type]
+            if grad_source is not None and rows.grad is not None:
+                grad_source[:, start:stop] += rows.grad
+
+
+class _Tiled(torch.autograd.Function):
+    """A layer as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, record: weakref.ref[TiledRecord], source: Tensor, *_: Tensor) -> Tensor:
+        ctx.record = record
+        ctx.save_for_backward(source)
+        ctx.needs_source = source.requires_grad
+        found = record()
+        assert found is not None
+        return found.forward(source.detach())
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "memo: expected a backward that is not differentiated again, got create_graph=True; run it "
+                "outside of memo.apply"
+            )
+        (kept,) = ctx.saved_tensors  # autograd's own error where these were freed
+        record = ctx.record()
+        source = kept.detach().requires_grad_(ctx.needs_source)
+        grad_source, grads = record.backward(source, grad_out)
+        return None, grad_source, *grads
+
+
+class _Entry(torch.autograd.Function):
+    """Where attention's graph ends: unlike a leaf it holds no memory of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, grad
+
+
+class _KeptAttention:
+    """Attention's graph whose saved tensors are queries, keys and values, which are made again, and an item.
+
+    Attributes:
+        item: attention's result, and what else it saved.
+    """
+
+    def __init__(
+        self, item: Item, sources: list[Tensor], out: GradientEdge, heads: list[GradientEdge]
+    ) -> None:
+        """Takes the item, the list through which the graph finds saved tensors, and the graph's ends."""
+        self.item = item
+        self._sources, self._out, self._heads = sources, out, heads
+
+    @classmethod
+    def run(
+        cls, heads: _Heads, attention: AttentionCall, plan: LayerPlan, outside: set[int]
+    ) -> tuple[_KeptAttention | None, Tensor]:
+        """Calls attention; returns no graph where the plan keeps none, or attention cannot be kept."""
+        sources: list[Tensor] = []
+        views: list[SavedView] = []
+
+        def pack(tensor: Tensor) -> Tensor | int:
+            if not is_plain(tensor) or address(tensor) in outside:
+                return tensor.detach()
+            return recorder.save(tensor)
+
+        recorder = Recorder(plan, {}, 1, pack)
+
+        def unpack(packed: Tensor | int) -> Tensor:
+            return packed if isinstance(packed, Tensor) else views[packed].of(sources)
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+            anchor = heads[0].new_empty(0).requires_grad_()
+            entered = [_Entry.apply(anchor, one) for one in heads]
+            answer, _ = recorder.attend(lambda: attention(*entered), *entered)  # type: ignore[misc]
+        (call,) = recorder.calls
+        if call.item is None or call.views is None:
+            return None, answer.detach()
+        views.extend(call.views)
+        ends = [get_gradient_edge(one) for one in entered]
+        return cls(call.item, sources, get_gradient_edge(answer), ends), answer.detach()
+
+    def backward(self, heads: _Heads, grad: Tensor) -> _Heads:
+        """Gradients of queries, keys and values, given these and the gradient of the result."""
+        self._sources[:] = [*heads, *self.item.tensors]
+        try:
+            # The graph holds no memory of its own, and lives as long as the layer's.
+            return torch.autograd.grad(  # type: ignore[return-value]
+                self._out, self._heads, grad, retain_graph=True
+            )
+        finally:
+            self._sources.clear()
+
+
+@contextmanager
+def _leaves(layer: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """Puts leaves in the place of a layer's parameters, so that gradients of tiles add up there.
+
+    Hooks on the parameters, as those of DDP, then see the sum, once.
+
+    Yields:
+        The leaves of parameters that need gradients, in the order of `layer.parameters()`.
+    """
+    own = {
+        (module, name): parameter
+        for module in layer.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    }
+    made = {
+        one: nn.Parameter(one.detach(), requires_grad=one.requires_grad) for one in own.values()
+    }
+    try:
+        for (module, name), parameter in own.items():
+            setattr(module, name, made[parameter])
+        yield [made[one] for one in dict.fromkeys(own.values()) if one.requires_grad]
+    finally:
+        for (module, name), parameter in own.items():
+            setattr(module, name, parameter)
+
+
+def _leaf(tensor: Tensor, needs_gradient: bool) -> Tensor:
+    return tensor.detach().requires_grad_(needs_gradient)
+
+
+def _empty_heads(rows: Tensor, num_tokens: int) -> Tensor:
+    """Memory for all tokens of what a tile has some of, tokens of one head beside its other heads."""
+    batch, num_heads, _, width = rows.shape
+    return rows.new_empty(batch, num_tokens, num_heads, width).transpose(1, 2)

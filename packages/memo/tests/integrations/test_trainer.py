@@ -1,0 +1,75 @@
+"""transformers' Trainer with a plan, beside the same Trainer without."""
+
+import logging
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="transformers' Trainer asks for it")
+
+from transformers import Trainer, TrainingArguments
+
+from memo import Budget, DoesNotFit, Plan
+from memo.integrations.trainer import MemoCallback
+from shared.errors import ConfigError
+
+from ..runtime.models import make_batch, make_model
+
+pytestmark = pytest.mark.unchecked
+
+
+def run_trainer(folder, callbacks, *, name="llama", **settings):
+    model = make_model(name)
+    model.config.use_cache = False  # a cache changes the strides that attention sees
+    rows = [{"input_ids": ids, "labels": ids} for ids in make_batch(rows=12, length=48)]
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        num_train_epochs=1, learning_rate=1e-2, logging_steps=1, report_to=[], disable_tqdm=True,
+        use_cpu=True, save_strategy="no", seed=3, **settings,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=callbacks)
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}, model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_losses_and_weights_are_those_without_a_plan(name, tmp_path):
+    losses, state, _ = run_trainer(tmp_path, [], name=name)
+    assert len(losses) == 3
+    callback = MemoCallback(Plan.fixed(alpha=0.5, store=f"file:{tmp_path}"))
+    found, after, model = run_trainer(tmp_path, [callback], name=name)
+    assert found == losses
+    assert all(torch.equal(one, after[key]) for key, one in state.items())
+    assert callback.run.num_restored == 3 * 6
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_budget_is_planned_for_on_the_first_batch(tmp_path, caplog):
+    losses, state, _ = run_trainer(tmp_path, [])
+    budget = Budget(device="8GiB", store="1GiB", store_at=f"file:{tmp_path}")
+    callback = MemoCallback(budget=budget)
+    with caplog.at_level(logging.INFO, "memo.integrations.trainer"):
+        found, after, _ = run_trainer(tmp_path, [callback])
+    assert found == losses, "measuring draws nothing from the training"
+    assert all(torch.equal(one, after[key]) for key, one in state.items())
+    assert callback.plan.explain() in caplog.text
+    assert "memo's run:" in caplog.text
+
+
+def test_a_budget_that_is_too_small_ends_training_before_a_step(tmp_path):
+    with pytest.raises(DoesNotFit):
+        run_trainer(tmp_path, [MemoCallback(budget=Budget(device="1MiB"))])
+
+
+def test_checkpointing_beside_a_plan_is_refused(tmp_path):
+    callback = MemoCallback(Plan.fixed(alpha=0.5))
+    with pytest.raises(ConfigError, match="gradient_checkpointing_disable"):
+        run_trainer(tmp_path, [callback], gradient_checkpointing=True)
+
+
+def test_a_plan_or_a_budget_is_asked_for():
+    with pytest.raises(ConfigError, match="got neither"):
+        MemoCallback()
+    with pytest.raises(ConfigError, match="got both"):
+        MemoCallback(Plan.fixed(alpha=0.5), budget=Budget(device="1GiB"))

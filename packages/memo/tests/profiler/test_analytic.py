@@ -1,0 +1,199 @@
+"""Bytes of fake tensors against real ones, seconds against closed forms, other lengths against a count."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.profiler.analytic.analysis import LINKS, OPTIMIZERS, Analysis
+from memo.profiler.analytic.fake_model import FakeModel
+from memo.profiler.analytic.model_shapes import SHAPES, read_config
+from shared.errors import ConfigError
+from shared.topology.device import PRESETS
+
+H, F, HEADS, VOCABULARY = 128, 352, 4, 1000
+
+
+def llama(**changes):
+    shape = {
+        "hidden_size": H, "intermediate_size": F, "num_hidden_layers": 3, "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS, "vocab_size": VOCABULARY,
+    }  # fmt: skip
+    return LlamaConfig(**{**shape, **changes})
+
+
+@pytest.fixture(scope="module")
+def analysis():
+    return Analysis(llama(), "H100")
+
+
+def saved_on_the_device(config, num_tokens, dtype):
+    """Bytes of storages that one layer's forward saves, its input among them: run on real tensors."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+    layer = model.get_decoder().layers[0]
+    found, known = {}, {one.untyped_storage().data_ptr() for one in model.parameters()}
+    forward = layer.forward
+
+    def run(hidden, *args, **kwargs):
+        given = [*args, *kwargs.values(), *kwargs["position_embeddings"]]
+        outside = known | {
+            one.untyped_storage().data_ptr() for one in given if isinstance(one, torch.Tensor)
+        }
+        hidden = hidden.detach().requires_grad_()
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in outside:
+                found[storage.data_ptr()] = (storage.nbytes(), tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            out = forward(hidden, *args, **kwargs)
+        found.setdefault(
+            hidden.untyped_storage().data_ptr(), (hidden.untyped_storage().nbytes(), hidden)
+        )
+        return out
+
+    layer.forward = run
+    model(input_ids=torch.zeros(1, num_tokens, dtype=torch.long), use_cache=False)
+    return sum(num_bytes for num_bytes, _ in found.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_saved_bytes_are_those_of_a_real_layer(kind, dtype):
+    config = kind(
+        **{k: v for k, v in llama().to_dict().items() if k not in ("model_type", "dtype")}
+    )
+    real = saved_on_the_device(config, 512, getattr(torch, dtype))
+    counted = Analysis(config, "H100", dtype=dtype).profile(512).layer.saved_bytes
+    # Eager torch keeps a few scalars and rows of positions beside what is counted here.
+    assert counted == pytest.approx(real, rel=0.005)
+
+
+def test_items_have_the_bytes_of_their_shapes(analysis):
+    rows = 3000
+    items = {one.name: one.num_bytes for one in analysis.profile(rows).layer.items}
+    assert items[INPUT] == rows * H * 2
+    assert items[ATTENTION] == rows * (H * 2 + HEADS * 4), "the result, and a float32 sum a head"
+    assert items["self_attn.q_proj.weight"] == rows * H * 2
+    assert items["mlp.gate_proj.weight"] == items["mlp.up_proj.weight"] == rows * F * 2
+    assert "mlp.down_proj.weight" not in items, "nothing needs it again"
+
+
+def test_seconds_of_items_are_operations_over_a_share_of_the_peak(analysis):
+    rows = 10_000
+    seconds = {one.name: one.recompute_s for one in analysis.profile(rows).layer.items}
+    peak = PRESETS["H100"].flops_per_s
+    assert seconds["mlp.up_proj.weight"] == pytest.approx(2 * rows * H * F / (0.7 * peak))
+    assert seconds[ATTENTION] == pytest.approx(2 * rows**2 * H / (0.73 * peak)), "causal: half"
+    assert seconds[INPUT] == 0
+
+
+def test_passes_take_at_least_their_products_and_twice_as_many_backward(analysis):
+    rows = 8192
+    layer = analysis.profile(rows).layer
+    peak = PRESETS["H100"].flops_per_s
+    products = 2 * rows * (4 * H * H + 3 * H * F) / (0.7 * peak)
+    attention = 2 * rows**2 * H / peak
+    elementwise = layer.forward_s - products - attention / 0.73
+    assert elementwise > 0
+    assert elementwise == pytest.approx(layer.replay_s, rel=0.5)
+    assert layer.backward_s > 2 * products + 2.5 * attention / 0.63
+
+
+def test_operations_of_a_step_are_six_a_weight_and_token_and_causal_attention(analysis):
+    rows, weights = 4096, 3 * (4 * H * H + 3 * H * F) + H * VOCABULARY
+    wanted = 6 * rows * weights + 3 * 3 * 2 * rows**2 * H
+    assert analysis.step_operations(rows) == pytest.approx(wanted)
+
+
+def test_between_counted_lengths_bytes_are_never_too_few():
+    model = FakeModel(llama(), torch.bfloat16)
+    analysis = Analysis(llama(), "H100")
+    for rows in (1024, 16_384, 262_144):
+        profile = analysis.profile(rows)
+        plain = model.count_layer(rows, LayerPlan())
+        assert plain.held_bytes <= profile.layer.saved_bytes <= plain.held_bytes + 1
+        for said, plan in (
+            (profile.layer.kept, LayerPlan()),
+            (profile.layer.levels[0], LayerPlan(mode="restore", resident=frozenset([INPUT]))),
+        ):
+            counted = model.count_layer(rows, plan).passes
+            assert counted.forward <= said.forward <= 1.02 * counted.forward + 1
+            assert counted.backward <= said.backward <= 1.02 * counted.backward + (1 << 20)
+
+
+def test_ranks_share_tokens_and_parameters_and_meet_all_keys():
+    one, four = Analysis(llama(), "H100"), Analysis(llama(), "H100", ranks=4)
+    whole, part = one.profile(65_536), four.profile(65_536)
+    assert part.num_tokens == whole.num_tokens / 4
+    seconds = [{item.name: item.recompute_s for item in p.layer.items} for p in (whole, part)]
+    assert seconds[1][ATTENTION] == pytest.approx(seconds[0][ATTENTION] / 4)
+    ring = 2 * 2 * H * 2 * part.num_tokens
+    alone = one.profile(16_384).layer
+    assert part.layer.levels[-1].forward == alone.levels[-1].forward + ring
+    layers, other = 3 * (4 * H * H + 3 * H * F + 2 * H), 2 * VOCABULARY * H + H
+    assert one.num_parameters == layers + other
+    assert whole.fixed_bytes == 16 * one.num_parameters, "2 and 2, and 12 of AdamW"
+    assert part.fixed_bytes == 4 * one.num_parameters + 2 * (layers + 2 * other)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "wanted"),
+    [
+        ("none", "bfloat16", 4),
+        ("sgd", "bfloat16", 12),
+        ("adamw", "float32", 16),
+        ("sgd", "float32", 12),
+    ],
+)
+def test_optimizers_have_states(optimizer, dtype, wanted):
+    analysis = Analysis(llama(), "H100", optimizer=optimizer, dtype=dtype)
+    assert analysis.profile(512).fixed_bytes == wanted * analysis.num_parameters
+
+
+def test_a_loss_in_blocks_takes_less_than_all_logits():
+    profile = Analysis(llama(vocab_size=128_000), "H100").profile(65_536)
+    logits = 65_536 * 128_000 * 4
+    assert profile.head_bytes > logits
+    assert profile.block_head_bytes < logits / 10
+
+
+def test_gpt2_is_counted_too():
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=500, n_positions=1024)
+    items = {one.name: one.num_bytes for one in Analysis(config, "A800").profile(512).layer.items}
+    assert items["mlp.c_fc.weight"] == 512 * 4 * 64 * 2
+
+
+def test_every_device_has_a_link_and_every_shape_a_config():
+    assert LINKS.keys() == PRESETS.keys()
+    assert [read_config(name).hidden_size for name in SHAPES] == [4096, 4096, 2048]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"device": "H9000"}, "device: expected one of H200, H100"),
+        ({"optimizer": "lion"}, f"optimizer: expected one of {', '.join(OPTIMIZERS)}"),
+        ({"dtype": "int8"}, "dtype: expected one of"),
+        ({"ranks": 0}, "ranks: expected at least 1"),
+    ],
+)
+def test_unknown_names_are_refused(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        Analysis(llama(), **{"device": "H100", **changes})
+
+
+def test_tokens_that_ranks_cannot_share_are_refused():
+    with pytest.raises(ConfigError, match="a multiple of the 3 ranks, got 1000"):
+        Analysis(llama(), "H100", ranks=3).profile(1000)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"model_type": "unheard-of"}'])
+def test_what_is_no_configuration_is_refused(tmp_path, text):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="or one of llama-7b"):
+        read_config(tmp_path)

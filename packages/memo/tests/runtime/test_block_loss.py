@@ -1,0 +1,120 @@
+"""The loss in blocks against the model's own, in float64."""
+
+import inspect
+import logging
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from memo.planner.layer_plan import LayerPlan
+from memo.planner.plan import Plan
+from memo.runtime.run import apply
+
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 61,
+    "head_dim": 8,
+}
+_CONFIGS = {
+    "llama": lambda: LlamaConfig(**_SIZES),
+    "tied": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=True),
+    "mistral": lambda: MistralConfig(**_SIZES),
+    "qwen2": lambda: Qwen2Config(**{k: v for k, v in _SIZES.items() if k != "head_dim"}),
+    "qwen3": lambda: Qwen3Config(**_SIZES),
+    "gpt2": lambda: GPT2Config(
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        vocab_size=61,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
+}
+_PLAN = Plan(layers=(LayerPlan(),), has_block_loss=True)
+
+
+def _model(name="llama"):
+    torch.manual_seed(0)
+    config = _CONFIGS[name]()
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config).double().train()
+
+
+def _batch():
+    ids = torch.randint(0, 61, (2, 19), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :7] = labels[1, 4] = -100
+    return ids, labels
+
+
+def _results(model, labels, out_loss):
+    model.zero_grad()
+    loss = out_loss(model)
+    loss.backward()
+    return [loss.detach().double(), *(one.grad.clone() for one in model.parameters())]
+
+
+def _close(found, wanted):
+    return all(
+        torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+        for one, other in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("count", [None, 50, torch.tensor(50)])
+@pytest.mark.parametrize("name", _CONFIGS)
+def test_loss_and_gradients_are_those_of_all_logits(name, count):
+    model, (ids, labels) = _model(name), _batch()
+
+    def plain(model):  # the model's own loss rounds logits to float32
+        logits = model(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        loss = nn.functional.cross_entropy(
+            logits, labels[:, 1:].flatten(), reduction="mean" if count is None else "sum"
+        )
+        return loss if count is None else loss / count
+
+    def own(model):
+        return model(input_ids=ids, labels=labels, num_items_in_batch=count).loss
+
+    wanted = _results(model, labels, plain)
+    assert torch.allclose(own(model).double(), wanted[0], rtol=1e-6)
+    with apply(model, _PLAN):
+        out = model(input_ids=ids, labels=labels, num_items_in_batch=count)
+        assert out.logits is None
+        assert _close(_results(model, labels, own), wanted)
+
+
+def test_everything_is_as_before_afterwards():
+    model, (ids, labels) = _model(), _batch()
+    signature = inspect.signature(model.forward)
+    with apply(model, _PLAN):
+        assert inspect.signature(model.forward) == signature
+        model(input_ids=ids, labels=labels).loss.backward()
+        assert model(input_ids=ids).logits is not None
+        with torch.no_grad():
+            assert model(input_ids=ids, labels=labels).logits is not None
+    assert "forward" not in vars(model)
+    assert model(input_ids=ids, labels=labels).logits is not None
+
+
+def test_a_loss_of_ones_own_is_left_alone(caplog):
+    model, (ids, labels) = _model(), _batch()
+    model.loss_function = lambda logits, **_: logits.sum()
+    with caplog.at_level(logging.INFO), apply(model, _PLAN):
+        assert model(input_ids=ids, labels=labels).logits is not None
+    assert "loss function of its own" in caplog.text

@@ -1,0 +1,73 @@
+"""Commands: what they print, what they fail with, and that help is fast."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from memo.cli import main
+
+INTERVALS = "id,lower,upper,size\n0,0,2,4096\n1,1,3,8192\n2,2,4,4096\n"
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text(INTERVALS)
+    return path
+
+
+def test_pack_prints_the_peak_beside_the_bound(trace, tmp_path, capsys):
+    offsets = tmp_path / "offsets.txt"
+    assert main(["pack", str(trace), "--out", str(offsets)]) == 0
+    assert "3 tensors in 12.0 KiB: 1.0000x" in capsys.readouterr().out
+    assert len(offsets.read_text().split()) == 3
+    assert main(["pack", str(trace), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "num_tensors": 3, "peak_bytes": 12288, "lower_bound_bytes": 12288, "is_optimal": True,
+    }  # fmt: skip
+
+
+def test_replay_prints_three_allocators(trace, capsys):
+    assert main(["replay", str(trace), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["load_bytes"] == 12288
+    assert found["reserved_bytes"].keys() == {"caching", "expandable", "planned"}
+    assert all(one >= 12288 for one in found["reserved_bytes"].values())
+    assert main(["replay", str(trace)]) == 0
+    assert capsys.readouterr().out.startswith("needed at once  12.0 KiB")
+
+
+def test_alpha_is_the_closed_form(capsys):
+    sizes = ["--whole", "1GiB", "--rows", "4GiB", "--layers", "10"]
+    assert main(["alpha", *sizes, "--link", "3GiB", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"alpha": 0.5}
+    assert main(["alpha", *sizes, "--store", "16GiB"]) == 0
+    assert capsys.readouterr().out == "0.2500\n"
+
+
+def test_a_missing_trace_fails_with_status_1(tmp_path, capsys):
+    assert main(["pack", str(tmp_path / "none.csv")]) == 1
+    assert "memo: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["demo", "--fast"], ["fit"], ["fit", "--optimizer", "lion"]])
+def test_wrong_usage_is_status_2(argv):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, contextlib\nfrom memo.cli import main\n"
+        "with contextlib.suppress(SystemExit): main(['--help'])\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for command in ("fit", "pack", "replay", "alpha", "demo"):
+        assert command in done.stdout
