@@ -20,6 +20,7 @@ from contender import Contender, Ended, Setting, batch_of, make_model
 
 import memo
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.runtime.layers import find_layers
 from shared.claims import Claim
 from shared.comms import Group, RankPool
 from shared.units import format_bytes
@@ -61,7 +62,9 @@ def measured(setting):
         one.step()
         grown = one.step().peak_bytes
         counted = one.step(is_counted=True)
-        told = one.plan.prediction
+        plan = one.plan
+        assert plan is not None
+        told = plan.prediction
     fixed = told["parts_bytes"]["parameters, gradients, optimizer"]
     return {
         "predicted": told["peak_bytes"] - fixed,
@@ -183,7 +186,7 @@ def train_sharded(alpha):
     torch.set_num_threads(1)
     model = make_model(Setting(way="memo", num_layers=4, hidden_size=128))
     mesh = Group.world().device_mesh()
-    for layer in model.model.layers:
+    for layer in find_layers(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

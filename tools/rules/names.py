@@ -63,6 +63,7 @@ SAME_ROLE = {
     "Stage": "consecutive layers of a model on one rank",
     "TimeEncoding": "cosines of a time difference",
     "Timing": "measured seconds of one of several, in turns",
+    "Trace": "what happened in one operation or step, recorded",
     "Workload": "the requests that a plan is made for",
 }
 

@@ -20,7 +20,7 @@ __all__ = ["FOREIGN", "Access", "find_private_accesses"]
 FOREIGN = {
     "._cdata": "torch.Storage: which storage it is, whether its memory is there or not",
     "._asdict": "namedtuple: its public methods begin with an underscore, as fields are the user's",
-    "._attn_implementation": "transformers: a model's attention, which has no other name",
+    "config._attn_implementation": "transformers: a model's attention, which has no other name",
     "._fields": "namedtuple",
     "._replace": "namedtuple",
     "atexit._run_exitfuncs": "a rank that leaves by os._exit still runs its exit functions",
@@ -64,7 +64,7 @@ FOREIGN = {
     "._compiled_call_impl": "torch.nn.Module: what Module.compile made",
     "._loss_function": "transformers: the loss that a model was given, if not its own",
     "._local_mapping": "transformers: which attention functions were replaced, in a test",
-    "._version": "torch.Tensor: how often it was changed in place",
+    "tensor._version": "torch.Tensor: how often it was changed in place",
     "._orig_mod": "torch.compile's wrapper: the user's module",
     "._non_persistent_buffers_set": "torch.nn.Module: which buffers a state dict leaves out",
     "module._buffers": "torch.nn.Module: the tensors that it holds itself",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from memo.profiler.layer_times import LayerTimes, measure_layer
 from memo.profiler.store_rate import measure_store
 from memo.runtime.attention import offer_attention
 from memo.runtime.device_memory import resident_bytes
+from memo.runtime.host_memory import keep_within_host
 from memo.runtime.layers import attention_names, find_layers
+from memo.runtime.recording.calls import NotRepeatable
 from memo.runtime.stores import check_store
 from memo.simulator import simulate
 
@@ -45,7 +48,8 @@ def autotune(
         model: a Hugging Face model in training mode, or any whose forward takes the batch as keywords; not
             yet wrapped by FSDP2.
         batch: of the longest length to come, on the model's device.
-        budget: hard limits; raised against the process's own memory where that is less.
+        budget: hard limits; those of RAM are lowered to this process's share of its host, see
+            `keep_within_host`.
         layers: see `memo.apply`.
         optimizer_bytes: of optimizer states that are still to be made; by default AdamW's, two values a
             trained parameter.
@@ -55,7 +59,9 @@ def autotune(
         ConfigError: the model's layers cannot be told, or the store's name is wrong.
         DataError: the store cannot be opened.
     """
-    store = _store_name(budget, next(model.parameters()).device)
+    device = next(model.parameters()).device
+    store = _store_name(budget, device)
+    budget = keep_within_host(budget, device, store)
     profile = measure_profile(
         model,
         batch,
@@ -88,10 +94,7 @@ def measure_profile(
     undo = [offer_attention(name) for name in attention_names(found)]
     try:
         args, kwargs = capture_call(model, found, batch)
-        everything = LayerPlan(
-            mode="restore", resident=frozenset([INPUT, ATTENTION, *_weights(layer)])
-        )
-        whole = count_bytes(layer, args, kwargs, everything)
+        whole = _count_items(layer, args, kwargs)
         names = list(whole.item_bytes)
         times = measure_layer(layer, args, kwargs, names)
         described = describe_layer(
@@ -144,11 +147,11 @@ def describe_layer(whole: LayerBytes, times: LayerTimes, count: Any) -> LayerPro
     first, *others = items
     others.sort(key=lambda one: -one.recompute_s / max(one.num_bytes, 1))
     ordered = [first, *others]
-    levels = []
-    for number in range(len(ordered)):
-        kept = frozenset(one.name for one in ordered[: number + 1])
-        levels.append(count(LayerPlan(mode="restore", resident=kept)).passes)
     plain = count(LayerPlan())
+    levels = [plain.passes] * len(ordered)
+    if times.can_replay:
+        kept = [frozenset(one.name for one in ordered[: num + 1]) for num in range(len(ordered))]
+        levels = [count(LayerPlan(mode="restore", resident=names)).passes for names in kept]
     return LayerProfile(
         items=tuple(ordered),
         saved_bytes=plain.held_bytes,
@@ -159,6 +162,17 @@ def describe_layer(whole: LayerBytes, times: LayerTimes, count: Any) -> LayerPro
         levels=tuple(levels),
         can_replay=times.can_replay,
     )
+
+
+def _count_items(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerBytes:
+    """Bytes with every item kept; only the input is one where the layer cannot run again."""
+    everything = frozenset([INPUT, ATTENTION, *_weights(layer)])
+    try:
+        return count_bytes(layer, args, kwargs, LayerPlan(mode="restore", resident=everything))
+    except NotRepeatable:
+        plain = count_bytes(layer, args, kwargs, LayerPlan())
+        source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        return replace(plain, item_bytes={INPUT: source.nbytes})
 
 
 def _weights(layer: nn.Module) -> list[str]:

@@ -1,10 +1,12 @@
 """Bytes of a layer's passes under a plan, counted on fake tensors: nothing is computed, nothing allocated.
 
-What runs is the runtime's own recording and restoring, so that what is counted is what happens.
+What runs is the runtime's own recording and restoring, so that what is counted is what happens. A layer
+whose shapes follow from values (experts that choose their rows) is counted as it runs.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,8 @@ from memo.runtime.layers import named_memory, without_cache
 from memo.runtime.recording.record import LayerRecord
 
 __all__ = ["LayerBytes", "count_bytes", "count_passes", "first_tensor"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,17 @@ def count_bytes(
             which are not counted here.
         cut: see `Plan`.
     """
+    kwargs = without_cache(kwargs)
+    try:
+        return _count_fake(layer, args, kwargs, plan, cut)
+    except RuntimeError as error:
+        _log.info("%s: counted as it runs, not on fake tensors: %s", type(layer).__name__, error)
+        return _count_real(layer, args, kwargs, plan, cut)
+
+
+def _count_fake(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan, cut: int
+) -> LayerBytes:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(value: Any) -> Any:
@@ -79,7 +94,7 @@ def count_bytes(
         else fake(one)
         for name, one in (*layer.named_parameters(), *layer.named_buffers())
     }
-    args, kwargs = tree_map(fake, (args, without_cache(kwargs)))
+    args, kwargs = tree_map(fake, (args, kwargs))
 
     def run(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerBytes:
         return count_passes(inner, args, kwargs, plan, cut)
@@ -91,10 +106,30 @@ def count_bytes(
         return functional_call(_Passes(layer, run), tensors, args, kwargs)
 
 
+def _count_real(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan, cut: int
+) -> LayerBytes:
+    """Counts passes that are computed; gradients, buffers and random numbers are left as they were."""
+    gradients = {one: one.grad for one in layer.parameters()}
+    buffers = [(one, one.detach().clone()) for one in layer.buffers()]
+    devices = list({one.device for one in gradients if one.is_cuda})
+    try:
+        for one in gradients:
+            one.grad = torch.zeros_like(one) if one.requires_grad else None
+        with torch.random.fork_rng(devices), torch.enable_grad():
+            return count_passes(layer, args, kwargs, plan, cut)
+    finally:
+        for one, gradient in gradients.items():
+            one.grad = gradient
+        with torch.no_grad():
+            for one, value in buffers:
+                one.copy_(value)
+
+
 def count_passes(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan, cut: int
 ) -> LayerBytes:
-    """Counts passes of a layer of fake tensors, whose parameters have gradients; see `count_bytes`."""
+    """Counts passes of a layer whose parameters have gradients; see `count_bytes`."""
     record = None
     with StorageMeter() as meter:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Container, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
@@ -24,7 +25,7 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> 
     Args:
         model: a Hugging Face model, bare or wrapped.
         layers: its submodules that are to be taken; by default those of the longest list of modules of one
-            class, which is the decoder's.
+            class that lies in no other list, which is the decoder's.
 
     Raises:
         ConfigError: there is no such list, or a given layer is not the model's.
@@ -38,15 +39,22 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> 
                 f"{sum(layer not in own for layer in found)} are not; name them by model.get_submodule"
             )
         return found
-    lists = [one for one in own if isinstance(one, nn.ModuleList) and len(one) > 0]
-    lists = [one for one in lists if len({_origin(layer) for layer in one}) == 1]
-    lists = [one for one in lists if any(True for _ in one[0].parameters())]
-    if not lists:
+    lists = [
+        one
+        for one in model.modules()
+        if isinstance(one, nn.ModuleList) and any(True for _ in one.parameters())
+    ]
+    inner = {module for one in lists for layer in one for module in layer.modules()}
+    outermost = [one for one in lists if one not in inner]  # experts are lists inside of layers
+    alike = [one for one in outermost if len({type(layer).__name__ for layer in one}) == 1]
+    if not alike:
+        kinds = sorted({type(layer).__name__ for one in outermost for layer in one})
         raise ConfigError(
-            f"{type(model).__name__}: expected a list of layers of one class, got none; name the layers by "
+            f"{type(model).__name__}: expected a list of layers of one class, got "
+            f"{'one of ' + ', '.join(kinds) if kinds else 'none'}; name the layers by "
             "memo.apply(..., layers=[...])"
         )
-    longest = max(lists, key=lambda one: (len(one), sum(p.numel() for p in one.parameters())))
+    longest = max(alike, key=lambda one: (len(one), sum(p.numel() for p in one.parameters())))
     return list(dict.fromkeys(longest))
 
 
@@ -82,27 +90,28 @@ def check_untouched(
             )
 
 
-def _origin(layer: nn.Module) -> str:
-    return type(layer).__name__
-
-
 def attention_names(layers: Iterable[nn.Module]) -> list[str]:
     """Names of attention functions that configurations inside the layers have."""
     found = []
     for layer in layers:
         for module in layer.modules():
-            name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+            config = getattr(module, "config", None)
+            name = getattr(config, "_attn_implementation", None)
             if isinstance(name, str) and name not in found:
                 found.append(name)
     return found
 
 
 def named_memory(layer: nn.Module) -> dict[int, tuple[str, Tensor]]:
-    """A layer's parameters and buffers with their names by the address of their storage, as they are now."""
+    """A layer's parameters and buffers with their names by the address of their storage, as they are now.
+
+    Sparse ones have none, and are left out.
+    """
     return {
         address(tensor): (name, tensor)
         for tensors in (layer.named_parameters(), layer.named_buffers())
         for name, tensor in tensors
+        if tensor.layout == torch.strided
     }
 
 

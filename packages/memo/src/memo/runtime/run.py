@@ -115,8 +115,8 @@ class Run:
             for number, layer in enumerate(found)
             if self.plan.layers[number].mode != "keep" or self._schedule.after_forward[number]
         ]
-        names = attention_names(layer for _, layer in self._changed)
-        self._undo = [offer_attention(name) for name in names]
+        self._offered: set[str] = set()
+        self._undo: list[Callable[[], None]] = []
         if plan.has_block_loss:
             self._undo.append(offer_block_loss(model))
         self._applied = found
@@ -197,6 +197,7 @@ class Run:
         if self.plan.layers[number].mode == "keep":
             out = forward(*args, **kwargs)
         else:
+            self._offer_attention(layer)
             record = self._make_record(number, layer, current, forward, args, kwargs)
             out = record.run()
             self._load(number, record, current)
@@ -206,6 +207,13 @@ class Run:
         # Forwards before other forwards' backwards: whose is first is not known.
         self._do([move for move in moves if is_alone or move.action != "fetch"], current)
         return out
+
+    def _offer_attention(self, layer: nn.Module) -> None:
+        """Has calls of the layer's attention handed over; its name may be another one than before."""
+        for name in attention_names([layer]):
+            if name not in self._offered:
+                self._offered.add(name)
+                self._undo.append(offer_attention(name))
 
     def _load(self, number: int, record: ForwardRecord, current: Pass) -> None:
         """Takes room in the store for what a layer left."""

@@ -88,7 +88,8 @@ class FakeModel:
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             for one in self._model.parameters():
                 one.grad = torch.zeros_like(one)
-        self._model.config._attn_implementation = _ATTENTION_NAME
+        config = self._model.config
+        config._attn_implementation = _ATTENTION_NAME
         self._layers = find_layers(self._model)
         self._layer = self._layers[0]
         self.layer_parameters = sum(one.numel() for one in self._layer.parameters())

@@ -18,20 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from memo.planner.layer_plan import INPUT, LayerPlan
-from memo.runtime.recording.calls import SavedView, address
-from memo.runtime.recording.items import Item, is_plain
+from memo.runtime.recording.calls import address
+from memo.runtime.recording.items import Item
 from memo.runtime.recording.random_state import Autocast, random_state
-from memo.runtime.recording.recorder import Recorder
 from memo.runtime.tiling.arguments import TileArguments
+from memo.runtime.tiling.kept_attention import Heads, KeptAttention
 from memo.runtime.tiling.row_locality import Proofs
 from memo.runtime.tiling.split_layer import AttentionCall, SplitLayer, refuse
 
 __all__ = ["TiledRecord"]
-
-_Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class TiledRecord:
@@ -82,7 +80,7 @@ class TiledRecord:
             raise refuse(layer, "has an argument beside its input that needs a gradient")
         self._parts = SplitLayer(layer, forward)
         proofs.apply(self._parts, self._arguments, found[0])
-        self._attention: _KeptAttention | None = None
+        self._attention: KeptAttention | None = None
         batch, self._num_tokens = found[0].shape[:2]
         self._tile_tokens = max(1, plan.tile_rows // batch)
         self._autocast = Autocast(found[0].device.type)
@@ -155,7 +153,7 @@ class TiledRecord:
         for start in range(0, self._num_tokens, self._tile_tokens):
             yield start, min(start + self._tile_tokens, self._num_tokens)
 
-    def _heads(self, source: Tensor) -> tuple[_Heads, AttentionCall]:
+    def _heads(self, source: Tensor) -> tuple[Heads, AttentionCall]:
         """Whole queries, keys and values, and the attention that is called with them."""
         whole: list[Tensor] = []
         attention: AttentionCall | None = None
@@ -169,20 +167,20 @@ class TiledRecord:
         assert attention is not None
         return tuple(whole), attention  # type: ignore[return-value]
 
-    def _attend(self, heads: _Heads, attention: AttentionCall) -> Tensor:
+    def _attend(self, heads: Heads, attention: AttentionCall) -> Tensor:
         outside = {address(one) for one in self._arguments.tensors()}
-        kept, answer = _KeptAttention.run(heads, attention, self._plan, outside)
+        kept, answer = KeptAttention.run(heads, attention, self._plan, outside)
         if answer.shape[:2] != (heads[0].shape[0], self._num_tokens):
             raise refuse(self._layer, f"has an attention that returns {list(answer.shape)}")
         self._attention = kept
         return answer
 
-    def _again(self, source: Tensor) -> tuple[Tensor, Callable[[Tensor], _Heads]]:
+    def _again(self, source: Tensor) -> tuple[Tensor, Callable[[Tensor], Heads]]:
         """Attention's result, kept or computed again, and its backward."""
         kept = self._attention
         if kept is not None:
 
-            def backward_kept(grad: Tensor) -> _Heads:
+            def backward_kept(grad: Tensor) -> Heads:
                 with torch.no_grad():
                     heads, _ = self._heads(source)
                 return kept.backward(heads, grad)
@@ -195,7 +193,7 @@ class TiledRecord:
         with torch.enable_grad():
             answer, _ = attention(*heads)
 
-        def backward(grad: Tensor) -> _Heads:
+        def backward(grad: Tensor) -> Heads:
             # Not only to the heads: attention may have parameters.
             torch.autograd.backward(answer, grad)
             query, key, value = (one.grad for one in heads)
@@ -222,7 +220,7 @@ class TiledRecord:
                 grad_source[:, start:stop] += rows.grad
         return grad_answer
 
-    def _backward_before(self, source: Tensor, grads: _Heads, grad_source: Tensor | None) -> None:
+    def _backward_before(self, source: Tensor, grads: Heads, grad_source: Tensor | None) -> None:
         """Adds to the input's gradient what comes through the part before attention."""
         for start, stop in self._tiles():
             rows = _leaf(source[:, start:stop], grad_source is not None)
@@ -263,73 +261,6 @@ class _Tiled(torch.autograd.Function):
         source = kept.detach().requires_grad_(ctx.needs_source)
         grad_source, grads = record.backward(source, grad_out)
         return None, grad_source, *grads
-
-
-class _Entry(torch.autograd.Function):
-    """Where attention's graph ends: unlike a leaf it holds no memory of the tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
-        return None, grad
-
-
-class _KeptAttention:
-    """Attention's graph whose saved tensors are queries, keys and values, which are made again, and an item.
-
-    Attributes:
-        item: attention's result, and what else it saved.
-    """
-
-    def __init__(
-        self, item: Item, sources: list[Tensor], out: GradientEdge, heads: list[GradientEdge]
-    ) -> None:
-        """Takes the item, the list through which the graph finds saved tensors, and the graph's ends."""
-        self.item = item
-        self._sources, self._out, self._heads = sources, out, heads
-
-    @classmethod
-    def run(
-        cls, heads: _Heads, attention: AttentionCall, plan: LayerPlan, outside: set[int]
-    ) -> tuple[_KeptAttention | None, Tensor]:
-        """Calls attention; returns no graph where the plan keeps none, or attention cannot be kept."""
-        sources: list[Tensor] = []
-        views: list[SavedView] = []
-
-        def pack(tensor: Tensor) -> Tensor | int:
-            if not is_plain(tensor) or address(tensor) in outside:
-                return tensor.detach()
-            return recorder.save(tensor)
-
-        recorder = Recorder(plan, {}, 1, pack)
-
-        def unpack(packed: Tensor | int) -> Tensor:
-            return packed if isinstance(packed, Tensor) else views[packed].of(sources)
-
-        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
-            anchor = heads[0].new_empty(0).requires_grad_()
-            entered = [_Entry.apply(anchor, one) for one in heads]
-            answer, _ = recorder.attend(lambda: attention(*entered), *entered)  # type: ignore[misc]
-        (call,) = recorder.calls
-        if call.item is None or call.views is None:
-            return None, answer.detach()
-        views.extend(call.views)
-        ends = [get_gradient_edge(one) for one in entered]
-        return cls(call.item, sources, get_gradient_edge(answer), ends), answer.detach()
-
-    def backward(self, heads: _Heads, grad: Tensor) -> _Heads:
-        """Gradients of queries, keys and values, given these and the gradient of the result."""
-        self._sources[:] = [*heads, *self.item.tensors]
-        try:
-            # The graph holds no memory of its own, and lives as long as the layer's.
-            return torch.autograd.grad(  # type: ignore[return-value]
-                self._out, self._heads, grad, retain_graph=True
-            )
-        finally:
-            self._sources.clear()
 
 
 @contextmanager
