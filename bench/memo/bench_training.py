@@ -12,8 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median, quantiles
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
-from contender import Contender, Ended, Setting
+from contender import SLACK, Contender, Ended, Setting
 
 import memo
 from memo.planner.layer_plan import LayerPlan
@@ -32,6 +34,21 @@ PEERS = [
         "peer": "no checkpointing",
         "setting": "the model as it is, without a limit",
         "why": "computes nothing twice: no way of training is faster",
+    },
+    {
+        "peer": "transformers' every_n_layers",
+        "setting": "use_reentrant False; n of 1, 2, 4 and 8",
+        "why": "the knob that transformers offers between all and nothing",
+    },
+    {
+        "peer": "torch's selective checkpointing",
+        "setting": "attention's results must be saved, the rest is computed again",
+        "why": "the policy of most guides: attention is the dearest to compute again for its bytes",
+    },
+    {
+        "peer": "torch.compile",
+        "setting": "activation_memory_budget of 0.2, 0.4, 0.6 and 0.8",
+        "why": "chooses what to compute again by a budget, and fuses what it computes",
     },
 ]
 
@@ -101,6 +118,120 @@ def bench_limit_of_full_checkpointing(tmp_path, benchmark, record_claim):
             ),
             aim=aim,
             spread=(min(found), max(found)),
+        )
+
+
+def peers():
+    """Ways to train that peers offer between keeping all and recomputing all, by what they are."""
+    found = {f"every {n} layers": Setting(way="every_n", every_n=n) for n in (1, 2, 4, 8)}
+    found["attention kept (SAC)"] = Setting(way="selective")
+    for share in (0.2, 0.4, 0.6, 0.8):
+        found[f"compiled, budget {share}"] = Setting(way="compiled", memory_budget=share)
+    return found
+
+
+def peak_and_seconds(setting, steps=3):
+    """Growth of memory and the median step, without a limit; None where it does not run."""
+    try:
+        with Contender(setting) as one:
+            for _ in range(steps):
+                one.step()
+    except Ended:
+        return None
+    return one.steps[-1].peak_bytes, median(one.seconds)
+
+
+def bench_between_all_and_nothing(tmp_path, benchmark, record_claim):
+    """Ours at two limits between full checkpointing and none, beside the fastest peer that fits each."""
+
+    def measure():
+        known = {name: peak_and_seconds(one) for name, one in peers().items()}
+        plain = peak_and_seconds(Setting(way="plain"))
+        limits = {
+            "attention-saving SAC": (known["attention kept (SAC)"][0], 1.05),
+            "half of plain": (plain[0] // 2, 1.0),
+        }
+        found = {}
+        for at, (limit, aim) in limits.items():
+            fitting = {k: v for k, v in known.items() if v is not None and v[0] <= limit}
+            best = min(fitting, key=lambda name: fitting[name][1])
+            ours = Setting(way="memo", store=f"file:{tmp_path}", allowance_bytes=limit)
+            found[at] = limit, aim, best, in_turns([ours, peers()[best]], repeats=5)
+        return known, plain, found
+
+    known, plain, found = benchmark.pedantic(measure, rounds=1)
+    told = "; ".join(
+        f"{name}: did not run" if one is None else f"{name}: {format_bytes(one[0])}, {one[1]:.3g} s"
+        for name, one in {**known, "plain": plain}.items()
+    )
+    for at, (limit, aim, best, (ours, peer)) in found.items():
+        every = ratios(ours, peer)
+        record_claim(
+            Claim(
+                name=f"step under the limit of {at}",
+                unit="s",
+                ours=median(ours.seconds),
+                baseline=median(peer.seconds),
+                baseline_name=f"the fastest peer that fits: {best}",
+                higher_is_better=False,
+                correct=ours.losses == pytest.approx(peer.losses, rel=1e-5)
+                and len(set(ours.losses)) > 2
+                and ours.steps[-1].peak_bytes <= limit * SLACK,
+                detail=f"limit {format_bytes(limit)}, held by RLIMIT_DATA for ours; ours grew by "
+                f"{format_bytes(ours.steps[-1].peak_bytes)}; peers without a limit, growth and step: {told}",
+                source=f"{COMMAND} -k between",
+            ),
+            aim=aim,
+            spread=(min(every), max(every)),
+        )
+
+
+RATES = {"all hides": 2.0, "some hides": 0.5, "hardly any hides": 0.1}
+"""Of the rate at which everything that is stored passes during the forwards."""
+
+
+def bench_throttled_store(tmp_path, benchmark, record_claim):
+    """Autotune beside fixed fractions in eighths, on a store that is slowed down to three rates."""
+    base = Setting(way="memo", store=f"file:{tmp_path}", num_layers=8)
+
+    def fixed(eighths, rate):
+        plan = memo.Plan.fixed(alpha=eighths / 8, store=base.store)
+        return replace(base, plan=plan, store_bytes_per_s=rate)
+
+    def measure():
+        with Contender(fixed(8, None)) as one:
+            for _ in range(3):
+                one.step()
+        limit, stored = one.steps[-1].peak_bytes, one.steps[-1].store_bytes
+        needed = stored / (median(one.seconds) / 3)  # a forward takes about a third of a step
+        found = {}
+        for name, share in RATES.items():
+            rate = share * needed
+            ours = replace(base, allowance_bytes=limit, is_limited=False, store_bytes_per_s=rate)
+            contenders = [ours, *(fixed(eighths, rate) for eighths in range(9))]
+            found[name] = rate, in_turns(contenders, repeats=3)
+        return limit, found
+
+    limit, found = benchmark.pedantic(measure, rounds=1)
+    for name, (rate, (ours, *swept)) in found.items():
+        best = min(range(9), key=lambda at: median(swept[at].seconds))
+        every = ratios(ours, swept[best])
+        told = ", ".join(f"{at}/8 {median(one.seconds):.3g} s" for at, one in enumerate(swept))
+        record_claim(
+            Claim(
+                name=f"step on a store slowed down until {name}",
+                unit="s",
+                ours=median(ours.seconds),
+                baseline=median(swept[best].seconds),
+                baseline_name=f"the best fixed fraction, {best}/8",
+                higher_is_better=False,
+                correct=all(one.losses == ours.losses for one in swept) and len(set(ours.losses)) > 2,
+                detail=f"throttled to {rate / 1e6:,.0f} MB/s each way; 8 layers; memory of the plan that stores "
+                f"everything, {format_bytes(limit)}, for ours; sweep: {told}",
+                source=f"{COMMAND} -k throttled",
+            ),
+            aim=1 / 1.03,
+            spread=(min(every), max(every)),
         )
 
 

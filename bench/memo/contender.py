@@ -30,13 +30,16 @@ import memo
 from memo.planner.footprint import footprint
 from memo.profiler.autotune import measure_profile
 from memo.profiler.storage_meter import StorageMeter
+from memo.runtime.block_loss import offer_block_loss
 from memo.runtime.device_memory import peak_bytes, resident_bytes
+from memo.runtime.stores.file import FileStore
 from memo.simulator import simulate
 
 __all__ = ["Contender", "Ended", "Setting", "Step"]
 
 CPU = torch.device("cpu")
 SEQUENCES = 2
+TILE_TOKENS = 256
 SLACK = 1.08
 """The kernel counts pages that are mapped, resident memory those that are touched; the same for all."""
 
@@ -54,6 +57,7 @@ class Setting:
         every_n: layers between checkpoints, for "every_n".
         memory_budget: for "compiled".
         store: for "memo": "memory" or "file:DIR"; None: no store.
+        store_bytes_per_s: what a file is slowed down to, each way; None: as fast as it is.
         plan: for "memo": instead of the one that `autotune` finds.
         is_predicted: whether what a given plan takes is predicted, from a profile, before it is applied.
     """
@@ -67,6 +71,7 @@ class Setting:
     every_n: int = 1
     memory_budget: float = 0.5
     store: str | None = None
+    store_bytes_per_s: float | None = None
     plan: memo.Plan | None = None
     is_predicted: bool = False
 
@@ -236,6 +241,42 @@ def _selective(model: Any, setting: Setting) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def _tiled_mlp(model: Any, setting: Setting) -> AbstractContextManager[Any]:
+    """Full checkpointing, feed-forward parts by tiles, and a loss without all logits."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        layer.mlp.forward = functools.partial(_TiledRows.apply, layer.mlp.forward)
+    offer_block_loss(model)
+    return nullcontext()
+
+
+class _TiledRows(torch.autograd.Function):
+    """A row-local function tile by tile, computed again in the backward, as in ALST (arXiv 2506.13996)."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], rows: torch.Tensor) -> torch.Tensor:
+        ctx.function = function
+        ctx.save_for_backward(rows)
+        out = torch.empty_like(rows)
+        for start in range(0, rows.shape[1], TILE_TOKENS):
+            tile = slice(start, start + TILE_TOKENS)
+            out[:, tile] = function(rows[:, tile])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        found = torch.empty_like(rows)
+        for start in range(0, rows.shape[1], TILE_TOKENS):
+            tile = slice(start, start + TILE_TOKENS)
+            leaf = rows[:, tile].detach().requires_grad_(True)
+            with torch.enable_grad():
+                out = ctx.function(leaf)
+            torch.autograd.backward(out, gradient[:, tile])
+            found[:, tile] = leaf.grad
+        return None, found
+
+
 def _compiled(model: Any, setting: Setting) -> AbstractContextManager[Any]:
     from torch._functorch import config
 
@@ -274,6 +315,7 @@ WAYS: dict[str, Callable[[Any, Setting], AbstractContextManager[Any]]] = {
     "checkpoint": _checkpoint,
     "every_n": _every_n,
     "selective": _selective,
+    "tiled_mlp": _tiled_mlp,
     "compiled": _compiled,
     "memo": _memo,
 }
@@ -285,15 +327,21 @@ def _serve(setting: Setting, end: Connection) -> None:
     model = make_model(setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tiny = replace(setting, num_tokens=64)
+    if setting.store_bytes_per_s is not None:
+        _throttle(setting.store_bytes_per_s)
     try:
         _step(model, optimizer, tiny, 0)  # gradients and states are there from now on
+        if setting.way == "memo":  # what measuring imports and compiles is there too
+            measure_profile(model, batch_of(64, 0), None, optimizer_bytes=0)
+        _trim()
+        base = resident_bytes(CPU)
+        if setting.allowance_bytes is not None and setting.is_limited:
+            limit = _data_bytes() + int(setting.allowance_bytes * SLACK)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        # From here on everything counts, planning too.
         with WAYS[setting.way](model, setting) as run:
             _step(model, optimizer, tiny, 0)
             _trim()
-            base = resident_bytes(CPU)
-            if setting.allowance_bytes is not None and setting.is_limited:
-                limit = _data_bytes() + int(setting.allowance_bytes * SLACK)
-                resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
             end.send(getattr(run, "plan", None))
             for number in itertools.count(1):
@@ -320,6 +368,20 @@ def _step(model: Any, optimizer: Any, setting: Setting, number: int) -> tuple[fl
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     return seconds, value
+
+
+def _throttle(bytes_per_s: float) -> None:
+    """Has every read and write of a file store take its bytes over a rate."""
+    for name in ("read", "write"):
+        own = getattr(FileStore, name)
+
+        def slow(self: FileStore, offset: int, data: Any, own: Any = own) -> None:
+            started = time.perf_counter()
+            own(self, offset, data)
+            rest_s = len(data) / bytes_per_s - (time.perf_counter() - started)
+            time.sleep(max(0.0, rest_s))
+
+        setattr(FileStore, name, slow)
 
 
 def _trim() -> None:

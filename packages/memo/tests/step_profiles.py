@@ -1,6 +1,12 @@
 """A Llama's layer in round numbers, which planners are tested on."""
 
-from memo.planner.profile import ItemProfile, LayerProfile, PassBytes, StepProfile
+from memo.planner.profile import (
+    ItemProfile,
+    LayerProfile,
+    PassBytes,
+    StepProfile,
+    TilesProfile,
+)
 from shared.topology.link import Link
 
 UNIT = 1 << 20
@@ -13,7 +19,15 @@ ITEMS = (
 )
 
 
-def step_profile(*, num_layers=6, rate=None, slowdown=1.0, items=ITEMS, **changes):
+TILES = TilesProfile(
+    tile_rows=100,
+    forward_s=0.6,
+    backward_s=1.4,
+    levels=(PassBytes(forward=3 * UNIT, backward=8 * UNIT),) * 2,
+)
+
+
+def step_profile(*, num_layers=6, rate=None, slowdown=1.0, items=ITEMS, tiles=None, **changes):
     """A step whose copies run at a rate in bytes/s; None: without a store."""
     layer = LayerProfile(
         items=tuple(ItemProfile(name=n, num_bytes=b * UNIT, recompute_s=s) for n, b, s in items),
@@ -26,6 +40,7 @@ def step_profile(*, num_layers=6, rate=None, slowdown=1.0, items=ITEMS, **change
             PassBytes(forward=(6 + 2 * k) * UNIT, backward=(26 - k) * UNIT)
             for k in range(len(items))
         ),
+        tiles=tiles,
     )
     link = None if rate is None else Link.from_rate(rate)
     known = {

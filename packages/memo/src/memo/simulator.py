@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memo.planner.footprint import Footprint, footprint
+from memo.planner.footprint import Footprint, LayerFootprint, footprint
 from memo.planner.plan import Plan
 from memo.planner.profile import StepProfile
-from memo.planner.schedule import Schedule, schedule
+from memo.planner.schedule import CopyStep, Schedule, schedule
 from shared.errors import ConfigError
 from shared.topology.link import Link
 from shared.topology.replay import Operation, Replay, Timeline
@@ -48,7 +48,7 @@ def simulate(plan: Plan, profile: StepProfile) -> Prediction:
         profile: what passes and copies take.
 
     Raises:
-        ConfigError: the plan stores items and the profile has no store.
+        ConfigError: the plan stores items and the profile has no store, or it has tiles and the profile none.
     """
     plan = plan.for_layers(profile.num_layers)
     held = footprint(plan, profile)
@@ -72,21 +72,22 @@ def _operations(
     if held.store_bytes and (send is None or fetch is None):
         raise ConfigError("expected a profile with a store, as the plan stores items, got none")
     slow = profile.slowdown if held.store_bytes else 1.0
-    last, found = len(held.layers) - 1, []
-    for number in range(len(held.layers)):
+    layers, found = held.layers, []
+    last = len(layers) - 1
+    for number, layer in enumerate(layers):
         waits = [("send", move.layer) for move in moves.before_forward[number]]
         found.append(
-            Operation(("forward", number), "compute", profile.layer.forward_s * slow, waits)
+            Operation(("forward", number), "compute", layer.forward_s * slow, waits)
         )
         for move in moves.after_forward[number]:
-            found.append(_copy(move.action, move.layer, held, ("forward", number), send, fetch))
+            found.append(_copy(move, layers, ("forward", number), send, fetch))
     head_s = profile.block_head_s if has_block_loss else profile.head_s
     found.append(Operation("head", "compute", head_s or 0.0))
     for number in range(last, -1, -1):
-        layer = held.layers[number]
+        layer = layers[number]
         before = "head" if number == last else ("backward", number + 1)
         for move in moves.before_backward[number]:
-            found.append(_copy(move.action, move.layer, held, before, send, fetch))
+            found.append(_copy(move, layers, before, send, fetch))
         seconds = (layer.replay_s + profile.layer.backward_s) * slow
         waits = [("fetch", number)] if layer.stored_bytes else []
         found.append(Operation(("backward", number), "compute", seconds, waits))
@@ -94,10 +95,15 @@ def _operations(
 
 
 def _copy(
-    action: str, number: int, held: Footprint, after: object, send: Link | None, fetch: Link | None
+    move: CopyStep,
+    layers: tuple[LayerFootprint, ...],
+    after: object,
+    send: Link | None,
+    fetch: Link | None,
 ) -> Operation:
+    action, number = move.action, move.layer
     link = send if action == "send" else fetch
     assert link is not None
-    seconds = link.time_s(held.layers[number].stored_bytes)
+    seconds = link.time_s(layers[number].stored_bytes)
     waits = [after] if action == "send" else [after, ("send", number)]
     return Operation((action, number), "out" if action == "send" else "back", seconds, waits)  # type: ignore[arg-type]

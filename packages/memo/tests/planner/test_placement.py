@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from step_profiles import ITEMS, UNIT, step_profile
+from step_profiles import ITEMS, TILES, UNIT, step_profile
 
 from memo.config import Budget, DoesNotFit
 from memo.planner.footprint import footprint
@@ -13,6 +13,7 @@ from memo.planner.layer_plan import LayerPlan
 from memo.planner.placement import place
 from memo.planner.plan import Plan
 from memo.simulator import simulate
+from shared.errors import ConfigError
 
 
 def planned(profile, device, store=0, name="memory"):
@@ -134,6 +135,54 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     assert "Budget(store=...)" in text
     with pytest.raises(DoesNotFit, match="shard them"):
         planned(step_profile(), 90)
+
+
+def test_tiles_are_chosen_where_nothing_else_fits():
+    profile = step_profile(tiles=TILES)
+    with_room = planned(profile, 132)
+    assert all(layer.mode != "tiles" for layer in with_room.layers)
+    plan = planned(profile, 128)
+    assert any(layer.mode == "tiles" for layer in plan.layers)
+    assert plan.prediction["peak_bytes"] <= 128 * UNIT
+    with pytest.raises(DoesNotFit):
+        planned(step_profile(), 128)
+
+
+def test_tiles_take_their_own_seconds_and_bytes():
+    profile = step_profile(tiles=TILES, head_bytes=UNIT)
+    layer = LayerPlan(mode="tiles", tile_rows=100, resident=frozenset({"input"}))
+    plan = Plan(layers=(layer,) * 6)
+    found = simulate(plan, profile)
+    assert found.step_s == pytest.approx(6 * (0.6 + 1.4 + 0.2) + 0.1)
+    assert found.peak_bytes == (100 + 6 + 8) * UNIT
+    with_attention = LayerPlan(
+        mode="tiles", tile_rows=100, resident=frozenset({"input", "attention"})
+    )
+    found = simulate(Plan(layers=(with_attention,) * 6), profile)
+    assert found.step_s == pytest.approx(6 * (0.6 + 1.4) + 0.1)
+    assert found.peak_bytes == (100 + 12 + 8) * UNIT
+
+
+def test_tiles_without_a_profile_of_them_are_refused():
+    layer = LayerPlan(mode="tiles", tile_rows=100, resident=frozenset({"input"}))
+    with pytest.raises(ConfigError, match="expected a profile of tiles"):
+        simulate(Plan(layers=(layer,) * 6), step_profile())
+
+
+def test_a_loss_in_blocks_that_saves_less_than_a_twentieth_is_not_chosen():
+    profile = step_profile(head_s=0.5, block_head_s=0.1, block_head_bytes=UNIT)
+    assert not planned(profile, 1000).has_block_loss
+    much = step_profile(head_s=0.7, block_head_s=0.1, block_head_bytes=UNIT)
+    assert planned(much, 1000).has_block_loss
+
+
+def test_a_loss_in_blocks_is_chosen_where_its_room_saves_a_twentieth():
+    profile = step_profile(head_bytes=100 * UNIT, block_head_s=0.2, block_head_bytes=UNIT)
+    tight = planned(profile, 100 + 6 * 20 + 26)
+    assert tight.has_block_loss
+    assert not planned(profile, 1000).has_block_loss
+    loose = planned(step_profile(head_bytes=100 * UNIT), 100 + 6 * 20 + 26)
+    assert tight.prediction["step_s"] <= 0.95 * loose.prediction["step_s"]
 
 
 def test_a_plan_in_words_names_layers_items_and_bytes():

@@ -8,6 +8,7 @@ from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.profiler.analytic.analysis import LINKS, OPTIMIZERS, Analysis
 from memo.profiler.analytic.fake_model import FakeModel
 from memo.profiler.analytic.model_shapes import SHAPES, read_config
+from memo.profiler.layer_tiles import TILE_ROWS
 from shared.errors import ConfigError
 from shared.topology.device import PRESETS
 
@@ -197,3 +198,30 @@ def test_what_is_no_configuration_is_refused(tmp_path, text):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="or one of llama-7b"):
         read_config(tmp_path)
+
+
+def test_tiles_at_other_lengths_are_those_of_a_count(analysis):
+    rows = 3 * TILE_ROWS["cuda"]
+    told = analysis.profile(rows).layer.tiles
+    counted = FakeModel(llama(), torch.bfloat16).count_tiles(
+        rows, TILE_ROWS["cuda"], PRESETS["H100"]
+    )
+    for mine, real in zip(told.levels, counted.levels, strict=True):
+        assert real.forward <= mine.forward <= 1.01 * real.forward
+        assert real.backward <= mine.backward <= 1.01 * real.backward
+    forward, backward = counted.forward, counted.backward
+    assert told.forward_s == pytest.approx(forward.attention + forward.other, rel=0.01)
+    assert told.backward_s == pytest.approx(backward.attention + backward.other, rel=0.01)
+
+
+def test_backwards_by_tiles_take_a_second_forward_but_not_attention(analysis):
+    layer = analysis.profile(1 << 16).layer
+    attention_s = next(one.recompute_s for one in layer.items if one.name == ATTENTION)
+    again_s = layer.tiles.backward_s - layer.backward_s
+    assert again_s == pytest.approx(layer.forward_s - attention_s, rel=0.25)
+    assert layer.tiles.forward_s == pytest.approx(layer.forward_s, rel=0.1)
+
+
+def test_layers_that_draw_random_numbers_have_no_tiles():
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100)
+    assert Analysis(config, "H100").profile(1024).layer.tiles is None

@@ -4,6 +4,9 @@ The first ones store items, the next ones keep items on the device, and the last
 autograd saves. Which items are there goes by the seconds that a byte saves, which is optimal for one
 limit (after the linear program of MEMO, arXiv 2407.12117, as a fractional knapsack). Plans that share
 all but how many layers the second run has are a family: its fastest that fits is found by bisection.
+
+Layers by tiles and a loss in blocks round otherwise than plain training, so that plans with them are looked
+at apart.
 """
 
 from __future__ import annotations
@@ -55,23 +58,36 @@ class Family:
     Attributes:
         first, second: the ways.
         num_kept: layers that keep all.
-        has_block_loss: see `Plan`.
         least_s: no plan of it is faster.
     """
 
     first: LayerPlan
     second: LayerPlan
     num_kept: int
-    has_block_loss: bool
     least_s: float
 
 
 class Candidates:
     """Plans within a budget, fast ones first."""
 
-    def __init__(self, profile: StepProfile, budget: Budget) -> None:
-        """Takes what a step takes without a plan, and hard limits."""
+    def __init__(
+        self,
+        profile: StepProfile,
+        budget: Budget,
+        *,
+        has_block_loss: bool = False,
+        has_tiles: bool = False,
+    ) -> None:
+        """Takes what there is to choose from.
+
+        Args:
+            profile: what a step takes without a plan.
+            budget: hard limits.
+            has_block_loss: whether the loss is computed in blocks, which the profile then has.
+            has_tiles: whether layers may go by tiles, which the profile then has.
+        """
         self._profile, self._budget = profile, budget
+        self._has_block_loss = has_block_loss
         self._store_limit = budget.store_bytes if profile.send is not None else 0
         self._keep = LayerPlan()
         names = [item.name for item in profile.layer.items]
@@ -84,6 +100,11 @@ class Candidates:
         else:
             self._seconds = [self._keep]
             self._firsts = [LayerPlan(mode="whole") if self._store_limit else self._keep]
+        if has_tiles:
+            assert profile.layer.tiles is not None
+            tiled = list(_tiled(profile.layer.tiles.tile_rows, has_store=self._store_limit > 0))
+            self._firsts += tiled
+            self._seconds += [one for one in tiled if not one.has_stored]
         # The ways live as long as this does: they are told apart by where they are.
         plan = Plan(layers=(self._keep,))
         self._rules = {"num_buffers": plan.num_buffers, "max_sending": plan.max_sending}
@@ -106,8 +127,7 @@ class Candidates:
 
     def _fits_alone(self, layer: LayerFootprint) -> bool:
         """Whether a step of one such layer fits, as it must where there are more."""
-        losses = _losses(self._profile)
-        return any(self.fits(self._add_up([(layer, 1)], one)) for one in losses)
+        return self.fits(self._add_up([(layer, 1)]))
 
     def _families(self, fitting: set[int]) -> Iterator[Family]:
         """Those of which at least one way is among the fitting ones."""
@@ -115,28 +135,28 @@ class Candidates:
         numbers = range(count, -1, -max(1, count // 16))
         if id(self._keep) not in fitting:
             numbers = range(1)
-        for has_block_loss in _losses(self._profile):
-            for first in self._firsts:
-                for second in self._seconds:
-                    if not fitting & {id(first), id(second)}:
-                        continue
-                    # Where the second run keeps all too, its number is found exactly.
-                    for num_kept in (0,) if second is self._keep else numbers:
-                        least_s = self._least_s(first, second, num_kept, has_block_loss)
-                        yield Family(first, second, num_kept, has_block_loss, least_s)
+        for first in self._firsts:
+            for second in self._seconds:
+                if not fitting & {id(first), id(second)}:
+                    continue
+                # Where the second run keeps all too, its number is found exactly.
+                for num_kept in (0,) if second is self._keep else numbers:
+                    yield Family(first, second, num_kept, self._least_s(first, second, num_kept))
 
-    def _least_s(
-        self, first: LayerPlan, second: LayerPlan, num_kept: int, has_block_loss: bool
-    ) -> float:
+    def _least_s(self, first: LayerPlan, second: LayerPlan, num_kept: int) -> float:
         """No plan of such a family is faster."""
-        profile = self._profile
-        again = min(self._held[id(first)].replay_s, self._held[id(second)].replay_s)
-        return self._plain_s(has_block_loss) + (profile.num_layers - num_kept) * again
+        more = min(self._more_s(first), self._more_s(second))
+        return self._plain_s() + (self._profile.num_layers - num_kept) * more
 
-    def _plain_s(self, has_block_loss: bool) -> float:
-        layer = self._profile.layer
-        head_s = self._profile.block_head_s if has_block_loss else self._profile.head_s
-        return self._profile.num_layers * (layer.forward_s + layer.backward_s) + (head_s or 0.0)
+    def _more_s(self, way: LayerPlan) -> float:
+        """Seconds of a layer beyond those of a kept one."""
+        held = self._held[id(way)]
+        return held.forward_s - self._profile.layer.forward_s + held.replay_s
+
+    def _plain_s(self) -> float:
+        layer, profile = self._profile.layer, self._profile
+        head_s = profile.block_head_s if self._has_block_loss else profile.head_s
+        return profile.num_layers * (layer.forward_s + layer.backward_s) + (head_s or 0.0)
 
     def of(self, family: Family) -> Iterator[Candidate]:
         """Plans of a family: with as many layers of the second run as fit, and with none or all."""
@@ -157,8 +177,8 @@ class Candidates:
                 high = middle - 1
         yield found
 
-    def _add_up(self, runs: list[tuple[LayerFootprint, int]], has_block_loss: bool) -> Footprint:
-        return add_up(runs, self._profile, has_block_loss=has_block_loss, **self._rules)
+    def _add_up(self, runs: list[tuple[LayerFootprint, int]]) -> Footprint:
+        return add_up(runs, self._profile, has_block_loss=self._has_block_loss, **self._rules)
 
     def _candidate(self, family: Family, num_second: int) -> Candidate:
         num_first = self._profile.num_layers - family.num_kept - num_second
@@ -168,26 +188,22 @@ class Candidates:
             (self._keep, family.num_kept),
         ]
         runs = [(way, count) for way, count in runs if count]
-        held = self._add_up(
-            [(self._held[id(way)], count) for way, count in runs], family.has_block_loss
-        )
-        again_s = sum(self._held[id(way)].replay_s * count for way, count in runs)
+        held = self._add_up([(self._held[id(way)], count) for way, count in runs])
+        more_s = sum(self._more_s(way) * count for way, count in runs)
         layer = self._profile.layer
         # Copies slow passes down: what stands beside the loss does not.
-        passes_s = self._profile.num_layers * (layer.forward_s + layer.backward_s) + again_s
+        passes_s = self._profile.num_layers * (layer.forward_s + layer.backward_s) + more_s
         waits_s = (self._profile.slowdown - 1) * passes_s if held.store_bytes else 0.0
-        least_s = self._plain_s(family.has_block_loss) + again_s + waits_s
-        return Candidate(tuple(runs), family.has_block_loss, held, least_s)
+        least_s = self._plain_s() + more_s + waits_s
+        return Candidate(tuple(runs), self._has_block_loss, held, least_s)
 
 
-def _losses(profile: StepProfile) -> tuple[bool, ...]:
-    """Whether the loss is computed in blocks: not at all where it cannot, always where that costs nothing."""
-    if profile.block_head_bytes is None or profile.block_head_s is None:
-        return (False,)
-    is_better = (
-        profile.block_head_s <= profile.head_s and profile.block_head_bytes <= profile.head_bytes
-    )
-    return (True,) if is_better else (False, True)
+def _tiled(tile_rows: int, *, has_store: bool) -> Iterator[LayerPlan]:
+    """What a layer by tiles may keep or store."""
+    for kept in ([INPUT], [INPUT, ATTENTION]):
+        yield LayerPlan(mode="tiles", tile_rows=tile_rows, resident=frozenset(kept))
+        if has_store:
+            yield LayerPlan(mode="tiles", tile_rows=tile_rows, stored=dict.fromkeys(kept, 1.0))
 
 
 def _stored(names: list[str]) -> Iterator[LayerPlan]:

@@ -30,6 +30,8 @@ def explain(
     lines = describe_layers(layers)
     if has_block_loss:
         lines.append("loss      in blocks, without all logits in memory")
+    if has_block_loss or any(layer.mode == "tiles" for layer in layers):
+        lines.append("rounding  sums over blocks and tiles round otherwise: not plain training's bits")
     known: dict[str, Any] = dict(prediction)
     if not known:
         return "\n".join([*lines, "nothing was predicted: a fixed plan"])
@@ -79,7 +81,10 @@ def _describe(layer: LayerPlan) -> str:
         stored.append(f"products {layer.default_fraction:.0%}")
     if stored:
         parts.append(f"store {', '.join(stored)}")
-    return "; ".join([*parts, "compute the rest again"])
+    again = "compute the rest again"
+    if layer.mode == "tiles":
+        again += f", {layer.tile_rows:,} rows at a time"
+    return "; ".join([*parts, again])
 
 
 def _short(name: str) -> str:

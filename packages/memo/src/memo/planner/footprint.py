@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from memo.planner.layer_plan import LayerPlan, rows_of
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan, rows_of
 from memo.planner.plan import Plan
 from memo.planner.profile import LayerProfile, StepProfile
+from shared.errors import ConfigError
 
 __all__ = ["Footprint", "LayerFootprint", "add_up", "footprint", "layer_footprint"]
 
@@ -24,7 +25,8 @@ class LayerFootprint:
         stored_bytes: that go to the store.
         buffer_bytes: that its stored items take when they are back.
         forward_bytes, backward_bytes: see `PassBytes`.
-        replay_s: seconds of what is computed again.
+        forward_s: seconds of its forward.
+        replay_s: seconds of its backward beyond a plain one: what is computed again.
     """
 
     resident_bytes: int
@@ -32,6 +34,7 @@ class LayerFootprint:
     buffer_bytes: int
     forward_bytes: int
     backward_bytes: int
+    forward_s: float
     replay_s: float
 
 
@@ -65,6 +68,9 @@ def footprint(plan: Plan, profile: StepProfile) -> Footprint:
     Args:
         plan: of the profile's number of layers.
         profile: what each layer makes.
+
+    Raises:
+        ConfigError: the plan has tiles, and the profile none.
     """
     runs = [(next(group), 1 + sum(1 for _ in group)) for _, group in groupby(plan.layers, key=id)]
     known = [(layer_footprint(one, profile, plan.cut), count) for one, count in runs]
@@ -161,46 +167,48 @@ def layer_footprint(plan: LayerPlan, profile: StepProfile, cut: int) -> LayerFoo
 
 
 def _layer(plan: LayerPlan, profile: LayerProfile, rows: int, cut: int) -> LayerFootprint:
-    if plan.mode == "keep":
+    if plan.mode in ("keep", "whole"):
+        is_kept = plan.mode == "keep"
+        moved = 0 if is_kept else _pages(profile.saved_bytes)
         return LayerFootprint(
-            resident_bytes=profile.saved_bytes,
-            stored_bytes=0,
-            buffer_bytes=0,
+            resident_bytes=profile.saved_bytes if is_kept else 0,
+            stored_bytes=moved,
+            buffer_bytes=moved,
             forward_bytes=profile.kept.forward,
             backward_bytes=profile.kept.backward,
+            forward_s=profile.forward_s,
             replay_s=0.0,
         )
-    if plan.mode == "whole":
-        return LayerFootprint(
-            resident_bytes=0,
-            stored_bytes=_pages(profile.saved_bytes),
-            buffer_bytes=_pages(profile.saved_bytes),
-            forward_bytes=profile.kept.forward,
-            backward_bytes=profile.kept.backward,
-            replay_s=0.0,
-        )
+    tiles, items = profile.tiles, profile.items
+    forward_s, replay_s, levels = profile.forward_s, profile.replay_s, profile.levels
+    if plan.mode == "tiles":
+        if tiles is None:
+            raise ConfigError("expected a profile of tiles, as the plan has some, got none")
+        items = tuple(item for item in items if item.name in (INPUT, ATTENTION))
+        forward_s, replay_s = tiles.forward_s, tiles.backward_s - profile.backward_s
+        levels = tiles.levels
     resident = stored = buffer = available = 0
-    replay_s = profile.replay_s
-    for item in profile.items:
+    for item in items:
         kept = rows_of(rows, plan.fraction(item.name), cut) if item.name not in plan.resident else 0
-        whole = item.name in ("input", "attention")
+        whole = item.name in (INPUT, ATTENTION)
         share = plan.fraction(item.name) if whole else kept / max(rows, 1)
         if item.name in plan.resident:
             resident, share = resident + item.num_bytes, 1.0
         elif share > 0:
             stored += _pages(int(item.num_bytes * share))
             buffer += _pages(item.num_bytes)
-        elif item.name == "input":  # nothing gives it back: without a place it stays
+        elif item.name == INPUT:  # nothing gives it back: without a place it stays
             resident, share = resident + item.num_bytes, 1.0
         available += share > 0
         replay_s += (1.0 - share) * item.recompute_s
-    level = profile.levels[max(available, 1) - 1]
+    level = levels[max(available, 1) - 1]
     return LayerFootprint(
         resident_bytes=resident,
         stored_bytes=stored,
         buffer_bytes=buffer,
         forward_bytes=level.forward,
         backward_bytes=level.backward,
+        forward_s=forward_s,
         replay_s=replay_s,
     )
 

@@ -12,7 +12,7 @@ from memo.planner.layer_plan import INPUT
 from shared.errors import DataError
 from shared.topology.link import Link
 
-__all__ = ["ItemProfile", "LayerProfile", "PassBytes", "StepProfile"]
+__all__ = ["ItemProfile", "LayerProfile", "PassBytes", "StepProfile", "TilesProfile"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,23 @@ class PassBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TilesProfile:
+    """A layer's passes by tiles, see `LayerPlan`.
+
+    Attributes:
+        tile_rows: rows of a tile.
+        forward_s: of its forward.
+        backward_s: of its backward, what is computed again included, attention's result being there.
+        levels: bytes of its passes where the input alone stays or comes back, and where attention does too.
+    """
+
+    tile_rows: int
+    forward_s: float
+    backward_s: float
+    levels: tuple[PassBytes, PassBytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
     """One layer's passes.
 
@@ -58,6 +75,7 @@ class LayerProfile:
         levels: of its passes where it is run again, by how many of the items stay or come back, from one
             (the input) to all.
         can_replay: whether running it again gives the same tensors and changes nothing.
+        tiles: of its passes by tiles; None where it cannot go by tiles.
     """
 
     items: tuple[ItemProfile, ...]
@@ -68,6 +86,7 @@ class LayerProfile:
     kept: PassBytes
     levels: tuple[PassBytes, ...]
     can_replay: bool = True
+    tiles: TilesProfile | None = None
 
     def __post_init__(self) -> None:
         if len(self.levels) != len(self.items) or not self.items or self.items[0].name != INPUT:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,20 @@ from memo.config import Budget
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.placement import place
 from memo.planner.plan import Plan
-from memo.planner.profile import ItemProfile, LayerProfile, StepProfile
-from memo.profiler.head import capture_call, count_head, measure_head
+from memo.planner.profile import ItemProfile, LayerProfile, StepProfile, TilesProfile
+from memo.profiler.head import (
+    capture_call,
+    count_block_head,
+    count_head,
+    measure_head,
+    shortened,
+)
 from memo.profiler.layer_bytes import LayerBytes, count_bytes
+from memo.profiler.layer_tiles import measure_tiles
 from memo.profiler.layer_times import LayerTimes, measure_layer
 from memo.profiler.store_rate import measure_store
 from memo.runtime.attention import offer_attention
+from memo.runtime.block_loss import has_block_loss, offer_block_loss
 from memo.runtime.device_memory import resident_bytes
 from memo.runtime.host_memory import keep_within_host
 from memo.runtime.layers import attention_names, find_layers
@@ -69,6 +77,7 @@ def autotune(
         layers,
         optimizer_bytes=optimizer_bytes,
         store_limit_bytes=budget.store_bytes,
+        room_bytes=budget.device_bytes - resident_bytes(device),
     )
     return place(profile, budget, store, predict=simulate)
 
@@ -81,42 +90,65 @@ def measure_profile(
     *,
     optimizer_bytes: int | None = None,
     store_limit_bytes: int | None = None,
+    room_bytes: int | None = None,
 ) -> StepProfile:
     """What a step takes on this machine: see `autotune`.
+
+    Bytes are counted at the batch's length. Seconds are measured there too if a plain layer and the loss
+    have room; else at a half of it, a quarter and so on, from which they follow: attention's grow with the
+    square of the length, all others with the length.
 
     Args:
         model, batch, layers, optimizer_bytes: see there.
         store: "memory", "pinned" or "file:DIR"; None: none is measured.
         store_limit_bytes: most bytes that are stored while it is measured.
+        room_bytes: what measuring may take on the device; None: no limit.
     """
+    fixed_bytes = _fixed_bytes(model, optimizer_bytes)
     found = find_layers(model, layers)
     layer = found[0]
     undo = [offer_attention(name) for name in attention_names(found)]
     try:
         args, kwargs = capture_call(model, found, batch)
+        source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        num_tokens = source.numel() // source.shape[-1]
         whole = _count_items(layer, args, kwargs)
-        names = list(whole.item_bytes)
-        times = measure_layer(layer, args, kwargs, names)
+        plain = count_bytes(layer, args, kwargs, LayerPlan())
+        head_bytes = count_head(model, found, batch)
+        needed = max(plain.held_bytes + plain.passes.forward + plain.passes.backward, head_bytes)
+        short, factor = _fitting(batch, needed, room_bytes)
+        called = (args, kwargs) if factor == 1 else capture_call(model, found, short)
+        times = measure_layer(layer, *called, list(whole.item_bytes))
         described = describe_layer(
-            whole, times, lambda plan: count_bytes(layer, args, kwargs, plan)
+            whole,
+            plain,
+            times.scaled(factor),
+            measure_tiles(layer, called, (args, kwargs), times, factor),
+            lambda plan: count_bytes(layer, args, kwargs, plan),
         )
 
         def work() -> None:
             with torch.no_grad():
-                layer(*args, **kwargs)
+                layer(*called[0], **called[1])
 
-        rate = None if store is None else measure_store(store, work, limit_bytes=store_limit_bytes)
+        limits = [one for one in (store_limit_bytes, room_bytes) if one is not None]
+        rate = None
+        if store is not None:
+            rate = measure_store(store, work, limit_bytes=min(limits, default=None))
+        head_s = measure_head(model, found, short) * factor
+        block_head_s, block_head_bytes = _block_head(model, found, short, factor)
     finally:
         for one in undo:
             one()
-    source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
     return StepProfile(
         layer=described,
         num_layers=len(found),
-        num_tokens=source.numel() // source.shape[-1],
-        head_s=measure_head(model, found, batch),
-        head_bytes=count_head(model, found, batch),
-        fixed_bytes=_fixed_bytes(model, optimizer_bytes),
+        num_tokens=num_tokens,
+        head_s=head_s,
+        head_bytes=head_bytes,
+        block_head_s=block_head_s,
+        block_head_bytes=block_head_bytes,
+        fixed_bytes=fixed_bytes,
         send=None if rate is None else rate.send,
         fetch=None if rate is None else rate.fetch,
         slowdown=1.0 if rate is None else rate.slowdown,
@@ -124,16 +156,58 @@ def measure_profile(
             "device": _device_name(source.device),
             "torch": str(torch.__version__),
             "store": store or "none",
+            "seconds": f"measured at {num_tokens // factor:,} tokens",
         },
     )
 
 
-def describe_layer(whole: LayerBytes, times: LayerTimes, count: Any) -> LayerProfile:
+def _fitting(
+    batch: Mapping[str, Any], needed_bytes: int, room_bytes: int | None
+) -> tuple[Mapping[str, Any], int]:
+    """The longest of a batch, its half, its quarter and so on, that has room; and what part it is."""
+    factor = 1
+    while room_bytes is not None and needed_bytes > room_bytes * factor:
+        short = shortened(batch, 2 * factor)
+        if short is None:
+            break
+        factor *= 2
+    short = batch if factor == 1 else shortened(batch, factor)
+    assert short is not None
+    return short, factor
+
+
+def _block_head(
+    model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any], factor: int
+) -> tuple[float | None, int | None]:
+    """Seconds and bytes of what is outside of the layers with a loss in blocks; None where there is none."""
+    half = shortened(batch, 2)
+    if not has_block_loss(model) or half is None or not isinstance(batch.get("labels"), Tensor):
+        return None, None
+    undo = offer_block_loss(model)
+    try:
+        seconds = measure_head(model, layers, batch) * factor
+        num_bytes = count_block_head(model, layers, batch)
+        # What there is a token; the rest are blocks and sums, which no length changes.
+        grown = 2 * max(0, num_bytes - count_block_head(model, layers, half))
+    finally:
+        undo()
+    return seconds, num_bytes + grown * (factor - 1)
+
+
+def describe_layer(
+    whole: LayerBytes,
+    plain: LayerBytes,
+    times: LayerTimes,
+    tiles: TilesProfile | None,
+    count: Callable[[LayerPlan], LayerBytes],
+) -> LayerProfile:
     """A layer's profile from its counted bytes and measured seconds.
 
     Args:
         whole: counted with every item kept.
+        plain: counted without a plan.
         times: measured.
+        tiles: of its passes by tiles.
         count: counts the layer under another plan.
     """
     items = [
@@ -147,7 +221,6 @@ def describe_layer(whole: LayerBytes, times: LayerTimes, count: Any) -> LayerPro
     first, *others = items
     others.sort(key=lambda one: -one.recompute_s / max(one.num_bytes, 1))
     ordered = [first, *others]
-    plain = count(LayerPlan())
     levels = [plain.passes] * len(ordered)
     if times.can_replay:
         kept = [frozenset(one.name for one in ordered[: num + 1]) for num in range(len(ordered))]
@@ -161,6 +234,7 @@ def describe_layer(whole: LayerBytes, times: LayerTimes, count: Any) -> LayerPro
         kept=plain.passes,
         levels=tuple(levels),
         can_replay=times.can_replay,
+        tiles=tiles,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,10 +12,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
+from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.storage_meter import StorageMeter
 from shared.errors import ConfigError
 
-__all__ = ["capture_call", "count_head", "loss_of", "measure_head", "pass_on", "replaced"]
+__all__ = [
+    "capture_call",
+    "count_head",
+    "count_block_head",
+    "loss_of",
+    "measure_head",
+    "pass_on",
+    "replaced",
+    "shortened",
+]
 
 
 class _Captured(Exception):
@@ -38,7 +47,7 @@ def replaced(layers: list[nn.Module], forward: Callable[..., Any]) -> Iterator[N
 def capture_call(
     model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model calls its first layer with.
+    """What a model calls its first layer with; the layer's input needs a gradient, as that of later ones does.
 
     Raises:
         ConfigError: the model does not call its layers on this batch.
@@ -53,29 +62,67 @@ def capture_call(
         try:
             model(**batch)
         except _Captured:
-            return found[0]
+            return _needing_gradient(*found[0])
     raise ConfigError(
         f"{type(model).__name__}: expected its forward to call its layers on this batch, got none called; "
         "name the layers, or give the batch that your loop gives"
     )
 
 
+def _needing_gradient(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    source = next(
+        one
+        for one in (*args, *kwargs.values())
+        if isinstance(one, Tensor) and one.is_floating_point()
+    )
+    given = source.detach().requires_grad_(True)
+    return (
+        tuple(given if one is source else one for one in args),
+        {key: given if one is source else one for key, one in kwargs.items()},
+    )
+
+
+def shortened(batch: Mapping[str, Any], factor: int) -> dict[str, Any] | None:
+    """A batch whose sequences have their first tokens only; None where its tensors are not [batch, tokens]."""
+    tensors = [one for one in batch.values() if isinstance(one, Tensor)]
+    shapes = {tuple(one.shape) for one in tensors}
+    if len(shapes) != 1 or tensors[0].ndim != 2 or tensors[0].shape[1] // factor < 1:
+        return None
+    length = tensors[0].shape[1] // factor
+    return {
+        name: one[:, :length].contiguous() if isinstance(one, Tensor) else one
+        for name, one in batch.items()
+    }
+
+
 def measure_head(
     model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any], *, repeats: int = 2
 ) -> float:
     """Seconds of forward and backward without the layers; gradients are left as they were."""
-    gradients = {one: one.grad for one in model.parameters()}
+    device = next(model.parameters()).device
     seconds = []
-    try:
+    with untouched_gradients(model), replaced(layers, pass_on), torch.enable_grad():
         for _ in range(repeats + 1):
-            with replaced(layers, pass_on), torch.enable_grad():
-                started = time.perf_counter()
-                loss_of(model(**batch)).backward()
-                seconds.append(time.perf_counter() - started)
-    finally:
-        for one, gradient in gradients.items():
-            one.grad = gradient
+            started = now(device)
+            loss_of(model(**batch)).backward()
+            seconds.append(now(device) - started)
     return min(seconds[1:])
+
+
+def count_block_head(
+    model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]
+) -> int:
+    """Most bytes of forward and backward without the layers, gradients of parameters left out.
+
+    Counted while it runs: which tokens count is known by their values only.
+    """
+    with untouched_gradients(model), replaced(layers, pass_on), torch.enable_grad():
+        loss_of(model(**batch)).backward()  # gradients are there from now on
+        with StorageMeter() as meter:
+            loss_of(model(**batch)).backward()
+    return meter.peak_bytes
 
 
 def count_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]) -> int:

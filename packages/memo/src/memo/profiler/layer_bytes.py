@@ -22,10 +22,13 @@ from memo.planner.profile import PassBytes
 from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.layers import named_memory, without_cache
 from memo.runtime.recording.record import LayerRecord
+from memo.runtime.tiling.record import TiledRecord
+from memo.runtime.tiling.row_locality import Proofs
 
 __all__ = ["LayerBytes", "count_bytes", "count_passes", "first_tensor"]
 
 _log = logging.getLogger(__name__)
+_CUT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def count_bytes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     plan: LayerPlan,
-    cut: int = 16,
+    proofs: Proofs | None = None,
 ) -> LayerBytes:
     """Counts one forward and backward of a layer under a plan, with its items on the device.
 
@@ -68,18 +71,22 @@ def count_bytes(
         args, kwargs: what it is called with; only their shapes matter.
         plan: items that it names count as if they stayed; those that come back from a store take buffers,
             which are not counted here.
-        cut: see `Plan`.
+        proofs: what is known of the layer, for a plan with tiles: nothing can be found out here.
     """
     kwargs = without_cache(kwargs)
     try:
-        return _count_fake(layer, args, kwargs, plan, cut)
+        return _count_fake(layer, args, kwargs, plan, proofs)
     except RuntimeError as error:
         _log.info("%s: counted as it runs, not on fake tensors: %s", type(layer).__name__, error)
-        return _count_real(layer, args, kwargs, plan, cut)
+        return _count_real(layer, args, kwargs, plan, proofs)
 
 
 def _count_fake(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan, cut: int
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: LayerPlan,
+    proofs: Proofs | None,
 ) -> LayerBytes:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -97,7 +104,7 @@ def _count_fake(
     args, kwargs = tree_map(fake, (args, kwargs))
 
     def run(inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LayerBytes:
-        return count_passes(inner, args, kwargs, plan, cut)
+        return count_passes(inner, args, kwargs, plan, proofs)
 
     with mode:
         for one in tensors.values():
@@ -107,7 +114,11 @@ def _count_fake(
 
 
 def _count_real(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan, cut: int
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: LayerPlan,
+    proofs: Proofs | None,
 ) -> LayerBytes:
     """Counts passes that are computed; gradients, buffers and random numbers are left as they were."""
     gradients = {one: one.grad for one in layer.parameters()}
@@ -117,7 +128,7 @@ def _count_real(
         for one in gradients:
             one.grad = torch.zeros_like(one) if one.requires_grad else None
         with torch.random.fork_rng(devices), torch.enable_grad():
-            return count_passes(layer, args, kwargs, plan, cut)
+            return count_passes(layer, args, kwargs, plan, proofs)
     finally:
         for one, gradient in gradients.items():
             one.grad = gradient
@@ -127,10 +138,14 @@ def _count_real(
 
 
 def count_passes(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan, cut: int
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    plan: LayerPlan,
+    proofs: Proofs | None = None,
 ) -> LayerBytes:
     """Counts passes of a layer whose parameters have gradients; see `count_bytes`."""
-    record = None
+    record: LayerRecord | TiledRecord | None = None
     with StorageMeter() as meter:
         given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
         meter.ignore(*given)
@@ -141,9 +156,21 @@ def count_passes(
                 kwargs,
                 plan=plan,
                 parameters=lambda: named_memory(layer),
-                cut=cut,
+                cut=_CUT,
                 fetch=lambda _: None,
             )
+        elif plan.mode == "tiles":
+            assert proofs is not None
+            record = TiledRecord(
+                layer,
+                layer.forward,
+                args,
+                kwargs,
+                plan=plan,
+                proofs=proofs,
+                fetch=lambda _: None,
+            )
+        if record is not None:
             out = first_tensor(record.run())
             items = {item.name: sum(g.num_bytes for g in item.geometry) for item in record.items}
         else:
@@ -151,10 +178,8 @@ def count_passes(
         forward = meter.peak_bytes
         held = meter.live_bytes - out.untyped_storage().nbytes()
         gradient = torch.ones_like(out)
-        shape = out.untyped_storage().nbytes()
-        before = (
-            meter.live_bytes - shape
-        )  # the result itself is the next layer's input, and gone by now
+        # The result itself is the next layer's input, and gone by now.
+        before = meter.live_bytes - out.untyped_storage().nbytes()
         meter.mark()
         out.backward(gradient)
         backward = meter.peak_bytes - before

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.layer_bytes import first_tensor
 from memo.profiler.stopwatch import Stopwatch
-from memo.runtime.attention import listening
+from memo.runtime.attention import Answer, listening
 from memo.runtime.layers import named_memory, without_cache
 from memo.runtime.recording.calls import NotRepeatable, Products
 from memo.runtime.recording.record import LayerRecord
 
-__all__ = ["LayerTimes", "measure_layer"]
+__all__ = ["LayerTimes", "longer_s", "measure_layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +30,36 @@ class LayerTimes:
     Attributes:
         forward_s, backward_s: without a plan.
         replay_s: to run it again when every item is there.
+        attention_backward_s: of attention's own backward; 0 where the layer calls none.
         call_s: of each product, by its weight's name, and of attention.
-        needless: products whose result nothing reads that autograd saves.
         can_replay: whether running it again gave the same tensors and changed no buffer.
     """
 
     forward_s: float
     backward_s: float
     replay_s: float
+    attention_backward_s: float
     call_s: Mapping[str, float]
     can_replay: bool
+
+    def scaled(self, factor: int) -> LayerTimes:
+        """At so many times the tokens of each sequence: attention's seconds grow with the square."""
+        return replace(
+            self,
+            forward_s=longer_s(self.forward_s, self.call_s.get(ATTENTION, 0.0), factor),
+            backward_s=longer_s(self.backward_s, self.attention_backward_s, factor),
+            replay_s=self.replay_s * factor,
+            attention_backward_s=self.attention_backward_s * factor**2,
+            call_s={
+                name: seconds * factor ** (2 if name == ATTENTION else 1)
+                for name, seconds in self.call_s.items()
+            },
+        )
+
+
+def longer_s(seconds: float, attention_s: float, factor: int) -> float:
+    """Seconds at so many times the tokens of each sequence, given those of attention among them."""
+    return (seconds - attention_s) * factor + attention_s * factor**2
 
 
 def measure_layer(
@@ -53,60 +74,49 @@ def measure_layer(
 
     Args:
         layer: as it is in the model, in training mode.
-        args, kwargs: what it is called with.
+        args, kwargs: what it is called with; its input is the first tensor, and needs a gradient.
         names: its items, the input among them.
         repeats: of each measurement; medians count.
     """
     kwargs = without_cache(kwargs)
-    gradients = {one: one.grad for one in layer.parameters()}
     buffers = {name: one.detach().clone() for name, one in layer.named_buffers()}
     source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-    given = source.detach().requires_grad_(True)
-    args = tuple(given if one is source else one for one in args)
-    kwargs = {key: given if one is source else one for key, one in kwargs.items()}
     device = source.device
     plan = LayerPlan(mode="restore", resident=frozenset([*names, INPUT, ATTENTION]))
     forward, backward, replay, calls = [], [], [], []
     names_of = {at: name for at, (name, _) in named_memory(layer).items()}
+    attention = _AttentionBackward(device)
     try:
-        for _ in range(repeats + 1):
-            watch = Stopwatch(names_of, lambda: _now(device))
-            with torch.enable_grad():
-                started = _now(device)
-                out = first_tensor(layer(*args, **kwargs))
-                forward.append(_now(device) - started)
-            started = _now(device)
-            out.backward(torch.ones_like(out))
-            backward.append(_now(device) - started)
-            del out
-            with torch.enable_grad():
-                with listening(watch), Products(watch.product):
+        with untouched_gradients(layer, source):
+            for _ in range(repeats + 1):
+                watch = Stopwatch(names_of, lambda: now(device))
+                with torch.enable_grad():
+                    started = now(device)
+                    out = first_tensor(layer(*args, **kwargs))
+                    forward.append(now(device) - started)
+                started = now(device)
+                out.backward(torch.ones_like(out))
+                backward.append(now(device) - started)
+                del out
+                with torch.enable_grad():
+                    with listening(watch), Products(watch.product):
+                        layer(*args, **kwargs)
+                    record = _record(layer, args, kwargs, plan)
+                    out = record.run()
+                calls.append(watch.spent)
+                with torch.no_grad():
+                    started = now(device)
+                    record.restore()
+                    replay.append(now(device) - started)
+                del record, out
+                with torch.no_grad(), listening(attention):
                     layer(*args, **kwargs)
-                record = LayerRecord(
-                    layer.forward,
-                    args,
-                    kwargs,
-                    plan=plan,
-                    parameters=lambda: named_memory(layer),
-                    cut=16,
-                    fetch=lambda _: None,
-                )
-                out = record.run()
-            calls.append(watch.spent)
-            with torch.no_grad():
-                started = _now(device)
-                record.restore()
-                replay.append(_now(device) - started)
-            del record, out
-        can_replay = all(
-            torch.equal(one, buffers[name]) for name, one in layer.named_buffers()
-        ) and _is_repeatable(layer, args, kwargs, plan)
+            can_replay = all(
+                torch.equal(one, buffers[name]) for name, one in layer.named_buffers()
+            ) and _is_repeatable(layer, args, kwargs)
     except NotRepeatable:
         can_replay = False
     finally:
-        for one, gradient in gradients.items():
-            one.grad = gradient
-        given.grad = None
         with torch.no_grad():
             for name, one in layer.named_buffers():
                 one.copy_(buffers[name])
@@ -115,35 +125,58 @@ def measure_layer(
         forward_s=median(forward[1:] or forward),
         backward_s=median(backward[1:] or backward),
         replay_s=median(replay[1:] or replay or [0.0]),
+        attention_backward_s=median(attention.seconds[1:] or [0.0]),
         call_s={key: median(one[key] for one in calls[1:]) for key in keys} if calls[1:] else {},
         can_replay=can_replay,
     )
 
 
-def _is_repeatable(
+class _AttentionBackward:
+    """Runs attention's backward by itself, and takes its time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: list[float] = []
+        self._device = device
+
+    def attend(self, call: partial[Answer], query: Tensor, key: Tensor, value: Tensor) -> Answer:
+        module, _, _, _, *args = call.args
+        leaves = [one.detach().requires_grad_(True) for one in (query, key, value)]
+        with torch.enable_grad(), listening(None):
+            out = call.func(module, *leaves, *args, **call.keywords)[0]
+        started = now(self._device)
+        out.backward(torch.ones_like(out))
+        self.seconds.append(now(self._device) - started)
+        return call()
+
+
+def _record(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan
-) -> bool:
-    """Whether two backwards from one forward, restored twice, and a plain one agree to the bit."""
+) -> LayerRecord:
+    return LayerRecord(
+        layer.forward,
+        args,
+        kwargs,
+        plan=plan,
+        parameters=lambda: named_memory(layer),
+        cut=16,
+        fetch=lambda _: None,
+    )
+
+
+def _is_repeatable(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a plain backward and one that runs the whole layer again agree to the bit."""
     found = []
-    for way in (None, plan):
+    for is_plain in (True, False):
         for one in layer.parameters():
             one.grad = None
         state = torch.get_rng_state()
         try:
             with torch.enable_grad():
-                if way is None:
-                    out = layer(*args, **kwargs)
+                if is_plain:
+                    out = first_tensor(layer(*args, **kwargs))
                 else:
-                    out = LayerRecord(
-                        layer.forward,
-                        args,
-                        kwargs,
-                        plan=LayerPlan(mode="restore"),
-                        parameters=lambda: named_memory(layer),
-                        cut=16,
-                        fetch=lambda _: None,
-                    ).run()
-            out = first_tensor(out)
+                    again = LayerPlan(mode="restore")
+                    out = first_tensor(_record(layer, args, kwargs, again).run())
             out.backward(torch.ones_like(out))
         finally:
             torch.set_rng_state(state)
@@ -152,9 +185,3 @@ def _is_repeatable(
         (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
         for a, b in zip(*found, strict=True)
     )
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from shared.kernels.token_log_probs.autograd import token_log_probs
 
-__all__ = ["KNOWN", "offer_block_loss"]
+__all__ = ["KNOWN", "has_block_loss", "offer_block_loss"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +27,11 @@ KNOWN = {*(f"{name}ForCausalLM" for name in _FAMILIES), "GPT2LMHeadModel"}
 """Models whose logits are a product with the head's weight, and nothing else."""
 
 _IGNORED = -100
+
+
+def has_block_loss(model: nn.Module) -> bool:
+    """Whether a model's loss can be computed in blocks: see `offer_block_loss`."""
+    return not isinstance(_find(model), str)
 
 
 def offer_block_loss(model: nn.Module) -> Callable[[], None]:
@@ -41,14 +46,10 @@ def offer_block_loss(model: nn.Module) -> Callable[[], None]:
     Returns:
         What undoes it.
     """
-    found = [
-        one for one in model.modules() if KNOWN & {kind.__name__ for kind in type(one).__mro__}
-    ]
-    reason = "it is of no known family" if len(found) != 1 else _reason_against(found[0])
-    if reason is not None:
-        _log.info("memo: the loss of %s is left as it is: %s", type(model).__name__, reason)
+    causal = _find(model)
+    if isinstance(causal, str):
+        _log.info("memo: the loss of %s is left as it is: %s", type(model).__name__, causal)
         return lambda: None
-    causal: Any = found[0]
     own = causal.forward
 
     @wraps(own)
@@ -71,6 +72,16 @@ def offer_block_loss(model: nn.Module) -> Callable[[], None]:
         del causal.forward
 
     return undo
+
+
+def _find(model: nn.Module) -> Any:
+    """The causal model of a known family inside of a model; a text where its loss is left as it is."""
+    found = [
+        one for one in model.modules() if KNOWN & {kind.__name__ for kind in type(one).__mro__}
+    ]
+    if len(found) != 1:
+        return "it is of no known family"
+    return _reason_against(found[0]) or found[0]
 
 
 def _reason_against(model: Any) -> str | None:

@@ -24,10 +24,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from memo.planner.layer_plan import INPUT, LayerPlan
-from memo.planner.profile import ItemProfile, LayerProfile, PassBytes, StepProfile
-from memo.profiler.analytic.fake_model import FakeModel
+from memo.planner.profile import (
+    ItemProfile,
+    LayerProfile,
+    PassBytes,
+    StepProfile,
+    TilesProfile,
+)
+from memo.profiler.analytic.fake_model import FakeModel, TilesCount
 from memo.profiler.analytic.roofline import ATTENTION_SHARE, PRODUCT_SHARE, Seconds
 from memo.profiler.layer_bytes import LayerBytes
+from memo.profiler.layer_tiles import TILE_ROWS
 from shared.errors import ConfigError
 from shared.topology.device import PRESETS, Device
 from shared.topology.link import Link
@@ -52,6 +59,9 @@ LINKS = {
 
 _ANCHORS = (1 << 9, 1 << 20)
 """Tokens of a rank that are counted."""
+
+_TILES = 8
+"""Tiles of the longer of two lengths at which passes by tiles are counted."""
 
 _BLOCK_BYTES = 1 << 27
 """Slopes of logits that `shared.kernels.token_log_probs` has at once on a GPU."""
@@ -114,6 +124,14 @@ class Analysis:
         self._link = Link.from_rate(link_bytes_per_s or LINKS[device])
         self._known: dict[frozenset[str] | None, tuple[LayerBytes, ...]] = {}
         self._times = tuple(self._model.time_layer(one, self.device) for one in _ANCHORS)
+        self._tile_rows = TILE_ROWS["cpu" if device == "CPU" else "cuda"]
+        self._tiled: tuple[TilesCount, TilesCount] | None = None
+        if self._model.has_tiles:
+            count = self._model.count_tiles
+            self._tiled = (
+                count(self._tile_rows, self._tile_rows, self.device),
+                count(_TILES * self._tile_rows, self._tile_rows, self.device),
+            )
         self._heads = tuple(self._model.count_head(one, self.device) for one in _ANCHORS)
 
     @property
@@ -202,6 +220,36 @@ class Analysis:
             replay_s=self._seconds(rows, lambda at: self._times[at].replay),
             kept=self._passes(rows, None),
             levels=tuple(self._passes(rows, one) for one in kept),
+            tiles=self._tiles(rows),
+        )
+
+    def _tiles(self, rows: int) -> TilesProfile | None:
+        """Passes by tiles: whole tensors grow with the length, a tile does not."""
+        if self._tiled is None:
+            return None
+        low, high = self._tiled
+        share = (rows - self._tile_rows) / (_TILES * self._tile_rows - self._tile_rows)
+
+        def between(of: Callable[[TilesCount], float]) -> float:
+            return of(low) + (of(high) - of(low)) * share
+
+        def seconds(of: Callable[[TilesCount], Seconds]) -> float:
+            other = between(lambda one: of(one).other)
+            at_high = (rows / (_TILES * self._tile_rows)) ** 2 * self.ranks
+            return max(0.0, other) + of(high).attention * at_high
+
+        def passes(level: int) -> PassBytes:
+            ring = self._ring_bytes(rows)
+            return PassBytes(
+                forward=ceil(max(0, between(lambda one: one.levels[level].forward))) + ring,
+                backward=ceil(max(0, between(lambda one: one.levels[level].backward))) + 2 * ring,
+            )
+
+        return TilesProfile(
+            tile_rows=self._tile_rows,
+            forward_s=seconds(lambda one: one.forward),
+            backward_s=seconds(lambda one: one.backward),
+            levels=(passes(0), passes(1)),
         )
 
     def _counted(self, resident: frozenset[str] | None) -> tuple[LayerBytes, ...]:
@@ -215,13 +263,15 @@ class Analysis:
 
     def _passes(self, rows: int, resident: frozenset[str] | None) -> PassBytes:
         found = [one.passes for one in self._counted(resident)]
-        ring = 0
-        if self.ranks > 1:
-            ring = 2 * self._model.key_value_bytes * rows
+        ring = self._ring_bytes(rows)
         return PassBytes(
             forward=_between(rows, *(one.forward for one in found)) + ring,
             backward=_between(rows, *(one.backward for one in found)) + 2 * ring,
         )
+
+    def _ring_bytes(self, rows: int) -> int:
+        """Keys and values of other ranks that are there at once."""
+        return 2 * self._model.key_value_bytes * rows if self.ranks > 1 else 0
 
     def _fixed_bytes(self) -> int:
         itemsize, model = self._dtype.itemsize, self._model

@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.planner.profile import PassBytes
 from memo.profiler.analytic.roofline import Roofline, Seconds
 from memo.profiler.head import capture_call, loss_of, pass_on, replaced
 from memo.profiler.layer_bytes import LayerBytes, count_passes, first_tensor
+from memo.profiler.layer_tiles import tile_plan
 from memo.profiler.stopwatch import Stopwatch
 from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.attention import Answer, listening, offer_attention
@@ -29,9 +31,13 @@ from memo.runtime.block_loss import KNOWN
 from memo.runtime.layers import find_layers, named_memory
 from memo.runtime.recording.calls import Products
 from memo.runtime.recording.record import LayerRecord
+from memo.runtime.tiling.arguments import TileArguments
+from memo.runtime.tiling.record import TiledRecord
+from memo.runtime.tiling.row_locality import Proofs
+from memo.runtime.tiling.split_layer import SplitLayer
 from shared.topology.device import Device
 
-__all__ = ["FakeModel", "HeadCount", "LayerSeconds"]
+__all__ = ["FakeModel", "HeadCount", "LayerSeconds", "TilesCount"]
 
 _ATTENTION_NAME = "memo-fake"
 
@@ -44,6 +50,15 @@ class LayerSeconds:
     backward: Seconds
     replay: Seconds
     calls: dict[str, Seconds]
+
+
+@dataclass(frozen=True, slots=True)
+class TilesCount:
+    """What a layer's passes by tiles take, see `TilesProfile`."""
+
+    forward: Seconds
+    backward: Seconds
+    levels: tuple[PassBytes, PassBytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +84,7 @@ class FakeModel:
         other_parameters: of all else.
         head_size: of the matrix that makes logits, rows and columns.
         has_block_loss: whether its loss can be computed in blocks.
+        has_tiles: whether its layers are known to be row-local but for attention, and draw no random numbers.
         key_value_bytes: of a token's keys and values in a layer.
     """
 
@@ -98,6 +114,8 @@ class FakeModel:
         head = self._model.get_output_embeddings()
         self.head_size: tuple[int, int] = tuple(head.weight.shape)
         self.has_block_loss = type(self._model).__name__ in KNOWN
+        draws = any(isinstance(one, nn.Dropout) and one.p > 0 for one in self._layer.modules())
+        self.has_tiles = self.has_block_loss and not draws
         heads = config.num_attention_heads
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         heads = getattr(config, "num_key_value_heads", None) or heads
@@ -118,20 +136,15 @@ class FakeModel:
     def _call(self, num_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the layer is called with: its input requires gradients, as in a model."""
         tokens = torch.zeros(1, num_tokens, dtype=torch.long)
-        args, kwargs = capture_call(
+        return capture_call(
             self._model, self._layers, {"input_ids": tokens, "use_cache": False}
         )
-        for one in (*args, *kwargs.values()):
-            if isinstance(one, Tensor) and one.is_floating_point():
-                one.requires_grad_(True)
-                break
-        return args, kwargs
 
     def count_layer(self, num_tokens: int, plan: LayerPlan) -> LayerBytes:
         """Bytes of the layer's passes under a plan."""
         with self._running():
             args, kwargs = self._call(num_tokens)
-            return count_passes(self._layer, args, kwargs, plan, cut=16)
+            return count_passes(self._layer, args, kwargs, plan)
 
     def time_layer(self, num_tokens: int, device: Device) -> LayerSeconds:
         """Seconds of the layer's passes on a device."""
@@ -162,6 +175,39 @@ class FakeModel:
             begun = clock.total
             out.backward(torch.ones_like(out))
             return LayerSeconds(forward, clock.total - begun, replay, watch.spent)
+
+    def count_tiles(self, num_tokens: int, tile_rows: int, device: Device) -> TilesCount:
+        """Seconds and bytes of the layer's passes by tiles; not where `has_tiles` is False."""
+        with self._running():
+            args, kwargs = self._call(num_tokens)
+            proofs = self._proofs(args, kwargs)
+            levels = [
+                count_passes(self._layer, args, kwargs, tile_plan(tile_rows, num), proofs).passes
+                for num in (1, 2)
+            ]
+            with Roofline(device) as clock:
+                record = TiledRecord(
+                    self._layer,
+                    self._layer.forward,
+                    args,
+                    kwargs,
+                    plan=tile_plan(tile_rows, 2),
+                    proofs=proofs,
+                    fetch=lambda _: None,
+                )
+                out = first_tensor(record.run())
+                forward = clock.total
+                out.backward(torch.ones_like(out))
+            return TilesCount(forward, clock.total - forward, (levels[0], levels[1]))
+
+    def _proofs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proofs:
+        """What is known of layers of the known kinds: products before attention are queries, keys and values."""
+        source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        parts = SplitLayer(self._layer, self._layer.forward)
+        tile = TileArguments(args, kwargs, source).tile(source[:, :1], 0)
+        proofs = Proofs()
+        proofs.assume(self._layer, frozenset(range(parts.num_products(tile))))
+        return proofs
 
     def count_head(self, num_tokens: int, device: Device) -> HeadCount:
         """Seconds and bytes of what is outside of the layers."""

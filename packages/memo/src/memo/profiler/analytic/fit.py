@@ -160,6 +160,9 @@ def _say(layer: LayerPlan, count: int) -> str:
         return f"keep {layers}"
     if layer.mode == "whole":
         return f"swap {layers} whole"
+    if layer.mode == "tiles":
+        kept = layer.stored or dict.fromkeys(sorted(layer.resident), 1.0)
+        return f"tiles in {layers}, {'swap' if layer.stored else 'keep'} {_items(kept)}"
     if any(layer.stored.values()):
         return f"swap {layers}: {_items(layer.stored)}"
     if layer.resident == {INPUT}:

@@ -39,12 +39,24 @@ class Proofs:
         Raises:
             ConfigError: it is not.
         """
-        kinds = tuple((name, type(one)) for name, one in parts.layer.named_modules())
-        if (kinds, parts.layer.training) not in self._unread:
+        key = _kind(parts.layer)
+        if key not in self._unread:
             with torch.no_grad(), _untouched(parts.layer):
-                found = _prove(parts, arguments, source)
-            self._unread[kinds, parts.layer.training] = found
-        parts.unread = self._unread[kinds, parts.layer.training]
+                self._unread[key] = _prove(parts, arguments, source)
+        parts.unread = self._unread[key]
+
+    def assume(self, layer: nn.Module, unread: frozenset[int]) -> None:
+        """Takes a layer to be row-local, where there are no values to compare.
+
+        Args:
+            layer: of a known kind.
+            unread: its products before attention that only attention reads, by number.
+        """
+        self._unread[_kind(layer)] = unread
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    return *((name, type(one)) for name, one in layer.named_modules()), layer.training
 
 
 def _prove(parts: SplitLayer, arguments: TileArguments, source: Tensor) -> frozenset[int]:

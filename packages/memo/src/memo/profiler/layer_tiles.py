@@ -1,0 +1,91 @@
+"""A layer's passes by tiles: seconds measured, bytes counted on fake tensors."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.planner.profile import TilesProfile
+from memo.profiler.clock import now, untouched_gradients
+from memo.profiler.layer_bytes import count_bytes, first_tensor
+from memo.profiler.layer_times import LayerTimes, longer_s
+from memo.runtime.layers import without_cache
+from memo.runtime.tiling.record import TiledRecord
+from memo.runtime.tiling.row_locality import Proofs
+from shared.errors import ConfigError
+
+__all__ = ["TILE_ROWS", "measure_tiles", "tile_plan"]
+
+TILE_ROWS = {"cpu": 512, "cuda": 8192}
+"""Of a tile: few beside a long sequence, enough for products at full rate."""
+
+_REPEATS = 3
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def measure_tiles(
+    layer: nn.Module, called: _Call, whole: _Call, times: LayerTimes, factor: int
+) -> TilesProfile | None:
+    """Measures a layer by tiles; parameters and their gradients are left as they were.
+
+    Args:
+        layer: as it is in the model.
+        called: what it is called with where seconds are measured.
+        whole: the same at the batch's own length, at which bytes are counted.
+        times: of its passes without tiles, where seconds are measured.
+        factor: how many times longer the batch is.
+
+    Returns:
+        None where the layer cannot go by tiles.
+    """
+    args, kwargs = called[0], without_cache(called[1])
+    source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    num_rows = source.numel() // source.shape[-1]
+    tile_rows = max(1, min(TILE_ROWS.get(source.device.type, TILE_ROWS["cpu"]), num_rows // 4))
+    proofs = Proofs()
+    try:
+        forward_s, backward_s = _seconds(layer, args, kwargs, source, tile_plan(tile_rows, 2), proofs)
+    except ConfigError:
+        return None
+    levels = [count_bytes(layer, *whole, tile_plan(tile_rows, num), proofs).passes for num in (1, 2)]
+    return TilesProfile(
+        tile_rows=tile_rows,
+        forward_s=longer_s(forward_s, times.call_s.get(ATTENTION, 0.0), factor),
+        backward_s=longer_s(backward_s, times.attention_backward_s, factor),
+        levels=(levels[0], levels[1]),
+    )
+
+
+def tile_plan(tile_rows: int, num_items: int) -> LayerPlan:
+    """A layer by tiles that keeps its input, and with two items attention's result too."""
+    kept = [INPUT, ATTENTION][:num_items]
+    return LayerPlan(mode="tiles", tile_rows=tile_rows, resident=frozenset(kept))
+
+
+def _seconds(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    source: Tensor,
+    plan: LayerPlan,
+    proofs: Proofs,
+) -> tuple[float, float]:
+    """Seconds of a forward and a backward."""
+    forward, backward = [], []
+    with untouched_gradients(layer, source), torch.enable_grad():
+        for _ in range(_REPEATS):
+            record = TiledRecord(
+                layer, layer.forward, args, kwargs, plan=plan, proofs=proofs, fetch=lambda _: None
+            )
+            started = now(source.device)
+            out = first_tensor(record.run())
+            forward.append(now(source.device) - started)
+            started = now(source.device)
+            out.backward(torch.ones_like(out))
+            backward.append(now(source.device) - started)
+            del record, out
+    return median(forward[1:]), median(backward[1:])

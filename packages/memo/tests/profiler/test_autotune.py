@@ -1,0 +1,211 @@
+"""Measured profiles and the plans that follow, on small real models: bytes against real ones, seconds by their sums."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import memo
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.profiler.autotune import measure_profile
+from memo.profiler.head import capture_call, count_block_head, count_head, shortened
+from memo.profiler.layer_bytes import count_bytes, count_passes
+from memo.profiler.layer_times import LayerTimes, longer_s
+from memo.profiler.storage_meter import StorageMeter
+from memo.runtime.attention import offer_attention
+from memo.runtime.block_loss import offer_block_loss
+from memo.runtime.device_memory import resident_bytes
+from memo.runtime.tiling.row_locality import Proofs
+
+from ..runtime.models import make_batch, make_model, train
+
+CPU = torch.device("cpu")
+UNIT = 1 << 20
+ROOM = 1 << 34
+
+
+def batch_of(length, rows=1):
+    ids = make_batch(0, rows, length)
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama", num_layers=4)
+
+
+@pytest.fixture(scope="module")
+def profile(model):
+    return measure_profile(model, batch_of(512), None, optimizer_bytes=0)
+
+
+@pytest.fixture
+def layer_call(model):
+    undo = offer_attention("sdpa")
+    yield model.model.layers[0], *capture_call(model, list(model.model.layers), batch_of(256))
+    undo()
+
+
+PLANS = {
+    "plain": LayerPlan(),
+    "input": LayerPlan(mode="restore", resident=frozenset([INPUT])),
+    "input, attention": LayerPlan(mode="restore", resident=frozenset([INPUT, ATTENTION])),
+    "tiles, input": LayerPlan(mode="tiles", tile_rows=64, resident=frozenset([INPUT])),
+    "tiles": LayerPlan(mode="tiles", tile_rows=64, resident=frozenset([INPUT, ATTENTION])),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_bytes_on_fake_tensors_are_those_of_a_real_layer(layer_call, plan):
+    layer, args, kwargs = layer_call
+    proofs = Proofs()
+    for one in layer.parameters():
+        one.grad = torch.zeros_like(one)
+    real = count_passes(layer, args, kwargs, plan, proofs)
+    fake = count_bytes(layer, args, kwargs, plan, proofs)
+    assert fake.held_bytes == pytest.approx(real.held_bytes, rel=0.01)
+    assert fake.passes.forward == pytest.approx(real.passes.forward, rel=0.01)
+    assert fake.passes.backward == pytest.approx(real.passes.backward, rel=0.01)
+    assert fake.item_bytes.keys() == real.item_bytes.keys()
+
+
+def test_tiles_take_less_than_a_whole_layer_and_the_input_alone_least(layer_call):
+    layer, args, kwargs = layer_call
+    proofs = Proofs()
+    for one in layer.parameters():
+        one.grad = torch.zeros_like(one)
+    count_passes(layer, args, kwargs, PLANS["tiles"], proofs)
+    held = {name: count_bytes(layer, args, kwargs, plan, proofs) for name, plan in PLANS.items()}
+    assert held["tiles"].passes.backward < 0.5 * held["input"].passes.backward
+    assert held["tiles, input"].held_bytes < held["tiles"].held_bytes
+    assert held["tiles, input"].held_bytes == held["input"].held_bytes == 256 * 64 * 4
+
+
+def test_profiles_leave_the_model_as_it_was(model):
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    state = torch.get_rng_state()
+    measure_profile(model, batch_of(64), None)
+    assert all(one.grad is None for one in model.parameters())
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert all("forward" not in vars(one) for one in model.modules())
+
+
+def test_a_profile_has_items_levels_tiles_and_both_heads(profile):
+    layer = profile.layer
+    assert {INPUT, ATTENTION, "mlp.up_proj.weight"} <= {item.name for item in layer.items}
+    assert all(low.backward >= high.backward for low, high in pairwise(layer.levels))
+    assert layer.kept.backward < layer.levels[0].backward
+    assert layer.tiles is not None
+    assert layer.tiles.tile_rows == 128
+    assert layer.tiles.backward_s > 0
+    assert profile.block_head_bytes is not None
+    assert profile.details["seconds"] == "measured at 512 tokens"
+
+
+def test_without_room_seconds_are_measured_at_fewer_tokens(model):
+    told = measure_profile(model, batch_of(512), None, room_bytes=2 * UNIT)
+    assert told.details["seconds"] == "measured at 128 tokens"
+    assert told.num_tokens == 512
+    whole = measure_profile(model, batch_of(512), None, room_bytes=ROOM)
+    assert told.layer.saved_bytes == whole.layer.saved_bytes
+    assert told.layer.levels == whole.layer.levels
+    assert told.head_bytes == whole.head_bytes
+
+
+def test_measuring_keeps_to_its_room(model):
+    batch = batch_of(4096)
+    room = 24 * UNIT
+    measure_profile(model, batch_of(64), None)
+    with StorageMeter() as meter:
+        told = measure_profile(model, batch, None, room_bytes=room)
+    assert told.layer.saved_bytes > room / 2, "or the task proves nothing"
+    assert meter.peak_bytes < room
+
+
+def test_longer_sequences_take_linear_and_square_seconds():
+    assert longer_s(3.0, 1.0, 4) == 2 * 4 + 1 * 16
+    times = LayerTimes(
+        forward_s=3.0, backward_s=5.0, replay_s=0.5, attention_backward_s=2.0,
+        call_s={ATTENTION: 1.0, "up": 0.25}, can_replay=True,
+    ).scaled(2)  # fmt: skip
+    assert times.forward_s == 2 * 2 + 4
+    assert times.backward_s == 3 * 2 + 2 * 4
+    assert times.replay_s == 1.0
+    assert times.attention_backward_s == 8.0
+    assert times.call_s == {ATTENTION: 4.0, "up": 0.5}
+    assert times.scaled(1) == times
+
+
+def test_batches_are_shortened_where_all_tensors_are_tokens():
+    batch = batch_of(100, rows=2)
+    short = shortened(batch, 4)
+    assert short["input_ids"].shape == (2, 25)
+    assert torch.equal(short["labels"], batch["labels"][:, :25])
+    assert short["use_cache"] is False
+    assert shortened(batch, 128) is None
+    assert shortened({**batch, "attention_mask": torch.zeros(2, 1, 100, 100)}, 2) is None
+
+
+def test_a_loss_in_blocks_counts_no_logits():
+    model = make_model("llama", num_layers=2)
+    model.resize_token_embeddings(20_000)
+    batch = batch_of(512)
+    layers = list(model.model.layers)
+    logits = 512 * 20_000 * 4
+    assert count_head(model, layers, batch) > 2 * logits
+    undo = offer_block_loss(model)
+    taken = count_block_head(model, layers, batch)
+    undo()
+    # A block of logits, and the gradient of the head's weight.
+    assert 20_000 * 64 * 4 < taken < logits
+
+
+def trained(model, plan, length):
+    with memo.apply(model, plan):
+        return train(model, num_batches=2, rows=1, length=length)
+
+
+def least_budget(model, length, **limits):
+    """The smallest budget in steps of 2 % that `autotune` accepts, and its plan."""
+    base = resident_bytes(CPU) + 3 * sum(one.nbytes for one in model.parameters())
+    room = 1 * UNIT
+    while True:
+        budget = memo.Budget(device=base + room, **limits)
+        try:
+            return budget, memo.autotune(model, batch_of(length), budget)
+        except memo.DoesNotFit:
+            room = int(room * 1.1)
+
+
+def test_tiles_come_where_nothing_else_fits_and_the_plan_says_what_is_given_up():
+    model = make_model("llama", num_layers=4)
+    plain_losses, plain = train(model, num_batches=2, rows=1, length=2048)
+    model.zero_grad()
+    _, plan = least_budget(model, 2048)
+    assert {layer.mode for layer in plan.layers} == {"tiles"}
+    text = plan.explain()
+    assert "512 rows at a time" in text
+    assert "not plain training's bits" in text
+    losses, found = trained(model, plan, 2048)
+    assert losses == pytest.approx(plain_losses, rel=1e-5)
+    for name, gradient in plain.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-6), name
+
+
+def test_with_room_nothing_that_rounds_otherwise_is_chosen():
+    model = make_model("llama", num_layers=4)
+    expected = train(model, num_batches=2, rows=1, length=256)
+    model.zero_grad()
+    budget = memo.Budget(device=resident_bytes(CPU) + 64 * UNIT)
+    plan = memo.autotune(model, batch_of(256), budget)
+    assert not plan.has_block_loss
+    assert all(layer.mode != "tiles" for layer in plan.layers)
+    losses, found = trained(model, plan, 256)
+    assert losses == expected[0]
+    assert all(torch.equal(found[name], one) for name, one in expected[1].items())
+
+
+def test_what_does_not_fit_raises_before_any_step(model):
+    with pytest.raises(memo.DoesNotFit, match="expected at most"):
+        memo.autotune(model, batch_of(256), memo.Budget(device=resident_bytes(CPU) + 4096))
