@@ -38,6 +38,9 @@ from memo.simulator import simulate
 
 __all__ = ["autotune", "describe_layer", "measure_profile"]
 
+_LEAST_TOKENS = 64
+"""Of a sequence: seconds of fewer say little of longer ones."""
+
 
 def autotune(
     model: nn.Module,
@@ -166,13 +169,12 @@ def _fitting(
 ) -> tuple[Mapping[str, Any], int]:
     """The longest of a batch, its half, its quarter and so on, that has room; and what part it is."""
     factor = 1
+    short = batch
     while room_bytes is not None and needed_bytes > room_bytes * factor:
-        short = shortened(batch, 2 * factor)
-        if short is None:
+        found = shortened(batch, 2 * factor, least_tokens=_LEAST_TOKENS)
+        if found is None:
             break
-        factor *= 2
-    short = batch if factor == 1 else shortened(batch, factor)
-    assert short is not None
+        short, factor = found, 2 * factor
     return short, factor
 
 

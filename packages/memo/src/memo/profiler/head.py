@@ -84,11 +84,16 @@ def _needing_gradient(
     )
 
 
-def shortened(batch: Mapping[str, Any], factor: int) -> dict[str, Any] | None:
-    """A batch whose sequences have their first tokens only; None where its tensors are not [batch, tokens]."""
+def shortened(
+    batch: Mapping[str, Any], factor: int, *, least_tokens: int = 1
+) -> dict[str, Any] | None:
+    """A batch whose sequences have their first tokens only, one in `factor`.
+
+    None where its tensors are not [batch, tokens], or too few tokens would be left.
+    """
     tensors = [one for one in batch.values() if isinstance(one, Tensor)]
     shapes = {tuple(one.shape) for one in tensors}
-    if len(shapes) != 1 or tensors[0].ndim != 2 or tensors[0].shape[1] // factor < 1:
+    if len(shapes) != 1 or tensors[0].ndim != 2 or tensors[0].shape[1] // factor < least_tokens:
         return None
     length = tensors[0].shape[1] // factor
     return {

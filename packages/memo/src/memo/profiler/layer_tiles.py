@@ -23,6 +23,8 @@ __all__ = ["TILE_ROWS", "measure_tiles", "tile_plan"]
 TILE_ROWS = {"cpu": 512, "cuda": 8192}
 """Of a tile: few beside a long sequence, enough for products at full rate."""
 
+_LEAST_ROWS = 64
+
 _REPEATS = 3
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -44,8 +46,9 @@ def measure_tiles(
     """
     args, kwargs = called[0], without_cache(called[1])
     source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-    num_rows = source.numel() // source.shape[-1]
-    tile_rows = max(1, min(TILE_ROWS.get(source.device.type, TILE_ROWS["cpu"]), num_rows // 4))
+    num_rows = factor * source.numel() // source.shape[-1]
+    most_rows = TILE_ROWS.get(source.device.type, TILE_ROWS["cpu"])
+    tile_rows = max(_LEAST_ROWS, min(most_rows, num_rows // 4))
     proofs = Proofs()
     try:
         forward_s, backward_s = _seconds(layer, args, kwargs, source, tile_plan(tile_rows, 2), proofs)
