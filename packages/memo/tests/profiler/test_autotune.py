@@ -121,13 +121,13 @@ def test_without_room_seconds_are_measured_at_fewer_tokens(model):
 
 
 def test_measuring_keeps_to_its_room(model):
-    room = 40 * UNIT
+    room = 20 * UNIT
     measure_profile(model, batch_of(1024), None, room_bytes=8 * UNIT)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = resident_bytes(CPU)
     told = measure_profile(model, batch_of(8192), None, room_bytes=room)
-    assert told.layer.saved_bytes > 2 * room, "or the task proves nothing"
-    assert peak_bytes(CPU) - before < 1.2 * room
+    assert told.layer.saved_bytes > 1.9 * room, "or the task proves nothing"
+    assert peak_bytes(CPU) - before < 1.25 * room
 
 
 def test_longer_sequences_take_linear_and_square_seconds():
