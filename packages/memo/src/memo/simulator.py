@@ -76,9 +76,7 @@ def _operations(
     last = len(layers) - 1
     for number, layer in enumerate(layers):
         waits = [("send", move.layer) for move in moves.before_forward[number]]
-        found.append(
-            Operation(("forward", number), "compute", layer.forward_s * slow, waits)
-        )
+        found.append(Operation(("forward", number), "compute", layer.forward_s * slow, waits))
         for move in moves.after_forward[number]:
             found.append(_copy(move, layers, ("forward", number), send, fetch))
     head_s = profile.block_head_s if has_block_loss else profile.head_s

@@ -31,7 +31,9 @@ def explain(
     if has_block_loss:
         lines.append("loss      in blocks, without all logits in memory")
     if has_block_loss or any(layer.mode == "tiles" for layer in layers):
-        lines.append("rounding  sums over blocks and tiles round otherwise: not plain training's bits")
+        lines.append(
+            "rounding  sums over blocks and tiles round otherwise: not plain training's bits"
+        )
     known: dict[str, Any] = dict(prediction)
     if not known:
         return "\n".join([*lines, "nothing was predicted: a fixed plan"])

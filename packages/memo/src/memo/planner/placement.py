@@ -79,9 +79,7 @@ def place(
     least: Footprint | None = None
     for has_tiles in (False, True) if profile.layer.tiles is not None else (False,):
         for has_blocks in (False, True) if has_block_loss else (False,):
-            candidates = Candidates(
-                profile, budget, has_block_loss=has_blocks, has_tiles=has_tiles
-            )
+            candidates = Candidates(profile, budget, has_block_loss=has_blocks, has_tiles=has_tiles)
             found, smallest = _fastest(candidates, profile, budget, store, predict)
             if least is None or smallest.peak_bytes < least.peak_bytes:
                 least = smallest

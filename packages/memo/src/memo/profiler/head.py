@@ -18,8 +18,8 @@ from shared.errors import ConfigError
 
 __all__ = [
     "capture_call",
-    "count_head",
     "count_block_head",
+    "count_head",
     "loss_of",
     "measure_head",
     "pass_on",
@@ -116,9 +116,7 @@ def measure_head(
     return min(seconds[1:])
 
 
-def count_block_head(
-    model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]
-) -> int:
+def count_block_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]) -> int:
     """Most bytes of forward and backward without the layers, gradients of parameters left out.
 
     Counted while it runs: which tokens count is known by their values only.

@@ -44,6 +44,8 @@ def measure_tiles(
     Returns:
         None where the layer cannot go by tiles.
     """
+    if not times.can_replay:
+        return None
     args, kwargs = called[0], without_cache(called[1])
     source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
     num_rows = factor * source.numel() // source.shape[-1]
@@ -51,10 +53,14 @@ def measure_tiles(
     tile_rows = max(_LEAST_ROWS, min(most_rows, num_rows // 4))
     proofs = Proofs()
     try:
-        forward_s, backward_s = _seconds(layer, args, kwargs, source, tile_plan(tile_rows, 2), proofs)
+        forward_s, backward_s = _seconds(
+            layer, args, kwargs, source, tile_plan(tile_rows, 2), proofs
+        )
     except ConfigError:
         return None
-    levels = [count_bytes(layer, *whole, tile_plan(tile_rows, num), proofs).passes for num in (1, 2)]
+    levels = [
+        count_bytes(layer, *whole, tile_plan(tile_rows, num), proofs).passes for num in (1, 2)
+    ]
     return TilesProfile(
         tile_rows=tile_rows,
         forward_s=longer_s(forward_s, times.call_s.get(ATTENTION, 0.0), factor),

@@ -136,9 +136,7 @@ class FakeModel:
     def _call(self, num_tokens: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the layer is called with: its input requires gradients, as in a model."""
         tokens = torch.zeros(1, num_tokens, dtype=torch.long)
-        return capture_call(
-            self._model, self._layers, {"input_ids": tokens, "use_cache": False}
-        )
+        return capture_call(self._model, self._layers, {"input_ids": tokens, "use_cache": False})
 
     def count_layer(self, num_tokens: int, plan: LayerPlan) -> LayerBytes:
         """Bytes of the layer's passes under a plan."""
