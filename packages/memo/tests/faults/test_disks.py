@@ -18,6 +18,8 @@ from shared.errors import DataError
 from ..runtime.models import assert_same_step, make_model, train
 from .steps import HALF, loss_of
 
+pytestmark = pytest.mark.unchecked  # models are trained
+
 
 def test_a_disk_that_fills_up_is_named(tmp_path):
     """RLIMIT_FSIZE stands for a full disk: writes fail in the same place."""

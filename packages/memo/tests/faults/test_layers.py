@@ -12,6 +12,8 @@ from shared.errors import ConfigError
 from ..runtime.models import assert_same_step, make_stack, train_stack
 from .steps import HALF, WHOLE
 
+pytestmark = pytest.mark.unchecked  # models are trained
+
 
 class ChangesItsInput(nn.Module):
     def __init__(self):

@@ -25,6 +25,8 @@ from ..runtime.models import (
 )
 from .steps import HALF, WHOLE, loss_of
 
+pytestmark = pytest.mark.unchecked  # models are trained
+
 
 def test_two_plans_on_one_model_are_refused():
     model = make_model("llama")

@@ -17,6 +17,8 @@ from ..runtime.models import (
 )
 from .steps import BOTH, HALF, WHOLE, loss_of
 
+pytestmark = pytest.mark.unchecked  # models are trained
+
 
 @BOTH
 @pytest.mark.parametrize("frozen", ["embedding", "first layers", "all but biases", "everything"])

@@ -11,6 +11,8 @@ from memo import apply
 from ..runtime.models import assert_same_step, gradients, make_batch, make_model, train
 from .steps import BOTH, HALF, loss_of
 
+pytestmark = pytest.mark.unchecked  # models are trained
+
 
 @BOTH
 @pytest.mark.parametrize("lengths", [(48, 96, 32, 96), (96, 17, 48)])

@@ -16,6 +16,8 @@ from ..runtime.models import assert_same_step, make_input, make_stack, train_sta
 from ..runtime.test_whole import Expands, Slices, Transposes
 from .steps import BOTH
 
+pytestmark = pytest.mark.unchecked  # models are trained
+
 
 class SparseProduct(nn.Module):
     """Saves a sparse buffer, and activations that it made sparse itself."""

@@ -15,6 +15,8 @@ from memo.planner.plan import Plan
 from memo.simulator import simulate
 from shared.errors import ConfigError
 
+pytestmark = pytest.mark.unchecked  # a plan looks at hundreds
+
 
 def planned(profile, device, store=0, name="memory"):
     return place(profile, Budget(device * UNIT, store * UNIT), name, predict=simulate)

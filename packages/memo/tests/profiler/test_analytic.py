@@ -12,6 +12,8 @@ from memo.profiler.layer_tiles import TILE_ROWS
 from shared.errors import ConfigError
 from shared.topology.device import PRESETS
 
+pytestmark = pytest.mark.unchecked  # every operation of a step is counted
+
 H, F, HEADS, VOCABULARY = 128, 352, 4, 1000
 
 
@@ -61,8 +63,15 @@ def saved_on_the_device(config, num_tokens, dtype):
     return sum(num_bytes for num_bytes, _ in found.values())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (LlamaConfig, "bfloat16"),
+        (Qwen3Config, "float32"),
+        pytest.param(LlamaConfig, "float32", marks=pytest.mark.slow),
+        pytest.param(Qwen3Config, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_saved_bytes_are_those_of_a_real_layer(kind, dtype):
     config = kind(
         **{k: v for k, v in llama().to_dict().items() if k not in ("model_type", "dtype")}
@@ -144,10 +153,10 @@ def test_ranks_share_tokens_and_parameters_and_meet_all_keys():
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "wanted"),
     [
-        ("none", "bfloat16", 4),
         ("sgd", "bfloat16", 12),
         ("adamw", "float32", 16),
-        ("sgd", "float32", 12),
+        pytest.param("none", "bfloat16", 4, marks=pytest.mark.slow),
+        pytest.param("sgd", "float32", 12, marks=pytest.mark.slow),
     ],
 )
 def test_optimizers_have_states(optimizer, dtype, wanted):

@@ -20,6 +20,8 @@ from .models import (
     train_stack,
 )
 
+pytestmark = pytest.mark.unchecked  # models are trained
+
 HALF = Plan.fixed(alpha=0.5)
 
 

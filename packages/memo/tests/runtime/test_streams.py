@@ -17,6 +17,8 @@ from memo.runtime.moving.streams import StreamMover
 
 from .models import assert_same_step, make_model, make_stack, train, train_stack
 
+pytestmark = pytest.mark.unchecked  # models are trained
+
 
 class LateStreams:
     """Queues of copies; an event is a queue and how much of it must have run."""

@@ -11,6 +11,8 @@ from memo.runtime.run import apply
 
 from .tiled_models import CONFIGS, SIZES, STORED, error_of, gradients_of, make_tiny, tiles, tiny_ids
 
+pytestmark = pytest.mark.unchecked  # layers are run by many tiles
+
 
 @pytest.mark.parametrize(
     ("name", "tile_rows"),

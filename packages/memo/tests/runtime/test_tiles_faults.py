@@ -13,6 +13,8 @@ from shared.errors import ConfigError
 
 from .tiled_models import CONFIGS, error_of, gradients_of, make_tiny, tiles, tiny_ids
 
+pytestmark = pytest.mark.unchecked  # layers are run by many tiles
+
 
 def test_slots_are_given_back_after_backward_and_after_dropped_forwards(tmp_path):
     model, ids = make_tiny(), tiny_ids()

@@ -9,6 +9,8 @@ from memo.planner.layer_plan import LayerPlan
 
 from .models import assert_same_step, make_stack, train_stack
 
+pytestmark = pytest.mark.unchecked  # models are trained
+
 WHOLE = Plan(layers=(LayerPlan(mode="whole"),))
 
 
