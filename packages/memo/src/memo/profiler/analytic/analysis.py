@@ -31,7 +31,7 @@ from memo.planner.profile import (
     StepProfile,
     TilesProfile,
 )
-from memo.profiler.analytic.fake_model import FakeModel, TilesCount
+from memo.profiler.analytic.fake_model import NUM_TILES, FakeModel, TilesCount
 from memo.profiler.analytic.roofline import ATTENTION_SHARE, PRODUCT_SHARE, Seconds
 from memo.profiler.layer_bytes import LayerBytes
 from memo.profiler.layer_tiles import TILE_ROWS
@@ -59,9 +59,6 @@ LINKS = {
 
 _ANCHORS = (1 << 9, 1 << 20)
 """Tokens of a rank that are counted."""
-
-_TILES = 8
-"""Tiles of the longer of two lengths at which passes by tiles are counted."""
 
 _BLOCK_BYTES = 1 << 27
 """Slopes of logits that `shared.kernels.token_log_probs` has at once on a GPU."""
@@ -125,13 +122,9 @@ class Analysis:
         self._known: dict[frozenset[str] | None, tuple[LayerBytes, ...]] = {}
         self._times = tuple(self._model.time_layer(one, self.device) for one in _ANCHORS)
         self._tile_rows = TILE_ROWS["cpu" if device == "CPU" else "cuda"]
-        self._tiled: tuple[TilesCount, TilesCount] | None = None
+        self._tiled: TilesCount | None = None
         if self._model.has_tiles:
-            count = self._model.count_tiles
-            self._tiled = (
-                count(self._tile_rows, self._tile_rows, self.device),
-                count(_TILES * self._tile_rows, self._tile_rows, self.device),
-            )
+            self._tiled = self._model.count_tiles(self._tile_rows, self.device)
         self._heads = tuple(self._model.count_head(one, self.device) for one in _ANCHORS)
 
     @property
@@ -227,28 +220,28 @@ class Analysis:
         """Passes by tiles: whole tensors grow with the length, a tile does not."""
         if self._tiled is None:
             return None
-        low, high = self._tiled
-        share = (rows - self._tile_rows) / (_TILES * self._tile_rows - self._tile_rows)
+        known = self._tiled
+        ring, num_tiles = self._ring_bytes(rows), rows / self._tile_rows
+        # Bytes are the largest of several lines: between counts the chord is never below them, and fewer
+        # tokens than were counted take no more bytes.
+        second = 1 if num_tiles < NUM_TILES[1] else 2
+        low, high = NUM_TILES[second - 1 : second + 1]
+        share = max(0.0, (num_tiles - low) / (high - low))
 
-        def between(of: Callable[[TilesCount], float]) -> float:
-            return of(low) + (of(high) - of(low)) * share
-
-        def seconds(of: Callable[[TilesCount], Seconds]) -> float:
-            other = between(lambda one: of(one).other)
-            at_high = (rows / (_TILES * self._tile_rows)) ** 2 * self.ranks
-            return max(0.0, other) + of(high).attention * at_high
+        def seconds(spent: Seconds) -> float:
+            times = num_tiles / NUM_TILES[0]
+            return spent.other * times + spent.attention * times**2 * self.ranks
 
         def passes(level: int) -> PassBytes:
-            ring = self._ring_bytes(rows)
-            return PassBytes(
-                forward=ceil(max(0, between(lambda one: one.levels[level].forward))) + ring,
-                backward=ceil(max(0, between(lambda one: one.levels[level].backward))) + 2 * ring,
-            )
+            first, last = (at[level] for at in known.levels[second - 1 : second + 1])
+            forward = first.forward + (last.forward - first.forward) * share
+            backward = first.backward + (last.backward - first.backward) * share
+            return PassBytes(forward=ceil(forward) + ring, backward=ceil(backward) + 2 * ring)
 
         return TilesProfile(
             tile_rows=self._tile_rows,
-            forward_s=seconds(lambda one: one.forward),
-            backward_s=seconds(lambda one: one.backward),
+            forward_s=seconds(known.forward),
+            backward_s=seconds(known.backward),
             levels=(passes(0), passes(1)),
         )
 

@@ -37,9 +37,12 @@ from memo.runtime.tiling.row_locality import Proofs
 from memo.runtime.tiling.split_layer import SplitLayer
 from shared.topology.device import Device
 
-__all__ = ["FakeModel", "HeadCount", "LayerSeconds", "TilesCount"]
+__all__ = ["NUM_TILES", "FakeModel", "HeadCount", "LayerSeconds", "TilesCount"]
 
 _ATTENTION_NAME = "memo-fake"
+
+NUM_TILES = (2, 8, 12)
+"""Of lengths at which passes by tiles are counted: from the second on their bytes grow along one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +57,18 @@ class LayerSeconds:
 
 @dataclass(frozen=True, slots=True)
 class TilesCount:
-    """What a layer's passes by tiles take, see `TilesProfile`."""
+    """What a layer's passes by tiles take, see `TilesProfile`.
 
+    Attributes:
+        tile_rows: tokens of a tile.
+        forward, backward: seconds of two tiles.
+        levels: bytes at each number of tiles in `NUM_TILES`.
+    """
+
+    tile_rows: int
     forward: Seconds
     backward: Seconds
-    levels: tuple[PassBytes, PassBytes]
+    levels: tuple[tuple[PassBytes, PassBytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +184,12 @@ class FakeModel:
             out.backward(torch.ones_like(out))
             return LayerSeconds(forward, clock.total - begun, replay, watch.spent)
 
-    def count_tiles(self, num_tokens: int, tile_rows: int, device: Device) -> TilesCount:
+    def count_tiles(self, tile_rows: int, device: Device) -> TilesCount:
         """Seconds and bytes of the layer's passes by tiles; not where `has_tiles` is False."""
+        num_tokens = 2 * tile_rows
         with self._running():
             args, kwargs = self._call(num_tokens)
             proofs = self._proofs(args, kwargs)
-            levels = [
-                count_passes(self._layer, args, kwargs, tile_plan(tile_rows, num), proofs).passes
-                for num in (1, 2)
-            ]
             with Roofline(device) as clock:
                 record = TiledRecord(
                     self._layer,
@@ -196,7 +203,21 @@ class FakeModel:
                 out = first_tensor(record.run())
                 forward = clock.total
                 out.backward(torch.ones_like(out))
-            return TilesCount(forward, clock.total - forward, (levels[0], levels[1]))
+            backward = clock.total - forward
+            del record, out
+        levels = tuple(self.count_tiles_at(one * tile_rows, tile_rows) for one in NUM_TILES)
+        return TilesCount(tile_rows, forward, backward, levels)
+
+    def count_tiles_at(self, num_tokens: int, tile_rows: int) -> tuple[PassBytes, PassBytes]:
+        """Bytes of passes by tiles, see `TilesProfile.levels`."""
+        with self._running():
+            args, kwargs = self._call(num_tokens)
+            proofs = self._proofs(args, kwargs)
+            found = [
+                count_passes(self._layer, args, kwargs, tile_plan(tile_rows, num), proofs)
+                for num in (1, 2)
+            ]
+        return found[0].passes, found[1].passes
 
     def _proofs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proofs:
         """What is known of layers of the known kinds: products before attention are queries, keys and values."""
