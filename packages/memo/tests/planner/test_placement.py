@@ -123,7 +123,8 @@ def test_layers_that_another_forward_would_change_are_stored_whole():
         **{name: getattr(layer, name) for name in layer.__slots__ if name != "can_replay"},
         can_replay=False,
     )
-    plan = planned(step_profile(rate=1e9, layer=changed), 190, 1000)
+    # Two on their way out, one in its forward, two buffers: 202; six kept take 220 and more.
+    plan = planned(step_profile(rate=1e9, layer=changed), 210, 1000)
     assert {one.mode for one in plan.layers} <= {"keep", "whole"}
     assert any(one.mode == "whole" for one in plan.layers)
 

@@ -84,7 +84,7 @@ class Candidates:
             profile: what a step takes without a plan.
             budget: hard limits.
             has_block_loss: whether the loss is computed in blocks, which the profile then has.
-            has_tiles: whether layers may go by tiles, which the profile then has.
+            has_tiles: whether all layers that are not kept go by tiles, which the profile then has.
         """
         self._profile, self._budget = profile, budget
         self._has_block_loss = has_block_loss
@@ -102,9 +102,10 @@ class Candidates:
             self._firsts = [LayerPlan(mode="whole") if self._store_limit else self._keep]
         if has_tiles:
             assert profile.layer.tiles is not None
-            tiled = list(_tiled(profile.layer.tiles.tile_rows, has_store=self._store_limit > 0))
-            self._firsts += tiled
-            self._seconds += [one for one in tiled if not one.has_stored]
+            self._firsts = list(
+                _tiled(profile.layer.tiles.tile_rows, has_store=self._store_limit > 0)
+            )
+            self._seconds = [*(one for one in self._firsts if not one.has_stored), self._keep]
         # The ways live as long as this does: they are told apart by where they are.
         plan = Plan(layers=(self._keep,))
         self._rules = {"num_buffers": plan.num_buffers, "max_sending": plan.max_sending}
@@ -119,11 +120,16 @@ class Candidates:
             held.peak_bytes <= self._budget.device_bytes and held.store_bytes <= self._store_limit
         )
 
+    def smallest(self) -> Footprint:
+        """The step that takes fewest bytes of those whose layers all go one way."""
+        count = self._profile.num_layers
+        steps = [self._add_up([(layer, count)]) for layer in self._held.values()]
+        return min(steps, key=lambda one: one.peak_bytes)
+
     def families(self) -> list[Family]:
-        """Those that may fit, by their least seconds; all of them where none may, to say what is missing."""
+        """Those that may fit, by their least seconds."""
         fitting = {key for key, layer in self._held.items() if self._fits_alone(layer)}
-        found = list(self._families(fitting)) or list(self._families(set(self._held)))
-        return sorted(found, key=lambda one: one.least_s)
+        return sorted(self._families(fitting), key=lambda one: one.least_s)
 
     def _fits_alone(self, layer: LayerFootprint) -> bool:
         """Whether a step of one such layer fits, as it must where there are more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Protocol, runtime_checkable
 
 from memo.config import Budget, DoesNotFit
@@ -80,11 +81,11 @@ def place(
     for has_tiles in (False, True) if profile.layer.tiles is not None else (False,):
         for has_blocks in (False, True) if has_block_loss else (False,):
             candidates = Candidates(profile, budget, has_block_loss=has_blocks, has_tiles=has_tiles)
-            found, smallest = _fastest(candidates, profile, budget, store, predict)
-            if least is None or smallest.peak_bytes < least.peak_bytes:
-                least = smallest
-            if found and (best is None or found[1].step_s <= _WORTH * best[1].step_s):
-                best = found
+            below_s = inf if best is None else _WORTH * best[1].step_s
+            best = _fastest(candidates, below_s, profile, budget, store, predict) or best
+            least = min(
+                filter(None, (least, candidates.smallest())), key=lambda one: one.peak_bytes
+            )
         if best is not None:
             break
     if best is None:
@@ -95,27 +96,24 @@ def place(
 
 def _fastest(
     candidates: Candidates,
+    below_s: float,
     profile: StepProfile,
     budget: Budget,
     store: str,
     predict: Callable[[Plan, StepProfile], Predicted],
-) -> tuple[tuple[Candidate, Predicted] | None, Footprint]:
-    """The fastest that fits, None where none does; and the bytes of the one that takes fewest."""
+) -> tuple[Candidate, Predicted] | None:
+    """The fastest that fits and takes less than so many seconds; None where none does."""
     best: tuple[Candidate, Predicted] | None = None
-    least: Footprint | None = None
     for family in candidates.families():
-        if best is not None and family.least_s >= best[1].step_s:
+        if family.least_s >= below_s:
             break
         for one in candidates.of(family):
-            if least is None or one.held.peak_bytes < least.peak_bytes:
-                least = one.held
-            if not candidates.fits(one.held) or (best and one.least_s >= best[1].step_s):
+            if not candidates.fits(one.held) or one.least_s >= below_s:
                 continue
             prediction = predict(one.plan(store, budget), profile)
-            if best is None or prediction.step_s < best[1].step_s:
-                best = one, prediction
-    assert least is not None
-    return best, least
+            if prediction.step_s < below_s:
+                best, below_s = (one, prediction), prediction.step_s
+    return best
 
 
 def _described(one: Candidate, plan: Plan, prediction: Predicted, profile: StepProfile) -> Plan:

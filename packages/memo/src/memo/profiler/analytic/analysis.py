@@ -123,8 +123,6 @@ class Analysis:
         self._times = tuple(self._model.time_layer(one, self.device) for one in _ANCHORS)
         self._tile_rows = TILE_ROWS["cpu" if device == "CPU" else "cuda"]
         self._tiled: TilesCount | None = None
-        if self._model.has_tiles:
-            self._tiled = self._model.count_tiles(self._tile_rows, self.device)
         self._heads = tuple(self._model.count_head(one, self.device) for one in _ANCHORS)
 
     @property
@@ -132,11 +130,12 @@ class Analysis:
         """Parameters of the whole model."""
         return self._model.layer_parameters * self._num_layers + self._model.other_parameters
 
-    def profile(self, num_tokens: int) -> StepProfile:
+    def profile(self, num_tokens: int, *, has_tiles: bool = True) -> StepProfile:
         """What a step of one sequence takes on each of the ranks.
 
         Args:
             num_tokens: of the sequence; a multiple of the ranks.
+            has_tiles: whether passes by tiles are counted too, which takes a few seconds once.
 
         Raises:
             ConfigError: it is not.
@@ -153,7 +152,7 @@ class Analysis:
         block_s = self._seconds(rows, lambda at: self._heads[at].inner_seconds) + 4 * logits
         sums = 4 * columns * (rows + rows_at)  # gradients in float32
         return StepProfile(
-            layer=self._layer(rows),
+            layer=self._layer(rows, has_tiles),
             num_layers=self._num_layers,
             num_tokens=rows,
             head_s=self._seconds(rows, lambda at: self._heads[at].seconds),
@@ -187,7 +186,7 @@ class Analysis:
         other = low.other + (high.other - low.other) * _share(rows)
         return other + high.attention * (rows / _ANCHORS[1]) ** 2 * self.ranks
 
-    def _layer(self, rows: int) -> LayerProfile:
+    def _layer(self, rows: int, has_tiles: bool) -> LayerProfile:
         names = list(self._times[0].calls)
         whole = self._counted(frozenset([INPUT, *names]))
         items = [
@@ -213,13 +212,13 @@ class Analysis:
             replay_s=self._seconds(rows, lambda at: self._times[at].replay),
             kept=self._passes(rows, None),
             levels=tuple(self._passes(rows, one) for one in kept),
-            tiles=self._tiles(rows),
+            tiles=self._tiles(rows) if has_tiles and self._model.has_tiles else None,
         )
 
-    def _tiles(self, rows: int) -> TilesProfile | None:
+    def _tiles(self, rows: int) -> TilesProfile:
         """Passes by tiles: whole tensors grow with the length, a tile does not."""
         if self._tiled is None:
-            return None
+            self._tiled = self._model.count_tiles(self._tile_rows, self.device)
         known = self._tiled
         ring, num_tiles = self._ring_bytes(rows), rows / self._tile_rows
         # Bytes are the largest of several lines: between counts the chord is never below them, and fewer
@@ -235,6 +234,8 @@ class Analysis:
         def passes(level: int) -> PassBytes:
             first, last = (at[level] for at in known.levels[second - 1 : second + 1])
             forward = first.forward + (last.forward - first.forward) * share
+            if num_tiles > NUM_TILES[-1]:  # a forward's whole tensors overtake its tile only now
+                forward = max(forward, last.forward * num_tiles / NUM_TILES[-1])
             backward = first.backward + (last.backward - first.backward) * share
             return PassBytes(forward=ceil(forward) + ring, backward=ceil(backward) + 2 * ring)
 

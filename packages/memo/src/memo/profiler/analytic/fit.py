@@ -123,12 +123,16 @@ def fit(analysis: Analysis, budget: Budget, lengths: Sequence[int] = LENGTHS) ->
     """
 
     def row(num_tokens: int) -> LengthFit:
-        profile = analysis.profile(num_tokens)
-        try:
-            plan = place(profile, budget, budget.store_at or "pinned", predict=simulate)
-        except DoesNotFit as error:
-            return LengthFit(num_tokens, None, str(error))
-        return LengthFit(num_tokens, plan)
+        missing = ""
+        for has_tiles in (False, True):
+            profile = analysis.profile(num_tokens, has_tiles=has_tiles)
+            try:
+                plan = place(profile, budget, budget.store_at or "pinned", predict=simulate)
+            except DoesNotFit as error:
+                missing = str(error)
+            else:
+                return LengthFit(num_tokens, plan)
+        return LengthFit(num_tokens, None, missing)
 
     rows = tuple(row(one) for one in lengths)
     low = max((one.num_tokens for one in rows if one.plan is not None), default=0)
