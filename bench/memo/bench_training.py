@@ -3,7 +3,8 @@
 The model has 16 layers of hidden size 256, is in float32 and trains on two sequences of 2,048 bytes of
 the Bible. Each contender is a process of its own (`contender.py`), and contenders take turns step by
 step. A peak is how far VmHWM grew beyond what was resident before the first step; a limit is RLIMIT_DATA
-at what the process had then and an allowance, under which plain training must raise.
+at what the process had then and 1.25 times an allowance, as the kernel counts what is mapped and not touched
+too; plain training must raise under it.
 """
 
 import sys
@@ -15,7 +16,7 @@ from statistics import median, quantiles
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from contender import SLACK, Contender, Ended, Setting
+from contender import Contender, Ended, Setting
 
 import memo
 from memo.planner.layer_plan import LayerPlan
@@ -23,6 +24,8 @@ from shared.claims import Claim
 from shared.units import format_bytes
 
 REPEATS = 4
+OVER = 1.08
+"""Resident memory may be this much of a limit: predictions are to be as close."""
 COMMAND = "hatch run bench memo/training"
 PEERS = [
     {
@@ -112,7 +115,10 @@ def bench_limit_of_full_checkpointing(tmp_path, benchmark, record_claim):
                 baseline=median(peer.seconds),
                 baseline_name=name,
                 higher_is_better=False,
-                correct=is_equal and refused is not None and stored > 0,
+                correct=is_equal
+                and refused is not None
+                and stored > 0
+                and ours.steps[-1].peak_bytes <= OVER * limit,
                 detail=detail,
                 source=f"{COMMAND} -k limit_of_full",
             ),
@@ -176,7 +182,7 @@ def bench_between_all_and_nothing(tmp_path, benchmark, record_claim):
                 higher_is_better=False,
                 correct=ours.losses == pytest.approx(peer.losses, rel=1e-5)
                 and len(set(ours.losses)) > 2
-                and ours.steps[-1].peak_bytes <= limit * SLACK,
+                and ours.steps[-1].peak_bytes <= OVER * limit,
                 detail=f"limit {format_bytes(limit)}, held by RLIMIT_DATA for ours; ours grew by "
                 f"{format_bytes(ours.steps[-1].peak_bytes)}; peers without a limit, growth and step: {told}",
                 source=f"{COMMAND} -k between",

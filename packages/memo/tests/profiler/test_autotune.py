@@ -91,6 +91,12 @@ def test_profiles_leave_the_model_as_it_was(model):
     state = torch.get_rng_state()
     measure_profile(model, batch_of(64), None)
     assert all(one.grad is None for one in model.parameters())
+    train(model, num_batches=1)
+    gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
+    state = torch.get_rng_state()
+    measure_profile(model, batch_of(64), None)
+    assert all(torch.equal(gradients[name], one.grad) for name, one in model.named_parameters())
+    model.zero_grad()
     assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all("forward" not in vars(one) for one in model.modules())

@@ -21,8 +21,10 @@ def now(device: torch.device) -> float:
 
 @contextmanager
 def untouched_gradients(module: nn.Module, *inputs: Tensor) -> Iterator[None]:
-    """Puts gradients of parameters back afterwards, and takes those of inputs away."""
+    """Puts gradients of parameters aside and back afterwards, and takes those of inputs away."""
     kept = {one: one.grad for one in module.parameters()}
+    for one in kept:
+        one.grad = None  # else what is measured would be added to them
     try:
         yield
     finally:
