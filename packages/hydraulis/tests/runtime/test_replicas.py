@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import hydraulis as hy
 from hydraulis.planner.replicas import ParameterPlacement, ReplicaLayout, read_strategy
-from hydraulis.runtime.replicas.exchange import LayoutExchange
+from hydraulis.runtime.replicas.exchange import LayoutExchange, connect_lanes
+from hydraulis.runtime.replicas.shards import read_placements
 from shared.comms import Group, RankPool, reshard
 from shared.errors import CommError, ConfigError, RankFailure
+from shared.topology.boxes import Box
 
 from .test_attention import documents, one_by_one
 
@@ -259,6 +261,58 @@ def summed():
 
 def test_gradients_of_16_bits_are_summed_in_32(ranks):
     assert ranks.run(summed).results == [[260.0, 260.0]] * 4, "259, rounded once"
+
+
+def exchanged(strategy, bucket_bytes):
+    """Whether this rank has the parameters it computes with, and its rows of the gradients' sums."""
+    group, messages = Group.world(), []
+    model = make_model("biased")
+    whole = {name: one.detach() for name, one in model.named_parameters()}
+    shapes = read_strategy(strategy, cost=hy.Cost(a=0.0, b=1.0), max_tokens=9, num_layers=4)
+    layout = ReplicaLayout(read_placements(model), shapes, 4, group.world_size)
+    connect_lanes(group)
+    exchange = LayoutExchange(layout, group, bucket_bytes=bucket_bytes)
+
+    def part(of, boxes, rank):
+        return of[boxes[rank].within(Box((0,) * of.ndim, tuple(of.shape)))].clone()
+
+    run = reshard.run
+
+    def counted(*given, **settings):
+        messages.append(given)
+        run(*given, **settings)
+
+    held = {one.name: layout.held(one) for one in layout.parameters}
+    shards = {one.name: layout.owned(one) for one in layout.parameters}
+    owned = {name: part(one, shards[name], group.rank) for name, one in whole.items()}
+    with mock.patch.object(reshard, "run", counted):
+        loaded = exchange.load(owned)
+        loaded.wait(4)
+        gradients = {
+            name: (group.rank + 1) * part(whole[name], held[name], group.rank)
+            for name in owned
+            if held[name][group.rank].numel
+        }
+        sums = exchange.sum_gradients(gradients, owned)
+    for one in layout.parameters:
+        name, total = one.name, torch.zeros(one.shape)
+        if held[name][group.rank].numel:
+            assert torch.equal(loaded.values[name], part(whole[name], held[name], group.rank))
+        for rank, box in enumerate(layout.given(one)):
+            if box.numel:
+                at = box.within(Box((0,) * total.ndim, one.shape))
+                total[at] += (rank + 1) * whole[name][at]
+        torch.testing.assert_close(sums[name], part(total, shards[name], group.rank))
+    return len(messages)
+
+
+@pytest.mark.parametrize("strategy", ["tp2+tp1+tp1", "pp2+tp2", "tp2+tp1"])
+def test_layers_are_exchanged_in_buckets(ranks, strategy):
+    whole = set(ranks.run(exchanged, strategy, 1 << 20).results)
+    small = set(ranks.run(exchanged, strategy, 200).results)
+    assert whole == {2 * 6}, "layers, what is before and behind them; parameters and gradients"
+    assert small == {max(small)}
+    assert max(small) > 100
 
 
 def looped():
