@@ -72,7 +72,11 @@ def test_a_cost_is_kept_in_a_file_of_its_version_and_device(tmp_path):
         ("[]", r"a cost of version 1, got None; measure it anew"),
         ("{", r"cost\.json: expected a cost as JSON"),
         ('{"version": 1, "a": -1, "b": 1}', r"cost\.json: expected a cost: Cost\.a: .* got -1"),
-        ('{"version": 1, "z": 1}', r"cost\.json: expected a cost: "),
+        ('{"version": 1, "b": 1}', r"cost\.json: expected a cost: missing .* 'a'"),
+        (
+            '{"version": 1, "a": 1, "b": 1, "z": 1, "d": 0}',
+            r"cost\.json: expected a cost of a, b and c, got d, z too; measure it anew",
+        ),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=told):

@@ -1,6 +1,7 @@
 """What else a training loop asks of an engine: clipping, evaluation, recomputation, autocast, adapters."""
 
 import gc
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -229,13 +230,14 @@ def test_steps_leave_no_tensors_behind(ranks, settings):
 
 
 def test_a_report_tells_waiting_and_how_well_plans_fit():
-    records = tuple(
-        StepRecord(planned_s=p, planned_busy_s=p, gap=gap, busy_s=busy, seconds=2.0)
-        for p, gap, busy in ((1.0, 0.0, 1.0), (1.0, 0.03, 1.2), (1.0, 0.01, 0.9))
-    )
+    one = StepRecord(planned_s=1.0, planned_busy_s=1.0, gap=0.0, busy_s=1.0, seconds=2.0)
+    records = (
+        one, replace(one, gap=0.03, busy_s=1.2, is_late=True), replace(one, gap=0.01, busy_s=0.9),
+    )  # fmt: skip
     told = str(TrainingReport(records=records, idle_shares=(0.05, 0.25))).splitlines()
     assert told == [
         "3 steps, 2 s each",
+        "1 of them waited for their plan",
         "planned within 3.00% of the best there could be",
         "seconds of this rank's steps off by 10.0% on average, at 1 of the planned ones",
         "rank 0: idle 5.0%",
