@@ -5,6 +5,7 @@ Beside it a step on 64 GPUs under every strategy, simulated by the cost model, a
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ _DIVISOR, _CAP, _STEP_TOKENS = 16, 2048, 8192
 _RANKS, _RANK_CAP = 16, 65_536
 _COST = Cost(a=5.128e-9, b=1.8396e-4)
 """Seconds of a 7-billion-weight model on a GPU (FlexSP's published constants)."""
+_OF_RANKS = ("transformers.models.llama.modeling_llama", "hydraulis.runtime.step_loader")
 _SOURCE = "hydraulis demo"
 
 
@@ -44,22 +46,17 @@ def run(out: Path, *, is_full: bool) -> bool:
     out.mkdir(parents=True, exist_ok=True)
     lengths = np.array([len(text) for text in python_source()])
     cores = sorted(os.sched_getaffinity(0))
+    words = [handicap(cores=cores[:1]), handicap(cores=cores[-1:])]
     with (
-        Console(stderr=True).status("hydraulis: two ranks train, packed and balanced in turns"),
-        RankPool(2, prefix=[handicap(cores=cores[:1]), handicap(cores=cores[-1:])]) as pool,
+        Console(stderr=True).status("hydraulis: simulating 64 GPUs, starting ranks") as status,
+        ThreadPoolExecutor(1) as beside,
     ):
-        steps, turns = (6, 5) if is_full else (2, 2)
-        trained = pool.run(_train, steps, turns, timeout=timedelta(minutes=10)).results[0]
-    with Console(stderr=True).status("hydraulis: simulating 64 GPUs"):
-        cost = degree_cost(
-            read_config("llama-7b"), device="H100", efficiency=0.5, max_tokens=16_384,
-            num_ranks=64, ranks_per_node=8, node_bytes_per_s=2e11, network_bytes_per_s=2e10,
-            fixed_s=0.02,
-        )  # fmt: skip
-        outcomes = compare(
-            np.maximum(lengths // 4, 1), 64, cost, tokens_per_step=64 * 8192, num_steps=1,
-            names=("padded, random order", "packed, best fit", "balanced, one degree", "hydraulis"),
-        )  # fmt: skip
+        simulating = beside.submit(_simulate, lengths)
+        with RankPool(2, prefix=words, modules=_OF_RANKS) as pool:
+            outcomes = simulating.result()
+            status.update("hydraulis: two ranks train, packed and balanced in turns")
+            steps, turns = (6, 5) if is_full else (2, 2)
+            trained = pool.run(_train, steps, turns, timeout=timedelta(minutes=10)).results[0]
     claims = [
         trained_claim(*trained),
         simulated_claim(outcomes),
@@ -67,6 +64,19 @@ def run(out: Path, *, is_full: bool) -> bool:
     ]
     draw_ranks(outcomes, out / "ranks.svg")
     return finish(out, "hydraulis", claims, {"trained_s": trained[0], "losses": trained[1]})
+
+
+def _simulate(lengths: np.ndarray) -> list[Outcome]:
+    """A step on 64 GPUs under every strategy, of files of so many bytes."""
+    cost = degree_cost(
+        read_config("llama-7b"), device="H100", efficiency=0.5, max_tokens=16_384,
+        num_ranks=64, ranks_per_node=8, node_bytes_per_s=2e11, network_bytes_per_s=2e10,
+        fixed_s=0.02,
+    )  # fmt: skip
+    return compare(
+        np.maximum(lengths // 4, 1), 64, cost, tokens_per_step=64 * 8192, num_steps=1,
+        names=("padded, random order", "packed, best fit", "balanced, one degree", "hydraulis"),
+    )  # fmt: skip
 
 
 def trained_claim(
