@@ -108,7 +108,7 @@ def recomputed(settings):
     return losses, engine.state_dict(), len(calls)
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("settings", FEW, ids=str)
 def test_layers_may_be_recomputed_in_the_backward_pass(ranks, settings):
     model = make_model("qwen3", torch.float64)
     optimizer, losses = SGD(model.parameters()), []
@@ -211,11 +211,12 @@ def test_a_schedule_changes_the_optimizers_rate():
 
 
 def alive(settings):
-    """Tensors alive after some steps, and after as many again."""
+    """Tensors alive after two steps, and after as many again, and again."""
     engine = make_engine(optimizer=partial(torch.optim.AdamW, lr=1e-3), **settings)
     counts = []
-    for number in range(6):
-        engine.step(documents(BATCHES[number % 2]))
+    for _ in range(3):
+        for lengths in BATCHES[:2]:
+            engine.step(documents(lengths))
         gc.collect()
         counts.append(sum(torch.is_tensor(one) for one in gc.get_objects()))
     return counts
@@ -226,7 +227,7 @@ def alive(settings):
 )
 def test_steps_leave_no_tensors_behind(ranks, settings):
     for counts in ranks.run(alive, settings).results:
-        assert counts[5] <= counts[3] <= counts[1], counts
+        assert counts[2] <= counts[1] <= counts[0], counts
 
 
 def test_a_report_tells_waiting_and_how_well_plans_fit():
