@@ -5,8 +5,8 @@ tokens, are left out. TRL packs all of them; what 12 of its rows hold, three a r
 every way trains on, each document once, in two steps. The model is a Llama of 4 layers, hidden size 192,
 float32, one thread a rank. Packed micro-batches run in our engine, whoever packed them; padded ones run
 through plain transformers with its own attention, as Trainer runs them. Ways take turns, with the same
-weights; all losses and gradients are added up and compared with those of documents one by one. Under FSDP2
-ranks meet in every micro-batch, of which each has as many.
+weights; all losses and gradients are added up and compared with those of documents one by one; a way that
+only evaluates must not pass. Under FSDP2 ranks meet in every micro-batch, of which each has as many.
 """
 
 import sys
@@ -43,6 +43,7 @@ from small_model import (
 CAP, STEPS, SLOTS, RANKS = 4096, 2, 3, 2
 TURNS = {"DDP": 3, "FSDP2": 2}
 PADDED_SLOTS = 8
+MOST_ERROR = 1e-4
 COMMAND = "hatch run bench hydraulis -k balance"
 HERE = Path(__file__).parent
 OURS, PADDED = "hydraulis", "transformers' batch_rebalance"
@@ -203,8 +204,16 @@ class Padded:
         return float(all_reduce(group, total))
 
 
+def is_right(errors):
+    """Whether a way's losses and gradients are those of documents one by one, in all turns."""
+    return len(errors) > 0 and max(map(max, errors)) <= MOST_ERROR
+
+
 def run_all(texts, orders, steps, is_sharded):
-    """By way: seconds [turn, step], errors of loss and gradients; our idle shares; the cost."""
+    """By way: seconds [turn, step], errors of loss and gradients; our idle shares; the cost.
+
+    And the errors of a way that learns nothing: it evaluates the same steps.
+    """
     torch.set_num_threads(1)
     group = Group.world()
     known_loss, known_gradients = by_one_process(make_model(CAP), texts)
@@ -257,7 +266,15 @@ def run_all(texts, orders, steps, is_sharded):
                 errors[name].append(
                     (abs(total / known_loss - 1), relative_error(found, known_gradients))
                 )
-    return seconds, errors, idle, (cost.a, cost.b, cost.c)
+    planned = [
+        PlannedStep(
+            documents=texts, indices=tuple(own), plan=engine.plan([len(texts[i]) for i in own])
+        )
+        for own in steps
+    ]
+    total = sum(engine.evaluate(step) * sum(n - 1 for n in step.plan.lengths) for step in planned)
+    idler = abs(total / known_loss - 1), relative_error(engine.optimizer.taken(), known_gradients)
+    return seconds, errors, idle, (cost.a, cost.b, cost.c), idler
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +297,9 @@ def bench_balance(two, benchmark, record_claim, peer, is_sharded):
         ),
         rounds=1,
     )
-    seconds, errors, _, cost = results[0]
+    seconds, errors, _, cost, idler = results[0]
+    assert idler[0] <= MOST_ERROR, "its losses are right"
+    assert not is_right([idler]), "a way that learns nothing must not pass"
     tokens, kind = sum(map(len, texts)), "FSDP2" if is_sharded else "DDP"
     turns = {name: np.array(taken).sum(axis=1) for name, taken in seconds.items()}
     of_loss, of_gradients = (
@@ -302,7 +321,7 @@ def bench_balance(two, benchmark, record_claim, peer, is_sharded):
                 baseline=tokens / float(np.median(turns[name])),
                 baseline_name=name,
                 higher_is_better=True,
-                correct=max(max(pair) for way in (OURS, name) for pair in errors[way]) <= 1e-4,
+                correct=is_right(errors[OURS]) and is_right(errors[name]),
                 detail=detail,
                 source=COMMAND,
             ),
@@ -320,7 +339,7 @@ def bench_balance(two, benchmark, record_claim, peer, is_sharded):
             baseline=5.0,
             baseline_name="the aim",
             higher_is_better=False,
-            correct=bool(np.isfinite(idle).all() and (idle > 0).all()),
+            correct=bool(is_right(errors[OURS]) and np.isfinite(idle).all() and (idle > 0).all()),
             detail=f"measured on both ranks: seconds after a rank's gradients are ready, of {idle.size} steps' "
             f"seconds, exchange and update among them; {idle.min():.1f} to {idle.max():.1f} %",
             source=COMMAND,

@@ -1,18 +1,19 @@
 """Simulated seconds beside measured ones: training steps on two ranks, and 1F1B pipelines of four.
 
-Steps: a cost is measured on both ranks, and the exchange of gradients with the update; then steps of eight
-draws of Python's own source files run under three plans each: ours, packed in random order, and ours where
-every document above 1,024 tokens lies over both ranks by ring attention. What a token of these takes in
-messages comes from one such document, which is in no plan.
+Steps: steps of eight draws of Python's own source files run under three plans each: ours, packed in random
+order, and ours where every document above 1,024 tokens lies over both ranks by ring attention. Between the
+draws a profile is measured: a cost, of micro-batches of other files on both ranks; the exchange of gradients
+with the update; and what a token of a document over both ranks takes in messages. No profile contains a step
+that is simulated; simulated seconds are medians over the profiles, measured ones over the turns.
 Pipelines: stages sleep for what a micro-batch is to take, so that nothing but the order of passes and
 messages decides; each plan packs documents drawn from a lognormal distribution.
 """
 
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -31,9 +32,9 @@ from shared.comms.pipeline import run_1f1b
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from small_model import agreed_cost, documents, make_model
+from small_model import SumOfGradients, agreed_cost, documents, make_model, relative_error
 
-CAP, TOKENS, DRAWS, TURNS = 2048, 6_000, 8, 3
+CAP, TOKENS, DRAWS, TURNS, ROWS = 2048, 6_000, 8, 3, 8
 LONG = 1024
 STAGES, PIPELINES = 4, 20
 COMMAND = "hatch run bench hydraulis -k simulator"
@@ -98,25 +99,49 @@ def measured(engine, texts, plan):
     return time.perf_counter() - begun, loss
 
 
+def rows_of_others(lengths, draw):
+    """Micro-batches packed in order of documents, from a tenth full to full."""
+    rows, waiting = [], deque(lengths)
+    for _ in range(ROWS):
+        room, row = draw.uniform(0.1, 1.0) * CAP, [waiting.popleft()]
+        while sum(row) + waiting[0] <= room:
+            row.append(waiting.popleft())
+        rows.append(row)
+    return rows
+
+
+def profile(engine, model, rows, long):
+    """A cost, seconds of a step beside its micro-batches, and of messages for each token over both ranks.
+
+    The model is another one than the engine's. Beside micro-batches there are agreement, exchange of
+    gradients, update.
+    """
+    cost = hy.measure_cost(model, CAP, repeats=1, micro_batches=rows)
+    tiny, one = [bytes(range(16))] * 2, [bytes(long)]
+    both = with_plan([long], [[MicroBatch(first=0, degree=2, documents=(0,))]] * 2)
+    overhead_s = measured(engine, tiny, engine.plan([16, 16]))[0] - cost.micro_batch_s([16])
+    alone_s = overhead_s + cost.c + cost.sequence_s([long])[0] / 2
+    message_s = (measured(engine, one, both)[0] - alone_s) / long
+    return cost, max(overhead_s, 0.0), max(message_s, 0.0)
+
+
+def predicted(plan, profiles):
+    """Simulated seconds: the median over profiles."""
+    return median(
+        overhead_s
+        + simulate(placed(plan), 2, DegreeCost(cost=cost, cap=CAP, message_s={2: message_s})).max()
+        for cost, overhead_s, message_s in profiles
+    )
+
+
 def run_steps():
-    """Of every plan, simulated seconds, measured ones by turn, and losses; plans that use both ranks."""
+    """Of every plan, simulated seconds, measured ones with losses and errors of gradients by turn; profiles.
+
+    Gradients are compared with those of the draw's first step.
+    """
     torch.set_num_threads(1)
-    cost, every = agreed_cost(CAP), documents(CAP)
-    engine = hy.Engine(make_model(CAP), partial(torch.optim.SGD, lr=0.0), max_tokens=CAP, cost=cost)
-    # Beside micro-batches: agreement, exchange of gradients, update; then messages for each token.
-    tiny, one = [bytes(range(16))] * 2, [bytes(1600)]
-    both = with_plan([1600], [[MicroBatch(first=0, degree=2, documents=(0,))]] * 2)
-    overhead_s = median(
-        measured(engine, tiny, engine.plan([16, 16]))[0] - cost.micro_batch_s([16])
-        for _ in range(2 * TURNS)
-    )
-    message_s = median(
-        (measured(engine, one, both)[0] - overhead_s - cost.c - cost.sequence_s([1600])[0] / 2)
-        / 1600
-        for _ in range(2 * TURNS)
-    )
-    degrees = DegreeCost(cost=cost, cap=CAP, message_s={2: max(message_s, 0.0)})
-    draw = np.random.default_rng(0)
+    every, draw = documents(CAP), np.random.default_rng(0)
+    engine = hy.Engine(make_model(CAP), SumOfGradients, max_tokens=CAP, cost=agreed_cost(CAP))
     order, at = draw.permutation(len(every)).tolist(), 0
     steps = []
     for _ in range(DRAWS):
@@ -129,10 +154,23 @@ def run_steps():
             engine.plan(lengths), packed_at_random(lengths, draw), over_both(lengths, engine),
         ):  # fmt: skip
             steps.append((texts, plan))
-    simulated = [overhead_s + simulate(placed(plan), 2, degrees).max() for _, plan in steps]
-    taken = [[measured(engine, *step) for step in steps] for _ in range(TURNS + 1)][1:]
+    others, model = [len(every[i]) for i in order[at:]], make_model(CAP)
+    profiles, taken, known = [], [[] for _ in steps], {}
+    for turn in range(TURNS + 1):
+        for number, step in enumerate(steps):
+            if number % 3 == 0:
+                rows = rows_of_others(draw.permutation(others).tolist(), draw)
+                found = profile(engine, model, rows, int(draw.uniform(LONG, CAP)))
+                engine.optimizer.taken()
+                profiles += [found] if turn else []
+            seconds, loss = measured(engine, *step)
+            gradient = engine.optimizer.taken()
+            error = relative_error(gradient, known.setdefault(number // 3, gradient.double()))
+            if turn:
+                taken[number].append((seconds, loss, error))
+    simulated = [predicted(plan, profiles) for _, plan in steps]
     shared = sum(any(one.degree == 2 for one in plan.micro_batches[0]) for _, plan in steps)
-    return simulated, taken, shared, (cost.a, cost.b, cost.c, overhead_s, message_s)
+    return simulated, taken, shared, profiles
 
 
 class Sleep(torch.autograd.Function):
@@ -192,25 +230,34 @@ def bench_simulator_steps(benchmark, record_claim):
     words = [handicap(cores=[0]), handicap(cores=[1])]
     with RankPool(2, prefix=words) as pool:
         results = benchmark.pedantic(
-            lambda: pool.run(run_steps, timeout=timedelta(minutes=10)).results, rounds=1
+            lambda: pool.run(run_steps, timeout=timedelta(minutes=15)).results, rounds=1
         )
-    simulated, taken, shared, (a, b, c, overhead_s, message_s) = results[0]
-    seconds = np.median([[one for one, _ in turn] for turn in taken], axis=0)
-    losses = np.array([[loss for _, loss in turn] for turn in taken])
-    # The three plans of a draw compute the same documents, so their losses are one.
-    groups = losses.reshape(TURNS, DRAWS, 3)
-    spread = float((groups.max(axis=(0, 2)) / groups.min(axis=(0, 2)) - 1).max())
+    simulated, taken, shared, profiles = results[0]
+    seconds = np.array([median(one for one, _, _ in turns) for turns in taken])
+    losses, errors = (np.array([[one[at] for one in turns] for turns in taken]) for at in (1, 2))
+    # The three plans of a draw compute the same documents, so their losses and gradients are one.
+    losses = losses.reshape(DRAWS, 3 * TURNS)
+    spread = float((losses.max(axis=1) / losses.min(axis=1) - 1).max())
+    cost = [
+        median(values) for values in zip(*((c.a, c.b, c.c) for c, _, _ in profiles), strict=True)
+    ]
+    overhead_s, message_s = (median(one[at] for one in profiles) for at in (1, 2))
+    ratios = np.array(simulated) / seconds
+    kinds = [f"{median(ratios[kind::3]):.3f}" for kind in range(3)]
     record(
         record_claim,
         "seconds of 24 plans on 2 ranks, simulated: mean error",
-        (100 * np.abs(np.array(simulated) / seconds - 1)).tolist(),
+        (100 * np.abs(ratios - 1)).tolist(),
         5.0,
         is_right=spread < 1e-4
-        and len(set(groups[0, :, 0].tolist())) == DRAWS
+        and bool((errors < 1e-4).all())
+        and len(set(losses[:, 0].tolist())) == DRAWS
         and shared >= DRAWS // 2,
         detail=f"steps of {min(seconds):.2f} to {max(seconds):.2f} s, medians of {TURNS} turns; {shared} plans "
-        f"with documents over both ranks; cost {a:.3g} s^2 + {b:.3g} s + {c:.3g}, {1e3 * overhead_s:.1f} ms a "
-        f"step, {1e6 * message_s:.2g} us of messages a token; correct if the plans of a draw have one loss",
+        f"with documents over both ranks; simulated over measured, medians of ours, at random and over both: "
+        f"{', '.join(kinds)}; cost {cost[0]:.3g} s^2 + {cost[1]:.3g} s + {cost[2]:.3g}, "
+        f"{1e3 * overhead_s:.1f} ms a step, {1e6 * message_s:.2g} us of messages a token, medians of "
+        f"{len(profiles)} profiles; correct if the plans of a draw have one loss and one gradient, not 0",
     )
 
 

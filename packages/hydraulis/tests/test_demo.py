@@ -27,16 +27,20 @@ def test_a_plan_that_is_far_from_the_bound_is_not_correct(monkeypatch):
     assert not demo.plan_claim(lengths, repeats=1).correct
 
 
-def test_training_counts_only_with_equal_losses():
+def test_training_counts_only_with_equal_losses_and_gradients():
     seconds = {"packed": [2.0, 3.0, 2.0, 3.0], "balanced": [1.0, 1.5, 1.0, 1.5]}
     losses = {name: [5.5, 5.4, 5.5, 5.4] for name in seconds}
-    claim = demo.trained_claim(seconds, losses, 1000)
+    norms = {name: [0.3, 0.2, 0.3, 0.2] for name in seconds}
+    claim = demo.trained_claim(seconds, losses, norms, 1000)
     assert claim.correct
     assert (claim.ours, claim.baseline) == (400.0, 200.0)
-    for wrong in ([5.5, 5.41, 5.5, 5.4], [5.5] * 4, [0.0] * 4):
-        assert not demo.trained_claim(seconds, {**losses, "balanced": wrong}, 1000).correct
-    nothing = {name: [0.0] * 4 for name in seconds}
-    assert not demo.trained_claim(seconds, nothing, 1000).correct
+    nothing = [0.0] * 4
+    for wrong in ([5.5, 5.41, 5.5, 5.4], [5.5] * 4, nothing):
+        assert not demo.trained_claim(seconds, {**losses, "balanced": wrong}, norms, 1000).correct
+    assert not demo.trained_claim(seconds, dict.fromkeys(seconds, nothing), norms, 1000).correct
+    # Steps that learn nothing have the same losses.
+    assert not demo.trained_claim(seconds, losses, {**norms, "balanced": nothing}, 1000).correct
+    assert not demo.trained_claim(seconds, losses, dict.fromkeys(seconds, nothing), 1000).correct
 
 
 def test_a_simulated_step_counts_only_near_the_bound_and_not_below():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
+import numpy as np
 import pytest
 
 from llmpq import Plan, Stage
@@ -131,8 +132,11 @@ def test_sensitivity_is_printed_by_layer(home):
         "sensitivity", home / "model", "--prompts", home / "prompts.jsonl", "--bits", 3, 4,
         "--group-size", 16, "--profiles", home / "other",
     )  # fmt: skip
-    assert len(text.splitlines()) == 6
-    assert "3 bits" in text
+    header, *rows = text.splitlines()
+    assert header.split() == ["layer", "3", "bits", "4", "bits"]
+    assert [row.split()[0] for row in rows] == [*"01234", "all"]
+    nats = np.array([[float(value) for value in row.split()[1:]] for row in rows])
+    assert nats[-1] == pytest.approx(nats[:-1].sum(axis=0), rel=0.01)
 
 
 def test_kinds_profiled_elsewhere_are_planned_in_one_process_for_one_prompt(home, tmp_path):

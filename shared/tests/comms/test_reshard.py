@@ -213,6 +213,39 @@ def test_buffers_are_of_two_rounds_at_a_time(pool_of_four):
     assert pool_of_four.run(rounds_under_way).results == [2] * 4
 
 
+def moving_into_place(num_columns: int) -> bool:
+    """Whether rows of a table, some columns of them, came to their places without a copy."""
+    group = Group.world()
+    size, rank = group.world_size, group.rank
+    table = torch.arange(2.0 * size * 5).view(2 * size, 5)
+    target = torch.zeros_like(table)
+    held = sharded(table.shape, 0, size)
+    wanted = [[Box((0, 0), (2 * size, num_columns))]] * size
+    move = Move(
+        transfers=reshard.plan(held, wanted, 4),
+        held=[(box, table[box.within(whole(table.shape))]) for box in held[rank]],
+        wanted=[(wanted[rank][0], target[:, :num_columns])],
+    )
+    places, post = [], reshard.post_rounds
+
+    def posted(group, rounds, *given, **settings):
+        places.extend(one.recv.data_ptr() for one in rounds)
+        return post(group, rounds, *given, **settings)
+
+    with mock.patch.object(reshard, "post_rounds", posted):
+        reshard.run(group, [move])
+    assert torch.equal(target[:, :num_columns], table[:, :num_columns])
+    assert not target[:, num_columns:].any()
+    start = target.data_ptr()
+    return all(start <= one < start + target.nbytes for one in places)
+
+
+@pytest.mark.parametrize(("num_columns", "is_in_place"), [(5, True), (3, False), (1, False)])
+def test_a_contiguous_box_arrives_in_its_place(pool_of_four, num_columns, is_in_place):
+    found = pool_of_four.run(moving_into_place, num_columns).results
+    assert found == [is_in_place] * 4
+
+
 def moving_beside_others() -> list[float]:
     """Two threads reshard at the same time, each on its lane, in another order on every rank."""
     group = Group.world()

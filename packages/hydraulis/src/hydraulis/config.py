@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from math import floor, isfinite
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,7 @@ class Cost:
         """Reads what `save` wrote.
 
         Raises:
-            ConfigError: it is no cost, or one of another version; names the file.
+            ConfigError: it is no cost, one of another version, or one with unknown keys; names the file.
         """
         try:
             tree = json.loads(Path(path).read_text())
@@ -152,6 +152,11 @@ class Cost:
             raise ConfigError(
                 f"{path}: expected a cost of version {_VERSION}, got {version!r}; measure it anew, see "
                 f"`measure_cost`"
+            )
+        if unknown := tree.keys() - {one.name for one in fields(cls)}:
+            raise ConfigError(
+                f"{path}: expected a cost of a, b and c, got {', '.join(sorted(unknown))} too; measure it "
+                f"anew, see `measure_cost`"
             )
         try:
             return cls(**tree)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,11 +28,12 @@ def python_source(limit: int | None = None) -> list[bytes]:
         DataError: this Python has no source files.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(
-        path
-        for path in root.rglob("*.py")
-        if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts)
-    )
+    paths = []
+    for folder, inner, names in os.walk(root):
+        # What others installed may be many times Python's own.
+        inner[:] = set(inner) - {"site-packages", "dist-packages"}
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    paths.sort()
     found = [text for text in (path.read_bytes() for path in paths[:limit]) if text]
     if not found:
         raise DataError(f"{root}: expected Python's own source files, got none")

@@ -40,6 +40,7 @@ def least(lengths, num_ranks, cost):
     """Every set of groups and every assignment."""
     best = np.inf
     degrees = cost.degrees(num_ranks).tolist()
+    seconds, tokens = {d: cost.seconds(lengths, d).tolist() for d in degrees}, lengths.tolist()
     for counts in itertools.product(*[range(num_ranks // d + 1) for d in degrees]):
         groups = [d for d, count in zip(degrees, counts, strict=True) for _ in range(count)]
         if not groups or sum(groups) > num_ranks or len(groups) > len(lengths):
@@ -47,9 +48,9 @@ def least(lengths, num_ranks, cost):
         for placed in itertools.product(range(len(groups)), repeat=len(lengths)):
             ends = [0.0] * len(groups)
             held = [0] * len(groups)
-            for s, g in zip(lengths.tolist(), placed, strict=True):
-                ends[g] += float(cost.seconds(np.array([s]), groups[g])[0])
-                held[g] += s
+            for i, g in enumerate(placed):
+                ends[g] += seconds[groups[g]][i]
+                held[g] += tokens[i]
             if all(t <= d * cost.cap for t, d in zip(held, groups, strict=True)):
                 best = min(best, max(ends) + cost.cost.c)
     return best

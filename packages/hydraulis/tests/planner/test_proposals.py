@@ -2,6 +2,7 @@
 
 import logging
 import time
+from functools import cache
 from math import ceil, inf
 
 import numpy as np
@@ -31,6 +32,7 @@ def band_s(shape, band, copies):
     return max(work / copies, alone) + micro_batches * cost.c + (shape.pp - 1) * (alone + cost.c)
 
 
+@cache
 def search(lengths, num_ranks, shapes):
     """Least seconds over all cuts into bands, all shapes and all numbers of copies."""
     values = sorted(set(lengths))
@@ -39,7 +41,7 @@ def search(lengths, num_ranks, shapes):
     best = inf
     for cut in range(len(values)):
         band = [s for s in lengths if s >= values[cut]]
-        rest = [s for s in lengths if s < values[cut]]
+        rest = tuple(s for s in lengths if s < values[cut])
         for shape in shapes:
             if shape.cap >= values[-1]:
                 for copies in range(1, num_ranks // shape.num_ranks + 1):
@@ -54,7 +56,9 @@ def search(lengths, num_ranks, shapes):
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(4, 7))
 def test_the_first_candidate_is_that_of_the_full_search(lengths, num_ranks):
     found = hy.propose(lengths, num_ranks, SHAPES)
-    assert found[0].seconds == pytest.approx(search(lengths, num_ranks, SHAPES), rel=1e-9)
+    assert found[0].seconds == pytest.approx(
+        search(tuple(lengths), num_ranks, tuple(SHAPES)), rel=1e-9
+    )
     for one in found:
         assert sum(shape.num_ranks for shape in one.shapes) <= num_ranks
         assert found[0].seconds <= one.seconds
@@ -72,7 +76,7 @@ def test_a_single_copy_is_kept_where_a_second_would_leave_no_ranks():
     lengths = [20, *[3] * 14]
     found = hy.propose(lengths, 4, [SMALL, wide])
     assert str(found[0]) == "tp2+tp1+tp1"
-    assert found[0].seconds == pytest.approx(search(lengths, 4, [SMALL, wide]))
+    assert found[0].seconds == pytest.approx(search(tuple(lengths), 4, (SMALL, wide)))
 
 
 @settings(max_examples=20, deadline=None)

@@ -14,6 +14,7 @@ from hydraulis.planner.proposals import exclusions
 from hydraulis.planner.replicas import (
     ParameterPlacement,
     ReplicaLayout,
+    cut_buckets,
     plan_replicas,
     rank_grids,
     read_strategy,
@@ -173,6 +174,40 @@ def test_bytes_are_those_of_the_elements_that_ranks_lack(text, sharing, shape, l
         assert sent == received
         pairs = [(t.src, t.dst) for t in sent]
         assert len(pairs) == len(set(pairs)), "one box a pair, so that both ends pack it alike"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 5), st.sampled_from([2, 4])),
+        min_size=1, max_size=6,
+    ),
+    st.integers(1, 5),
+    st.integers(1, 200),
+)  # fmt: skip
+def test_buckets_hold_each_row_once_and_few_bytes(drawn, num_ranks, most_bytes):
+    parameters = [
+        ParameterPlacement(
+            name=str(number), shape=(rows, columns), itemsize=itemsize, layers=(0,), sharing="whole"
+        )
+        for number, (rows, columns, itemsize) in enumerate(drawn)
+    ]
+    layout = ReplicaLayout(parameters, [], 1, num_ranks)
+    buckets = cut_buckets(parameters, num_ranks, most_bytes)
+    counts = {one.name: np.zeros(one.shape[0], dtype=int) for one in parameters}
+    for bucket in buckets:
+        for rank in range(num_ranks):
+            held = 0
+            for piece in bucket:
+                one = piece.parameter
+                box = piece.rows(layout.owned(one)[rank])
+                assert box.sizes[1] == one.shape[1]
+                counts[one.name][box.offsets[0] : box.offsets[0] + box.sizes[0]] += 1
+                held += box.numel * one.itemsize
+            (first, *others) = [piece.parameter for piece in bucket]
+            assert held <= most_bytes or (not others and held <= first.itemsize * first.shape[1])
+    assert all((count == 1).all() for count in counts.values())
+    order = [int(piece.parameter.name) for bucket in buckets for piece in bucket]
+    assert order == sorted(order)
 
 
 def test_the_bytes_of_thousands_of_ranks_are_found_at_once():

@@ -1,5 +1,6 @@
 """Plans of a step with degrees that change from micro-batch to micro-batch."""
 
+import functools
 from dataclasses import replace
 from itertools import product
 
@@ -121,12 +122,15 @@ def test_two_ranks_end_about_as_soon_as_by_trying_everything(lengths):
     assert best * (1 - 1e-12) <= plan.makespan_s <= 1.2 * best
 
 
+@functools.cache
 def fewest_micro_batches(sizes, cap):
     """By trying every way to put few documents into micro-batches."""
     best = len(sizes)
     for places in product(range(len(sizes)), repeat=len(sizes)):
-        chosen = np.array(places)
-        if all(sum(sizes[chosen == one]) <= cap for one in range(len(sizes))):
+        held = [0] * len(sizes)
+        for size, place in zip(sizes, places, strict=True):
+            held[place] += size
+        if max(held, default=0) <= cap:
             best = min(best, len(set(places)))
     return best
 
@@ -139,11 +143,10 @@ def best_with_fixed_parts(lengths, of):
         chosen = np.array(places)
         if (sizes[chosen < 2] > of.cap).any():
             continue
-        both = sizes[chosen == 2]
-        together_s = two[chosen == 2].sum() + of.cost.c * fewest_micro_batches(both, 2 * of.cap)
+        parts = [tuple(sorted(sizes[chosen == place].tolist())) for place in range(3)]
+        together_s = two[chosen == 2].sum() + of.cost.c * fewest_micro_batches(parts[2], 2 * of.cap)
         loads = [
-            one[chosen == rank].sum()
-            + of.cost.c * fewest_micro_batches(sizes[chosen == rank], of.cap)
+            one[chosen == rank].sum() + of.cost.c * fewest_micro_batches(parts[rank], of.cap)
             for rank in range(2)
         ]
         best = min(best, together_s + max(loads))

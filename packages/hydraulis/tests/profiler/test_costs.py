@@ -87,3 +87,23 @@ def test_a_measured_cost_fits_and_leaves_the_model_alone():
         measure_cost(model, 64, repeats=1)
     with pytest.raises(ConfigError, match="at least 16 tokens, got 15"):
         measure_cost(model, 15)
+
+
+def test_a_cost_is_measured_on_micro_batches_like_those_to_come():
+    model = make_model("llama").float()
+    rows, seen = [(40, 3), (7,), (1, 1, 30)], []
+    model.model.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["packing"].lengths), with_kwargs=True
+    )
+    # Each turn's seconds are exactly those of a cost; the clock is read before and after each.
+    known = Cost(a=1e-4, b=1e-2, c=0.5)
+    taken = [known.micro_batch_s(row) for row in rows]
+    clock = [0.0, *([0.0] * 2)] + [time for one in taken for time in (0.0, one)]
+    with mock.patch.object(timings, "perf_counter", side_effect=clock):
+        found = measure_cost(model, 64, repeats=1, micro_batches=rows)
+    assert seen == 2 * rows
+    assert (found.a, found.b, found.c) == pytest.approx((known.a, known.b, known.c))
+    with pytest.raises(ConfigError, match="expected at most 64 tokens in each, got 65"):
+        measure_cost(model, 64, micro_batches=[(60, 5)])
+    with pytest.raises(ConfigError, match=r"micro_batches\[1\]: expected a whole number .* got 0"):
+        measure_cost(model, 64, micro_batches=[(60, 0)])

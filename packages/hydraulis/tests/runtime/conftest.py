@@ -4,8 +4,15 @@ import pytest
 
 from shared.comms import RankPool
 
+MODULES = (
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+    "hydraulis.runtime.step_loader",
+)
+"""What all ranks import, here once for all of them."""
+
 
 @pytest.fixture(scope="package")
 def ranks():
-    with RankPool(4) as pool:
+    with RankPool(4, modules=MODULES) as pool:
         yield pool

@@ -157,9 +157,15 @@ class FailsOnce(Engine):
 def test_a_plan_that_fails_ahead_of_time_is_made_in_line_and_counted():
     engine = FailsOnce(make_model("llama"), SGD, max_tokens=64)
     loader = StepLoader(documents(LENGTHS), engine, tokens_per_step=20)
-    steps = [engine.step(step) for step in loader]
+    steps = list(loader)
+    for step in steps:
+        engine.step(step)
     assert len(steps) > 2
-    assert loader.num_planned_late >= 1
+    assert steps[1].is_late, "whose plan failed"
+    assert loader.num_planned_late == sum(step.is_late for step in steps)
+    report = engine.report()
+    assert report.num_planned_late == loader.num_planned_late
+    assert f"{report.num_planned_late} of them waited for their plan" in str(report)
 
 
 def test_documents_that_nothing_holds_are_named_dropped_or_cut():
@@ -296,3 +302,62 @@ def test_memory_short_where_others_take_part_says_which_tokens():
     hook.remove()
     assert "a micro-batch of 12 tokens over 1 ranks" in told.value.__notes__[0]
     assert "start again with max_tokens below 64" in told.value.__notes__[0]
+
+
+def short_of_memory_in_a_layer():
+    model = make_model("llama")
+    shard(model)
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError("no memory left")
+
+    model.model.layers[1].register_forward_pre_hook(run_out)
+    engine = Engine(model, SGD, max_tokens=64)
+    with pytest.raises(torch.OutOfMemoryError) as told:
+        engine.step(documents(LENGTHS))
+    return told.value.__notes__, engine.num_lowered
+
+
+def test_a_step_for_which_memory_is_short_is_not_planned_anew_under_fsdp2(ranks):
+    for notes, num_lowered in ranks.run(short_of_memory_in_a_layer).results:
+        assert num_lowered == 0
+        assert "under FSDP2 in every layer, so that it cannot be planned anew; start" in notes[0]
+
+
+def trained_with_less_memory(lengths, too_long):
+    """Losses, documents of each step, and how often 20 tokens a rank were lowered, which holds 16."""
+    model = make_model("llama")
+
+    def run_out(_, __, inputs):
+        if inputs["input_ids"].shape[1] > 16:
+            raise torch.OutOfMemoryError("no memory left")
+
+    model.model.register_forward_pre_hook(run_out, with_kwargs=True)
+    engine = Engine(model, partial(torch.optim.SGD, lr=0.0), max_tokens=20, strategy="cp1")
+    loader = StepLoader(documents(lengths), engine, tokens_per_step=90, seed=1, too_long=too_long)
+    losses = [engine.step(step).loss for step in loader]
+    return losses, loader.steps(0), engine.num_lowered
+
+
+@pytest.mark.parametrize("too_long", ["truncate", "drop"])
+def test_documents_that_nothing_holds_any_more_are_cut_or_dropped_as_was_asked(ranks, too_long):
+    lengths = (20, 17, 9) * 4
+    found = ranks.run(trained_with_less_memory, lengths, too_long).results
+    model, texts = make_model("llama"), documents(lengths)
+    for losses, steps, num_lowered in found:
+        assert num_lowered == 2, "20, then 18, then 16 tokens"
+        assert len(losses) == len(steps) > 1
+        for loss, step in zip(losses, steps, strict=True):
+            kept = [texts[i][:16] for i in step]
+            count = sum(len(text) - 1 for text in kept)
+            assert loss == pytest.approx(one_by_one(model, kept).item() / count, rel=1e-9)
+            assert too_long == "truncate" or max(map(len, kept)) == 9
+
+
+def refused_with_less_memory(lengths):
+    with pytest.raises(SequenceTooLong, match="expected at most 18 tokens, got 20"):
+        trained_with_less_memory(lengths, "raise")
+
+
+def test_a_document_that_nothing_holds_any_more_is_named(ranks):
+    ranks.run(refused_with_less_memory, (20, 17, 9) * 4)

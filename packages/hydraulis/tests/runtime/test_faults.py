@@ -41,7 +41,7 @@ def test_ranks_with_unlike_arguments_are_named_before_they_make_groups(ranks):
 
 def measured():
     model = make_model("llama").float()
-    cost = hy.measure_cost(model, 1024, repeats=2)
+    cost = hy.measure_cost(model, 1024, repeats=1, micro_batches=[(1024,), (500, 12), (32,)])
     loss = make_engine(cost=cost).step(documents(LENGTHS)).loss
     shard(model)
     with pytest.raises(ConfigError, match=r"model that is not sharded yet, got DTensors"):
@@ -72,7 +72,11 @@ def test_a_cost_is_kept_in_a_file_of_its_version_and_device(tmp_path):
         ("[]", r"a cost of version 1, got None; measure it anew"),
         ("{", r"cost\.json: expected a cost as JSON"),
         ('{"version": 1, "a": -1, "b": 1}', r"cost\.json: expected a cost: Cost\.a: .* got -1"),
-        ('{"version": 1, "z": 1}', r"cost\.json: expected a cost: "),
+        ('{"version": 1, "b": 1}', r"cost\.json: expected a cost: missing .* 'a'"),
+        (
+            '{"version": 1, "a": 1, "b": 1, "z": 1, "d": 0}',
+            r"cost\.json: expected a cost of a, b and c, got d, z too; measure it anew",
+        ),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=told):

@@ -13,9 +13,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 import hydraulis as hy
 from hydraulis.planner.replicas import ParameterPlacement, ReplicaLayout, read_strategy
-from hydraulis.runtime.replicas.exchange import LayoutExchange
+from hydraulis.runtime.replicas.exchange import LayoutExchange, connect_lanes
+from hydraulis.runtime.replicas.shards import read_placements
 from shared.comms import Group, RankPool, reshard
 from shared.errors import CommError, ConfigError, RankFailure
+from shared.topology.boxes import Box
 
 from .test_attention import documents, one_by_one
 
@@ -259,6 +261,57 @@ def summed():
 
 def test_gradients_of_16_bits_are_summed_in_32(ranks):
     assert ranks.run(summed).results == [[260.0, 260.0]] * 4, "259, rounded once"
+
+
+def exchanged(strategy):
+    """Messages of two sizes of buckets, once all parameters and sums were found to be what they must."""
+    group, model = Group.world(), make_model("biased")
+    whole = {name: one.detach() for name, one in model.named_parameters()}
+    shapes = read_strategy(strategy, cost=hy.Cost(a=0.0, b=1.0), max_tokens=9, num_layers=4)
+    layout = ReplicaLayout(read_placements(model), shapes, 4, group.world_size)
+    connect_lanes(group)
+
+    def part(of, boxes):
+        return of[boxes[group.rank].within(Box((0,) * of.ndim, tuple(of.shape)))].clone()
+
+    held = {one.name: layout.held(one) for one in layout.parameters}
+    shards = {one.name: layout.owned(one) for one in layout.parameters}
+    owned = {name: part(one, shards[name]) for name, one in whole.items()}
+    computed = {
+        name: part(one, held[name]) for name, one in whole.items() if held[name][group.rank].numel
+    }
+    gradients = {name: (group.rank + 1) * one for name, one in computed.items()}
+    counts, run = [], reshard.run
+    for bucket_bytes in (1 << 20, 400):
+        exchange, calls = LayoutExchange(layout, group, bucket_bytes=bucket_bytes), []
+
+        def counted(*given, calls=calls, **settings):
+            calls.append(given)
+            run(*given, **settings)
+
+        with mock.patch.object(reshard, "run", counted):
+            loaded = exchange.load(owned)
+            loaded.wait(4)
+            sums = exchange.sum_gradients(gradients, owned)
+        counts.append(len(calls))
+        for name, one in computed.items():
+            assert torch.equal(loaded.values[name], one), name
+        for one in layout.parameters:
+            total = torch.zeros(one.shape)
+            for rank, box in enumerate(layout.given(one)):
+                if box.numel:
+                    at = box.within(Box((0,) * total.ndim, one.shape))
+                    total[at] += (rank + 1) * whole[one.name][at]
+            torch.testing.assert_close(sums[one.name], part(total, shards[one.name]))
+    return counts
+
+
+@pytest.mark.parametrize("strategy", ["pp2+tp2", "tp2+tp1"])
+def test_layers_are_exchanged_in_buckets(ranks, strategy):
+    (few, many), *others = ranks.run(exchanged, strategy).results
+    assert few == 2 * 6, "layers, what is before and behind them; parameters and gradients"
+    assert many > 60
+    assert others == [[few, many]] * 3
 
 
 def looped():

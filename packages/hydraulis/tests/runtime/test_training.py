@@ -1,6 +1,7 @@
 """What else a training loop asks of an engine: clipping, evaluation, recomputation, autocast, adapters."""
 
 import gc
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -107,7 +108,7 @@ def recomputed(settings):
     return losses, engine.state_dict(), len(calls)
 
 
-@pytest.mark.parametrize("settings", WAYS, ids=str)
+@pytest.mark.parametrize("settings", FEW, ids=str)
 def test_layers_may_be_recomputed_in_the_backward_pass(ranks, settings):
     model = make_model("qwen3", torch.float64)
     optimizer, losses = SGD(model.parameters()), []
@@ -210,11 +211,12 @@ def test_a_schedule_changes_the_optimizers_rate():
 
 
 def alive(settings):
-    """Tensors alive after some steps, and after as many again."""
+    """Tensors alive after two steps, and after as many again, and again."""
     engine = make_engine(optimizer=partial(torch.optim.AdamW, lr=1e-3), **settings)
     counts = []
-    for number in range(6):
-        engine.step(documents(BATCHES[number % 2]))
+    for _ in range(3):
+        for lengths in BATCHES[:2]:
+            engine.step(documents(lengths))
         gc.collect()
         counts.append(sum(torch.is_tensor(one) for one in gc.get_objects()))
     return counts
@@ -225,17 +227,18 @@ def alive(settings):
 )
 def test_steps_leave_no_tensors_behind(ranks, settings):
     for counts in ranks.run(alive, settings).results:
-        assert counts[5] <= counts[3] <= counts[1], counts
+        assert counts[2] <= counts[1] <= counts[0], counts
 
 
 def test_a_report_tells_waiting_and_how_well_plans_fit():
-    records = tuple(
-        StepRecord(planned_s=p, planned_busy_s=p, gap=gap, busy_s=busy, seconds=2.0)
-        for p, gap, busy in ((1.0, 0.0, 1.0), (1.0, 0.03, 1.2), (1.0, 0.01, 0.9))
-    )
+    one = StepRecord(planned_s=1.0, planned_busy_s=1.0, gap=0.0, busy_s=1.0, seconds=2.0)
+    records = (
+        one, replace(one, gap=0.03, busy_s=1.2, is_late=True), replace(one, gap=0.01, busy_s=0.9),
+    )  # fmt: skip
     told = str(TrainingReport(records=records, idle_shares=(0.05, 0.25))).splitlines()
     assert told == [
         "3 steps, 2 s each",
+        "1 of them waited for their plan",
         "planned within 3.00% of the best there could be",
         "seconds of this rank's steps off by 10.0% on average, at 1 of the planned ones",
         "rank 0: idle 5.0%",

@@ -404,6 +404,7 @@ class MeasureSensitivity(JsonOption):
         lines = ["layer  " + "  ".join(f"{f'{width} bits':>9}" for width in found.bits)]
         for layer, row in enumerate(found.noise):
             lines.append(f"{layer:>5}  " + "  ".join(f"{value:>9.3g}" for value in row))
+        lines.append("  all  " + "  ".join(f"{value:>9.3g}" for value in found.noise.sum(axis=0)))
         record = {"bits": list(found.bits), "noise": found.noise.tolist(), "method": found.method}
         self.print_result(record, "\n".join(lines))
 

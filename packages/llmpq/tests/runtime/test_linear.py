@@ -76,6 +76,27 @@ def test_state_moves_with_the_layer():
     assert "bits=3" in repr(layer)
 
 
+def test_replaced_weights_are_used():
+    layer = QuantLinear(pack(draw(8, 96), 4, group_size=32), forms=[[1, "packed"]])
+    other = QuantLinear(pack(draw(8, 96, seed=5), 4, group_size=32), forms=[[1, "packed"]])
+    x = draw(2, 96)
+    before = layer(x)
+    layer.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(layer(x), other(x))
+    assert not torch.equal(layer(x), before)
+    layer.scale = layer.scale * 2
+    assert torch.equal(layer(x), 2 * other(x))
+    assert layer.to("meta").packed.data.is_meta
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_no_form_is_recorded_for_gradients(form):
+    bias = torch.nn.Parameter(draw(8))
+    layer = QuantLinear(pack(draw(8, 32), 4), bias, forms=[[1, form]])
+    x = draw(3, 32).requires_grad_()
+    assert not layer(x).requires_grad
+
+
 def test_bfloat16_in_and_out():
     packed = pack(draw(8, 64), 4)
     for tokens in (1, 100):

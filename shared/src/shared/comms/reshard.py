@@ -157,7 +157,8 @@ def run(
     """Executes the transfers of many tensors together, in ring rounds.
 
     A round's messages are packed and unpacked while another round is under way, so that buffers
-    take the memory of two rounds' messages.
+    take the memory of two rounds' messages. A message of one contiguous box is neither: it is sent
+    from where it is held, and arrives where it is wanted.
 
     Args:
         group: group whose ranks take part; ranks of transfers are ranks in it.
@@ -171,11 +172,6 @@ def run(
     """
     rank, size = group.rank, group.world_size
     outgoing, incoming = _by_peer(moves, rank)
-    for move, box in outgoing.get(rank, ()):
-        _place(move.wanted, box).copy_(_place(move.held, box))
-    # Given all ranks' transfers, either all return here or none does, and all then connect.
-    if all(src == dst for move in moves for src, dst, _ in move.transfers):
-        return
     # Sources and targets are looked up, and DataErrors raised, before the first message.
     sending = {
         peer: [_place(move.held, box) for move, box in boxes] for peer, boxes in outgoing.items()
@@ -183,15 +179,12 @@ def run(
     landing = {
         peer: [_place(move.wanted, box) for move, box in boxes] for peer, boxes in incoming.items()
     }
-    under_way: list[tuple[PendingRounds, Tensor, list[Tensor]]] = []
-    for shift in range(1, size):
+    # Given all ranks' transfers, all ranks send or none does, and all then connect.
+    sends = any(src != dst for move in moves for src, dst, _ in move.transfers)
+    under_way: list[tuple[PendingRounds, Tensor, Sequence[Tensor]]] = []
+    for shift in range(1, size) if sends else ():
         to, origin = (rank + shift) % size, (rank - shift) % size
-        targets = landing.get(origin, [])
-        buffer = torch.empty(
-            sum(t.numel() * t.element_size() for t in targets),
-            dtype=torch.uint8,
-            device=group.device,
-        )
+        buffer, targets = _landing_place(landing.get(origin, []), group.device)
         item = Round(
             send_to=to,
             send=partial(_packed, sending.get(to, ()), group.device),
@@ -202,6 +195,9 @@ def run(
         under_way.append((pending, buffer, targets))
         if len(under_way) > 1:
             _land(*under_way.pop(0))
+    # What stays on this rank is copied while the last round is under way.
+    for target, value in zip(landing.get(rank, ()), sending.get(rank, ()), strict=True):
+        target.copy_(value)
     for waiting in under_way:
         _land(*waiting)
 
@@ -232,7 +228,22 @@ def _place(tensors: Sequence[tuple[Box, Tensor]], box: Box) -> Tensor:
 
 
 def _packed(values: Sequence[Tensor], device: torch.device) -> Tensor | None:
-    return torch.cat([_bytes_of(value).to(device) for value in values]) if values else None
+    """The bytes of values; a single contiguous one is not copied."""
+    found = [_bytes_of(value).to(device) for value in values]
+    return torch.cat(found) if len(found) > 1 else found[0] if found else None
+
+
+def _landing_place(
+    targets: Sequence[Tensor], device: torch.device
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Where a message arrives, and the targets to copy it to: none if it arrives in its only one."""
+    if len(targets) == 1 and targets[0].is_contiguous() and targets[0].device.type == device.type:
+        place = _bytes_of(targets[0])
+        # A single element may count as contiguous and yet have been cloned.
+        if place.data_ptr() == targets[0].data_ptr():
+            return place, ()
+    num_bytes = sum(target.numel() * target.element_size() for target in targets)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device), targets
 
 
 def _bytes_of(value: Tensor) -> Tensor:
@@ -243,7 +254,7 @@ def _bytes_of(value: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _land(pending: PendingRounds, buffer: Tensor, targets: list[Tensor]) -> None:
+def _land(pending: PendingRounds, buffer: Tensor, targets: Sequence[Tensor]) -> None:
     pending.wait_all()
     start = 0
     for target in targets:

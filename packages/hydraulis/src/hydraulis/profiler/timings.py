@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hydraulis.config import Cost, device_name
+from hydraulis.config import Cost, check_lengths, device_name
 from hydraulis.runtime.attention import PackedDocuments, attend
 from hydraulis.runtime.loss import LossModel
 from shared.comms import Group, all_reduce
@@ -18,8 +19,14 @@ from shared.errors import ConfigError
 __all__ = ["measure_cost"]
 
 
-def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
-    """Fits a, b and c to forward and backward passes of made-up documents; weights stay as they are.
+def measure_cost(
+    model: Any,
+    max_tokens: int,
+    *,
+    repeats: int = 3,
+    micro_batches: Sequence[Sequence[int]] | None = None,
+) -> Cost:
+    """Fits a, b and c to forward and backward passes of made-up tokens; weights stay as they are.
 
     Where there are ranks, all of them call it before the model is sharded, and get the same cost: that of
     their mean seconds.
@@ -28,9 +35,13 @@ def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
         model: a Hugging Face causal LM, on the device where it trains.
         max_tokens: of the largest micro-batch that is measured; at least 16.
         repeats: turns, of which the median counts, after one that warms up.
+        micro_batches: lengths of the documents in each micro-batch that is measured, at least three and
+            none above `max_tokens`; by default eight, of one document to sixteen equal ones. Some like
+            those to come make the cost more exact.
 
     Raises:
-        ConfigError: fewer than 16 tokens, seconds that do not grow with them, a sharded model, or one that `LossModel` does not take.
+        ConfigError: fewer than 16 tokens, a micro-batch above them, seconds that do not grow with
+            tokens, a sharded model, or one that `LossModel` does not take.
     """
     if max_tokens < 16:
         raise ConfigError(f"measure_cost: expected at least 16 tokens, got {max_tokens}")
@@ -38,12 +49,19 @@ def measure_cost(model: Any, max_tokens: int, *, repeats: int = 3) -> Cost:
         raise ConfigError(
             "measure_cost: expected a model that is not sharded yet, got DTensors; measure it before"
         )
+    if micro_batches is None:
+        micro_batches = [
+            (max_tokens,), (max_tokens // 2,) * 2, (max_tokens // 4,) * 4, (max_tokens // 16,) * 16,
+            (max_tokens // 2,), (max_tokens // 4,), (max_tokens // 16,) * 4, (max_tokens // 16,),
+        ]  # fmt: skip
+    shapes = [tuple(check_lengths(one, "micro_batches").tolist()) for one in micro_batches]
+    largest = max((sum(one) for one in shapes), default=0)
+    if largest > max_tokens:
+        raise ConfigError(
+            f"micro_batches: expected at most {max_tokens} tokens in each, got {largest}"
+        )
     loss = LossModel(model)
     device = next(model.parameters()).device
-    shapes = [
-        (max_tokens,), (max_tokens // 2,) * 2, (max_tokens // 4,) * 4, (max_tokens // 16,) * 16,
-        (max_tokens // 2,), (max_tokens // 4,), (max_tokens // 16,) * 4, (max_tokens // 16,),
-    ]  # fmt: skip
     taken: dict[int, list[float]] = {at: [] for at in range(len(shapes))}
     kept = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)

@@ -211,9 +211,10 @@ class DegreeRunner:
             yield
         except torch.OutOfMemoryError as error:
             tokens = sum(step.plan.lengths[place] for place in one.documents)
+            layers = ", under FSDP2 in every layer, so that it cannot be planned anew"
             error.add_note(
                 f"in a micro-batch of {tokens} tokens over {one.degree} ranks, where others wait for this "
-                f"one; start again with max_tokens below {self.cap}"
+                f"one{layers if self._is_sharded else ''}; start again with max_tokens below {self.cap}"
             )
             raise
 

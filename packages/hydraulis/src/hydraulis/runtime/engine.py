@@ -204,6 +204,7 @@ class Engine:
             StepRecord(
                 planned_s=step.plan.makespan_s, planned_busy_s=float(step.plan.seconds[self.rank]),
                 gap=step.plan.gap, busy_s=ended_s - agreed_s, seconds=done_s - agreed_s,
+                is_late=step.is_late,
             )
         )  # fmt: skip
         return StepResult(
@@ -241,7 +242,7 @@ class Engine:
                 documents=step, indices=tuple(range(len(step))), plan=self.plan(lengths)
             )
         elif isinstance(self._runner, DegreeRunner) and not self._runner.holds(step.plan):
-            step = replace(step, plan=self.plan(step.plan.lengths))
+            step = step.planned_anew(self.plan, self.max_document)
         return replace(step, vocab_size=self._vocab_size)
 
     def _read(self, step: PlannedStep) -> PlannedStep:

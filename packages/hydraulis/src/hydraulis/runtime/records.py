@@ -18,6 +18,7 @@ class StepRecord:
         gap: share of the planned seconds by which the best plan may be shorter.
         busy_s: measured seconds until this rank's own gradients were complete.
         seconds: measured seconds of the step.
+        is_late: whether it had to wait for its plan, see `StepLoader`.
     """
 
     planned_s: float
@@ -25,6 +26,7 @@ class StepRecord:
     gap: float
     busy_s: float
     seconds: float
+    is_late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,11 @@ class TrainingReport:
     records: tuple[StepRecord, ...]
     idle_shares: tuple[float, ...]
 
+    @property
+    def num_planned_late(self) -> int:
+        """Steps that had to wait for their plan."""
+        return sum(one.is_late for one in self.records)
+
     def __str__(self) -> str:
         """A few lines for people."""
         if not self.records:
@@ -48,6 +55,7 @@ class TrainingReport:
         factors = [one.busy_s / one.planned_busy_s for one in self.records if one.planned_busy_s]
         lines = [
             f"{len(self.records)} steps, {median(one.seconds for one in self.records):.3g} s each",
+            f"{self.num_planned_late} of them waited for their plan",
             f"planned within {max(one.gap for one in self.records):.2%} of the best there could be",
         ]
         if factors:

@@ -60,7 +60,7 @@ class StepLoader:
             seed: of the shuffle; the epoch is added.
             lengths: tokens of all documents; by default each is asked for its length.
             too_long: what becomes of documents longer than all ranks hold together: "raise",
-                "drop", or "truncate" to what they hold.
+                "drop", or "truncate" to what they hold. Where memory ran out they hold fewer.
 
         Raises:
             SequenceTooLong: there is such a document, unless it is to be dropped or cut.
@@ -73,11 +73,8 @@ class StepLoader:
             raise ConfigError(
                 f"lengths: expected one for each of {len(documents)} documents, got {len(known)}"
             )
-        most = engine.max_document
-        self._is_kept = np.zeros(len(known), dtype=bool)
-        self._is_kept[keep_fitting(known, most, too_long)] = True
-        self._cut_at = most if too_long == "truncate" else None
-        self._lengths = known
+        keep_fitting(known, engine.max_document, too_long)
+        self._lengths, self._too_long = known, too_long
         self.documents, self.engine = documents, engine
         self.tokens_per_step, self.seed = tokens_per_step, seed
         self.num_planned_late = 0
@@ -88,7 +85,7 @@ class StepLoader:
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self._lengths))
         # Cut by all documents: those that these ranks cannot hold, others may.
         cut = cut_steps(self._lengths, order, self.tokens_per_step, 1)
-        return [step[self._is_kept[step]] for step in cut]
+        return [self._kept(step) for step in cut]
 
     def __len__(self) -> int:
         """Steps of the present epoch."""
@@ -99,19 +96,25 @@ class StepLoader:
         with ThreadPoolExecutor(1, thread_name_prefix="hydraulis-planner") as planner:
             ahead: _Ahead | None = None
             while self._number < len(steps):
-                number, indices = self._number, steps[self._number]
+                # Memory that ran out since may have lowered what ranks hold.
+                number, indices = self._number, self._kept(steps[self._number])
                 if not len(indices):  # all of its documents are dropped
                     self._number += 1
                     continue
-                plan = self._taken(ahead, indices)
-                later = next((one for one in steps[number + 1 :] if len(one)), None)
+                plan, is_late = self._taken(ahead, indices)
+                self.num_planned_late += is_late
+                later = next(
+                    (one for one in map(self._kept, steps[number + 1 :]) if len(one)), None
+                )
                 if later is None:
                     ahead = None
                 else:
                     ahead = _Ahead(planner.submit(self._plan, later), self.engine.num_lowered)
                 step = PlannedStep(
                     documents=self.documents, indices=tuple(indices.tolist()), plan=plan,
-                    epoch=self._epoch, number=number, cut_at=self._cut_at,
+                    epoch=self._epoch, number=number, too_long=self._too_long,
+                    cut_at=self.engine.max_document if self._too_long == "truncate" else None,
+                    is_late=is_late,
                 )  # fmt: skip
                 # What is saved while a step is computed has it behind it.
                 self._number += 1
@@ -141,19 +144,28 @@ class StepLoader:
                 )
         self._epoch, self._number = state["epoch"], state["step"]
 
+    def _kept(self, indices: np.ndarray) -> np.ndarray:
+        """Documents that are not dropped, as ranks hold tokens now."""
+        if self._too_long != "drop":
+            return indices
+        return indices[self._lengths[indices] <= self.engine.max_document]
+
     def _plan(self, indices: np.ndarray) -> StepPlan | ReplicaPlan:
         lengths = self._lengths[indices]
-        return self.engine.plan(lengths if self._cut_at is None else lengths.clip(max=self._cut_at))
+        if self._too_long == "truncate":
+            lengths = lengths.clip(max=self.engine.max_document)
+        return self.engine.plan(lengths)
 
-    def _taken(self, ahead: _Ahead | None, indices: np.ndarray) -> StepPlan | ReplicaPlan:
-        """The plan that was made ahead of time, or one made now."""
+    def _taken(
+        self, ahead: _Ahead | None, indices: np.ndarray
+    ) -> tuple[StepPlan | ReplicaPlan, bool]:
+        """The plan that was made ahead of time, or one made now; and whether it was late."""
         # Plans of before memory ran out may count on tokens that ranks do not hold any more.
         if ahead is None or ahead.num_lowered < self.engine.num_lowered:
-            return self._plan(indices)
-        self.num_planned_late += not ahead.plan.done()
+            return self._plan(indices), False
+        is_late = not ahead.plan.done()
         try:
-            return ahead.plan.result()
+            return ahead.plan.result(), is_late
         except Exception as error:  # noqa: BLE001 - planned anew, where it would be raised
             log.warning("planning ahead failed (%r): planning now", error)
-            self.num_planned_late += 1
-            return self._plan(indices)
+            return self._plan(indices), True

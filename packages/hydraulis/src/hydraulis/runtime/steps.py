@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from hydraulis.config import keep_fitting
 from hydraulis.planner.replicas import ReplicaPlan
 from hydraulis.planner.schedule import StepPlan
 from hydraulis.runtime.attention import PackedDocuments
@@ -30,7 +32,10 @@ class PlannedStep:
         plan: of the step; its documents are places in `indices`.
         epoch: number of the pass over all documents, from 0.
         number: of the step in its epoch, from 0.
-        cut_at: tokens to which longer documents are cut; None where none is.
+        too_long: what becomes of documents longer than all ranks hold together: "raise", "drop" or
+            "truncate".
+        cut_at: tokens to which longer documents were cut; None where none is.
+        is_late: whether the plan was not there in time.
         vocab_size: token ids are below it; None where nothing is known of them.
         texts: token ids of documents that were read already, by their place.
     """
@@ -40,7 +45,9 @@ class PlannedStep:
     plan: StepPlan | ReplicaPlan
     epoch: int = 0
     number: int = 0
+    too_long: str = "raise"
     cut_at: int | None = None
+    is_late: bool = False
     vocab_size: int | None = None
     texts: Mapping[int, Tensor] = field(default_factory=dict)
 
@@ -69,6 +76,27 @@ class PlannedStep:
                     f"has {self.vocab_size}, got {low if low < 0 else high}; is it another tokenizer's?"
                 )
         return kept
+
+    def planned_anew(
+        self, plan: Callable[[Sequence[int]], StepPlan | ReplicaPlan], most: int
+    ) -> PlannedStep:
+        """The same step where ranks hold fewer tokens than when it was planned.
+
+        Args:
+            plan: of documents of these lengths.
+            most: tokens of the longest document that all ranks hold together now.
+
+        Raises:
+            SequenceTooLong: a document exceeds them, and is neither to be dropped nor cut.
+            ConfigError: no document is left.
+        """
+        lengths = np.array(self.plan.lengths)
+        kept = keep_fitting(lengths, most, self.too_long)
+        return replace(
+            self, indices=tuple(self.indices[place] for place in kept),
+            plan=plan(lengths[kept].clip(max=most).tolist()),
+            cut_at=most if self.too_long == "truncate" else None, texts={},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

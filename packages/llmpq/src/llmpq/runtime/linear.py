@@ -56,7 +56,7 @@ def _dense32(x: Tensor, weight: PackedWeight) -> Tensor:
 
 def _dense(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Unpacks some rows of the weight at a time: fresh memory would cost more than unpacking does."""
-    rows = x.reshape(-1, weight.in_features).to(dtype)
+    rows = x.detach().reshape(-1, weight.in_features).to(dtype)
     step = weight.out_features
     if x.device.type == "cpu":
         step = max(64, BLOCK_BYTES // max(1, weight.in_features * dtype.itemsize))
@@ -70,7 +70,7 @@ def _dense(x: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 def _int8(x: Tensor, weight: PackedWeight) -> Tensor:
     """Weights to 8 bits a row, activations to 8 bits a token, both symmetric."""
     w, w_step = _round_rows(unpack(weight))
-    rows, x_step = _round_rows(x.reshape(-1, x.shape[-1]).to(torch.float32))
+    rows, x_step = _round_rows(x.detach().reshape(-1, x.shape[-1]).to(torch.float32))
     sums = torch._int_mm(rows, w.t()).to(torch.float32)
     return (sums * x_step * w_step.t()).to(x.dtype).view(*x.shape[:-1], -1)
 
@@ -239,6 +239,7 @@ class QuantLinear(nn.Module):
     data: Tensor
     scale: Tensor
     zero: Tensor
+    bias: Tensor
 
     def __init__(
         self, packed: PackedWeight, bias: Tensor | None = None, forms: Table | None = None
@@ -252,21 +253,24 @@ class QuantLinear(nn.Module):
         self.register_buffer("data", packed.data)
         self.register_buffer("scale", packed.scale)
         self.register_buffer("zero", packed.zero)
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+        self._packed, self._has_bias = packed, bias is not None
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight."""
-        return PackedWeight(
-            data=self.data,
-            scale=self.scale,
-            zero=self.zero,
-            bits=self.bits,
-            in_features=self.in_features,
-            group_size=self.group_size,
-        )
+        """The weight.
 
-    @torch.no_grad()
+        It is kept from call to call: Python that no cache holds takes long beside a product of one token.
+        """
+        kept, now = self._packed, self._buffers  # past the module's own, slow, look-up
+        if (
+            kept.data is not now["data"]
+            or kept.scale is not now["scale"]
+            or kept.zero is not now["zero"]
+        ):  # moved to another device, or loaded by assignment
+            kept = self._packed = replace(kept, data=self.data, scale=self.scale, zero=self.zero)
+        return kept
+
     def forward(self, x: Float[Tensor, "*batch in"]) -> Float[Tensor, "*batch out"]:
         """x [..., in] to [..., out] of x's type."""
         table = self.forms
@@ -274,7 +278,7 @@ class QuantLinear(nn.Module):
             table = _DEFAULT if x.dtype == torch.float32 else _DEFAULT_HALF
         tokens = x.numel() // max(1, self.in_features)
         out = FORMS[form_for(table, tokens)](x, self.packed)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return out + self.bias.to(out.dtype) if self._has_bias else out
 
     def extra_repr(self) -> str:
         """What a print of the model shows."""
