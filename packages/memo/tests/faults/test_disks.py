@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from memo import DoesNotFit, Plan, apply
+from memo.runtime.moving.threads import ThreadMover
 from memo.runtime.stores import FileStore
 from shared.errors import DataError
 
@@ -67,22 +68,27 @@ def test_a_store_whose_folder_is_deleted_goes_on(tmp_path):
 
 
 def test_a_slow_disk_is_waited_for(tmp_path, monkeypatch):
-    """Nothing is written before the first layer waits for the third: then all is."""
+    """Nothing is written until the first layer has waited for a while: then all is."""
     model = make_model("llama", num_layers=4)
     expected = train(model, num_batches=1)
-    may_write, write = threading.Event(), FileStore.write
+    may_write, write, wait = threading.Event(), FileStore.write, ThreadMover.await_sent
+    timer = threading.Timer(0.2, may_write.set)
 
     def slow(store, offset, data):
         may_write.wait()
         write(store, offset, data)
 
+    def await_sent(mover, cargo):
+        if timer.ident is None:
+            timer.start()
+        wait(mover, cargo)
+
     monkeypatch.setattr(FileStore, "write", slow)
+    monkeypatch.setattr(ThreadMover, "await_sent", await_sent)
     with apply(model, Plan.fixed(alpha=0.5, store=f"file:{tmp_path}")) as run:
-        timer = threading.Timer(0.2, may_write.set)
-        timer.start()
         found = train(model, num_batches=1)
-        assert run.times.wait_s > 0.1
-        timer.join()
+        assert run.times.wait_s > 0.15
+    timer.join()
     assert_same_step(found, expected)
 
 

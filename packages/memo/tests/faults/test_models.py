@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memo import Plan, apply
 from memo.planner.layer_plan import LayerPlan
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 from ..runtime.models import (
     Block,
@@ -107,6 +107,24 @@ def test_pinned_memory_without_a_gpu_is_refused():
         pytest.skip("there is a GPU")
     with pytest.raises(ConfigError, match="expected a GPU for 'pinned'"):
         apply(make_model("llama"), Plan.fixed(alpha=0.5, store="pinned"))
+
+
+def test_pinned_memory_that_the_system_refuses_names_the_limit(monkeypatch):
+    """As `cudaHostAlloc` fails where the limit of locked memory is low: a GPU is only pretended."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model, empty = make_model("llama"), torch.empty
+
+    def refuse(*args, pin_memory=False, **settings):
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*args, **settings)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with (
+        apply(model, Plan.fixed(alpha=0.5, store="pinned")),
+        pytest.raises(DataError, match=r"more of pinned memory, got CUDA error.*`ulimit -l`"),
+    ):
+        loss_of(model)
 
 
 class Keyword(Block):

@@ -118,3 +118,49 @@ def test_a_loss_of_ones_own_is_left_alone(caplog):
     with caplog.at_level(logging.INFO), apply(model, _PLAN):
         assert model(input_ids=ids, labels=labels).logits is not None
     assert "loss function of its own" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda ids, labels: {"labels": labels, "shift_labels": labels.roll(3, 1)},
+        lambda ids, labels: {"labels": ids, "ignore_index": int(ids[0, 3])},
+        lambda ids, labels: {"labels": labels.roll(3, 1)},
+    ],
+    ids=["shifted already", "another mark of ignored tokens", "the first token counts for nothing"],
+)
+def test_labels_are_read_as_the_models_own_loss_does(given):
+    model, (ids, labels) = _model(), _batch()
+    wanted = model(input_ids=ids, **given(ids, labels)).loss
+    with apply(model, _PLAN):
+        found = model(input_ids=ids, **given(ids, labels))
+    assert found.logits is None
+    assert torch.allclose(found.loss.double(), wanted.double(), rtol=1e-6)
+
+
+def test_where_only_some_logits_are_asked_for_they_are_made():
+    model, (ids, labels) = _model(), _batch()
+    given = {"input_ids": ids, "labels": labels[:, -5:], "logits_to_keep": 5}
+    wanted = model(**given)
+    with apply(model, _PLAN):
+        found = model(**given)
+    assert torch.equal(found.logits, wanted.logits)
+    assert torch.equal(found.loss, wanted.loss)
+
+
+def test_autocast_rounds_the_head_as_it_does_a_linear_layer():
+    model, (ids, labels) = _model().float(), _batch()
+
+    def step():
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        return loss.item(), model.lm_head.weight.grad.clone()
+
+    wanted, gradient = step()
+    with apply(model, _PLAN):
+        found, same = step()
+    assert found == pytest.approx(wanted, rel=2e-3)
+    assert same.dtype == torch.float32
+    assert (same - gradient).norm() < 2e-2 * gradient.norm()

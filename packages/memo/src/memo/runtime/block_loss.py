@@ -100,21 +100,16 @@ def _run(
 ) -> Any:
     """Calls a model whose head and loss function are replaced meanwhile."""
     head = model.get_output_embeddings()
-    targets = kwargs.get("shift_labels")
+    targets, ignored = kwargs.get("shift_labels"), kwargs.get("ignore_index", _IGNORED)
     if targets is None:
         # Tokens before one predict it; nothing is after the last.
-        targets = nn.functional.pad(kwargs["labels"], (0, 1), value=_IGNORED)[..., 1:]
-    ignored = kwargs.get("ignore_index", _IGNORED)
+        targets = nn.functional.pad(kwargs["labels"], (0, 1), value=ignored)[..., 1:]
 
     def log_probs(hidden: Tensor) -> Tensor:
         flat = targets.reshape(-1).to(hidden.device)
         counted = flat != ignored
-        rows, weight = hidden.reshape(-1, hidden.shape[-1])[counted], head.weight
-        kind = hidden.device.type
-        if torch.is_autocast_enabled(kind) and rows.dtype != torch.float64:
-            rows, weight = (one.to(torch.get_autocast_dtype(kind)) for one in (rows, weight))
-        with torch.autocast(kind, enabled=False):
-            return token_log_probs(rows, weight, flat[counted])[0]
+        rows = hidden.reshape(-1, hidden.shape[-1])[counted]
+        return token_log_probs(rows, head.weight, flat[counted])[0]
 
     def loss(logits: Tensor, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Tensor:
         if num_items_in_batch is None:
