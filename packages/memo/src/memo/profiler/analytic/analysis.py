@@ -221,23 +221,25 @@ class Analysis:
             self._tiled = self._model.count_tiles(self._tile_rows, self.device)
         known = self._tiled
         ring, num_tiles = self._ring_bytes(rows), rows / self._tile_rows
-        # Bytes are the largest of several lines: between counts the chord is never below them, and fewer
-        # tokens than were counted take no more bytes.
-        second = 1 if num_tiles < NUM_TILES[1] else 2
-        low, high = NUM_TILES[second - 1 : second + 1]
+        low, high = NUM_TILES
         share = max(0.0, (num_tiles - low) / (high - low))
 
         def seconds(spent: Seconds) -> float:
             times = num_tiles / NUM_TILES[0]
             return spent.other * times + spent.attention * times**2 * self.ranks
 
+        def grown(first: int, last: int) -> int:
+            # The largest of several lines, none of which begins below zero: the chord is never below them
+            # between counts, nor is a line through the origin beyond the last.
+            beyond = last * num_tiles / high
+            return ceil(beyond if num_tiles > high else first + (last - first) * share)
+
         def passes(level: int) -> PassBytes:
-            first, last = (at[level] for at in known.levels[second - 1 : second + 1])
-            forward = first.forward + (last.forward - first.forward) * share
-            if num_tiles > NUM_TILES[-1]:  # a forward's whole tensors overtake its tile only now
-                forward = max(forward, last.forward * num_tiles / NUM_TILES[-1])
-            backward = first.backward + (last.backward - first.backward) * share
-            return PassBytes(forward=ceil(forward) + ring, backward=ceil(backward) + 2 * ring)
+            first, last = (at[level] for at in known.levels)
+            return PassBytes(
+                forward=grown(first.forward, last.forward) + ring,
+                backward=grown(first.backward, last.backward) + 2 * ring,
+            )
 
         return TilesProfile(
             tile_rows=self._tile_rows,

@@ -41,8 +41,8 @@ __all__ = ["NUM_TILES", "FakeModel", "HeadCount", "LayerSeconds", "TilesCount"]
 
 _ATTENTION_NAME = "memo-fake"
 
-NUM_TILES = (2, 8, 12)
-"""Of lengths at which passes by tiles are counted: from the second on their bytes grow along one line."""
+NUM_TILES = (2, 8)
+"""Of lengths at which passes by tiles are counted."""
 
 
 @dataclass(frozen=True, slots=True)
