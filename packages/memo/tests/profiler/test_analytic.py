@@ -212,7 +212,7 @@ def test_what_is_no_configuration_is_refused(tmp_path, text):
 def test_tiles_at_other_lengths_are_those_of_a_count(analysis):
     tile_rows, model = TILE_ROWS["cuda"], FakeModel(llama(), torch.bfloat16)
     for num_tiles, most in ((2, 1.01), (6, 1.3), (8, 1.01), (24, 1.1)):
-        told = analysis.profile(num_tiles * tile_rows).layer.tiles
+        told = analysis.profile(num_tiles * tile_rows, has_tiles=True).layer.tiles
         counted = model.count_tiles_at(num_tiles * tile_rows, tile_rows)
         for mine, real in zip(told.levels, counted, strict=True):
             assert real.forward <= mine.forward <= most * real.forward
@@ -220,7 +220,7 @@ def test_tiles_at_other_lengths_are_those_of_a_count(analysis):
 
 
 def test_backwards_by_tiles_take_a_second_forward_but_not_attention(analysis):
-    layer = analysis.profile(1 << 16).layer
+    layer = analysis.profile(1 << 16, has_tiles=True).layer
     attention_s = next(one.recompute_s for one in layer.items if one.name == ATTENTION)
     again_s = layer.tiles.backward_s - layer.backward_s
     # Queries, keys and values are made twice, and rows are copied out of tensors and into them.
@@ -230,4 +230,4 @@ def test_backwards_by_tiles_take_a_second_forward_but_not_attention(analysis):
 
 def test_layers_that_draw_random_numbers_have_no_tiles():
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100)
-    assert Analysis(config, "H100").profile(1024).layer.tiles is None
+    assert Analysis(config, "H100").profile(1024, has_tiles=True).layer.tiles is None

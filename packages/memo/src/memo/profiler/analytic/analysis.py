@@ -130,7 +130,7 @@ class Analysis:
         """Parameters of the whole model."""
         return self._model.layer_parameters * self._num_layers + self._model.other_parameters
 
-    def profile(self, num_tokens: int, *, has_tiles: bool = True) -> StepProfile:
+    def profile(self, num_tokens: int, *, has_tiles: bool = False) -> StepProfile:
         """What a step of one sequence takes on each of the ranks.
 
         Args:
