@@ -209,6 +209,7 @@ def test_what_is_no_configuration_is_refused(tmp_path, text):
         read_config(tmp_path)
 
 
+@pytest.mark.slow
 def test_tiles_at_other_lengths_are_those_of_a_count(analysis):
     tile_rows, model = TILE_ROWS["cuda"], FakeModel(llama(), torch.bfloat16)
     for num_tiles, most in ((2, 1.01), (6, 1.3), (8, 1.01), (24, 1.1)):

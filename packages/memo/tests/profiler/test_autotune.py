@@ -114,6 +114,7 @@ def test_a_profile_has_items_levels_tiles_and_both_heads(profile):
     assert profile.details["seconds"] == "measured at 512 tokens"
 
 
+@pytest.mark.slow
 def test_without_room_seconds_are_measured_at_fewer_tokens(model):
     told = measure_profile(model, batch_of(512), None, room_bytes=2 * UNIT)
     assert told.details["seconds"] == "measured at 128 tokens"
@@ -126,6 +127,7 @@ def test_without_room_seconds_are_measured_at_fewer_tokens(model):
     assert told.head_bytes == whole.head_bytes
 
 
+@pytest.mark.slow
 def test_measuring_keeps_to_its_room(model):
     room = 20 * UNIT
     measure_profile(model, batch_of(1024), None, room_bytes=8 * UNIT)
