@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hydraulis.config import Cost, SequenceTooLong
@@ -34,13 +34,13 @@ def check(plan, lengths, num_ranks, of, sync):
             assert sum(lengths[i] for i in mb.documents) <= mb.degree * of.cap
     # Played by hand: a group begins when all of its ranks are there with the same micro-batch.
     clock, at = np.zeros(num_ranks), [0] * num_ranks
-    busy = np.zeros(num_ranks)
+    busy, meetings = np.zeros(num_ranks), 0
     while any(at[rank] < len(queue) for rank, queue in enumerate(queues)):
         if sync == "micro-batch":
-            clock[:] = clock.max()
-        moved = False
+            clock[:] = clock.max()  # nobody begins another before all have met
+        moved, meetings = False, meetings + 1
         for rank in range(num_ranks):
-            if at[rank] == len(queues[rank]):
+            if at[rank] == len(queues[rank]) or (sync == "micro-batch" and at[rank] == meetings):
                 continue
             mb = queues[rank][at[rank]]
             if mb.first == rank and all(
@@ -60,6 +60,7 @@ def check(plan, lengths, num_ranks, of, sync):
     return clock, busy
 
 
+@example(lengths=[1, 1, 399], num_ranks=4, sync="micro-batch")
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 400), min_size=1, max_size=40),
