@@ -107,7 +107,6 @@ def measure_profile(
         store_limit_bytes: most bytes that are stored while it is measured.
         room_bytes: what measuring may take on the device; None: no limit.
     """
-    fixed_bytes = _fixed_bytes(model, optimizer_bytes)
     found = find_layers(model, layers)
     layer = found[0]
     undo = [offer_attention(name) for name in attention_names(found)]
@@ -151,7 +150,8 @@ def measure_profile(
         head_bytes=head_bytes,
         block_head_s=block_head_s,
         block_head_bytes=block_head_bytes,
-        fixed_bytes=fixed_bytes,
+        # What measuring imported and cached is there from now on.
+        fixed_bytes=_fixed_bytes(model, optimizer_bytes),
         send=None if rate is None else rate.send,
         fetch=None if rate is None else rate.fetch,
         slowdown=1.0 if rate is None else rate.slowdown,
