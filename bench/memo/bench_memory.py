@@ -55,7 +55,7 @@ def plans(tmp_path):
         layer = LayerPlan(mode="restore", resident=frozenset(kept))
         found[f"{len(kept)} items stay"] = replace(SMALL, plan=memo.Plan(layers=(layer,)))
     found["all stays"] = replace(SMALL, plan=memo.Plan(layers=(LayerPlan(),)))
-    for size in (48, 60, 80, 110):
+    for size in (56, 68, 84, 110):
         found[f"autotune {size} MiB"] = replace(
             SMALL, allowance_bytes=size << 20, is_limited=False, store=store
         )
