@@ -9,10 +9,13 @@ from typing import Any
 
 from shared.errors import ConfigError
 
-__all__ = ["ATTENTION", "INPUT", "MODES", "LayerPlan", "rows_of"]
+__all__ = ["ATTENTION", "CUT", "INPUT", "MODES", "LayerPlan", "rows_of"]
 
 INPUT, ATTENTION = "input", "attention"
 """Items that go whole or not at all; the others are products, named by their weight."""
+
+CUT = 16
+"""Kept rows of a product are a multiple of it, unless a plan says otherwise."""
 
 MODES = ("keep", "restore", "whole", "tiles")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memo.planner.explanation import explain
-from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
 
@@ -38,7 +38,7 @@ class Plan:
     layers: tuple[LayerPlan, ...]
     store: str = "memory"
     store_limit_bytes: int | None = None
-    cut: int = 16
+    cut: int = CUT
     num_buffers: int = 2
     max_sending: int = 2
     has_block_loss: bool = False
@@ -55,7 +55,7 @@ class Plan:
             raise ConfigError(f"plan.store: expected a folder after 'file:', got {self.store!r}")
 
     @classmethod
-    def fixed(cls, *, alpha: float, store: str = "memory", cut: int = 16) -> Plan:
+    def fixed(cls, *, alpha: float, store: str = "memory", cut: int = CUT) -> Plan:
         """The published plan: every layer's input and attention go whole, of all else a fraction of its rows.
 
         Args:

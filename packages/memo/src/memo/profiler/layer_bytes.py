@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
-from memo.planner.layer_plan import LayerPlan
+from memo.planner.layer_plan import CUT, LayerPlan
 from memo.planner.profile import PassBytes
+from memo.profiler.clock import untouched_gradients
 from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.layers import named_memory, without_cache
 from memo.runtime.recording.record import LayerRecord
@@ -28,7 +29,6 @@ from memo.runtime.tiling.row_locality import Proofs
 __all__ = ["LayerBytes", "count_bytes", "count_passes", "first_tensor"]
 
 _log = logging.getLogger(__name__)
-_CUT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +121,14 @@ def _count_real(
     proofs: Proofs | None,
 ) -> LayerBytes:
     """Counts passes that are computed; gradients, buffers and random numbers are left as they were."""
-    gradients = {one: one.grad for one in layer.parameters()}
     buffers = [(one, one.detach().clone()) for one in layer.buffers()]
-    devices = list({one.device for one in gradients if one.is_cuda})
+    devices = list({one.device for one in layer.parameters() if one.is_cuda})
     try:
-        for one in gradients:
-            one.grad = torch.zeros_like(one) if one.requires_grad else None
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with untouched_gradients(layer), torch.random.fork_rng(devices), torch.enable_grad():
+            for one in layer.parameters():
+                one.grad = torch.zeros_like(one) if one.requires_grad else None
             return count_passes(layer, args, kwargs, plan, proofs)
     finally:
-        for one, gradient in gradients.items():
-            one.grad = gradient
         with torch.no_grad():
             for one, value in buffers:
                 one.copy_(value)
@@ -156,7 +153,7 @@ def count_passes(
                 kwargs,
                 plan=plan,
                 parameters=lambda: named_memory(layer),
-                cut=_CUT,
+                cut=CUT,
                 fetch=lambda _: None,
             )
         elif plan.mode == "tiles":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
 from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.layer_bytes import first_tensor
 from memo.profiler.stopwatch import Stopwatch
@@ -158,7 +158,7 @@ def _record(
         kwargs,
         plan=plan,
         parameters=lambda: named_memory(layer),
-        cut=16,
+        cut=CUT,
         fetch=lambda _: None,
     )
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
 from memo.planner.profile import PassBytes
 from memo.profiler.analytic.roofline import Roofline, Seconds
 from memo.profiler.head import capture_call, loss_of, pass_on, replaced
@@ -165,7 +165,7 @@ class FakeModel:
                 kwargs,
                 plan=LayerPlan(mode="restore", resident=frozenset([INPUT, ATTENTION, *names])),
                 parameters=lambda: named_memory(self._layer),
-                cut=16,
+                cut=CUT,
                 fetch=lambda _: None,
             )
             begun = clock.total
