@@ -1,0 +1,1 @@
+"""What to do after a failure, and the transfer of state that it asks for."""
