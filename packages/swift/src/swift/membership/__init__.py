@@ -1,0 +1,1 @@
+"""Who is in the run: supervisors, ranks, spares, heartbeats and fences."""

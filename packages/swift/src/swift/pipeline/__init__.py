@@ -1,0 +1,1 @@
+"""Pipeline stages whose boundary messages are logged, and their replay."""
