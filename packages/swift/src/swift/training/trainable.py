@@ -1,0 +1,108 @@
+"""What the training loop needs of what it trains: `DataParallel`, `Sharded` and `Stage` offer it.
+
+The state of a rank is a list of *entries*: the parameters in the optimizer's order, each with its optimizer
+state, and last one entry for the rest (buffers, hyperparameters, schedulers). Each entry has a version, the
+number of steps that it has had; a step that is cut off leaves some entries a version ahead of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shared.comms import Group
+
+__all__ = ["Trainable"]
+
+
+class Trainable(Protocol):
+    """One rank's part of a training that can lose ranks."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """What a rank or spare must have in common with the others: JSON by name, compared for equality.
+
+        Shapes and types of parameters, optimizer and mode, bucket sizes, ... not code or machine, which
+        the runtime adds.
+        """
+        ...
+
+    def replica_sets(self, world_size: int) -> list[list[int]]:
+        """Ranks that hold the same state, a list a set; together all ranks, each once."""
+        ...
+
+    def assign(self, rank: int, world_size: int) -> None:
+        """Called before `versions`, once the rank is known or has changed; a stage is built here."""
+        ...
+
+    def regroup(self, group: Group) -> None:
+        """Takes a new world after a failure; ranks in it may be new. The old group is dead: leave it.
+
+        Called before `versions`, of all ranks, and again if a rank dies in the recovery.
+        """
+        ...
+
+    def versions(self) -> list[int]:
+        """Steps that each entry has had, from what this rank holds now."""
+        ...
+
+    def undo(self, entries: Sequence[int]) -> None:
+        """Takes back the last step of exactly these entries."""
+        ...
+
+    def state_of(self, entry: int) -> dict[str, Tensor]:
+        """Name -> live tensor of one entry, as a peer with the same state names them.
+
+        Names are unique over all entries. What is no tensor is packed into a new one (uint8).
+        """
+        ...
+
+    def prepare(self, entry: int) -> dict[str, Tensor | None]:
+        """As `state_of`, with memory for what is not there yet; None: its size is the sender's to say."""
+        ...
+
+    def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Takes an entry that a peer or a checkpoint gave, and its version.
+
+        Args:
+            entry: which.
+            tensors: those of `prepare` filled in place, or others with the values to copy.
+            version: steps that it has had.
+        """
+        ...
+
+    def begin(self, step: int) -> None:
+        """Called before the user's step function: all entries are at version `step`."""
+        ...
+
+    def finish(self, step: int) -> None:
+        """Called after the user's step function: raises where not every entry is at `step` + 1.
+
+        Raises:
+            DataError: the step function has not stepped exactly once.
+        """
+        ...
+
+    def confirm(self, step: int) -> None:
+        """All ranks have all entries at `step`: what undoing needs is let go."""
+        ...
+
+    def replay(self, target: int, checkpoint_step: int) -> None:
+        """Rebuilds this rank's state from logged messages up to version `target`.
+
+        Called on *all* ranks of a world in which a set was lost whole and its logs reach the target; a lost
+        rank has been filled from the checkpoint of `checkpoint_step` before (or built anew, at 0).
+
+        Raises:
+            DataError: a message is missing or differs; the loop then goes back to the checkpoint.
+        """
+        ...
+
+    def logged(self, target: int, checkpoint_step: int) -> bool:
+        """Whether the messages that this rank has kept reach `target` from `checkpoint_step`."""
+        ...
+
+    def committed(self, step: int) -> None:
+        """A checkpoint of `step` is committed by all ranks: logs before it may go."""
+        ...
