@@ -18,8 +18,23 @@ if getattr(shared, "__project__", None) != "meshyard":
 __version__ = "0.1.0"
 
 # Public name -> its module, imported at first use so that `meshyard-swift --help` stays fast.
-_HOME: dict[str, str] = {}
-__all__ = ["__version__"]
+_HOME = {
+    "DataParallel": "swift.training.reducer",
+    "Every": "swift.training.checkpoints",
+    "StepData": "swift.training.data",
+    "decide": "swift.recovery.planner",
+    "join": "swift.training.runtime",
+    "undoable": "swift.undo.undoable",
+}
+__all__ = [
+    "DataParallel",
+    "Every",
+    "StepData",
+    "__version__",
+    "decide",
+    "join",
+    "undoable",
+]
 
 
 def __getattr__(name: str) -> Any:

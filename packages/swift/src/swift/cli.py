@@ -3,15 +3,149 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
 
-from shared.cli import Command, run_command
+import tyro
+
+from shared.cli import Command, JsonOption, run_command
 
 __all__ = ["main"]
 
 _ABOUT = """Train on: a lost rank costs a fraction of a second, and not one bit of the result.
 
+Instead of `torchrun --nproc-per-node 4 train.py`:
+  meshyard-swift run -n 4 --spares 1 train.py
+
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Start a script's ranks and spares on this host, and keep them in number.
+
+    Example: meshyard-swift run -n 4 --spares 1 --heartbeat 5 train.py --batch 64
+
+    Several hosts, each with its --node-rank; the first holds the store:
+      meshyard-swift run -n 4 --spares 1 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 train.py
+    """
+
+    script: tyro.conf.Positional[tuple[str, ...]]
+    """The script and its arguments."""
+    n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
+    """Ranks on this host."""
+    spares: int = 1
+    """Processes on this host that wait for a rank to be lost."""
+    heartbeat: float = 5.0
+    """Seconds of silence after which a process, or a host, is taken for lost."""
+    report: Path | None = None
+    """Write what failed and what each recovery took here, as JSON."""
+    nnodes: int = 1
+    """Hosts."""
+    node_rank: int = 0
+    """Number of this host."""
+    master_addr: str = "127.0.0.1"
+    """Address of the first host."""
+    master_port: int = 0
+    """Port of the first supervisor; any free one on a single host, 29500 on several."""
+    min_ranks: int | None = None
+    """Go on with fewer ranks, but at least these, when no spare comes; never by default, as the result differs."""
+    wait: float = 300.0
+    """Seconds to wait for a spare, or for the first supervisor."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """Of the ranks' messages; nccl is untested on several GPUs."""
+    preload: tuple[str, ...] = ()
+    """Modules that processes have imported when they start, such as transformers."""
+
+    def execute(self) -> int:
+        """Supervises the run to its end."""
+        from swift.membership import hosts
+        from swift.membership.coordinator import Settings
+        from swift.membership.record import Record
+        from swift.membership.supervisor import Launch
+
+        total = self.n * self.nnodes
+        settings = Settings(
+            num_ranks=total,
+            min_ranks=total if self.min_ranks is None else self.min_ranks,
+            wait_s=self.wait,
+            backend=self.backend,
+        )
+        launch = Launch(
+            script=self.script,
+            host=self.node_rank,
+            ranks=tuple(range(self.node_rank * self.n, (self.node_rank + 1) * self.n)),
+            num_spares=self.spares,
+            world_size=total,
+            heartbeat_s=self.heartbeat,
+            preload=self.preload,
+            env=hosts.environment(is_single=self.nnodes == 1),
+        )
+        port = self.master_port or (0 if self.nnodes == 1 else 29500)
+        if self.node_rank:
+            with hosts.Other(launch, (self.master_addr, port), self.wait) as other:
+                return other.run()
+        listener = hosts.listen(self.master_addr, port)
+        with hosts.First(launch, settings, listener, Record(self.report)) as first:
+            return first.run(self.master_addr)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status(JsonOption):
+    """Show the ranks, spares and failures of a run.
+
+    Example: meshyard-swift status
+    """
+
+    at: str | None = None
+    """Address of the first supervisor, host:port; that of this host's newest run by default."""
+
+    def execute(self) -> None:
+        """Prints a line a process."""
+        from swift.membership.client import ask
+        from swift.report import describe_failures
+
+        found = ask(self.at, {"kind": "status"})
+        lines = [f"{found['epoch']} recoveries" if found["epoch"] > 0 else "no rank was lost"]
+        for one in found["processes"]:
+            title = f"rank {one['rank']}" if one["rank"] is not None else "spare"
+            state = "" if one["is_ready"] else ", starting"
+            lines.append(f"{title:<8} host {one['host']}, step {one['step']}{state}")
+        if found["failures"]:
+            lines.append(describe_failures(found["failures"]))
+        self.print_result(found, "\n".join(lines))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inject(JsonOption):
+    """Disturb a run: kill or stop a rank, or cut its host off.
+
+    Example: meshyard-swift inject kill 2
+    """
+
+    fault: tyro.conf.Positional[Literal["kill", "stop", "cut"]]
+    """kill (SIGKILL), stop (SIGSTOP), or cut: its host's link, GLOO_SOCKET_IFNAME, goes down."""
+    rank: tyro.conf.Positional[int]
+    """Which rank."""
+    seconds: float = 30.0
+    """How long a host is cut off."""
+    at: str | None = None
+    """Address of the first supervisor, host:port; that of this host's newest run by default."""
+
+    def execute(self) -> None:
+        """Asks the run's first supervisor to do it."""
+        from swift.membership.client import ask
+
+        request = {
+            "kind": "inject",
+            "fault": self.fault,
+            "rank": self.rank,
+            "seconds": self.seconds,
+        }
+        found = ask(self.at, request)
+        self.print_result(found, f"{self.fault}: rank {self.rank}, process {found['process']}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,5 +157,5 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    commands: dict[str, Callable[..., Command]] = {}
+    commands: dict[str, Callable[..., Command]] = {"run": Run, "status": Status, "inject": Inject}
     return run_command(commands, prog="meshyard-swift", about=_ABOUT, argv=argv)

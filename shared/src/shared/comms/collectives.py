@@ -23,6 +23,7 @@ from shared.errors import CommError, ConfigError
 
 __all__ = [
     "PendingRounds",
+    "Reduction",
     "Round",
     "all_gather",
     "all_gather_into",
@@ -35,6 +36,7 @@ __all__ = [
     "gather_v",
     "post_rounds",
     "scatter_v",
+    "start_all_reduce",
 ]
 
 _REDUCTIONS = {
@@ -84,6 +86,47 @@ def all_reduce(
     size = group.world_size
     _record_ring(group, "all_reduce", 2 * (size - 1) * _num_bytes(tensor) // size)
     return tensor
+
+
+class Reduction:
+    """A sum that is under way; `wait` for it before its tensor is read or written."""
+
+    def __init__(self, group: Group, work: dist.Work | None) -> None:
+        self._group = group
+        self._work = work
+
+    def wait(self) -> None:
+        """Waits until the tensor holds the sum; on a GPU, until its stream does.
+
+        Raises:
+            CommError: if a peer died, the timeout passed or the world was left.
+        """
+        if self._work is not None:
+            with _failures_named(self._group, "all_reduce"):
+                self._work.wait()
+
+
+def start_all_reduce(group: Group, tensor: Tensor) -> Reduction:
+    """Starts to sum a tensor over all ranks, in place, and returns at once.
+
+    Sums of one group end in the order in which they are started; all ranks start the same ones in
+    the same order.
+
+    Args:
+        group: group whose ranks take part.
+        tensor: same shape and type on every rank.
+
+    Raises:
+        CommError: if a peer is known to be dead.
+    """
+    process_group = group.checked()
+    if group.world_size == 1:
+        return Reduction(group, None)
+    with _failures_named(group, "all_reduce"):
+        work = dist.all_reduce(tensor, group=process_group, async_op=True)
+    size = group.world_size
+    _record_ring(group, "all_reduce", 2 * (size - 1) * _num_bytes(tensor) // size)
+    return Reduction(group, work)
 
 
 def bucket_sum(

@@ -31,7 +31,7 @@ from shared.comms.group import Group
 from shared.comms.rounds import PendingRounds, Round, RoundSchedule, shorten
 from shared.errors import CommError
 
-__all__ = ["connect", "peer_died", "post_rounds", "run_rounds", "wait_for_end"]
+__all__ = ["abandon", "connect", "peer_died", "post_rounds", "run_rounds", "wait_for_end"]
 
 # Posted rounds and the rounds of a collective run on separate connections, in parallel.
 _LANES = ("rounds", "collectives")
@@ -136,6 +136,15 @@ def peer_died(world_rank: int) -> None:
     for couriers in list(_couriers.values()):
         for courier in couriers.values():
             courier.peer_died(world_rank)
+
+
+def abandon() -> None:
+    """Fail all rounds under way and forget all connections, as the world that they join is left."""
+    for couriers in list(_couriers.values()):
+        for courier in couriers.values():
+            courier.abandon()
+    _couriers.clear()
+    _num_couriers.clear()  # the ranks of the next world count from the same number
 
 
 def _post(
@@ -303,6 +312,9 @@ class _Courier:
                     peer = ranks.index(world_rank)
                     self._fail(schedule.failure(index, "exchanging with", peer, gone))
                     break
+
+    def abandon(self) -> None:
+        self._fail(CommError("the world of ranks was left before the messages had ended"))
 
     def _fail(self, error: BaseException) -> None:
         # After a failure the peers' messages are out of step, so later rounds fail too.

@@ -3,24 +3,41 @@
 `init_from_env` joins the ranks that torchrun started; `join` joins through a store, for custom
 launchers. Both open the connections for rounds while all ranks are alive: a rank that dies later is
 then detected by its closed connections.
+
+A world that lost a rank is left by `abandon`, and the ranks that are left join the next one under
+its *epoch*. A dead peer is no hindrance, but one that hangs, or whose network is cut, would hold
+every rank that waits for it, and torch's `abort` frees none of them: what does is to shut down the
+world's connections, which `sever` does from another thread.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shared.comms import courier
 from shared.comms.courier import connect
 from shared.comms.group import Group
 from shared.errors import ConfigError
 
-__all__ = ["init_from_env", "join", "joined", "leave", "open_store", "open_torchrun_store"]
+__all__ = [
+    "abandon",
+    "init_from_env",
+    "join",
+    "joined",
+    "leave",
+    "open_store",
+    "open_torchrun_store",
+    "recorded",
+    "sever",
+]
 
 _TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -94,7 +111,15 @@ def open_torchrun_store(name: str, timeout: timedelta) -> Any:
     return dist.PrefixStore(f"{name}/{attempt}", store)
 
 
-def join(rank: int, world_size: int, store: Any, *, backend: str, timeout: timedelta) -> Group:
+def join(
+    rank: int,
+    world_size: int,
+    store: Any,
+    *,
+    backend: str,
+    timeout: timedelta,
+    epoch: int | None = None,
+) -> Group:
     """Joins the world as one rank, with a store as rendezvous.
 
     Args:
@@ -104,15 +129,93 @@ def join(rank: int, world_size: int, store: Any, *, backend: str, timeout: timed
             another process opened.
         backend: "nccl" or "gloo".
         timeout: how long one message may take.
+        epoch: number of this world, where the same store serves one after another: ranks of
+            different epochs never meet.
 
     Returns:
         The group of all ranks.
     """
-    if isinstance(store, tuple):
-        store = dist.TCPStore(*store, timeout=timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    connect(Group.world())
+    with recorded():
+        if isinstance(store, tuple):
+            store = dist.TCPStore(*store, timeout=timeout)
+        if epoch is not None:
+            store = dist.PrefixStore(f"epoch/{epoch}", store)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+        connect(Group.world())
     return Group.world()
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Records the connections that are opened in the block as the world's, for `sever`.
+
+    `join` does so; groups that are made later are made in such a block. Nothing else may open
+    connections meanwhile, in any thread.
+    """
+    global _before
+    _before = _connections()
+    try:
+        yield
+    finally:
+        _recorded.update(_connections() - _before)
+        _before = None
+
+
+def sever() -> None:
+    """Shuts down the world's connections, from any thread: ranks that wait for messages raise.
+
+    A join under way raises too; as it may go on to open connections, call this until it has.
+    Connections that `recorded` has not seen stay, and so do listening sockets, without which gloo
+    would end the process.
+    """
+    before = _before
+    under_way = set() if before is None else _connections() - before
+    for descriptor, inode in _recorded | under_way:
+        with suppress(OSError):
+            _shut_down(descriptor, inode)
+
+
+def abandon() -> None:
+    """Leaves a world whose peers are dead or hang, its couriers included; waits for none of them.
+
+    Groups of that world are of no use afterwards. Without a world, or after a join that failed, this
+    clears what is left of it.
+    """
+    sever()
+    courier.abandon()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _recorded.clear()
+    # A join that failed has counted its group, by whose number the ranks of the next one meet.
+    dist.distributed_c10d._world.group_count = 0
+
+
+_DESCRIPTORS = "/proc/self/fd"
+_recorded: set[tuple[int, int]] = set()  # descriptor and inode: descriptors are used again
+_before: set[tuple[int, int]] | None = None
+
+
+def _connections() -> set[tuple[int, int]]:
+    found = set()
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        with suppress(OSError):
+            kind, _, number = os.readlink(f"{_DESCRIPTORS}/{name}").partition(":")
+            if kind == "socket":
+                found.add((int(name), int(number.strip("[]"))))
+    return found
+
+
+def _shut_down(descriptor: int, inode: int) -> None:
+    copy = os.dup(descriptor)
+    if os.fstat(copy).st_ino != inode:
+        os.close(copy)
+        return
+    with socket.socket(fileno=copy) as connection:
+        is_tcp = connection.family != socket.AF_UNIX and connection.type == socket.SOCK_STREAM
+        if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def leave() -> None:

@@ -186,9 +186,7 @@ class NetLab:
         Raises:
             ConfigError: if the lab's `with` block is not entered, or it has no such host.
         """
-        self._check_entered()
-        if not 0 <= host < self.hosts:
-            raise ConfigError(f"this lab has the hosts 0 to {self.hosts - 1}, got {host}")
+        self._check_host(host)
         shm = str(_SHM / self._namespace(host))
         return [*_inside(self._namespace(host)), "sh", "-c", _IN_HOST, shm]
 
@@ -201,6 +199,28 @@ class NetLab:
         self._check_entered()
         return [self._counters(host) for host in range(self.hosts)]
 
+    def cut(self, host: int) -> None:
+        """Cuts a host off: no frame reaches or leaves it, and no connection learns of it.
+
+        Raises:
+            ConfigError: as for `command`.
+        """
+        self._set_port(host, "down")
+
+    def restore(self, host: int) -> None:
+        """Connects a host that was cut off; what its connections held back is sent again.
+
+        Raises:
+            ConfigError: as for `command`.
+        """
+        self._set_port(host, "up")
+
+    def _set_port(self, host: int, state: str) -> None:
+        self._check_host(host)
+        # The switch's end: the host's own address and routes stay.
+        where = _inside(self._namespace("switch"))
+        _run(*where, "ip", "link", "set", f"port{host}", state)
+
     def _counters(self, host: int) -> HostCounters:
         text = _run(*_inside(self._namespace(host)), "cat", "/proc/net/dev")
         line = next(line for line in text.splitlines() if line.strip().startswith(f"{_DEVICE}:"))
@@ -212,6 +232,11 @@ class NetLab:
     def _check_entered(self) -> None:
         if not self.name:
             raise ConfigError("this lab has no hosts: use it inside `with NetLab(...) as lab:`")
+
+    def _check_host(self, host: int) -> None:
+        self._check_entered()
+        if not 0 <= host < self.hosts:
+            raise ConfigError(f"this lab has the hosts 0 to {self.hosts - 1}, got {host}")
 
     def _namespace(self, host: int | str) -> str:
         return f"{self.name}-{host}"

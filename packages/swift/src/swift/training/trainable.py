@@ -54,12 +54,13 @@ class Trainable(Protocol):
     def state_of(self, entry: int) -> dict[str, Tensor]:
         """Name -> live tensor of one entry, as a peer with the same state names them.
 
-        Names are unique over all entries. What is no tensor is packed into a new one (uint8).
+        Names are unique over all entries; the parameter comes first. The last entry is one tensor, "rest",
+        into which all that is no parameter is packed as bytes.
         """
         ...
 
-    def prepare(self, entry: int) -> dict[str, Tensor | None]:
-        """As `state_of`, with memory for what is not there yet; None: its size is the sender's to say."""
+    def prepare(self, entry: int) -> dict[str, Tensor]:
+        """As `state_of`, with memory for what is not there yet; not called for the last entry."""
         ...
 
     def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
@@ -67,7 +68,8 @@ class Trainable(Protocol):
 
         Args:
             entry: which.
-            tensors: those of `prepare` filled in place, or others with the values to copy.
+            tensors: those of `prepare` filled in place, or others with the values to copy. Names of
+                optimizer state are missing where the giver has none.
             version: steps that it has had.
         """
         ...

@@ -120,17 +120,19 @@ def fork(
     *,
     cores: Collection[int],
     modules: Sequence[str] = (),
+    entry: str = "shared.comms.launch.rank",
 ) -> Forked | None:
     """Forks a rank from the template of its environment, starting the template if there is none.
 
     Args:
         control: descriptor of the rank's control socket, which stays open here.
         args: command line arguments of the rank's entry point; the template drops the first, the
-            descriptor's number here, and passes the rest to `rank.main`.
+            descriptor's number here, and passes its own number of it and the rest to `main`.
         env: all environment variables of the rank.
         limit_s: seconds that the template may take to start and fork the rank.
         cores: processors that the rank may run on.
         modules: those that the template imports besides torch, if it has to be started.
+        entry: name of the module whose `main`, which takes the arguments as texts, is the process.
 
     Returns:
         The rank, or None if none can be forked here: start a fresh process.
@@ -149,7 +151,7 @@ def fork(
         except OSError:
             return None
         try:
-            forked = template.fork(control, args, env, limit_s, cores)
+            forked = template.fork(control, args, env, limit_s, cores, entry)
         except BaseException as error:
             _retire(template)
             if isinstance(error, EOFError | OSError) and not isinstance(error, TimeoutError):
@@ -222,10 +224,12 @@ class _Template:
         env: Mapping[str, str],
         limit_s: float,
         cores: Collection[int],
+        entry: str,
     ) -> Forked:
         status, theirs = os.pipe()
         try:
-            request = pickle.dumps((os.getcwd(), set(cores), dict(env), [str(arg) for arg in args]))
+            words = [str(arg) for arg in args]
+            request = pickle.dumps((os.getcwd(), set(cores), dict(env), entry, words))
             # This process's standard error may have been redirected since the template started.
             socket.send_fds(self._socket, [request], [control, theirs, 2])
             os.close(theirs)

@@ -120,7 +120,7 @@ def _run(
         for fd in (1, 2):
             os.dup2(errors, fd)
         os.close(errors)
-        folder, cores, env, args = pickle.loads(data)
+        folder, cores, env, entry, args = pickle.loads(data)
         os.chdir(folder)
         os.sched_setaffinity(0, cores)
         os.environ.clear()
@@ -129,7 +129,7 @@ def _run(
             sys.modules["numba"].core.config.reload_config()
         importlib.invalidate_caches()  # files may have been added since the template started
         _reseed()
-        rank.main([str(control), *args[1:]])
+        importlib.import_module(entry).main([str(control), *args[1:]])
     except BaseException:  # noqa: BLE001 - must exit here, never return into the template's loop
         traceback.print_exc()
     os._exit(1)

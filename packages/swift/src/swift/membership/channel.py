@@ -1,0 +1,77 @@
+"""Messages between supervisors and processes: a line of JSON each, over a socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["Channel"]
+
+_SEND_S = 5.0
+
+
+class Channel:
+    """A socket that sends and receives dictionaries; sending is safe from several threads."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._lock = threading.Lock()
+        self._unread = b""
+        self.is_closed = False
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for selectors."""
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message; to a peer that has ended it is lost."""
+        with self._lock, suppress(OSError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Waits for bytes and returns the messages that they complete.
+
+        At the peer's end, `is_closed` is true afterwards.
+        """
+        try:
+            data = self._socket.recv(1 << 16)
+        except OSError:
+            data = b""
+        self.is_closed = not data
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """All messages until the peer's end."""
+        while not self.is_closed:
+            yield from self.receive()
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close()
+
+    @staticmethod
+    def connect(address: tuple[str, int], timeout_s: float) -> Channel:
+        """A channel to a listening socket.
+
+        Raises:
+            OSError: nobody listens, or not within the time.
+        """
+        connection = socket.create_connection(address, timeout_s)
+        return Channel.over(connection)
+
+    @staticmethod
+    def over(connection: socket.socket) -> Channel:
+        """A channel over a TCP connection, whose messages are sent at once."""
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A peer that is cut off must not hold the sender for longer than this.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL)
+        return Channel(connection)
+
+
+_TIMEVAL = int(_SEND_S).to_bytes(8, "little") + bytes(8)

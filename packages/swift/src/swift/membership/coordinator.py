@@ -1,0 +1,277 @@
+"""Who is a rank: pure decisions of the first supervisor, from what it hears to what it says.
+
+Processes have names. A *world* is a list of them by rank under an epoch. When one is lost, its place
+goes to a spare that is ready, and all learn of the next world; without a spare they are told to
+wait, and after a deadline the run stops, or goes on with fewer ranks where that is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from shared.errors import ConfigError
+from swift.membership.fingerprint import first_difference
+
+__all__ = ["Coordinator", "Process", "Say", "Settings"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the user asked for.
+
+    Attributes:
+        num_ranks: ranks of the run.
+        min_ranks: fewest ranks to go on with when spares are used up; num_ranks: never fewer.
+        wait_s: how long to wait for a spare then.
+        backend: of the ranks' messages.
+        timeout_s: how long one message may take.
+        most_failures: losses in a row, without a step between them, after which the run stops.
+    """
+
+    num_ranks: int
+    min_ranks: int
+    wait_s: float = 300.0
+    backend: str = "gloo"
+    timeout_s: float = 600.0
+    most_failures: int = 5
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if not 1 <= self.min_ranks <= self.num_ranks:
+            raise ConfigError(
+                f"min_ranks: expected 1 to the {self.num_ranks} ranks, got {self.min_ranks}"
+            )
+
+
+@dataclass(slots=True)
+class Process:
+    """A process of the run.
+
+    Attributes:
+        name: unique in the run.
+        host: number of its host.
+        rank: its place; None on a spare.
+        is_ready: whether it waits in the loop.
+        is_finished: whether it has done all steps.
+        step: steps that it has done.
+    """
+
+    name: str
+    host: int
+    rank: int | None
+    is_ready: bool = False
+    is_finished: bool = False
+    step: int = 0
+
+
+class Say(NamedTuple):
+    """A message to a process."""
+
+    to: str
+    message: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Coordinator:
+    """The state of a run's membership.
+
+    Attributes:
+        settings: what the user asked for.
+        store: where ranks meet.
+        processes: those that live, by name.
+        epoch: of the newest world or interruption; -1 before the first.
+        lost: places that are lost since the last world: rank, how, when.
+        ended: None while the run goes on, then why it ended; "" where all is done.
+        is_released: whether all ranks have done all steps.
+    """
+
+    settings: Settings
+    store: tuple[str, int]
+    processes: dict[str, Process] = field(default_factory=dict)
+    epoch: int = -1
+    lost: list[dict[str, Any]] = field(default_factory=list)
+    ended: str | None = None
+    is_released: bool = False
+    _reference: dict[str, Any] | None = None
+    _deadline_s: float | None = None
+    _num_ranks: int = 0
+    _failures: int = 0
+    _failed_at: int = -1
+
+    def add(self, process: Process) -> None:
+        """A process was started."""
+        self.processes[process.name] = process
+
+    def hear(self, name: str, message: dict[str, Any], now_s: float) -> list[Say]:
+        """A process has said something.
+
+        Args:
+            name: which.
+            message: of kind "ready", "beat" or "finished"; others are no business of membership.
+            now_s: the time.
+
+        Returns:
+            What to say, in order.
+        """
+        process = self.processes.get(name)
+        if process is None or self.ended is not None:
+            return []
+        if message["kind"] == "beat":
+            process.step = message["step"]
+        elif message["kind"] == "finished" and message["epoch"] == self.epoch:
+            process.is_finished = True
+            ranks = self._ranks()
+            if all(one.is_finished for one in ranks):
+                self.is_released = True
+                return [Say(one.name, {"kind": "release"}) for one in ranks] + [
+                    Say(one.name, _stop("")) for one in self.processes.values() if one.rank is None
+                ]
+        elif message["kind"] == "ready":
+            return self._admit(process, message["fingerprint"], now_s)
+        return []
+
+    def lose(self, names: Sequence[str], how: str, status: int | None, now_s: float) -> list[Say]:
+        """Processes have ended, or their host is cut off.
+
+        Args:
+            names: which.
+            how: "was killed by signal 9", ...
+            status: exit status; None if they were killed or cut off.
+            now_s: when that was seen.
+
+        Returns:
+            What to say.
+        """
+        if self.ended is not None:
+            return []
+        gone = [self.processes.pop(name) for name in names if name in self.processes]
+        ranks = [one for one in gone if one.rank is not None]
+        if not ranks:
+            return []
+        if self.is_released:
+            if status != 0:
+                self.ended = f"rank {ranks[0].rank} {how} after the last step"
+            elif not self._ranks():
+                self.ended = ""
+            return []
+        if status is not None:
+            self.ended = (
+                f"rank {ranks[0].rank} {how} before all steps were done; a script that fails would "
+                f"fail again, so see its own message above"
+            )
+            return []
+        if self.epoch < 0:
+            return []  # its supervisor starts it again
+        self._count_failure(ranks)
+        self.lost += [
+            {"rank": one.rank, "how": how, "seen_s": now_s, "host": one.host} for one in ranks
+        ]
+        return [] if self.ended is not None else self._next_world(now_s, is_new=True)
+
+    def tick(self, now_s: float) -> list[Say]:
+        """Time passes.
+
+        Returns:
+            What to say.
+        """
+        if self._deadline_s is None or now_s < self._deadline_s or self.ended is not None:
+            return []
+        left = sorted(self._ranks(), key=lambda one: one.rank or 0)
+        if len(left) < self.settings.min_ranks:
+            self.ended = (
+                f"no spare came in {self.settings.wait_s:g} s for rank "
+                f"{', '.join(str(one['rank']) for one in self.lost)}; start the run again, and it "
+                f"goes on from its last checkpoint, or give more --spares"
+            )
+            return []
+        for rank, process in enumerate(left):
+            process.rank = rank
+        self._num_ranks = len(left)
+        self.epoch += 1
+        return self._announce()
+
+    def _ranks(self) -> list[Process]:
+        return [one for one in self.processes.values() if one.rank is not None]
+
+    def _admit(self, process: Process, fingerprint: dict[str, Any], now_s: float) -> list[Say]:
+        if self._reference is None:
+            self._reference = fingerprint
+        difference = first_difference(self._reference, fingerprint)
+        if difference is not None and process.rank is None:
+            del self.processes[process.name]
+            reason = (
+                f"a spare on host {process.host} is refused: it would not reach the same bits: "
+                f"{difference}; start it with the code, settings and processor of the ranks"
+            )
+            return [Say(process.name, _stop(reason, 1))]
+        if difference is not None:
+            self.ended = (
+                f"rank {process.rank} differs from the first rank that was ready: {difference}; "
+                f"start all ranks alike"
+            )
+            return []
+        process.is_ready = True
+        if self.epoch < 0:
+            ready = [one for one in self._ranks() if one.is_ready]
+            if len(ready) < self.settings.num_ranks:
+                return []
+            self._num_ranks = self.settings.num_ranks
+            self.epoch = 0
+            return self._announce()
+        return self._next_world(now_s, is_new=False) if self.lost else []
+
+    def _next_world(self, now_s: float, *, is_new: bool) -> list[Say]:
+        """Fills lost places; if not all can be, tells the ranks to wait, once for each loss."""
+        taken = {one.rank for one in self._ranks()}
+        for rank in sorted(set(range(self._num_ranks)) - taken):
+            hosts = [one["host"] for one in self.lost if one["rank"] == rank]
+            spares = [one for one in self.processes.values() if one.rank is None and one.is_ready]
+            if not spares:
+                break
+            min(spares, key=lambda one: (one.host not in hosts, one.name)).rank = rank
+        ranks = self._ranks()
+        for one in ranks:
+            one.is_finished = False
+        if len(ranks) == self._num_ranks:
+            self.epoch += 1
+            return self._announce()
+        if not is_new:
+            return []
+        self.epoch += 1
+        self._deadline_s = self._deadline_s or now_s + self.settings.wait_s
+        return [Say(one.name, {"kind": "interrupt", "epoch": self.epoch}) for one in ranks]
+
+    def _announce(self) -> list[Say]:
+        lost, self.lost, self._deadline_s = self.lost, [], None
+        return [
+            Say(
+                one.name,
+                {
+                    "kind": "world",
+                    "epoch": self.epoch,
+                    "rank": one.rank,
+                    "world_size": self._num_ranks,
+                    "store": list(self.store),
+                    "backend": self.settings.backend,
+                    "timeout_s": self.settings.timeout_s,
+                    "lost": lost,
+                },
+            )
+            for one in self._ranks()
+        ]
+
+    def _count_failure(self, lost: Sequence[Process]) -> None:
+        step = max(one.step for one in [*lost, *self._ranks()])
+        self._failures = self._failures + 1 if step == self._failed_at else 1
+        self._failed_at = step
+        if self._failures > self.settings.most_failures:
+            self.ended = (
+                f"ranks were lost {self._failures} times at step {step} and none got past it; find "
+                f"out what kills them (out of memory?) and start again from the last checkpoint"
+            )
+
+
+def _stop(reason: str, status: int = 0) -> dict[str, Any]:
+    return {"kind": "stop", "reason": reason, "status": status}

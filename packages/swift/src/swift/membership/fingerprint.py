@@ -1,0 +1,55 @@
+"""What the processes of a run must have in common for results to be equal bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["describe_process", "first_difference"]
+
+
+def describe_process(training: Mapping[str, Any]) -> dict[str, Any]:
+    """This process's script, settings, libraries and processor, and what it trains."""
+    script = Path(sys.argv[0])
+    code = hashlib.sha256(script.read_bytes()).hexdigest()[:16] if script.is_file() else ""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "code": code,
+        "arguments": sys.argv[1:],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "processor": [_processor(), torch.backends.cpu.get_cpu_capability()],
+        "gpu": gpu,
+        "default_dtype": str(torch.get_default_dtype()),
+        "is_deterministic": torch.are_deterministic_algorithms_enabled(),
+        "training": dict(training),
+    }
+
+
+def first_difference(ours: Any, theirs: Any, path: str = "") -> str | None:
+    """Where two descriptions differ first, as "path: expected ..., got ..."; None if nowhere."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for key in dict.fromkeys([*ours, *theirs]):
+            found = first_difference(ours.get(key), theirs.get(key), f"{path}.{key}".strip("."))
+            if found:
+                return found
+        return None
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for at, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            found = first_difference(one, other, f"{path}[{at}]")
+            if found:
+                return found
+        return None
+    return None if ours == theirs else f"{path}: expected {ours!r}, got {theirs!r}"
+
+
+def _processor() -> str:
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        return next((line.split(":")[1].strip() for line in lines if "model name" in line), "")

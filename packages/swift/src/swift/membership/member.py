@@ -1,0 +1,173 @@
+"""A rank's or spare's side of the membership: heartbeats, and worlds that come and go.
+
+A thread listens to the supervisor. When a rank is lost it shuts down this process's connections, so
+that a main thread that waits for a peer which hangs, or is cut off, raises and comes to
+`next_world`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from shared.comms.init import sever
+from shared.errors import ConfigError
+from swift.membership.channel import Channel
+
+__all__ = ["Member", "NewWorld"]
+
+_SEVER_AGAIN_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewWorld:
+    """A place in the ranks of one epoch.
+
+    Attributes:
+        epoch: its number: 0, and one more after each recovery.
+        rank: this process's.
+        world_size: number of ranks.
+        store: host and port of the store to meet at.
+        backend: "gloo" or "nccl".
+        timeout_s: how long one message may take.
+        lost: what was lost before, by rank: how, and when it was seen.
+        received_s: when this process learned of it, by its clock.
+    """
+
+    epoch: int
+    rank: int
+    world_size: int
+    store: tuple[str, int]
+    backend: str
+    timeout_s: float
+    lost: tuple[dict[str, Any], ...]
+    received_s: float
+
+
+class Member:
+    """This process's connection to its supervisor."""
+
+    def __init__(
+        self, channel: Channel, *, rank: int | None, world_size: int, heartbeat_s: float
+    ) -> None:
+        """Starts the threads.
+
+        Args:
+            channel: to the supervisor.
+            rank: the first one; None on a spare.
+            world_size: the first one.
+            heartbeat_s: silence after which the supervisor takes this process for lost.
+        """
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = -1
+        self._channel = channel
+        self._heartbeat_s = heartbeat_s
+        self._changed = threading.Condition()
+        self._announced = -1  # the newest epoch that the supervisor has begun
+        self._world: NewWorld | None = None
+        self._is_released = False
+        self._step = 0
+        threading.Thread(target=self._listen, name="membership", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    @staticmethod
+    def of_process() -> Member:
+        """The connection that this process was started with.
+
+        Raises:
+            ConfigError: it was not started by `meshyard-swift run`.
+        """
+        if not _started:
+            raise ConfigError(
+                "expected a process of `meshyard-swift run -n 4 --spares 1 script.py`, got one that "
+                "was started otherwise; start the script by it"
+            )
+        return _started[0]
+
+    def serve(self) -> None:
+        """Makes this the process's connection, which `of_process` returns."""
+        _started[:] = [self]
+
+    def report_ready(self, fingerprint: dict[str, Any]) -> None:
+        """Says that this process waits for a world."""
+        self._channel.send({"kind": "ready", "fingerprint": fingerprint})
+
+    def report_step(self, step: int) -> None:
+        """Says, with the next heartbeat, how many steps are done."""
+        self._step = step
+
+    def report_finished(self) -> None:
+        """Says that all steps are done; `next_world` then waits for the others."""
+        self._channel.send({"kind": "finished", "epoch": self.epoch})
+
+    def report_recovery(self, record: dict[str, Any]) -> None:
+        """Sends what a recovery took, for the run's report."""
+        self._channel.send({"kind": "recovery", "record": record})
+
+    def next_world(self) -> NewWorld | None:
+        """Waits for the next world; None when all ranks have done all steps.
+
+        From here on the connections of the world before are not touched any more.
+        """
+        with self._changed:
+            while not self._is_released:
+                self.epoch = self._announced
+                world, self._world = self._world, None
+                if world is not None and world.epoch == self._announced:
+                    self.rank, self.world_size = world.rank, world.world_size
+                    return world
+                self._changed.wait()
+        return None
+
+    def is_superseded(self, world: NewWorld) -> bool:
+        """Waits until the supervisor has had time to see a loss; whether a world follows this one."""
+        limit_s = 2 * self._heartbeat_s + 1
+        with self._changed:
+            return self._changed.wait_for(lambda: self._announced > world.epoch, limit_s)
+
+    def _beat(self) -> None:
+        while True:
+            self._channel.send({"kind": "beat", "step": self._step})
+            time.sleep(self._heartbeat_s / 5)
+
+    def _listen(self) -> None:
+        for message in self._channel.messages():
+            if message["kind"] in ("interrupt", "world"):
+                self._announce(message)
+            elif message["kind"] == "release":
+                with self._changed:
+                    self._is_released = True
+                    self._changed.notify_all()
+            elif message["kind"] == "stop":
+                sys.stderr.write(f"{message['reason']}\n" if message["reason"] else "")
+                sys.stderr.flush()
+                os._exit(message["status"])
+        os._exit(1)  # the supervisor has ended
+
+    def _announce(self, message: dict[str, Any]) -> None:
+        with self._changed:
+            self._announced = message["epoch"]
+            if message["kind"] == "world":
+                fields = {key: value for key, value in message.items() if key != "kind"}
+                fields["store"] = tuple(fields["store"])
+                fields["lost"] = tuple(fields["lost"])
+                self._world = NewWorld(**fields, received_s=time.time())
+            self._changed.notify_all()
+        threading.Thread(target=self._free, args=(message["epoch"],), daemon=True).start()
+
+    def _free(self, epoch: int) -> None:
+        """Frees the main thread from messages of earlier epochs."""
+        while True:
+            with self._changed:
+                if self.epoch >= epoch:
+                    return
+                sever()
+            time.sleep(_SEVER_AGAIN_S)
+
+
+_started: list[Member] = []

@@ -1,0 +1,45 @@
+"""The run's record: what each recovery took on each rank, kept by the first supervisor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shared.files import write_atomically
+
+__all__ = ["Record"]
+
+_FORMAT = 1
+
+
+class Record:
+    """Failures so far; written to a file after each, where there is one."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._by_epoch: dict[int, dict[str, Any]] = {}
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Adds one rank's account of a recovery."""
+        epoch = record["epoch"]
+        shown = {key: record[key] for key in ("epoch", "lost", "reason", "target", "world_size")}
+        failure = self._by_epoch.setdefault(epoch, {**shown, "ranks": {}})
+        failure["ranks"][str(record["rank"])] = {
+            key: record[key] for key in ("seconds", "received_bytes", "undone", "is_newcomer")
+        }
+        self._write(None)
+
+    def failures(self) -> list[dict[str, Any]]:
+        """One record a recovery, in order."""
+        return [self._by_epoch[epoch] for epoch in sorted(self._by_epoch)]
+
+    def finish(self, reason: str) -> None:
+        """Writes how the run ended: "" where all is done."""
+        self._write(reason)
+
+    def _write(self, ended: str | None) -> None:
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            record = {"format": _FORMAT, "ended": ended, "failures": self.failures()}
+            write_atomically(self._file, json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,230 @@
+"""A host's supervisor: starts its ranks and spares, sees them end, and fences those that are silent.
+
+The first supervisor holds the store and the `Coordinator`; those of other hosts are connected to it
+and pass on what their processes say. A process that has ended is seen at once by its descriptor. A
+process without heartbeats is killed: a stopped one at the limit, one that still computes at four
+times the limit. A supervisor that hears nothing from the first one within the limit kills its
+ranks, which have been replaced by then.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shared.comms.launch.forking import START_S, Forked, fork
+from shared.errors import ConfigError
+from swift.membership.channel import Channel
+
+__all__ = ["Launch", "Local"]
+
+_ENTRY = "swift.membership.worker"
+_MODULES = (
+    _ENTRY,
+    "torch._dynamo",  # of every optimizer
+    "torch.distributed.checkpoint",
+    "swift.training.reducer",
+    "swift.training.runtime",
+)
+_GRACE = 4
+"""A process that runs, but has no time for heartbeats, is given this many limits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What a host starts.
+
+    Attributes:
+        script: the user's, and its arguments.
+        host: number of this host.
+        ranks: those that it starts.
+        num_spares: processes that wait beside them; used ones are replaced.
+        world_size: ranks of all hosts.
+        heartbeat_s: silence after which a process is taken for lost.
+        preload: modules that processes have imported when they start.
+        env: more environment variables.
+    """
+
+    script: Sequence[str]
+    host: int
+    ranks: Sequence[int]
+    num_spares: int
+    world_size: int
+    heartbeat_s: float
+    preload: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks what can be checked before anything is started."""
+        if not self.script or not Path(self.script[0]).is_file():
+            raise ConfigError(
+                f"script: expected a Python file, got {self.script[0] if self.script else 'none'}"
+            )
+        if self.num_spares < 0 or self.heartbeat_s <= 0:
+            raise ConfigError(
+                f"expected spares of 0 or more and a positive heartbeat, got {self.num_spares} and "
+                f"{self.heartbeat_s:g} s"
+            )
+
+
+@dataclass(slots=True)
+class _Child:
+    name: str
+    rank: int | None
+    forked: Forked
+    channel: Channel
+    pidfd: int
+    heard_s: float
+    is_named: bool = False
+
+
+class Local:
+    """The processes of this host."""
+
+    def __init__(self, launch: Launch, selector: selectors.BaseSelector) -> None:
+        self._launch = launch
+        self._selector = selector
+        self._children: dict[str, _Child] = {}
+        self._count = 0
+
+    def start_all(self) -> list[tuple[str, int | None]]:
+        """Starts ranks, then spares; returns their names and ranks."""
+        wanted = [*self._launch.ranks, *[None] * self._launch.num_spares]
+        return [(self.start(rank), rank) for rank in wanted]
+
+    def relaunch(self, launch: Launch) -> None:
+        """Starts other processes from now on; names go on."""
+        self._launch = launch
+
+    def start(self, rank: int | None) -> str:
+        """Starts a process and returns its name.
+
+        Raises:
+            ConfigError: processes cannot be forked here.
+        """
+        launch = self._launch
+        name = f"{launch.host}.{self._count}"
+        self._count += 1
+        ours, theirs = socket.socketpair()
+        env = {**os.environ, **launch.env}
+        env["WORLD_SIZE"] = str(launch.world_size)
+        if rank is not None:
+            env["RANK"] = str(rank)
+            env["LOCAL_RANK"] = str(launch.ranks.index(rank))
+            env["LOCAL_WORLD_SIZE"] = str(len(launch.ranks))
+        socket.send_fds(ours, [b"o"], [sys.stdout.fileno()])
+        words = [0, -1 if rank is None else rank, launch.world_size, launch.heartbeat_s]
+        with theirs:
+            forked = fork(
+                theirs.fileno(),
+                [*words, *launch.script],
+                env,
+                START_S,
+                cores=os.sched_getaffinity(0),
+                modules=[*_MODULES, *launch.preload],
+                entry=_ENTRY,
+            )
+        if forked is None:
+            raise ConfigError(
+                "expected Linux and memory for a process more, got neither; free some"
+            )
+        child = _Child(
+            name, rank, forked, Channel(ours), os.pidfd_open(forked.pid), time.monotonic()
+        )
+        self._children[name] = child
+        self._selector.register(child.channel, selectors.EVENT_READ, ("says", name))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, ("ended", name))
+        return name
+
+    def send(self, name: str, message: dict[str, Any]) -> None:
+        """Sends a message to a process that may have ended."""
+        if name in self._children:
+            if message["kind"] == "world":
+                self._children[name].rank = message["rank"]
+            self._children[name].channel.send(message)
+
+    def receive(self, name: str) -> list[dict[str, Any]]:
+        """What a process has said; call it when its channel is readable."""
+        child = self._children.get(name)
+        if child is None:
+            return []
+        messages = child.channel.receive()
+        if child.channel.is_closed:
+            self._selector.unregister(child.channel)  # `ended` follows
+        child.heard_s = time.monotonic()
+        return messages
+
+    def reap(self, name: str) -> tuple[str, int | None]:
+        """Forgets a process that has ended; returns how it ended, and its status if it exited."""
+        child = self._children.pop(name)
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(child.channel)
+        self._selector.unregister(child.pidfd)
+        os.close(child.pidfd)
+        child.channel.close()
+        code = child.forked.wait()
+        if code < 0:
+            return f"was killed by signal {-code} ({signal.Signals(-code).name})", None
+        return f"ended with status {code}", code
+
+    def rank_of(self, name: str) -> int | None:
+        """The rank of a process; None of a spare."""
+        return self._children[name].rank
+
+    def names(self) -> list[str]:
+        """Names of the processes that live."""
+        return list(self._children)
+
+    def pid_of(self, name: str) -> int:
+        """Process id, for signals."""
+        return self._children[name].forked.pid
+
+    def fence_silent(self) -> None:
+        """Kills processes that have sent no heartbeat for too long."""
+        now = time.monotonic()
+        limit = self._launch.heartbeat_s
+        for child in self._children.values():
+            silent_s = now - child.heard_s
+            if silent_s < limit:
+                child.is_named = False
+                continue
+            if _is_stopped(child.forked.pid) or silent_s > _GRACE * limit:
+                child.forked.kill()
+            elif not child.is_named:
+                child.is_named = True
+                sys.stderr.write(
+                    f"meshyard-swift: {_title(child)} runs, but has sent nothing for {silent_s:.1f} s; "
+                    f"it is killed after {_GRACE * limit:g} s\n"
+                )
+
+    def signal(self, name: str, number: int) -> None:
+        """Sends a signal to a process."""
+        self._children[name].forked.send_signal(number)
+
+    def kill_all(self) -> None:
+        """Kills all processes and waits for their ends."""
+        for child in list(self._children.values()):
+            child.forked.kill()
+        for name in list(self._children):
+            self.reap(name)
+
+
+def _title(child: _Child) -> str:
+    return f"spare {child.name}" if child.rank is None else f"rank {child.rank}"
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state in "Tt"

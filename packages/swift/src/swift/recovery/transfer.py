@@ -1,0 +1,185 @@
+"""Moving the state that is lost: every survivor that has an entry sends its share of it.
+
+`plan_shares` is pure and the same on all ranks. Entries are moved by `shared.comms.reshard`, in
+disjoint slices from the least loaded of those that hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shared.comms import Group, reshard
+from shared.topology.boxes import Box
+from swift.injection import reach
+
+__all__ = ["Entries", "Fetch", "Share", "list_fetches", "move", "plan_shares"]
+
+_LEAST_BYTES = 1 << 18
+"""Below it a tensor is not divided among its holders."""
+
+
+class Entries(Protocol):
+    """The part of `swift.training.trainable.Trainable` that is moved."""
+
+    def versions(self) -> list[int]:
+        """Steps that each entry has had."""
+        ...
+
+    def state_of(self, entry: int) -> dict[str, Tensor]:
+        """Tensors of one entry."""
+        ...
+
+    def prepare(self, entry: int) -> dict[str, Tensor]:
+        """Tensors to fill."""
+        ...
+
+    def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Takes tensors that a peer gave."""
+        ...
+
+
+class Fetch(NamedTuple):
+    """One entry that one rank takes from others.
+
+    Attributes:
+        dst: the rank that takes it.
+        entry: which.
+        holders: ranks that have it at the target.
+    """
+
+    dst: int
+    entry: int
+    holders: tuple[int, ...]
+
+
+class Share(NamedTuple):
+    """Consecutive elements of a flattened tensor that one rank sends to another."""
+
+    src: int
+    dst: int
+    start: int
+    length: int
+
+
+def list_fetches(
+    fetch: Mapping[int, Mapping[int, int]], sets: Sequence[Sequence[int]]
+) -> list[Fetch]:
+    """What is fetched, with all ranks that can give it.
+
+    Args:
+        fetch: `Decision.fetch`: rank -> {entry: a rank that has it}.
+        sets: ranks of each replica set.
+
+    Returns:
+        Fetches in the order in which all ranks move them. The rank that the decision names is the
+        first holder.
+    """
+    found = []
+    for dst in sorted(fetch):
+        peers = next(ranks for ranks in sets if dst in ranks)
+        for entry, named in sorted(fetch[dst].items()):
+            others = [r for r in peers if r not in (dst, named) and entry not in fetch.get(r, ())]
+            found.append(Fetch(dst, entry, (named, *others)))
+    return found
+
+
+def plan_shares(fetch: Fetch, numel: int, itemsize: int, sent_bytes: dict[int, int]) -> list[Share]:
+    """Divides one tensor among its holders.
+
+    Args:
+        fetch: who takes it from whom.
+        numel: elements of the tensor.
+        itemsize: bytes of an element.
+        sent_bytes: by rank, what it sends in all; added to.
+
+    Returns:
+        Shares that cover the tensor: equal ones, or, of a small tensor, one of the least loaded.
+    """
+    holders = fetch.holders
+    if numel * itemsize < _LEAST_BYTES:
+        holders = (min(holders, key=lambda rank: (sent_bytes.get(rank, 0), rank)),)
+    shares = []
+    for at, src in enumerate(holders):
+        start, end = (numel * k // len(holders) for k in (at, at + 1))
+        if end > start:
+            shares.append(Share(src, fetch.dst, start, end - start))
+            sent_bytes[src] = sent_bytes.get(src, 0) + (end - start) * itemsize
+    return shares
+
+
+def move(
+    group: Group,
+    trainable: Entries,
+    fetches: Sequence[Fetch],
+    target: int,
+    *,
+    is_lost: bool,
+    rest_bytes: Sequence[int],
+    num_tensors: Mapping[int, Sequence[int]],
+) -> int:
+    """Moves entries between ranks; what this rank takes is in place, at the target, afterwards.
+
+    A survivor takes entries into buffers of their own, so that it has its old ones if a rank dies
+    meanwhile; a lost rank has nothing to keep.
+
+    Args:
+        group: all ranks.
+        trainable: this rank's.
+        fetches: of `list_fetches`, the same on all ranks.
+        target: version of what is moved.
+        is_lost: whether this rank holds nothing yet.
+        rest_bytes: by rank, bytes of its last entry.
+        num_tensors: by rank, tensors of each of its entries.
+
+    Returns:
+        Bytes that this rank received.
+
+    Raises:
+        CommError: a rank was lost.
+    """
+    moves: list[reshard.Move] = []
+    filled: list[tuple[int, dict[str, Tensor]]] = []
+    sent_bytes: dict[int, int] = {}
+    received = 0
+    last = len(trainable.versions()) - 1
+    for fetch in fetches:
+        is_mine = fetch.dst == group.rank
+        if fetch.entry == last:
+            # Packed, it may have another length on each rank: the named one alone sends it.
+            fetch = fetch._replace(holders=fetch.holders[:1])
+        if not is_mine and group.rank not in fetch.holders:
+            continue
+        if not is_mine:
+            places = trainable.state_of(fetch.entry)
+        elif fetch.entry == last:
+            places = {"rest": torch.empty(rest_bytes[fetch.holders[0]], dtype=torch.uint8)}
+        else:
+            count = num_tensors[fetch.holders[0]][fetch.entry]
+            places = dict(list(trainable.prepare(fetch.entry).items())[:count])
+        for name, tensor in places.items():
+            if is_mine and not (is_lost and tensor.is_contiguous()):
+                places[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            flat = places[name].reshape(-1)
+            shares = plan_shares(fetch, flat.numel(), flat.element_size(), sent_bytes)
+            whole = (Box((0,), (flat.numel(),)), flat)
+            moves.append(
+                reshard.Move(
+                    transfers=[
+                        reshard.Transfer(s.src, s.dst, Box((s.start,), (s.length,))) for s in shares
+                    ],
+                    held=[] if is_mine else [whole],
+                    wanted=[whole] if is_mine else [],
+                )
+            )
+            received += flat.numel() * flat.element_size() if is_mine else 0
+        if is_mine:
+            filled.append((fetch.entry, places))
+    reach("transfer")
+    reshard.run(group, moves, phase="refill")
+    for entry, places in filled:
+        trainable.fill(entry, places, target)
+    return received

@@ -1,0 +1,110 @@
+"""What failed, and what each recovery took: on a rank, and of a run's report file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shared.errors import DataError
+from shared.units import format_bytes, format_s
+
+__all__ = ["PHASES", "Report", "describe_failures", "read_failures"]
+
+PHASES = ("detect", "join", "undo", "transfer", "verify", "repeat")
+"""Of a recovery: until this rank is free of the old world; the new world; deciding and undoing; refilling;
+comparing digests; the first step after."""
+
+
+class Report:
+    """A rank's account of its recoveries; `str` of it is a table."""
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._record: dict[str, Any] | None = None
+        self._since_s = 0.0
+
+    def __str__(self) -> str:
+        return describe_failures(self.records)
+
+    def begin(
+        self, epoch: int, rank: int, lost: Sequence[Mapping[str, Any]], *, is_newcomer: bool
+    ) -> None:
+        """A recovery begins: the rank is free of its old world."""
+        self._since_s = time.time()
+        seen_s = min((one["seen_s"] for one in lost), default=self._since_s)
+        self._record = {
+            "epoch": epoch,
+            "rank": rank,
+            "lost": [{key: one[key] for key in ("rank", "how")} for one in lost],
+            "is_newcomer": is_newcomer,
+            "seconds": {"detect": self._since_s - seen_s},
+        }
+
+    def end(self, phase: str) -> None:
+        """A phase of the recovery ends."""
+        if self._record is not None:
+            now_s = time.time()
+            self._record["seconds"][phase] = now_s - self._since_s
+            self._since_s = now_s
+
+    def decide(
+        self, reason: str, target: int | None, world_size: int, undone: int, received_bytes: int
+    ) -> None:
+        """What was decided and moved."""
+        if self._record is not None:
+            self._record |= {
+                "reason": reason,
+                "target": target,
+                "world_size": world_size,
+                "undone": undone,
+                "received_bytes": received_bytes,
+            }
+
+    def complete(self) -> dict[str, Any] | None:
+        """The first step after a recovery has ended: its record, None if there was no loss."""
+        record, self._record = self._record, None
+        if record is None or "reason" not in record or not record["lost"]:
+            return None
+        record["seconds"]["repeat"] = time.time() - self._since_s
+        self.records.append(record)
+        return record
+
+
+def read_failures(path: str | Path) -> list[dict[str, Any]]:
+    """Reads the failures of a file that `meshyard-swift run --report` wrote.
+
+    Raises:
+        DataError: it is no such file.
+    """
+    try:
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        return record["failures"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: expected a report of `meshyard-swift run --report`, got {error!r}"
+        ) from error
+
+
+def describe_failures(records: Sequence[Mapping[str, Any]]) -> str:
+    """A paragraph a recovery, of a rank's records or of a run's failures."""
+    if not records:
+        return "no rank was lost"
+    return "\n".join(_describe(record) for record in records)
+
+
+def _describe(record: Mapping[str, Any]) -> str:
+    ranks = record.get("ranks") or {str(record["rank"]): record}
+    lost = ", ".join(f"rank {one['rank']} {one['how']}" for one in record["lost"])
+    longest = {
+        phase: max(one["seconds"].get(phase, 0.0) for one in ranks.values()) for phase in PHASES
+    }
+    moved = sum(one["received_bytes"] for one in ranks.values())
+    undone = sum(one["undone"] for one in ranks.values())
+    phases = ", ".join(f"{phase} {format_s(seconds)}" for phase, seconds in longest.items())
+    return (
+        f"{lost}: {record['reason']} On with step {record['target']} and {record['world_size']} "
+        f"ranks. {phases}; {format_bytes(moved)} moved, {undone} parameters undone."
+    )

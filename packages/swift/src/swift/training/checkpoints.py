@@ -1,0 +1,151 @@
+"""Checkpoints every n steps, through torch's DCP or another writer of its interface.
+
+They are what is left when all replicas of a state are lost and no log has its messages, and what a
+run resumes from. A checkpoint counts once its mark is written, behind a vote of all ranks.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.comms import Group, barrier
+from shared.errors import CommError, ConfigError
+from shared.files import write_atomically
+from swift.injection import reach
+from swift.training.trainable import Trainable
+
+__all__ = ["Every"]
+
+_MARK = "COMMITTED"
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """When and where checkpoints are written.
+
+    Attributes:
+        steps: between two checkpoints.
+        folder: reachable from all hosts; a checkpoint is `step-<n>` in it.
+        writer: makes torch DCP's StorageWriter for a path; DCP's own of files when None.
+        reader: makes the StorageReader.
+        keep: newest checkpoints that are kept.
+    """
+
+    steps: int
+    folder: str | Path
+    writer: Callable[[str], Any] | None = None
+    reader: Callable[[str], Any] | None = None
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        """Checks the numbers."""
+        if self.steps < 1 or self.keep < 1:
+            raise ConfigError(
+                f"expected at least one step between checkpoints and one checkpoint kept, got "
+                f"steps={self.steps}, keep={self.keep}"
+            )
+
+    def latest(self) -> int:
+        """Step of the newest committed checkpoint, 0 without one."""
+        return max(self._committed(), default=0)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a checkpoint of this step is to be written."""
+        return step > 0 and step % self.steps == 0 and step not in self._committed()
+
+    def save(self, group: Group, trainable: Trainable, step: int) -> None:
+        """Writes a checkpoint; all ranks call it, at the same step.
+
+        Raises:
+            CommError: a rank was lost; what was written does not count.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        barrier(group)  # every rank knows by now whether this step has one
+        path = self._path(step)
+        reach("checkpoint")
+        writer = None if self.writer is None else self.writer(str(path))
+        try:
+            dcp.save(
+                _collect(trainable),
+                checkpoint_id=None if writer else path,
+                storage_writer=writer,
+                process_group=group.process_group,
+            )
+        except dcp.api.CheckpointException as error:
+            raise CommError(
+                f"rank {group.rank}: the checkpoint of step {step} failed: {error}"
+            ) from error
+        barrier(group)
+        reach("commit")
+        if group.rank == 0:
+            write_atomically(path / _MARK, f"{step}\n")
+            for old in sorted(self._committed())[: -self.keep]:
+                shutil.rmtree(self._path(old), ignore_errors=True)
+        barrier(group)
+
+    def load(self, group: Group, trainable: Trainable, step: int) -> None:
+        """Reads a checkpoint; all ranks call it.
+
+        Raises:
+            CommError: a rank was lost.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        path = self._path(step)
+        last = len(trainable.versions()) - 1
+        places = [trainable.prepare(entry) for entry in range(last)]
+        state: dict[str, Any] = {name: one for entry in places for name, one in entry.items()}
+        state["rest"] = rest = _PackedBytes()
+        reader = None if self.reader is None else self.reader(str(path))
+        try:
+            dcp.load(
+                state,
+                checkpoint_id=None if reader else path,
+                storage_reader=reader,
+                process_group=group.process_group,
+            )
+        except dcp.api.CheckpointException as error:
+            raise CommError(f"rank {group.rank}: reading {path} failed: {error}") from error
+        for entry, tensors in enumerate(places):
+            trainable.fill(entry, tensors, step)
+        assert rest.tensor is not None, "DCP has loaded it"
+        trainable.fill(last, {"rest": rest.tensor}, step)
+
+    def _path(self, step: int) -> Path:
+        return Path(self.folder) / f"step-{step}"
+
+    def _committed(self) -> list[int]:
+        marks = Path(self.folder).glob(f"step-*/{_MARK}")
+        return [int(mark.parent.name.removeprefix("step-")) for mark in marks]
+
+
+class _PackedBytes:
+    """A tensor of unknown size, which DCP stores whole as an object with a state."""
+
+    def __init__(self, tensor: Tensor | None = None) -> None:
+        self.tensor = tensor
+
+    def state_dict(self) -> dict[str, Any]:
+        """The bytes, as an object: DCP would want to know a tensor's size before it reads it."""
+        return {"bytes": None if self.tensor is None else self.tensor.numpy().tobytes()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the bytes."""
+        self.tensor = torch.frombuffer(bytearray(state["bytes"]), dtype=torch.uint8)
+
+
+def _collect(trainable: Trainable) -> dict[str, Any]:
+    last = len(trainable.versions()) - 1
+    # Also what a parameter without gradients has no state of: the reader cannot know.
+    state: dict[str, Any] = {
+        name: one for entry in range(last) for name, one in trainable.prepare(entry).items()
+    }
+    return {**state, "rest": _PackedBytes(trainable.state_of(last)["rest"])}

@@ -1,0 +1,338 @@
+"""Data parallelism whose torn step can be taken back: each bucket is updated behind the next one's sum.
+
+Gradients are averaged over ranks bucket by bucket while the backward pass goes on; afterwards each
+bucket's parameters are updated while the next bucket's sum is under way (wait-free updates, after
+Swift, arXiv 2302.06173). A failure leaves some parameters a step ahead: their marks say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shared.comms import Group
+from shared.comms.collectives import Reduction, all_reduce, broadcast, start_all_reduce
+from shared.errors import CommError, ConfigError, DataError
+from swift.injection import reach
+from swift.training.buckets import plan_buckets
+from swift.training.data import Placed
+from swift.training.rest import Rest, Stateful
+from swift.undo.undoable import Undoable
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel:
+    """A module whose gradients are averaged over the ranks of a run, and its optimizer.
+
+    Example::
+
+        dp = swift.DataParallel(model, swift.undoable(torch.optim.AdamW(model.parameters())), run)
+        def step(i):
+            batch = data[i]
+            dp.backward(loss_of(dp(batch.x), batch.y))
+        run.loop(step, dp, until=1000)
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: Undoable,
+        run: Placed,
+        *,
+        bucket_mb: float = 8.0,
+        clip_norm: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        stateful: Sequence[Stateful] = (),
+    ) -> None:
+        """Takes over a module's gradients.
+
+        Args:
+            module: the same on all ranks; rank 0's initial values count.
+            optimizer: of `swift.undoable`, over parameters of the module.
+            run: of `swift.join`.
+            bucket_mb: millions of bytes of gradients that are reduced in one message.
+            clip_norm: gradients are scaled to at most this global norm; all updates then wait for
+                the last sum.
+            scaler: scales the loss; a step whose gradients are not finite changes nothing. All
+                updates then wait for the last sum.
+            stateful: schedulers and whatever else the step function changes: taken back with a
+                step, and given to newcomers.
+
+        Raises:
+            ConfigError: a size is not positive, or the module has parameters that need gradients
+                and that the optimizer does not have.
+        """
+        if bucket_mb <= 0 or (clip_norm is not None and clip_norm <= 0):
+            raise ConfigError(
+                f"expected a positive bucket_mb and clip_norm, got {bucket_mb} and {clip_norm}"
+            )
+        known = {id(one) for one in optimizer.parameters}
+        names = {id(one): name for name, one in module.named_parameters()}
+        missing = [
+            name
+            for name, one in module.named_parameters()
+            if one.requires_grad and id(one) not in known
+        ]
+        if missing:
+            raise ConfigError(
+                f"optimizer: expected all parameters of the module that need gradients, got none of "
+                f"{', '.join(missing[:3])}{', ...' if missing[3:] else ''}; give them to it or call "
+                f"requires_grad_(False)"
+            )
+        self.module = module
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.scaler = scaler
+        self._run = run
+        self._names = [names.get(id(one), f"p{i}") for i, one in enumerate(optimizer.parameters)]
+        more = (scaler,) if scaler is not None else ()
+        self._rest = Rest(module, optimizer.optimizer, (*stateful, *more))
+        self._rest_version = 0
+        self._is_in_step = False
+        self._group: Group | None = None
+        self._buckets = plan_buckets(optimizer.parameters, int(bucket_mb * 1e6))
+        self._reductions: list[Reduction] = []
+        self._is_last = True
+        self._missing: list[int] = []
+        self._place: dict[int, tuple[int, int]] = {}
+        for at, bucket in enumerate(self._buckets):
+            for slot, index in enumerate(bucket.indices):
+                self._place[index] = (at, slot)
+                parameter = optimizer.parameters[index]
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._hook(index))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward pass."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, update: bool = True) -> None:
+        """Runs the backward pass, averages gradients over ranks and updates all parameters.
+
+        Args:
+            loss: mean over this rank's samples. With several micro-batches a step, divide each by
+                their number.
+            update: False adds gradients only; the step's last call has True.
+
+        Raises:
+            CommError: a rank was lost; `run.loop` recovers from it.
+        """
+        group = self._grouped()
+        self._is_last = update
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        (scaled / group.world_size).backward()
+        if not update:
+            return
+        for at in range(len(self._buckets)):
+            self._missing[at] = 0
+        self._start_reductions()
+        if self.clip_norm is None and self.scaler is None and self.optimizer.mode != "commit":
+            for at in range(len(self._buckets)):
+                self._await(at)
+                self._update(at)
+            return
+        for at in range(len(self._buckets)):
+            self._await(at)
+        self._update_together()
+
+    def _hook(self, index: int) -> Any:
+        def arrived(parameter: Tensor) -> None:
+            at, slot = self._place[index]
+            bucket = self._buckets[at]
+            view = bucket.views[slot]
+            assert parameter.grad is not None, "the hook runs behind its accumulation"
+            if parameter.grad is not view:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+                bucket.used[slot] = 1
+            if self._is_last:
+                self._missing[at] -= 1
+                self._start_reductions()
+
+        return arrived
+
+    def _start_reductions(self) -> None:
+        # All ranks start their sums in the order of the buckets, whatever order gradients come in.
+        group = self._grouped()
+        while len(self._reductions) < len(self._buckets):
+            at = len(self._reductions)
+            if self._missing[at] > 0:
+                return
+            bucket = self._buckets[at]
+            for slot, index in enumerate(bucket.indices):
+                if self.optimizer.parameters[index].grad is not bucket.views[slot]:
+                    bucket.views[slot].zero_()
+                    bucket.used[slot] = 0
+            self._reductions.append(start_all_reduce(group, bucket.buffer))
+
+    def _await(self, at: int) -> None:
+        reach("reduce", bucket=at)
+        self._reductions[at].wait()
+        if at == 0:
+            # A rank adds to this sum only once it has the whole step before: nobody undoes that now.
+            self.optimizer.confirm()
+        bucket = self._buckets[at]
+        used = bucket.used.tolist()
+        for slot, index in enumerate(bucket.indices):
+            self.optimizer.parameters[index].grad = bucket.views[slot] if used[slot] else None
+
+    def _update(self, at: int) -> None:
+        self.optimizer.update(self._buckets[at].indices)
+        reach("update", bucket=at)
+
+    def _update_together(self) -> None:
+        group = self._grouped()
+        is_finite = True
+        if self.scaler is not None:
+            is_finite = self._unscale(self.scaler)
+        if self.clip_norm is not None and is_finite:
+            torch.nn.utils.clip_grad_norm_(self.optimizer.parameters, self.clip_norm)
+        if self.optimizer.mode == "commit":
+            reach("vote")
+            all_reduce(group, torch.zeros(1, device=group.device))
+        if not is_finite:
+            for parameter in self.optimizer.parameters:
+                parameter.grad = None
+        for at in range(len(self._buckets)):
+            self._update(at)
+
+    def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
+        # Sums are equal on all ranks, and so is what follows from them.
+        scaler.unscale_(self.optimizer.optimizer)
+        scaler.update()
+        grads = [one.grad for one in self.optimizer.parameters if one.grad is not None]
+        return all(bool(torch.isfinite(grad).all()) for grad in grads)
+
+    # What the training loop calls (`swift.training.trainable`).
+
+    def describe(self) -> Mapping[str, Any]:
+        """See `Trainable`."""
+        optimizer = self.optimizer.optimizer
+        shapes = [
+            f"{name} {list(one.shape)} {str(one.dtype).removeprefix('torch.')}"
+            for name, one in zip(self._names, self.optimizer.parameters, strict=True)
+        ]
+        return {
+            "parameters": shapes,
+            "buckets": [len(bucket.indices) for bucket in self._buckets],
+            "optimizer": f"{type(optimizer).__name__}, {self.optimizer.mode}",
+            "clip_norm": self.clip_norm,
+        }
+
+    def replica_sets(self, world_size: int) -> list[list[int]]:
+        """See `Trainable`."""
+        return [list(range(world_size))]
+
+    def assign(self, rank: int, world_size: int) -> None:
+        """See `Trainable`."""
+
+    def regroup(self, group: Group) -> None:
+        """See `Trainable`."""
+        for reduction in self._reductions:
+            with suppress(CommError):
+                reduction.wait()  # gloo may still write to the bucket until then
+        self._reductions = []
+        self._group = group
+        if self._is_in_step:
+            self._is_in_step = False
+            self._rest.restore()
+
+    def versions(self) -> list[int]:
+        """See `Trainable`."""
+        return [*self.optimizer.marks, self._rest_version]
+
+    def undo(self, entries: Sequence[int]) -> None:
+        """See `Trainable`."""
+        last = len(self.optimizer.parameters)
+        self.optimizer.undo_only([entry for entry in entries if entry != last])
+        if last in entries:
+            self._rest.restore()
+            self._rest_version -= 1
+
+    def state_of(self, entry: int) -> dict[str, Tensor]:
+        """See `Trainable`."""
+        if entry == len(self._names):
+            return {"rest": self._rest.pack()}
+        return self._named(entry, self.optimizer.state_of(entry))
+
+    def prepare(self, entry: int) -> dict[str, Tensor]:
+        """See `Trainable`."""
+        return self._named(entry, self.optimizer.prepare(entry))
+
+    def _named(self, entry: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {f"{self._names[entry]}/{key}": one for key, one in tensors.items()}
+
+    def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
+        """See `Trainable`."""
+        if entry == len(self._names):
+            self._rest.load(tensors["rest"])
+            self._rest_version = version
+            return
+        places = self.prepare(entry)
+        for name, tensor in tensors.items():
+            if places[name].data_ptr() != tensor.data_ptr():
+                places[name].copy_(tensor)
+        if len(tensors) < len(places):
+            self.optimizer.mark(entry, 0)  # drops the state that its givers do not have
+        self.optimizer.mark(entry, version)
+
+    def begin(self, step: int) -> None:
+        """See `Trainable`."""
+        self._rest.keep()
+        self._is_in_step = True
+        self._reductions = []
+        for parameter in self.optimizer.parameters:
+            parameter.grad = None
+        self._missing = [
+            sum(self.optimizer.parameters[i].requires_grad for i in bucket.indices)
+            for bucket in self._buckets
+        ]
+
+    def finish(self, step: int) -> None:
+        """See `Trainable`."""
+        if set(self.optimizer.marks) != {step + 1}:
+            raise DataError(
+                f"step {step}: expected one dp.backward(loss) that updates, got parameters with "
+                f"{sorted(set(self.optimizer.marks))} steps; call it once a step, the calls before "
+                f"it with update=False"
+            )
+        self._share_buffers(self._rest.shared_buffers)
+        self._rest_version = step + 1
+        self._is_in_step = False
+        reach("finish")
+
+    def confirm(self, step: int) -> None:
+        """See `Trainable`."""
+        self.optimizer.confirm()
+
+    def replay(self, target: int, checkpoint_step: int) -> None:
+        """See `Trainable`."""
+        raise AssertionError("replicas are never replayed: nothing is logged")
+
+    def logged(self, target: int, checkpoint_step: int) -> bool:
+        """See `Trainable`."""
+        return False
+
+    def committed(self, step: int) -> None:
+        """See `Trainable`."""
+
+    def _share_buffers(self, buffers: Sequence[Tensor]) -> None:
+        if not buffers:
+            return
+        flat = torch.cat([one.reshape(-1).view(torch.uint8) for one in buffers])
+        broadcast(self._grouped(), flat, 0)
+        sizes = [one.numel() * one.element_size() for one in buffers]
+        for buffer, part in zip(buffers, flat.split(sizes), strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+
+    def _grouped(self) -> Group:
+        if self._group is None:
+            raise ConfigError(
+                "expected dp.backward inside run.loop, got it before; call run.loop(step, dp, ...)"
+            )
+        return self._group
