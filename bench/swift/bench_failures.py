@@ -1,0 +1,173 @@
+"""A rank of three is killed: seconds until three are at work again, beside torchft and torchrun.
+
+All train the same model with AdamW, one thread a rank, over gloo on loopback: 8 linear layers (25 MB of
+parameters and states), or a MiniLM of 22 million parameters from a config (270 MB), with dropout. A rank
+drawn at random is killed by SIGKILL at a random moment of a step. The time ends when three ranks that
+live have finished the step that was under way, or a later one. Contenders take turns: a job each,
+killed in several times, turn after turn. Ours must end with the weights and states of its run that was
+never disturbed, to the bit; torchft, whose dead replica's share of a step is dropped, must not: were its
+result the same, the task would not tell them apart.
+"""
+
+import random
+import sys
+import tempfile
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import contest
+
+from shared.claims import Claim
+
+TURNS = (3, 2, 2)
+"""Kills of each contender's job, turn by turn."""
+STEPS_A_KILL = 60
+HEARTBEATS_MS = (50, 100, 200, 500, 1000, 2000)
+UNDISTURBED = 1000
+COMMAND = "hatch run bench swift/failures"
+PEERS = [
+    {
+        "peer": "torchft, as its examples set it",
+        "setting": "torchft 0.2.0, a group a process, lighthouse with its default heartbeat limit of 5 s, quorum "
+        "tick 100 ms, join limit 10 s; a dead group's process is started again at once",
+        "why": "what a user gets who follows its examples; starting again at once flatters it, as launchers look "
+        "ten times a second at most",
+    },
+    {
+        "peer": "torchft at its best",
+        "setting": "a fourth group runs along as a hot spare (FIXED_WITH_SPARES), the shortest heartbeat limit that "
+        "1,000 undisturbed steps survive, quorum tick 5 ms, join limit 20 ms",
+        "why": "nothing has to start, and nothing waits longer than it must",
+    },
+    {
+        "peer": "torchrun",
+        "setting": "DDP, restarts of all ranks, monitor interval 0.1 s, a checkpoint of every step on a RAM disk, a "
+        "store of its own for each attempt",
+        "why": "loses no step and waits for no disk",
+    },
+]
+
+
+def shortest_heartbeat(kind, root):
+    """The shortest of torchft's heartbeat limits under which no group is taken for dead.
+
+    Args:
+        kind: the model.
+        root: folder for the runs.
+    """
+    for limit_ms in HEARTBEATS_MS:
+        with (
+            tempfile.TemporaryDirectory(dir=root) as folder,
+            contest.torchft(
+                Path(folder), kind, UNDISTURBED, heartbeat_timeout_ms=limit_ms, has_spare=True
+            ) as job,
+        ):
+            try:
+                job.wait_for(UNDISTURBED, set(), 400.0)
+            except contest.Lost:
+                continue
+            places = defaultdict(set)
+            for line in job.lines:
+                if "digest" not in line and line["step"] > 20:  # groups come one after another
+                    places[line["rank"]].add(line["place"])
+            if all(len(found) == 1 for found in places.values()):
+                return limit_ms
+    raise contest.Lost(f"torchft's groups were taken for dead at each of {HEARTBEATS_MS} ms")
+
+
+def digests(way, kind, steps, root):
+    """Digests of the final states of a run that is not disturbed."""
+    with (
+        tempfile.TemporaryDirectory(dir=root) as folder,
+        way(Path(folder), kind, steps) as job,
+    ):
+        job.wait(300.0)
+        return job.digests()
+
+
+@pytest.mark.parametrize(("kind", "aim_s"), [("linear", 0.4), ("minilm", 1.0)])
+def bench_killed_rank(kind, aim_s, benchmark, record_claim):
+    root = Path("/dev/shm")
+
+    def measure():
+        beat = shortest_heartbeat(kind, root)
+        ways = {
+            "swift": contest.swift,
+            "torchft": contest.torchft,
+            "best": partial(contest.torchft, heartbeat_timeout_ms=beat, has_spare=True),
+            "torchrun": contest.torchrun,
+        }
+        failures, final = defaultdict(list), defaultdict(list)
+        draw = random.Random(0)
+        for turn in TURNS:
+            for name, way in ways.items():
+                with (
+                    tempfile.TemporaryDirectory(dir=root) as folder,
+                    way(Path(folder), kind, STEPS_A_KILL * turn) as job,
+                ):
+                    failures[name] += [job.fail(draw) for _ in range(turn)]
+                    if name in ("swift", "torchft"):
+                        job.wait(300.0)
+                        final[name].append((turn, job.digests()))
+        quiet = {
+            (name, turn): digests(ways[name], kind, STEPS_A_KILL * turn, root)
+            for name in ("swift", "torchft")
+            for turn in set(TURNS)
+        }
+        return beat, failures, final, quiet
+
+    beat, failures, final, quiet = benchmark.pedantic(measure, rounds=1)
+    is_equal = all(
+        len(found) == 1 and found == quiet["swift", turn] for turn, found in final["swift"]
+    )
+    differs = all(found != quiet["torchft", turn] for turn, found in final["torchft"])
+    ours = [one.back_s for one in failures["swift"]]
+    stalls = [one.stall_s for one in failures["swift"] if one.stall_s is not None]
+    told = (
+        f"{len(ours)} kills each; ours {min(ours):.3f} to {max(ours):.3f} s, a step "
+        f"{median(one.step_s for one in failures['swift']):.3f} s; final states equal to the undisturbed "
+        f"run's: {is_equal}; torchft's differ: {differs}"
+    )
+    rivals = [
+        ("torchft", "torchft, as its examples set it", 5.0),
+        ("best", f"torchft at its best, hot spare, heartbeat limit {beat} ms", 2.0),
+        ("torchrun", "torchrun, a checkpoint every step", 12.0),
+    ]
+    for name, words, aim in [*rivals, ("aim", "the aim", 1.0)]:
+        theirs = [aim_s] * len(ours) if name == "aim" else [one.back_s for one in failures[name]]
+        every = [b / a for a, b in zip(ours, theirs, strict=True)]
+        record_claim(
+            Claim(
+                name=f"rank killed until three are at work again, {kind}",
+                unit="s",
+                ours=median(ours),
+                baseline=median(theirs),
+                baseline_name=words,
+                higher_is_better=False,
+                correct=is_equal and differs,
+                detail=f"{told}; theirs {min(theirs):.3f} to {max(theirs):.3f} s",
+                source=f"{COMMAND} -k {kind}",
+            ),
+            aim=aim,
+            spread=(min(every), max(every)),
+        )
+    record_claim(
+        Claim(
+            name=f"survivors' stall when a rank is killed, {kind}",
+            unit="s",
+            ours=median(stalls),
+            baseline=0.2,
+            baseline_name="the aim",
+            higher_is_better=False,
+            correct=is_equal,
+            detail=f"{told}; the longest a survivor went without a step, less a step: {max(stalls):.3f} s",
+            source=f"{COMMAND} -k {kind}",
+        ),
+        aim=1.0,
+        spread=(0.2 / max(stalls), 0.2 / max(min(stalls), 1e-3)),
+    )

@@ -1,0 +1,242 @@
+"""Contenders as running jobs: start one, kill one of its ranks, and read when all are at work again."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peer import HOME
+
+__all__ = ["Failure", "Job", "Lost", "swift", "torchft", "torchrun"]
+
+HERE = Path(__file__).parent
+RANKS = 3
+_LOOK_S = 0.002
+_START_S, _RECOVER_S = 90.0, 60.0
+
+
+class Lost(RuntimeError):
+    """A job did not come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What one killed rank cost.
+
+    Attributes:
+        back_s: seconds from the signal until three ranks that live have finished the step that was under way
+            or a later one.
+        stall_s: the longest that a survivor went without finishing a step, less its usual step; None if no
+            rank survived.
+        step_s: the usual step, the median before the failure.
+    """
+
+    back_s: float
+    stall_s: float | None
+    step_s: float
+
+
+class Job:
+    """A running job of three ranks.
+
+    Args:
+        commands: what to run, by name; one that fails is started again if `is_restarted`.
+        folder: where its ranks leave their lines.
+    """
+
+    def __init__(
+        self, commands: Mapping[str, list[str]], folder: Path, *, is_restarted: bool = False
+    ) -> None:
+        self._commands, self._folder, self._is_restarted = dict(commands), folder, is_restarted
+        self._running = {name: self._start(name) for name in commands}
+        self._read: dict[Path, int] = {}
+        self.lines: list[dict[str, Any]] = []
+
+    def _start(self, name: str) -> subprocess.Popen:
+        log = open(self._folder / f"{name}.log", "ab")  # noqa: SIM115 - the child's for life
+        # A store of its own for each attempt: torchrun's workers else find addresses of the last one.
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **own_store}
+        return subprocess.Popen(
+            self._commands[name], stdout=log, stderr=log, env=env, start_new_session=True
+        )
+
+    def look(self) -> None:
+        """Reads the lines that have come, and starts anew what was killed."""
+        for path in self._folder.glob("*.jsonl"):
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    self.lines.append(json.loads(line))
+                    self._read[path] = self._read.get(path, 0) + len(line)
+        for name, process in self._running.items():
+            if self._is_restarted and process.poll() not in (None, 0):
+                self._running[name] = self._start(name)
+
+    def wait_for(self, step: int, dead: set[int], limit_s: float, since: int = 0) -> float:
+        """The second at which three ranks that live had finished `step` or a later one.
+
+        Args:
+            step: the step.
+            dead: processes that do not count.
+            limit_s: seconds to wait.
+            since: number of the first line that counts.
+
+        Raises:
+            Lost: they have not in time.
+        """
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            self.look()
+            first: dict[int, float] = {}
+            for line in self.lines[since:]:
+                if line["step"] >= step and line["pid"] not in dead and line.get("is_part", True):
+                    first.setdefault(line["rank"], line["at_s"])
+            if len(first) >= RANKS:
+                return sorted(first.values())[RANKS - 1]
+            time.sleep(_LOOK_S)
+        words = [
+            path.read_text(errors="replace")[-600:] for path in sorted(self._folder.glob("*.log"))
+        ]
+        raise Lost(f"no three ranks finished step {step} in {limit_s:g} s; {words}")
+
+    def fail(self, draw: random.Random, settle_steps: int = 12) -> Failure:
+        """Kills a rank at a random moment of a step, and waits until three are at work again."""
+        self.look()
+        at = max((line["step"] for line in self.lines), default=0)
+        known = {line["pid"] for line in self.lines}
+        gone = {pid for pid in known if not Path(f"/proc/{pid}").exists()}
+        self.wait_for(at + settle_steps, gone, _START_S)
+        self.look()
+        last: dict[int, dict] = {}
+        for line in self.lines:
+            if line["pid"] not in gone:
+                last[line["pid"]] = line
+        before: dict[int, list[float]] = {pid: self._times(pid)[-settle_steps:] for pid in last}
+        gaps = sorted(b - a for times in before.values() for a, b in zip(times, times[1:], strict=False))
+        step_s = gaps[len(gaps) // 2]
+        time.sleep(draw.random() * step_s)
+        self.look()
+        target = max(line["step"] for line in self.lines) + 1
+        working = [line for line in last.values() if line.get("is_part", True)]
+        victim = draw.choice(sorted(working, key=lambda line: line["rank"]))["pid"]
+        since, begun = len(self.lines), time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        back = self.wait_for(target, {*gone, victim}, _RECOVER_S, since)
+        survivors = [pid for pid in last if pid != victim and Path(f"/proc/{pid}").exists()]
+        stalls = []
+        for pid in survivors:
+            times = [t for t in self._times(pid) if t >= begun - 2 * step_s and t <= back + 0.01]
+            stalls.extend(b - a - step_s for a, b in zip(times, times[1:], strict=False))
+        return Failure(back - begun, max(stalls, default=None), step_s)
+
+    def _times(self, pid: int) -> list[float]:
+        return [line["at_s"] for line in self.lines if line["pid"] == pid and "digest" not in line]
+
+    def digests(self) -> set[str]:
+        """Digests of the final states that ranks have left."""
+        self.look()
+        return {line["digest"] for line in self.lines if "digest" in line}
+
+    def wait(self, limit_s: float) -> None:
+        """Waits until all commands have ended."""
+        end = time.monotonic() + limit_s
+        while any(process.poll() is None for process in self._running.values()):
+            if time.monotonic() > end:
+                raise Lost(f"the job did not end in {limit_s:g} s")
+            self.look()
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Kills all processes of the job."""
+        self._is_restarted = False
+        self.look()
+        for process in self._running.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for pid in {line["pid"] for line in self.lines}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _stopped(job: Job) -> Iterator[Job]:
+    try:
+        yield job
+    finally:
+        job.stop()
+
+
+@contextmanager
+def swift(folder: Path, kind: str, steps: int, mode: str = "exact") -> Iterator[Job]:
+    """Ours, with a warm spare."""
+    script = [str(HERE / "swift_train.py"), *_args(folder, kind, steps), "--mode", mode]
+    command = [sys.executable, "-m", "swift", "run", "-n", str(RANKS), "--spares", "1", *script]
+    with _stopped(Job({"run": command}, folder)) as job:
+        yield job
+
+
+@contextmanager
+def torchrun(folder: Path, kind: str, steps: int) -> Iterator[Job]:
+    """torchrun, looking for dead ranks ten times a second, a checkpoint of every step."""
+    options = ["--nproc-per-node", str(RANKS), "--max-restarts", "100", "--monitor-interval", "0.1"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+    command += [str(HERE / "torchrun_train.py"), *_args(folder, kind, steps)]
+    with _stopped(Job({"run": command}, folder)) as job:
+        yield job
+
+
+@contextmanager
+def torchft(
+    folder: Path, kind: str, steps: int, *, heartbeat_timeout_ms: int = 5000, has_spare: bool = False
+) -> Iterator[Job]:
+    """torchft: replica groups of one process each, a killed one is started again at once.
+
+    Args:
+        folder: where its ranks leave their lines.
+        kind: the model.
+        steps: how many.
+        heartbeat_timeout_ms: the lighthouse's; 5,000 is its default.
+        has_spare: whether a fourth group runs along and takes the dead one's place, and all other limits
+            are as short; otherwise as torchft's examples set them.
+    """
+    python = str(HOME / ".peers" / "torchft" / "bin" / "python")
+    limits = ("20", "5") if has_spare else ("10000", "100")
+    house = subprocess.Popen(
+        [
+            python, HERE / "torchft_lighthouse.py", "--min-replicas", str(RANKS if has_spare else 1),
+            "--join-timeout-ms", limits[0], "--quorum-tick-ms", limits[1],
+            "--heartbeat-timeout-ms", str(heartbeat_timeout_ms),
+        ],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        assert house.stdout is not None, "the child was started with pipes"
+        address = house.stdout.readline().strip()
+        beat = max(1, min(100, heartbeat_timeout_ms // 10))
+        commands = {}
+        for replica in range(RANKS + has_spare):
+            script = [str(HERE / "torchft_rank.py"), *_args(folder, kind, steps)]
+            script += ["--lighthouse", address, "--replica", str(replica), "--replicas", str(RANKS)]
+            script += ["--heartbeat-ms", str(beat), *(["--has-spare"] if has_spare else [])]
+            commands[f"group{replica}"] = [python, *script]
+        with _stopped(Job(commands, folder, is_restarted=True)) as job:
+            yield job
+    finally:
+        house.kill()
+        house.wait()
+
+
+def _args(folder: Path, kind: str, steps: int) -> list[str]:
+    return ["--kind", kind, "--steps", str(steps), "--folder", str(folder)]
