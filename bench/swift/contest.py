@@ -21,6 +21,8 @@ HERE = Path(__file__).parent
 RANKS = 3
 _LOOK_S = 0.002
 _START_S, _RECOVER_S = 90.0, 60.0
+_REST_S = 8.0
+"""Between two kills: dead processes are started again and spares are warm by then."""
 
 
 class Lost(RuntimeError):
@@ -117,13 +119,16 @@ class Job:
         known = {line["pid"] for line in self.lines}
         gone = {pid for pid in known if not Path(f"/proc/{pid}").exists()}
         self.wait_for(at + settle_steps, gone, _START_S)
+        time.sleep(_REST_S)
         self.look()
         last: dict[int, dict] = {}
         for line in self.lines:
             if line["pid"] not in gone:
                 last[line["pid"]] = line
         before: dict[int, list[float]] = {pid: self._times(pid)[-settle_steps:] for pid in last}
-        gaps = sorted(b - a for times in before.values() for a, b in zip(times, times[1:], strict=False))
+        gaps = sorted(
+            b - a for times in before.values() for a, b in zip(times, times[1:], strict=False)
+        )
         step_s = gaps[len(gaps) // 2]
         time.sleep(draw.random() * step_s)
         self.look()
@@ -199,7 +204,12 @@ def torchrun(folder: Path, kind: str, steps: int) -> Iterator[Job]:
 
 @contextmanager
 def torchft(
-    folder: Path, kind: str, steps: int, *, heartbeat_timeout_ms: int = 5000, has_spare: bool = False
+    folder: Path,
+    kind: str,
+    steps: int,
+    *,
+    heartbeat_timeout_ms: int = 5000,
+    has_spare: bool = False,
 ) -> Iterator[Job]:
     """torchft: replica groups of one process each, a killed one is started again at once.
 

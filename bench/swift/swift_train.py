@@ -8,6 +8,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import job
+
 import swift
 
 parser = argparse.ArgumentParser()
