@@ -45,7 +45,7 @@ PEERS = [
     {
         "peer": "torchft at its best",
         "setting": "a fourth group runs along as a hot spare (FIXED_WITH_SPARES), the shortest heartbeat limit that "
-        "1,000 undisturbed steps survive, quorum tick 5 ms, join limit 20 ms",
+        "1,000 undisturbed steps survive, quorum tick 10 ms, join limit 100 ms, messages end after 2 s",
         "why": "nothing has to start, and nothing waits longer than it must",
     },
     {

@@ -1,5 +1,6 @@
 """Contenders as running jobs: start one, kill one of its ranks, and read when all are at work again."""
 
+import itertools
 import json
 import os
 import random
@@ -126,9 +127,7 @@ class Job:
             if line["pid"] not in gone:
                 last[line["pid"]] = line
         before: dict[int, list[float]] = {pid: self._times(pid)[-settle_steps:] for pid in last}
-        gaps = sorted(
-            b - a for times in before.values() for a, b in zip(times, times[1:], strict=False)
-        )
+        gaps = sorted(b - a for times in before.values() for a, b in itertools.pairwise(times))
         step_s = gaps[len(gaps) // 2]
         time.sleep(draw.random() * step_s)
         self.look()
@@ -142,7 +141,7 @@ class Job:
         stalls = []
         for pid in survivors:
             times = [t for t in self._times(pid) if t >= begun - 2 * step_s and t <= back + 0.01]
-            stalls.extend(b - a - step_s for a, b in zip(times, times[1:], strict=False))
+            stalls.extend(b - a - step_s for a, b in itertools.pairwise(times))
         return Failure(back - begun, max(stalls, default=None), step_s)
 
     def _times(self, pid: int) -> list[float]:
@@ -222,7 +221,7 @@ def torchft(
             are as short; otherwise as torchft's examples set them.
     """
     python = str(HOME / ".peers" / "torchft" / "bin" / "python")
-    limits = ("20", "5") if has_spare else ("10000", "100")
+    limits = ("100", "10") if has_spare else ("10000", "100")
     house = subprocess.Popen(
         [
             python, HERE / "torchft_lighthouse.py", "--min-replicas", str(RANKS if has_spare else 1),
