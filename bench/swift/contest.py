@@ -186,7 +186,19 @@ def _stopped(job: Job) -> Iterator[Job]:
 def swift(folder: Path, kind: str, steps: int, mode: str = "exact") -> Iterator[Job]:
     """Ours, with a warm spare."""
     script = [str(HERE / "swift_train.py"), *_args(folder, kind, steps), "--mode", mode]
-    command = [sys.executable, "-m", "swift", "run", "-n", str(RANKS), "--spares", "1", *script]
+    command = [
+        sys.executable,
+        "-m",
+        "swift",
+        "run",
+        "-n",
+        str(RANKS),
+        "--spares",
+        "1",
+        script[0],
+        "--",
+        *script[1:],
+    ]
     with _stopped(Job({"run": command}, folder)) as job:
         yield job
 
@@ -221,10 +233,10 @@ def torchft(
             are as short; otherwise as torchft's examples set them.
     """
     python = str(HOME / ".peers" / "torchft" / "bin" / "python")
-    limits = ("100", "10") if has_spare else ("10000", "100")
+    limits = ("50", "10") if has_spare else ("10000", "100")
     house = subprocess.Popen(
         [
-            python, HERE / "torchft_lighthouse.py", "--min-replicas", str(RANKS if has_spare else 1),
+            python, HERE / "torchft_lighthouse.py", "--min-replicas", "1",
             "--join-timeout-ms", limits[0], "--quorum-tick-ms", limits[1],
             "--heartbeat-timeout-ms", str(heartbeat_timeout_ms),
         ],

@@ -53,7 +53,7 @@ def reduce_gradients():
 
 
 manager = Manager(
-    pg=ProcessGroupGloo(timeout=timedelta(seconds=2 if arguments.has_spare else 5)),
+    pg=ProcessGroupGloo(timeout=timedelta(seconds=1 if arguments.has_spare else 5)),
     load_state_dict=load,
     state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
     min_replica_size=arguments.replicas if arguments.has_spare else 1,
