@@ -19,20 +19,28 @@ __version__ = "0.1.0"
 
 # Public name -> its module, imported at first use so that `meshyard-swift --help` stays fast.
 _HOME = {
+    "BoundaryLog": "swift.pipeline.log",
     "DataParallel": "swift.training.reducer",
     "Every": "swift.training.checkpoints",
+    "PipelineStage": "swift.pipeline.stage",
+    "Stage": "swift.pipeline.assigned_stage",
     "StepData": "swift.training.data",
     "decide": "swift.recovery.planner",
     "join": "swift.training.runtime",
+    "select_logs": "swift.pipeline.selection",
     "undoable": "swift.undo.undoable",
 }
 __all__ = [
+    "BoundaryLog",
     "DataParallel",
     "Every",
+    "PipelineStage",
+    "Stage",
     "StepData",
     "__version__",
     "decide",
     "join",
+    "select_logs",
     "undoable",
 ]
 

@@ -19,7 +19,7 @@ from shared.comms import Group, barrier
 from shared.errors import CommError, ConfigError
 from shared.files import write_atomically
 from swift.injection import reach
-from swift.training.trainable import Trainable
+from swift.training.trainable import Fillable, Trainable
 
 __all__ = ["Every"]
 
@@ -74,7 +74,7 @@ class Every:
         writer = None if self.writer is None else self.writer(str(path))
         try:
             dcp.save(
-                _collect(trainable),
+                _collect(trainable, _place(trainable, group)),
                 checkpoint_id=None if writer else path,
                 storage_writer=writer,
                 process_group=group.process_group,
@@ -97,23 +97,40 @@ class Every:
         Raises:
             CommError: a rank was lost.
         """
+        self.read(trainable, _place(trainable, group), step, group)
+
+    def read(
+        self, trainable: Fillable, place: int, step: int, group: Group | None = None
+    ) -> None:
+        """Reads the state of one replica set.
+
+        Args:
+            trainable: that is filled.
+            place: of the set in `Trainable.replica_sets`.
+            step: of the checkpoint.
+            group: whose ranks read together; None: this one reads alone.
+
+        Raises:
+            CommError: the checkpoint cannot be read, or a rank was lost.
+        """
         import torch.distributed.checkpoint as dcp
 
         path = self._path(step)
         last = len(trainable.versions()) - 1
         places = [trainable.prepare(entry) for entry in range(last)]
         state: dict[str, Any] = {name: one for entry in places for name, one in entry.items()}
-        state["rest"] = rest = _PackedBytes()
+        state[f"rest{place}"] = rest = _PackedBytes()
         reader = None if self.reader is None else self.reader(str(path))
         try:
             dcp.load(
                 state,
                 checkpoint_id=None if reader else path,
                 storage_reader=reader,
-                process_group=group.process_group,
+                process_group=None if group is None else group.process_group,
+                no_dist=group is None,
             )
         except dcp.api.CheckpointException as error:
-            raise CommError(f"rank {group.rank}: reading {path} failed: {error}") from error
+            raise CommError(f"reading {path} failed: {error}") from error
         for entry, tensors in enumerate(places):
             trainable.fill(entry, tensors, step)
         assert rest.tensor is not None, "DCP has loaded it"
@@ -142,10 +159,15 @@ class _PackedBytes:
         self.tensor = torch.frombuffer(bytearray(state["bytes"]), dtype=torch.uint8)
 
 
-def _collect(trainable: Trainable) -> dict[str, Any]:
+def _place(trainable: Trainable, group: Group) -> int:
+    sets = trainable.replica_sets(group.world_size)
+    return next(place for place, ranks in enumerate(sets) if group.rank in ranks)
+
+
+def _collect(trainable: Trainable, place: int) -> dict[str, Any]:
     last = len(trainable.versions()) - 1
     # Also what a parameter without gradients has no state of: the reader cannot know.
     state: dict[str, Any] = {
         name: one for entry in range(last) for name, one in trainable.prepare(entry).items()
     }
-    return {**state, "rest": _PackedBytes(trainable.state_of(last)["rest"])}
+    return {**state, f"rest{place}": _PackedBytes(trainable.state_of(last)["rest"])}

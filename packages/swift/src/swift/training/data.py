@@ -57,6 +57,8 @@ class Placed:
 
     rank: int | None
     world_size: int
+    reads_whole_batches = False
+    """Whether each rank reads all samples of a step, as the stages of a pipeline do."""
 
 
 class StepData:
@@ -117,6 +119,8 @@ class StepData:
     def positions(self, step: int) -> list[int]:
         """Places of this rank's samples of a step in the dataset."""
         run = self._run or _current()
+        if run.rank is not None and run.reads_whole_batches:
+            return step_positions(len(self.dataset), self.global_batch, self.seed, step)
         if run.rank is None or self.global_batch % run.world_size:
             raise ConfigError(
                 f"global_batch: expected a multiple of the {run.world_size} ranks on a rank, got "

@@ -21,6 +21,7 @@ from swift.injection import reach
 from swift.training.buckets import plan_buckets
 from swift.training.data import Placed
 from swift.training.rest import Rest, Stateful
+from swift.training.trainable import Load, Repeat
 from swift.undo.undoable import Undoable
 
 __all__ = ["DataParallel"]
@@ -310,7 +311,9 @@ class DataParallel:
         """See `Trainable`."""
         self.optimizer.confirm()
 
-    def replay(self, target: int, checkpoint_step: int) -> None:
+    def replay(
+        self, target: int, lost: Sequence[int], checkpoint_step: int, load: Load, repeat: Repeat
+    ) -> str | None:
         """See `Trainable`."""
         raise AssertionError("replicas are never replayed: nothing is logged")
 

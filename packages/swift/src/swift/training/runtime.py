@@ -21,12 +21,12 @@ from shared.kernels.digest import digest
 from swift import injection
 from swift.membership.fingerprint import describe_process
 from swift.membership.member import Member, NewWorld
-from swift.recovery.planner import Decision, decide
+from swift.recovery.planner import decide
 from swift.recovery.transfer import list_fetches, move
 from swift.report import Report
 from swift.training.checkpoints import Every
 from swift.training.data import reseed, set_current
-from swift.training.trainable import Trainable
+from swift.training.trainable import Fillable, Trainable
 
 __all__ = ["Run", "join"]
 
@@ -92,7 +92,7 @@ class Run:
         self._member.report_ready(describe_process(trainable.describe()))
         while (world := self._member.next_world()) is not None:
             try:
-                group = self._recover(world, trainable, checkpoint)
+                group = self._recover(world, trainable, checkpoint, step_fn, seed)
                 self._train(group, step_fn, trainable, until, checkpoint, seed)
                 self._member.report_finished()
             except RuntimeError:
@@ -136,7 +136,14 @@ class Run:
         if record is not None:
             self._member.report_recovery(record)
 
-    def _recover(self, world: NewWorld, trainable: Trainable, checkpoint: Every | None) -> Group:
+    def _recover(
+        self,
+        world: NewWorld,
+        trainable: Trainable,
+        checkpoint: Every | None,
+        step_fn: Callable[[int], Any],
+        seed: int,
+    ) -> Group:
         self._report.begin(world.epoch, world.rank, world.lost, is_newcomer=not self._is_filled)
         abandon()
         self.rank, self.world_size = world.rank, world.world_size
@@ -162,9 +169,9 @@ class Run:
             _are_logged(group, trainable, table, sets),
         )
         resume = table.checkpoint if world.epoch == 0 else 0
+        reason, num_bytes = decision.reason, 0
         if decision.from_checkpoint or decision.target is None or resume > decision.target:
-            target = self._from_checkpoint(group, trainable, checkpoint, table, decision)
-            num_bytes = 0
+            target = self._from_checkpoint(group, trainable, checkpoint, table, reason)
         else:
             target = decision.target
             injection.reach("undo")
@@ -180,7 +187,10 @@ class Run:
                 num_tensors=table.num_tensors,
             )
             if decision.replay:
-                trainable.replay(target, table.checkpoint)
+                why = self._replay(trainable, checkpoint, table, target, step_fn, seed)
+                if why is not None:
+                    reason = f"{why}; all ranks went back to the checkpoint"
+                    target = self._from_checkpoint(group, trainable, checkpoint, table, reason)
         self._is_filled = True
         self._report.end("transfer")
         injection.reach("verify")
@@ -189,8 +199,31 @@ class Run:
         trainable.confirm(target)
         self._report.end("verify")
         undone = len(decision.undo.get(world.rank, ()))
-        self._report.decide(decision.reason, target, world.world_size, undone, num_bytes)
+        self._report.decide(reason, target, world.world_size, undone, num_bytes)
         return group
+
+    def _replay(
+        self,
+        trainable: Trainable,
+        checkpoint: Every | None,
+        table: _Table,
+        target: int,
+        step_fn: Callable[[int], Any],
+        seed: int,
+    ) -> str | None:
+        """Rebuilds lost ranks from logs; why that was not possible."""
+
+        def load(entries: Fillable, place: int) -> None:
+            assert checkpoint is not None, "there is one to begin with"
+            checkpoint.read(entries, place, table.checkpoint)
+
+        def repeat(step: int, rank: int) -> None:
+            reseed(seed, step, rank)
+            step_fn(step)
+
+        injection.reach("replay")
+        lost = [rank for rank, row in table.versions.items() if row is None]
+        return trainable.replay(target, lost, table.checkpoint, load, repeat)
 
     def _begin_equal(self, group: Group, trainable: Trainable, table: _Table) -> None:
         """Has ranks that were built unlike the first of their set be filled from it."""
@@ -207,11 +240,11 @@ class Run:
         trainable: Trainable,
         checkpoint: Every | None,
         table: _Table,
-        decision: Decision,
+        reason: str,
     ) -> int:
         if checkpoint is None or table.checkpoint == 0:
             raise DataError(
-                f"expected a checkpoint to go back to, got none: {decision.reason}; give run.loop "
+                f"expected a checkpoint to go back to, got none: {reason}; give run.loop "
                 f"checkpoint=swift.Every(steps, folder)"
             )
         checkpoint.load(group, trainable, table.checkpoint)

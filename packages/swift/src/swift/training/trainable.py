@@ -7,14 +7,37 @@ number of steps that it has had; a step that is cut off leaves some entries a ve
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from shared.comms import Group
 
-__all__ = ["Trainable"]
+__all__ = ["Fillable", "Load", "Repeat", "Trainable"]
+
+
+class Fillable(Protocol):
+    """Entries that a checkpoint can fill, as `Trainable` describes them."""
+
+    def versions(self) -> list[int]:
+        """Steps that each entry has had."""
+        ...
+
+    def prepare(self, entry: int) -> dict[str, Tensor]:
+        """Tensors to be filled."""
+        ...
+
+    def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Takes an entry and its version."""
+        ...
+
+
+Load = Callable[[Fillable, int], None]
+"""Fills the state of a replica set, given by its place in `Trainable.replica_sets`."""
+
+Repeat = Callable[[int, int], None]
+"""Runs the step function for a step, with the random numbers of a rank."""
 
 
 class Trainable(Protocol):
@@ -90,14 +113,24 @@ class Trainable(Protocol):
         """All ranks have all entries at `step`: what undoing needs is let go."""
         ...
 
-    def replay(self, target: int, checkpoint_step: int) -> None:
-        """Rebuilds this rank's state from logged messages up to version `target`.
+    def replay(
+        self, target: int, lost: Sequence[int], checkpoint_step: int, load: Load, repeat: Repeat
+    ) -> str | None:
+        """Rebuilds lost state from logged messages up to version `target`; called on all ranks.
 
-        Called on *all* ranks of a world in which a set was lost whole and its logs reach the target; a lost
-        rank has been filled from the checkpoint of `checkpoint_step` before (or built anew, at 0).
+        Args:
+            target: at which all other ranks are.
+            lost: ranks whose sets were lost whole, and whose logs reach the target.
+            checkpoint_step: where the replay begins; 0: as built.
+            load: fills the state of one of the replica sets from that checkpoint, on this rank alone.
+            repeat: runs the user's step function for one step, as some rank.
+
+        Returns:
+            Which logged message is missing or damaged, on all ranks: the loop then goes back to the
+            checkpoint. None: the state is at the target.
 
         Raises:
-            DataError: a message is missing or differs; the loop then goes back to the checkpoint.
+            DataError: a replayed tensor differs from training's.
         """
         ...
 
