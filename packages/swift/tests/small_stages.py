@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from shared.comms import Group
 from swift import undoable
 from swift.pipeline.log import BoundaryLog
 from swift.pipeline.stage import PipelineStage
@@ -36,7 +35,9 @@ def loss_of(out, targets):
     return nn.functional.cross_entropy(out, targets)
 
 
-def make_stage(folder, group, *, index=None, num_stages=None, chunk=None, log=True, extra=None, **settings):
+def make_stage(
+    folder, group, *, index=None, num_stages=None, chunk=None, log=True, extra=None, **settings
+):
     """This rank's stage, or another one for a helper."""
     index = group.rank if index is None else index
     num_stages = num_stages or group.world_size
@@ -64,4 +65,3 @@ def state_of(stage):
         held = stage.opt.optimizer.state[parameter]
         state += [held[key].clone() for key in sorted(held) if isinstance(held[key], torch.Tensor)]
     return state + [buffer.clone() for buffer in stage.module.buffers()]
-

@@ -17,7 +17,9 @@ from swift.simulator import (
 
 
 def test_without_failures_only_steps_and_checkpoints_take_time():
-    found = simulate(Training(num_steps=10, step_s=2, checkpoint_s=3, interval=4), Recovery(outage_s=9), [])
+    found = simulate(
+        Training(num_steps=10, step_s=2, checkpoint_s=3, interval=4), Recovery(outage_s=9), []
+    )
     # Checkpoints before steps 4 and 8.
     assert (found.total_s, found.checkpoint_s, found.num_failures) == (26, 6, 0)
     assert (found.outage_s, found.repeated_s) == (0, 0)
@@ -66,9 +68,13 @@ def test_checkpoints_take_what_dalys_formula_says():
     work, checkpoint, restart, mtbf = 40.0, 4.0, 6.0, 60.0
     training = Training(num_steps=10**5, step_s=2, checkpoint_s=checkpoint, interval=20)
     # Daly's restart repeats the work at the same rate, interrupted or not.
-    total = simulate(training, Recovery(outage_s=restart, repeat_step_s=2), draw_failures(mtbf, 1, 5))
+    total = simulate(
+        training, Recovery(outage_s=restart, repeat_step_s=2), draw_failures(mtbf, 1, 5)
+    )
     segments = 10**5 / 20
-    expected = segments * mtbf * math.exp(restart / mtbf) * (math.exp((work + checkpoint) / mtbf) - 1)
+    expected = (
+        segments * mtbf * math.exp(restart / mtbf) * (math.exp((work + checkpoint) / mtbf) - 1)
+    )
     assert total.total_s == pytest.approx(expected, rel=0.03)
 
 

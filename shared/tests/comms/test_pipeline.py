@@ -228,16 +228,17 @@ def test_states_of_any_strides_and_type_arrive(pool):
 
 def announced():
     """Stages between which shape and type differ, told by nobody beforehand; in two runs."""
-    group, came, grads = Group.world(), [], []
+    group, came, grads, num_rows = Group.world(), [], [], []
     leaf = torch.arange(12.0).view(3, 4).requires_grad_()
 
     def forward(k, x):
         if x is None:
-            return (leaf * (k + 1))[:rows].to(torch.bfloat16)
+            return (leaf * (k + 1))[: num_rows[-1]].to(torch.bfloat16)
         came.append((tuple(x.shape), x.dtype, x.tolist()))
         return x.float().sum() * (k + 1)
 
     for rows in (2, 3):
+        num_rows.append(rows)
         run_1f1b(
             group, 2, forward,
             after_backward=lambda k, grad: grads.append((k, None if grad is None else grad.tolist())),
@@ -249,7 +250,9 @@ def test_shapes_and_types_that_only_the_sender_knows_are_announced(pool):
     (_, order, grad), (came, sent, _) = pool.run(announced).results
     whole = torch.arange(12.0).view(3, 4)
     rows_and_k = [(2, 0), (2, 1), (3, 0), (3, 1)]
-    expected = [((rows, 4), torch.bfloat16, (whole * (k + 1))[:rows].tolist()) for rows, k in rows_and_k]
+    expected = [
+        ((rows, 4), torch.bfloat16, (whole * (k + 1))[:rows].tolist()) for rows, k in rows_and_k
+    ]
     assert came == expected
     assert order == [(k, None) for _, k in rows_and_k]
     assert sent == [(k, [[k + 1.0] * 4] * rows) for rows, k in rows_and_k]
@@ -261,7 +264,9 @@ def unannounceable():
     if Group.world().rank:
         return
     for out in (torch.ones(1, dtype=torch.int32), torch.ones([1] * 9)):
-        with pytest.raises(DataError, match="at most 8 dimensions and a type among torch.float32"):
+        with pytest.raises(
+            DataError, match=r"at most 8 dimensions and a type among torch\.float32"
+        ):
             run_1f1b(Group.world(), 1, lambda k, x, out=out: out)
 
 

@@ -196,7 +196,11 @@ def compare(
             training.num_steps,
         )  # fmt: skip
         planned = replace(training, interval=interval)
-        found[name] = interval, [
-            simulate(planned, recovery, draw_failures(mtbf_s, num_machines, seed)) for seed in seeds
-        ]
+        found[name] = (
+            interval,
+            [
+                simulate(planned, recovery, draw_failures(mtbf_s, num_machines, seed))
+                for seed in seeds
+            ],
+        )
     return found

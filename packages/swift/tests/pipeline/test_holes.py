@@ -29,9 +29,7 @@ def test_replaying_stages_have_their_messages_from_a_log_or_from_each_other(case
         assert hole.last == num - 1 or logged[hole.last]
     # No stage replays without need: without logs it hangs together with a lost one.
     for stage in replaying:
-        assert any(
-            not any(logged[min(stage, other) : max(stage, other)]) for other in lost
-        )
+        assert any(not any(logged[min(stage, other) : max(stage, other)]) for other in lost)
     helpers = [stage for hole in holes for stage in hole.helpers]
     assert len(helpers) == len(set(helpers))
     assert not set(helpers) & (senders | set(replaying))

@@ -111,7 +111,9 @@ def test_gaps_are_named(opened):
     ):
         assert text in writer.find_gap(Kind.ACTIVATION, start, stop, num)
     assert "gradient of iteration 2" in writer.find_gap(Kind.GRADIENT, 2, 3, NUM)
-    with pytest.raises(DataError, match="stage 2 has not logged the gradient of iteration 9, micro-"):
+    with pytest.raises(
+        DataError, match="stage 2 has not logged the gradient of iteration 9, micro-"
+    ):
         writer.read(Key(Kind.GRADIENT, 9, 0))
 
 
@@ -167,7 +169,7 @@ def test_every_flipped_bit_is_found(opened, tmp_path):
     path = file_of(tmp_path)
     whole = path.read_bytes()
     assert verify_logs(tmp_path)[0].damage == []
-    for at in range(0, len(whole)):
+    for at in range(len(whole)):
         data = bytearray(whole)
         data[at] ^= 1 << at % 8
         path.write_bytes(data)
@@ -188,7 +190,9 @@ def test_reading_a_damaged_message_says_which(opened, tmp_path):
     data[-1] ^= 16
     path.write_bytes(data)
     assert torch.equal(writer.read(Key(Kind.ACTIVATION, 0, 1)), message(0, 1))
-    with pytest.raises(DataError, match="activation of iteration 0, micro-batch 2: expected the 80"):
+    with pytest.raises(
+        DataError, match="activation of iteration 0, micro-batch 2: expected the 80"
+    ):
         writer.read(Key(Kind.ACTIVATION, 0, 2))
     path.write_bytes(data[:-4])
     with pytest.raises(DataError, match="micro-batch 2: expected the 80 bytes of digest"):
@@ -234,7 +238,7 @@ def test_a_new_log_removes_what_its_stage_left_and_nothing_else(opened, tmp_path
 
 
 def test_no_log_is_said(tmp_path):
-    with pytest.raises(DataError, match="expected logs .* got none"):
+    with pytest.raises(DataError, match=r"expected logs .* got none"):
         verify_logs(tmp_path)
 
 

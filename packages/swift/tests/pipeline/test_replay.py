@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from small_stages import MICRO_BATCHES, batch, make_stage, state_of, train
 
 from shared.comms import Group, RankPool
 from shared.errors import DataError
-from small_stages import MICRO_BATCHES, batch, make_stage, state_of, train
 from swift.pipeline.chunks import scan_chunk
 from swift.pipeline.holes import find_holes
 from swift.pipeline.records import Key, Kind
@@ -153,7 +153,7 @@ def changed_late(stage, checkpoints):
         self.seed += self.index == 1 and self.iteration == TARGET - 2
         return step(self, inputs, targets)
 
-    PipelineStage.step = step_with_another_seed
+    setattr(PipelineStage, "step", step_with_another_seed)  # noqa: B010
 
 
 def changed_log(stage, checkpoints):
@@ -190,8 +190,7 @@ def caught(folder, lost, tamper, num_helpers, module=None):
     [
         (
             {1}, changed_checkpoint, 0,
-            r"the replay of stage 1 differs from training in iteration 2: the first tensor is the "
-            r"activation of micro-batch 0, whose digest",
+            r"the replay of stage 1 differs from training in iteration 2: .* activation of micro-batch 0",
         ),
         ({1}, changed_checkpoint, 1, r"stage 1 differs .* iteration 2: .* activation of micro-batch 0"),
         ({1, 2}, changed_checkpoint, 0, r"stage 1 differs .* in iteration 2: .* gradient of micro-batch 0"),

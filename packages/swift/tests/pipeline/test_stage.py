@@ -4,11 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-
-from shared.comms import Group, RankPool
-from shared.errors import ConfigError, DataError
-from shared.kernels.philox import stream_key
 from small_stages import (
     BATCH,
     CLASSES,
@@ -21,6 +16,11 @@ from small_stages import (
     state_of,
     train,
 )
+from torch import nn
+
+from shared.comms import Group, RankPool
+from shared.errors import ConfigError, DataError
+from shared.kernels.philox import stream_key
 from swift import undoable
 from swift.pipeline.records import Key, Kind
 from swift.pipeline.stage import PipelineStage
@@ -63,15 +63,15 @@ def train_in_one_process(num_stages, chunk, stop):
             parameter.grad = grad
         for _, opt in made:
             opt.step()
-    return losses, [
-        [p.detach().clone() for p in module.parameters()] for module, _ in made
-    ]
+    return losses, [[p.detach().clone() for p in module.parameters()] for module, _ in made]
 
 
 def on_a_stage(folder, chunk):
     stage = make_stage(folder, Group.world(), chunk=chunk)
     losses = train(stage, 3)
-    sent = stage.writer.logged_bytes if stage.writer.find_gap(Kind.ACTIVATION, 0, 0, 1) is None else 0
+    sent = (
+        stage.writer.logged_bytes if stage.writer.find_gap(Kind.ACTIVATION, 0, 0, 1) is None else 0
+    )
     receipts = [
         stage.writer.digest_of(Key(kind, 2, MICRO_BATCHES - 1)) is not None for kind in Kind
     ]
@@ -124,7 +124,10 @@ def with_named_inputs():
         module, opt, index=group.rank, num_stages=3, group=group,
         loss=lambda out, wanted: ((out - wanted["y"]) ** 2).mean(), micro_batches=2,
     )  # fmt: skip
-    inputs = {"input_ids": torch.arange(4).view(4, 1) + torch.arange(3), "attention_mask": torch.ones(4, 3)}
+    inputs = {
+        "input_ids": torch.arange(4).view(4, 1) + torch.arange(3),
+        "attention_mask": torch.ones(4, 3),
+    }
     loss = stage.step(inputs, {"y": torch.ones(4, 3, DIM)})
     changed = [not torch.equal(p, old) for p, old in zip(module.parameters(), before, strict=True)]
     return loss is not None, all(changed)
@@ -141,7 +144,9 @@ def of_torchs_pipelining():
     torch.manual_seed(3)
     whole = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(3)])
     spec = {"1": SplitPoint.BEGINNING, "2": SplitPoint.BEGINNING}
-    module = pipeline(whole, mb_args=(torch.ones(2, DIM),), split_spec=spec).get_stage_module(group.rank)
+    module = pipeline(whole, mb_args=(torch.ones(2, DIM),), split_spec=spec).get_stage_module(
+        group.rank
+    )
     reference = copy.deepcopy(whole)
     stage = PipelineStage(
         module, undoable(torch.optim.SGD(module.parameters(), 1.0)), index=group.rank, num_stages=3,
@@ -172,7 +177,10 @@ def alone(**settings):
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"micro_batches": 0}, "micro_batches of at least 1 and chunk of 1 to micro_batches, got 0"),
+        (
+            {"micro_batches": 0},
+            "micro_batches of at least 1 and chunk of 1 to micro_batches, got 0",
+        ),
         ({"chunk": 3}, "got 2 and 3"),
         ({"index": 1}, r"expected a stage of 0..0, got 1"),
         ({"loss": None}, "stage 0 is the last and needs a loss"),
@@ -187,7 +195,11 @@ def test_settings_that_fit_nothing_are_refused(settings, text):
 @pytest.mark.parametrize(
     ("inputs", "targets", "text"),
     [
-        (torch.ones(3, DIM), torch.zeros(3, dtype=torch.long), r"inputs .* 2 equal .* got \[3, 6\]"),
+        (
+            torch.ones(3, DIM),
+            torch.zeros(3, dtype=torch.long),
+            r"inputs .* 2 equal .* got \[3, 6\]",
+        ),
         (torch.ones(2, DIM), torch.zeros(3, dtype=torch.long), r"targets of tensors .* got \[3\]"),
         (torch.ones(0, DIM), torch.zeros(0, dtype=torch.long), r"got \[0, 6\]"),
         ({"x": 3}, torch.zeros(2, dtype=torch.long), "got int"),

@@ -67,6 +67,13 @@ def run_1f1b(
     kept: deque[KeptMicroBatch] = deque()
     total = shapes if isinstance(shapes, int) else len(shapes)
     ahead = min(stage.num_later, total)
+
+    def backward(one: KeptMicroBatch, grad: Tensor | None) -> Tensor | None:
+        done = run_backward(one, grad)
+        if after_backward is not None:
+            after_backward(one.k, done)
+        return done
+
     for k in range(ahead):
         kept.append(stage.forward(k, stage.exchange_with_previous(None, k), forward))
         stage.exchange_with_next(kept[-1].out, None)
@@ -74,11 +81,11 @@ def run_1f1b(
     for k in range(ahead, total):
         kept.append(stage.forward(k, x, forward))
         grad = stage.exchange_with_next(kept[-1].out, kept[0].out)
-        done = run_backward(kept.popleft(), grad, after_backward)
+        done = backward(kept.popleft(), grad)
         x = stage.exchange_with_previous(done, k + 1 if k + 1 < total else None)
     while kept:
         grad = stage.exchange_with_next(None, kept[0].out)
-        done = run_backward(kept.popleft(), grad, after_backward)
+        done = backward(kept.popleft(), grad)
         stage.exchange_with_previous(done, None)
 
 
@@ -227,15 +234,10 @@ HEADER_WORDS = 10
 _ANNOUNCED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def run_backward(
-    kept: KeptMicroBatch, grad: Tensor | None, after_backward: AfterBackward | None
-) -> Tensor | None:
+def run_backward(kept: KeptMicroBatch, grad: Tensor | None) -> Tensor | None:
     """Runs the backward pass of a stage; returns the gradient of its input, if it received one."""
     kept.out.backward(grad)
-    sent = None
-    if kept.x is not None:
-        # An output that does not depend on the input leaves no gradient, and one is waited for.
-        sent = torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()
-    if after_backward is not None:
-        after_backward(kept.k, sent)
-    return sent
+    if kept.x is None:
+        return None
+    # An output that does not depend on the input leaves no gradient, and one is waited for.
+    return torch.zeros_like(kept.x) if kept.x.grad is None else kept.x.grad.contiguous()

@@ -34,7 +34,6 @@ Build = Callable[[int], tuple[nn.Module, Undoable]]
 """Function of a stage's index; returns its module and optimizer."""
 
 
-
 class Stage:
     """This rank's stage of a pipeline, a stage a rank.
 
@@ -284,7 +283,9 @@ class Stage:
         rest = Rest(module, opt.optimizer, stateful)
         names = {id(one): name for name, one in module.named_parameters()}
         entries = Entries(
-            [f"stage{index}/{names.get(id(p), f'p{i}')}" for i, p in enumerate(opt.parameters)], opt, rest
+            [f"stage{index}/{names.get(id(p), f'p{i}')}" for i, p in enumerate(opt.parameters)],
+            opt,
+            rest,
         )
         return _BuiltStage(stage, rest, entries)
 

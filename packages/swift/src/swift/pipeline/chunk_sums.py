@@ -82,7 +82,7 @@ def add_from_all(group: Group, sums: Sequence[Gradients], like: Sequence[Tensor]
     ).reshape(len(sums), len(like))
     present = [each.bool() for each in all_gather_v(group, has.to(group.device))]
     sends = [
-        _pack([grads[i] if grads[i] is not None else like[i] for grads in sums for i in share])
+        _pack([_or_any(grads[i], like[i]) for grads in sums for i in share])
         for share in shares
     ]
     mine = shares[group.rank]
@@ -96,7 +96,7 @@ def add_from_all(group: Group, sums: Sequence[Gradients], like: Sequence[Tensor]
             chunk, i = divmod(at, len(mine))
             if is_there[chunk, mine[i]]:
                 totals[mine[i]] = _add(totals[mine[i]], grad)
-    packed = _pack([like[i] if totals[i] is None else totals[i] for i in mine])
+    packed = _pack([_or_any(totals[i], like[i]) for i in mine])
     everyone = all_gather_v(group, packed.to(group.device))
     is_used = torch.cat(present).any(0)
     for share, data in zip(shares, everyone, strict=True):
@@ -109,6 +109,11 @@ def _add(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
     if total is None or grad is None:
         return grad if total is None else total
     return total.add_(grad)
+
+
+def _or_any(grad: Tensor | None, like: Tensor) -> Tensor:
+    """A gradient, or bytes in its place where there is none."""
+    return like if grad is None else grad
 
 
 def _share(like: Sequence[Tensor], num_ranks: int) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -165,7 +164,9 @@ def verify_logs(folder: Path, run: str | None = None) -> list[LogChunk]:
     """
     chunks = [scan_chunk(path) for path in sorted(folder.rglob("*.log"))]
     if not chunks:
-        raise DataError(f"expected logs (*.log) below {folder}, got none; name a BoundaryLog's folder")
+        raise DataError(
+            f"expected logs (*.log) below {folder}, got none; name a BoundaryLog's folder"
+        )
     chunks.sort(key=lambda chunk: (chunk.header.stage, chunk.header.sequence))
     newest = {chunk.header.stage: chunk.header.run for chunk in chunks}
     before: LogChunk | None = None

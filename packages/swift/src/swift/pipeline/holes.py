@@ -34,7 +34,10 @@ class Hole:
 
 
 def find_holes(
-    num_stages: int, lost: Collection[int], logged: Sequence[bool] | None = None, num_helpers: int = 0
+    num_stages: int,
+    lost: Collection[int],
+    logged: Sequence[bool] | None = None,
+    num_helpers: int = 0,
 ) -> list[Hole]:
     """The stages that replay, in ascending order.
 
@@ -66,9 +69,7 @@ def find_holes(
     senders = {stage for first, last in ends for stage in (first - 1, last + 1)}
     idle = [stage for stage in range(num_stages) if stage not in replaying | senders]
     alone = [first for first, last in ends if first == last]
-    shares = {
-        first: tuple(idle[at :: len(alone)][:num_helpers]) for at, first in enumerate(alone)
-    }
+    shares = {first: tuple(idle[at :: len(alone)][:num_helpers]) for at, first in enumerate(alone)}
     return [
         Hole(first=first, last=last, helpers=shares.get(first, ()) if first == last else ())
         for first, last in ends

@@ -113,7 +113,7 @@ class LogWriter:
         self.folder = folder
         self._budget_bytes, self._queue_bytes = budget_bytes, queue_bytes
         self._blocks = when_full == "block"
-        self._waiting: deque[tuple[Key, Tensor, torch.cuda.Event | None]] = deque()
+        self._waiting: deque[tuple[Key, Tensor, torch.Event | None]] = deque()
         self._waiting_bytes, self._is_busy, self._is_closed = 0, False, False
         self._changed = threading.Condition()
         self._stream: torch.cuda.Stream | None = None
@@ -238,7 +238,7 @@ class LogWriter:
                     return chunk, record
         return None
 
-    def _to_host(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    def _to_host(self, tensor: Tensor) -> tuple[Tensor, torch.Event | None]:
         if not tensor.is_cuda:
             return tensor.contiguous(), None
         self._stream = self._stream or torch.cuda.Stream(tensor.device)
@@ -300,7 +300,5 @@ class LogWriter:
 
     def _start_chunk(self, iteration: int) -> None:
         sequence = self._chunks[-1].header.sequence + 1 if self._chunks else 0
-        header = ChunkHeader(
-            run=self.run, stage=self.stage, sequence=sequence, iteration=iteration
-        )
+        header = ChunkHeader(run=self.run, stage=self.stage, sequence=sequence, iteration=iteration)
         self._chunks.append(ChunkFile(self.folder / f"{sequence:06d}.log", header))

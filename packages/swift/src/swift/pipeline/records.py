@@ -131,7 +131,9 @@ class Record:
         data = bytearray(self.num_bytes)
         file.seek(self.offset)
         count = file.readinto(data)
-        whole = torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+        whole = (
+            torch.frombuffer(data, dtype=self.dtype) if data else torch.empty(0, dtype=self.dtype)
+        )
         tensor = whole.reshape(self.shape)
         if count != self.num_bytes or digest(tensor) != self.digest:
             raise DataError(
@@ -164,7 +166,7 @@ def encode(key: Key, tensor: Tensor, offset: int) -> tuple[Record, bytes, memory
         )
     data = memoryview(b"")
     if key.kind.has_bytes and tensor.numel():
-        data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
     record = Record(
         key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), digest=digest(tensor),
         offset=offset + RECORD_BYTES, num_bytes=len(data),

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -304,12 +305,12 @@ class _FromGradient(torch.autograd.Function):
     """A scalar whose gradient with respect to `out` is `grad`, to the bit."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, grad: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, grad: Tensor) -> Tensor:
         ctx.save_for_backward(grad)
         return out.new_zeros(())
 
     @staticmethod
-    def backward(ctx, _: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (grad,) = ctx.saved_tensors
         return grad, None
 
@@ -336,9 +337,7 @@ def _owners(hole: Hole, kind: Kind, chunk: int, num_micro_batches: int) -> dict[
     return dict(zip(ranks, split_chunks(num_micro_batches, chunk, len(ranks)), strict=True))
 
 
-def _summarize(
-    writer: LogWriter, kind: Kind, iterations: range, num_micro_batches: int
-) -> Tensor:
+def _summarize(writer: LogWriter, kind: Kind, iterations: range, num_micro_batches: int) -> Tensor:
     """A row an iteration: its messages' shape and type, and whether and which digests were received."""
     other = Kind.GRADIENT if kind is Kind.ACTIVATION else Kind.ACTIVATION
     rows = []

@@ -13,6 +13,7 @@ drop those that cannot come below the best choice found by Lagrange multipliers 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -239,7 +240,7 @@ class _Chain:
 
     def _total(self, logged: Sequence[bool]) -> float:
         cuts = [0, *(k + 1 for k, is_logged in enumerate(logged) if is_logged), self.num_stages]
-        return float(sum(self.cost(a, b) for a, b in zip(cuts, cuts[1:], strict=False)))
+        return float(sum(self.cost(a, b) for a, b in itertools.pairwise(cuts)))
 
 
 @dataclass(frozen=True, slots=True)

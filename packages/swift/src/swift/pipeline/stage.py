@@ -218,7 +218,9 @@ class PipelineStage:
                     f"into {num} equal micro-batches, got {got}; give a batch of such a size"
                 )
         if not leaves:
-            raise ConfigError(f"stage {self.index} reads the {name} and got none; pass the whole batch")
+            raise ConfigError(
+                f"stage {self.index} reads the {name} and got none; pass the whole batch"
+            )
         split = [leaf.chunk(num) for leaf in leaves]
         return [pytree.tree_unflatten([each[k] for each in split], form) for k in range(num)]
 

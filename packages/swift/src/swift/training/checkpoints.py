@@ -99,9 +99,7 @@ class Every:
         """
         self.read(trainable, _place(trainable, group), step, group)
 
-    def read(
-        self, trainable: Fillable, place: int, step: int, group: Group | None = None
-    ) -> None:
+    def read(self, trainable: Fillable, place: int, step: int, group: Group | None = None) -> None:
         """Reads the state of one replica set.
 
         Args:

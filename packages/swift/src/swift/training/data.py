@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -52,13 +52,19 @@ def _shuffled(num_samples: int, seed: int, number: int) -> torch.Tensor:
     return _passes[key]
 
 
-class Placed:
-    """Where a rank is in the run: what `join` returns has these."""
+@runtime_checkable
+class Placed(Protocol):
+    """Where a rank is in the run: what `join` returns has these.
+
+    Attributes:
+        rank: this process's; None on a waiting spare.
+        world_size: number of ranks.
+        reads_whole_batches: each rank reads all samples of a step, as a pipeline's stages do.
+    """
 
     rank: int | None
     world_size: int
-    reads_whole_batches = False
-    """Whether each rank reads all samples of a step, as the stages of a pipeline do."""
+    reads_whole_batches: bool
 
 
 class StepData:

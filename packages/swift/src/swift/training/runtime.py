@@ -49,12 +49,14 @@ class Run:
     Attributes:
         rank: this process's rank; None on a waiting spare.
         world_size: number of ranks.
+        reads_whole_batches: see `Placed`.
     """
 
     def __init__(self, member: Member) -> None:
         self._member = member
         self.rank: int | None = member.rank
         self.world_size = member.world_size
+        self.reads_whole_batches = False
         self._report = Report()
         self._is_filled = member.rank is not None
         self._step = 0

@@ -8,7 +8,7 @@ number of steps that it has had; a step that is cut off leaves some entries a ve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from shared.comms import Group
 __all__ = ["Fillable", "Load", "Repeat", "Trainable"]
 
 
+@runtime_checkable
 class Fillable(Protocol):
     """Entries that a checkpoint can fill, as `Trainable` describes them."""
 
@@ -40,6 +41,7 @@ Repeat = Callable[[int, int], None]
 """Runs the step function for a step, with the random numbers of a rank."""
 
 
+@runtime_checkable
 class Trainable(Protocol):
     """One rank's part of a training that can lose ranks."""
 
