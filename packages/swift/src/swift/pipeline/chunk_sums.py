@@ -82,8 +82,7 @@ def add_from_all(group: Group, sums: Sequence[Gradients], like: Sequence[Tensor]
     ).reshape(len(sums), len(like))
     present = [each.bool() for each in all_gather_v(group, has.to(group.device))]
     sends = [
-        _pack([_or_any(grads[i], like[i]) for grads in sums for i in share])
-        for share in shares
+        _pack([_or_any(grads[i], like[i]) for grads in sums for i in share]) for share in shares
     ]
     mine = shares[group.rank]
     share_bytes = sum(_count_bytes(like[i]) for i in mine)
