@@ -48,8 +48,10 @@ def _in_folder(name: str) -> Kernel:
 KERNELS = {
     name: _in_folder(name)
     for name in (
+        "adam",
         "attention",
         "decode",
+        "digest",
         "gather",
         "quantize",
         "segment",

@@ -1,0 +1,43 @@
+"""Differences of floats in units in the last place, held in one byte."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["ESCAPE", "add_ulps", "ulps_between"]
+
+# The code of a difference that does not fit into [-127, 127].
+ESCAPE = -128
+
+_WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def ulps_between(value: Tensor, guess: Tensor) -> Tensor:
+    """How many units in the last place lie from `guess` to `value`, int8.
+
+    `ESCAPE` stands where that does not fit, and where the guess is NaN: which NaN an operation
+    makes is nobody's to promise.
+
+    Args:
+        value: float32 or bfloat16.
+        guess: Of the same type and shape.
+    """
+    off = _in_order(value) - _in_order(guess)
+    fits = (off >= -127) & (off <= 127) & ~guess.isnan()
+    return torch.where(fits, off, ESCAPE).to(torch.int8)
+
+
+def add_ulps(guess: Tensor, codes: Tensor) -> Tensor:
+    """The values that `codes` were made of, bit for bit; without meaning where a code escapes."""
+    words = (_in_order(guess) + codes).to(_WORDS[guess.dtype])
+    return _flip_negative(words).view(guess.dtype)
+
+
+def _in_order(values: Tensor) -> Tensor:
+    # Integers that are sorted as the floats are; differences of float32 may wrap, which undoes
+    # itself.
+    return _flip_negative(values.view(_WORDS[values.dtype])).to(torch.int32)
+
+
+def _flip_negative(words: Tensor) -> Tensor:
+    info = torch.iinfo(words.dtype)
+    return words ^ ((words >> (info.bits - 1)) & info.max)
