@@ -1,9 +1,14 @@
 """Decide how all ranks come to the same version after a failure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from shared.errors import DataError
+
 __all__ = ["Decision", "decide"]
+
+# Ranks that a reason names before it counts the rest.
+_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,15 +32,17 @@ class Decision:
     reason: str
 
 
-def decide(
-    sets: Sequence[Mapping[int, Sequence[int] | None]], logged: Sequence[bool] | None = None
-) -> Decision:
+Versions = Mapping[int, Sequence[int] | None]
+
+
+def decide(sets: Sequence[Versions], logged: Sequence[bool] | None = None) -> Decision:
     """Choose the newest version that all replica sets can reach, and how each rank reaches it.
 
     Let t+1 be the newest version that any surviving parameter has. A set reaches t+1 when one of
-    its ranks holds all parameters at t+1 (the others fetch), or when nobody in it can help and its
-    logs reach t+1. Otherwise it goes to t: every parameter at t+1 is undone. The target is what
-    all sets reach; without survivors and without logs only a checkpoint is left.
+    its ranks holds all parameters at t+1 (the others fetch), and t when every parameter is at t or
+    t+1 on some rank (those at t+1 are undone, those behind are fetched). A set whose ranks reach
+    neither replays its logs, if they reach t+1. The target is the newest version that all sets
+    reach; a set that reaches none leaves only the last checkpoint.
 
     After "SWIFT: Expedited Failure Recovery for Large-scale DNN Training" (arXiv 2302.06173), with
     versions a parameter in place of one a rank. O(number of versions).
@@ -45,8 +52,139 @@ def decide(
             lost rank. Ranks are unique over all sets.
         logged: By set, whether its logs reach t+1; None: nothing is logged.
 
+    Returns:
+        What each rank does. Who fetches a parameter shares its sources evenly with the others.
+
     Raises:
         DataError: No set, a set without ranks, a rank in two sets, ranks of a set that differ in
             the number of parameters, or `logged` of another length than `sets`.
     """
-    raise NotImplementedError
+    logged = [False] * len(sets) if logged is None else list(logged)
+    _check(sets, logged)
+    held = [{r: v for r, v in ranks.items() if v is not None} for ranks in sets]
+    newest = max((max(v) for ranks in held for v in ranks.values() if v), default=None)
+    if newest is None:
+        return _from_checkpoint("no rank has survived with a parameter")
+    reached = [_reach(ranks, newest) for ranks in held]
+    replay = [i for i, version in enumerate(reached) if version is None and logged[i]]
+    for i, version in enumerate(reached):
+        if version is None and not logged[i]:
+            return _from_checkpoint(
+                f"replica set {i} (ranks {_names(sets[i])}) has parameters that no survivor holds "
+                f"at version {newest - 1} or {newest}, and no logs that reach {newest}"
+            )
+    target = min(newest if version is None else version for version in reached)
+    undo: dict[int, list[int]] = {}
+    fetch: dict[int, dict[int, int]] = {}
+    for i, ranks in enumerate(sets):
+        if i not in replay:
+            _align(ranks, held[i], target, undo, fetch)
+    return Decision(
+        target=target,
+        undo=undo,
+        fetch=fetch,
+        replay=replay,
+        from_checkpoint=False,
+        reason=_explain(sets, reached, target, newest, undo, fetch, replay),
+    )
+
+
+def _reach(held: Mapping[int, Sequence[int]], newest: int) -> int | None:
+    if any(min(versions, default=newest) == newest for versions in held.values()):
+        return newest
+    if held and all(max(versions) >= newest - 1 for versions in zip(*held.values(), strict=True)):
+        return newest - 1
+    return None
+
+
+def _align(
+    ranks: Versions,
+    held: Mapping[int, Sequence[int]],
+    target: int,
+    undo: dict[int, list[int]],
+    fetch: dict[int, dict[int, int]],
+) -> None:
+    num_parameters = len(next(iter(held.values())))
+    missing: dict[int, Sequence[int]] = {}
+    for rank, versions in ranks.items():
+        if versions is None:
+            missing[rank] = range(num_parameters)
+            continue
+        # Most ranks hold all at the target: C tells so faster than a loop.
+        if max(versions, default=target) > target:
+            undo[rank] = [p for p, version in enumerate(versions) if version > target]
+        if min(versions, default=target) < target:
+            missing[rank] = [p for p, version in enumerate(versions) if version < target]
+    complete = [rank for rank in held if rank not in missing]
+    holders: dict[int, list[int]] = {}
+    for turn, (rank, parameters) in enumerate(missing.items()):
+        fetch[rank] = {}
+        for p in parameters:
+            if p not in holders:
+                behind = [r for r in missing if r in held and held[r][p] >= target]
+                holders[p] = complete + behind
+            # Each parameter, and each rank that lacks it, begins with another source.
+            fetch[rank][p] = holders[p][(p + turn) % len(holders[p])]
+
+
+def _explain(
+    sets: Sequence[Versions],
+    reached: Sequence[int | None],
+    target: int,
+    newest: int,
+    undo: Mapping[int, Sequence[int]],
+    fetch: Mapping[int, Mapping[int, int]],
+    replay: Sequence[int],
+) -> str:
+    if target == newest:
+        why = f"every replica set can be at version {target}"
+    else:
+        short = next(i for i, version in enumerate(reached) if version == target)
+        why = (
+            f"no rank of replica set {short} (ranks {_names(sets[short])}) holds all parameters at "
+            f"version {newest}, so all go to {target}"
+        )
+    deeds = [
+        f"ranks {_names(undo)} undo {sum(map(len, undo.values()))} parameters" if undo else "",
+        f"ranks {_names(fetch)} fetch {sum(map(len, fetch.values()))} parameters" if fetch else "",
+        f"replica sets {_names(replay)} replay their logs" if replay else "",
+    ]
+    return ": ".join([why, ", ".join(filter(None, deeds)) or "nothing is to be done"])
+
+
+def _from_checkpoint(reason: str) -> Decision:
+    return Decision(target=None, undo={}, fetch={}, replay=[], from_checkpoint=True, reason=reason)
+
+
+def _names(numbers: Iterable[int]) -> str:
+    shown = sorted(numbers)
+    more = len(shown) - _SHOWN
+    return ", ".join(map(str, shown[:_SHOWN])) + (f" and {more} more" if more > 0 else "")
+
+
+def _check(sets: Sequence[Versions], logged: Sequence[bool]) -> None:
+    if not sets or not all(sets):
+        raise DataError(
+            f"expected replica sets of at least one rank, got {len(sets)} sets, of "
+            f"{[len(ranks) for ranks in sets]} ranks: name every rank of the world"
+        )
+    if len(logged) != len(sets):
+        raise DataError(
+            f"expected `logged` to say something of each of {len(sets)} sets, got {len(logged)} "
+            "values: give one a set"
+        )
+    seen: set[int] = set()
+    for i, ranks in enumerate(sets):
+        twice = seen & ranks.keys()
+        if twice:
+            raise DataError(
+                f"expected every rank in one replica set, got rank {min(twice)} in set {i} and in "
+                "one before: give each rank once"
+            )
+        seen |= ranks.keys()
+        counts = {len(versions): rank for rank, versions in ranks.items() if versions is not None}
+        if len(counts) > 1:
+            raise DataError(
+                f"expected ranks of replica set {i} to have the same parameters, got numbers of "
+                f"parameters {counts} (number: rank): give versions in the optimizer's order"
+            )

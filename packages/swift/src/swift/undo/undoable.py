@@ -1,32 +1,83 @@
 """An optimizer whose last step can be taken back, parameter by parameter."""
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from shared.errors import ConfigError, DataError
+from swift.undo.adam_step import AdamStep, has_fused_step, run_adam_steps
+from swift.undo.applied_step import AppliedStep, Buffers, SteppedWithoutGradient
+from swift.undo.copied_step import CopiedStep
+from swift.undo.inverses import obstacle
+from swift.undo.inverted_step import InvertedStep, has_inverse
+from swift.undo.torch_step import Group, new_state, numbers, state_tensors, step_only
 
 __all__ = ["Mode", "Undoable", "undoable"]
 
+log = logging.getLogger(__name__)
+
 Mode = Literal["exact", "arith", "commit"]
 
+# Steps back that "arith" knows the hyperparameters of.
+_MEMORY = 32
 
-def undoable(optimizer: torch.optim.Optimizer, mode: Mode = "exact") -> "Undoable":
+
+def undoable(optimizer: Optimizer, mode: Mode = "exact") -> "Undoable":
     """Wrap a torch optimizer so that its last step can be undone.
+
+    Adam and AdamW (float32 and bfloat16, without amsgrad) then step by our fused kernel in every
+    mode: torch's formulas, rounded within a few units in the last place of torch's own forms, which
+    differ among themselves as well. Everything else steps by torch's own code, to the bit.
 
     Args:
         optimizer: Any torch optimizer that steps each parameter by itself.
         mode: "exact" restores every bit: SGD, Adam, AdamW, RMSprop and Adagrad by the step's
             inverse and its error in units in the last place, one byte a value; every other
-            optimizer by copies of what it changes, which one log line says. "arith" is the
-            published arithmetic: no memory, right up to rounding. "commit" keeps nothing and cannot
-            undo: the ranks vote before they update.
+            optimizer, and values of other types than float32 and bfloat16, by copies of what the
+            step changes, which one log line says. "arith" is the published arithmetic: no memory,
+            right up to rounding. "commit" keeps nothing and cannot undo: the ranks vote before they
+            update.
 
     Raises:
-        ConfigError: The mode is unknown; the optimizer needs a closure or has hooks on its step; or
-            the mode is "arith" and a group's step has no inverse (the message names the group).
+        ConfigError: The mode is unknown; the optimizer needs a closure, is differentiable or has
+            hooks on its step; or the mode is "arith" and a group's step has no inverse (the message
+            names the group).
     """
-    raise NotImplementedError
+    if mode not in get_args(Mode):
+        raise ConfigError(f"expected mode 'exact', 'arith' or 'commit', got {mode!r}")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "expected an optimizer that steps from gradients, got LBFGS, which calls a closure "
+            "several times a step: use another optimizer"
+        )
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise ConfigError(
+            f"expected {name} without hooks on its step, which would run once a parameter: remove "
+            "them, or call them around the step yourself"
+        )
+    for place, group in enumerate(optimizer.param_groups):
+        if group.get("differentiable"):
+            raise ConfigError(
+                f"expected differentiable=False, got True in group {place} of {name}: a step that "
+                "autograd records cannot be undone in place"
+            )
+        reason = obstacle(optimizer, numbers(group))
+        dtypes = {parameter.dtype for parameter in group["params"]} - {torch.float32}
+        if reason is None and dtypes:
+            reason = f"{dtypes.pop()} loses more in a step than arithmetic restores"
+        if mode == "arith" and reason is not None:
+            raise ConfigError(
+                f"expected steps that arithmetic can undo, got group {place} of {name}, where {reason}: "
+                "use mode='exact'"
+            )
+    return Undoable(optimizer, mode)
 
 
 class Undoable:
@@ -42,33 +93,39 @@ class Undoable:
             passes a step unchanged, and its mark counts it.
     """
 
-    optimizer: torch.optim.Optimizer
-    mode: Mode
-    marks: list[int]
+    def __init__(self, optimizer: Optimizer, mode: Mode) -> None:
+        self.optimizer, self.mode = optimizer, mode
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.marks = [0] * len(self._parameters)
+        depth = _MEMORY if mode == "arith" else 1
+        self._applied: list[deque[AppliedStep]] = [deque(maxlen=depth) for _ in self.marks]
+        self._buffers: list[Buffers | None] = [None] * len(self.marks)
+        self._told_of_copies = False
 
     @property
-    def parameters(self) -> list[torch.nn.Parameter]:
+    def parameters(self) -> list[Parameter]:
         """All parameters, in the optimizer's order."""
-        raise NotImplementedError
+        return list(self._parameters)
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[Group]:
         """The optimizer's groups, as schedulers, clipping and GradScaler read them."""
-        raise NotImplementedError
+        return self.optimizer.param_groups
 
     @property
     def undo_bytes(self) -> int:
         """Bytes held for undoing, gradients aside: they live until the next step anyway."""
-        raise NotImplementedError
+        return sum(buffers.num_bytes for buffers in self._buffers if buffers is not None)
 
     def zero_grad(self) -> None:
         """Set every gradient to None; those that undoing needs are kept until `confirm`."""
-        raise NotImplementedError
+        self.optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        """Step all parameters from their gradients and advance all marks."""
-        raise NotImplementedError
+        """Step all parameters from their gradients and advance all marks; errors as `update`."""
+        self.update(range(len(self.marks)))
 
+    @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
         """Step exactly these parameters, with the hyperparameters of now; advance their marks.
 
@@ -77,10 +134,22 @@ class Undoable:
 
         Raises:
             ConfigError: Parameters were added to the optimizer since it was wrapped.
-            DataError: In "arith", a gradient is sparse or a parameter has a type whose step loses
-                information; nothing is stepped then.
+            DataError: In "arith", a gradient has no inverse (it is sparse, or its type is not that
+                of the parameter); nothing is stepped then.
         """
-        raise NotImplementedError
+        # Schedulers warn where no step of torch's was seen before theirs.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        work = list(self._by_group(indices))
+        if self.mode == "arith":
+            for group, members in work:
+                self._refuse_without_inverse(group, members)
+        for group, members in work:
+            if self.mode == "commit":
+                self._step_for_good(group, members)
+            else:
+                self._step(group, members)
+        for index in indices:
+            self.marks[index] += 1
 
     def undo(self, grads: Sequence[Tensor | None] | None = None) -> None:
         """Take back the last step of all parameters.
@@ -91,9 +160,26 @@ class Undoable:
 
         Raises:
             ConfigError: The mode cannot undo, or takes no gradients.
-            DataError: As for `undo_only`.
+            DataError: As for `undo_only`; or `grads` do not fit the parameters.
         """
-        raise NotImplementedError
+        if grads is None:
+            self.undo_only(range(len(self.marks)))
+            return
+        if self.mode != "arith":
+            raise ConfigError(
+                f"expected gradients in mode 'arith' only, got them in {self.mode!r}: call undo() "
+                "without them"
+            )
+        given = [None if grad is None else tuple(grad.shape) for grad in grads]
+        shapes = [tuple(parameter.shape) for parameter in self._parameters]
+        if len(given) != len(shapes) or any(
+            shape not in (None, own) for shape, own in zip(given, shapes, strict=True)
+        ):
+            raise DataError(
+                f"expected a gradient for each parameter, of shapes {shapes}, got {given}: give them "
+                "in the optimizer's order"
+            )
+        self._take_back(range(len(self.marks)), grads)
 
     def undo_only(self, indices: Sequence[int]) -> None:
         """Take back the last step of exactly these parameters; in "exact" every bit is restored.
@@ -106,11 +192,12 @@ class Undoable:
                 or its gradient or state was changed in place since; nothing is undone then. In
                 "arith", a value came out infinite or NaN: fetch the parameter.
         """
-        raise NotImplementedError
+        self._take_back(indices, None)
 
     def confirm(self) -> None:
         """All ranks have the step: let go what undoing it needs; buffers stay for the next."""
-        raise NotImplementedError
+        for steps in self._applied:
+            steps.clear()
 
     def state_of(self, index: int) -> dict[str, Tensor]:
         """What a peer needs to continue parameter `index`: "param", then torch's state tensors.
@@ -120,19 +207,150 @@ class Undoable:
         Raises:
             ConfigError: The optimizer keeps state that is no tensor.
         """
-        raise NotImplementedError
+        parameter = self._parameters[index]
+        for name, value in self.optimizer.state.get(parameter, {}).items():
+            if value is not None and not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"expected tensors as state, got {type(value).__name__} {name!r} in "
+                    f"{type(self.optimizer).__name__} for parameter {index}: it cannot be sent to a peer"
+                )
+        return state_tensors(self.optimizer, parameter)
 
+    @torch.no_grad()
     def prepare(self, index: int) -> dict[str, Tensor]:
         """Make torch's state of a parameter that never stepped, to be filled by a transfer.
 
         Returns:
             `state_of(index)`, with arbitrary values in the state made here.
         """
-        raise NotImplementedError
+        parameter = self._parameters[index]
+        if not self.optimizer.state.get(parameter):
+            group = next(g for g, _ in self._by_group([index]))
+            state = new_state(self.optimizer, group, parameter)
+            if state:
+                self.optimizer.state[parameter] = state
+        return self.state_of(index)
 
     def mark(self, index: int, steps: int) -> None:
-        """Say that parameter `index` has had `steps` steps; its last one cannot be undone.
+        """Say that parameter `index` has had `steps` steps; its last one cannot be undone."""
+        self.marks[index] = steps
+        self._applied[index].clear()
 
-        With 0, the state of the parameter is removed.
-        """
-        raise NotImplementedError
+    def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[Group, list[int]]]:
+        wanted, first = sorted(indices), 0
+        for group in self.optimizer.param_groups:
+            end = first + len(group["params"])
+            members = [index for index in wanted if first <= index < end]
+            if members:
+                yield group, members
+            first = end
+        if first != len(self.marks):
+            raise ConfigError(
+                f"expected the {len(self.marks)} parameters that were wrapped, got {first}: wrap the "
+                "optimizer anew after adding parameters"
+            )
+
+    def _refuse_without_inverse(self, group: Group, members: list[int]) -> None:
+        for index in members:
+            parameter = self._parameters[index]
+            if not (
+                has_fused_step(self.optimizer, group, parameter)
+                or has_inverse(self.optimizer, parameter)
+            ):
+                raise DataError(
+                    f"expected a dense float32 gradient in mode 'arith', got {_describe(parameter.grad)} "
+                    f"for parameter {index}: use mode='exact'"
+                )
+
+    def _step_for_good(self, group: Group, members: list[int]) -> None:
+        having = [p for p in map(self._parameters.__getitem__, members) if p.grad is not None]
+        fused = [p for p in having if has_fused_step(self.optimizer, group, p)]
+        run_adam_steps([AdamStep(self.optimizer, group, p, exact=False) for p in fused])
+        others = [p for p in having if not any(p is one for one in fused)]
+        if others:
+            step_only(self.optimizer, group, others)
+
+    def _step(self, group: Group, members: list[int]) -> None:
+        steps = []
+        for index in members:
+            for before in self._applied[index]:
+                before.grad = None
+            step = self._plan(group, index)
+            if not isinstance(step, AdamStep):
+                step.run()
+            self._buffers[index] = step.buffers
+            self._applied[index].append(step)
+            steps.append(step)
+        run_adam_steps([step for step in steps if isinstance(step, AdamStep)])
+        for step in steps:
+            step.seal(exact=self.mode == "exact")
+
+    def _plan(self, group: Group, index: int) -> AppliedStep:
+        parameter, buffers, exact = (
+            self._parameters[index],
+            self._buffers[index],
+            self.mode == "exact",
+        )
+        if parameter.grad is None:
+            return SteppedWithoutGradient(self.optimizer, group, parameter, buffers)
+        if has_fused_step(self.optimizer, group, parameter):
+            return AdamStep(self.optimizer, group, parameter, exact=exact, buffers=buffers)
+        if has_inverse(self.optimizer, parameter):
+            return InvertedStep(self.optimizer, group, parameter, exact=exact, buffers=buffers)
+        if not self._told_of_copies:
+            self._told_of_copies = True
+            log.warning(
+                "%s of parameter %d, %s, is undone by copies of the parameter and its state, not by "
+                "its inverse; so are others like it",
+                type(self.optimizer).__name__,
+                index,
+                _describe(parameter),
+            )
+        return CopiedStep(self.optimizer, group, parameter, buffers)
+
+    @torch.no_grad()
+    def _take_back(self, indices: Sequence[int], grads: Sequence[Tensor | None] | None) -> None:
+        if self.mode == "commit":
+            raise ConfigError(
+                "expected mode 'exact' or 'arith' to undo a step, got 'commit', which keeps nothing: "
+                "vote before updating, or wrap with mode='exact'"
+            )
+        work: list[tuple[int, AppliedStep, Tensor | None]] = []
+        for index in indices:
+            applied = self._applied[index]
+            if not applied:
+                raise DataError(
+                    f"expected a step of parameter {index} to undo, got none (at version "
+                    f"{self.marks[index]}; a step can be undone once, until it is confirmed, and not "
+                    "if it was fetched): fetch the parameter or load a checkpoint"
+                )
+            grad = applied[-1].grad if grads is None else grads[index]
+            reason = applied[-1].why_not(grad)
+            if reason is not None:
+                raise DataError(
+                    f"expected parameter {index} as its last step left it, with the step's gradient, "
+                    f"but {reason}: fetch the parameter or load a checkpoint"
+                )
+            work.append((index, applied[-1], grad))
+        for index, step, grad in work:
+            step.undo(grad)
+            self._applied[index].pop()
+            self.marks[index] -= 1
+        if self.mode == "arith":
+            for index, _, _ in work:
+                self._expect_finite(index)
+
+    def _expect_finite(self, index: int) -> None:
+        for name, tensor in state_tensors(self.optimizer, self._parameters[index]).items():
+            if not bool(tensor.isfinite().all()):
+                raise DataError(
+                    f"expected finite values after undoing in 'arith', got {name!r} of parameter "
+                    f"{index} with {int((~tensor.isfinite()).sum())} infinite or NaN: fetch the "
+                    "parameter from another rank"
+                )
+
+
+def _describe(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "None"
+    return f"{tensor.dtype} {list(tensor.shape)} ({tensor.layout})"

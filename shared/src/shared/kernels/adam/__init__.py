@@ -133,8 +133,9 @@ def _check(place: int, of: AdamTensors, residual: Residual | None) -> None:
                 f"bfloat16 like its parameter ({like.dtype}, {like.device}), got {tensor.dtype} "
                 f"{list(tensor.shape)} on {tensor.device}, strides {tensor.stride()}: flatten it"
             )
-    if residual is not None and tuple(residual.codes.shape) != (3, len(like)):
+    if residual is not None and not residual.fits(like):
         raise DataError(
-            f"expected a residual of {len(like)} values for parameter {place}, got codes of "
-            f"{list(residual.codes.shape)}: make it with new_residual"
+            f"expected a residual of {len(like)} values, {like.dtype} on {like.device}, for parameter "
+            f"{place}, got {residual.codes.shape[1]}, {residual.escapes.dtype} on "
+            f"{residual.codes.device}: make it with new_residual"
         )

@@ -1,27 +1,35 @@
 """Adam's step, its residual and its inverse in numba, a block at a time in the first cache.
 
 A block's values lie in the rows of one scratch array, at constant distances: LLVM then needs no
-run-time test of whether arrays overlap, and every loop below becomes vectors.
+run-time test of whether arrays overlap, and every loop over floats becomes vectors.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
 
 from shared.kernels.adam.factors import Factors
 from shared.kernels.adam.layout import BLOCK, AdamTensors, Residual
+from shared.kernels.adam.ulps import ESCAPE
 from shared.kernels.jit import compiled
 from shared.kernels.rows import over_rows
 
 __all__ = ["step", "undo"]
 
-# Rows of the scratch array.
-_ROWS = 11
-_W0, _G, _M0, _V0, _W1, _M1, _V1, _U, _GW, _GM, _GV = (np.uint64(r * BLOCK) for r in range(_ROWS))
-_SIGN = np.int32(31)
+# Rows of the scratch array: what was there, what the step makes, what the inverse guesses.
+_ROWS = 10
+# Elements that are loaded, stepped and stored at a time: few enough for a processor to work on one
+# tile while it waits for the memory of the next.
+_TILE = np.uint64(64)
+# Rows that lie a power of two apart would contend for the same places of the cache.
+_STRIDE = BLOCK + 16
+_W0, _G, _M0, _V0, _W1, _M1, _V1, _GW, _GM, _GV = (np.uint64(r * _STRIDE) for r in range(_ROWS))
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _INF = np.int32(0x7F800000)
 _NAN = np.int32(0x7FC00000)
@@ -29,114 +37,171 @@ _HALF = np.int32(0x7FFF)
 _HIGH = np.int32(-0x10000)
 _1 = np.int32(1)
 _16 = np.int32(16)
-_WIDEST = np.int32(127)
-_ESCAPE = np.int32(-128)
+_127 = np.int32(127)
+_WIDEST = np.uint32(254)
+_FARTHEST = np.uint32(0xFFFFFFFF)
+_ESCAPE = np.int8(ESCAPE)
 _ZERO = np.float32(0)
-_ALL_ESCAPES = np.uint64(0x8080808080808080)
-_LOW_BITS = np.uint64(0x0101010101010101)
 _NO_CODES = np.empty((3, 0), np.int8)
 _NO_BASES = np.empty(0, np.int64)
 
 
-@compiled
-def _load(source, start, size, words, row, shift):  # noqa: ANN001, ANN202
-    for i in range(size):
-        words[row + i] = np.int32(source[start + i]) << shift
+@intrinsic
+def _bits(context, number):  # noqa: ANN001, ANN202
+    """The int32 that has a float32's bits."""
+
+    def cast(context, builder, signature, args):  # noqa: ANN001, ANN202
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), cast
+
+
+@intrinsic
+def _float(context, word):  # noqa: ANN001, ANN202
+    """The float32 that has an int32's bits."""
+
+    def cast(context, builder, signature, args):  # noqa: ANN001, ANN202
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), cast
 
 
 @compiled
-def _store(target, start, size, words, row, shift):  # noqa: ANN001, ANN202
-    for i in range(size):
-        target[start + i] = words[row + i] >> shift
+def _held(number, narrow):  # noqa: ANN001, ANN202
+    """A float32 as the tensors hold it: in bfloat16 if they are narrow."""
+    if narrow is not None:
+        word = _bits(number)
+        rounded = np.int32(np.int32(word + _HALF + ((word >> _16) & _1)) & _HIGH)
+        number = _float(_NAN if np.int32(word & _MAGNITUDE) > _INF else rounded)
+    return number
 
 
 @compiled
-def _round_to_bf16(words, row, size):  # noqa: ANN001, ANN202
-    for i in range(size):
-        word = words[row + i]
-        rounded = np.int32(word + _HALF + ((word >> _16) & _1)) & _HIGH
-        words[row + i] = _NAN if (word & _MAGNITUDE) > _INF else rounded
-
-
-@compiled
-def _decay_gradient(s, param, size, f):  # noqa: ANN001, ANN202
-    sign, l2 = f[0], f[1]
-    for i in range(size):
-        s[_G + i] = sign * s[_G + i]
-    if l2 != _ZERO:
+def _load(source, start, size, words, row, narrow):  # noqa: ANN001, ANN202
+    if narrow is not None:
         for i in range(size):
-            s[_G + i] += l2 * s[param + i]
+            words[row + i] = np.int32(source[start + i]) << _16
+    else:
+        for i in range(size):
+            words[row + i] = source[start + i]
 
 
 @compiled
-def _average(s, size, f):  # noqa: ANN001, ANN202
-    from_grad, mix, keep_sq, take_sq = f[3] != _ZERO, f[4], f[6], f[7]
-    for i in range(size):
-        g = s[_G + i]
-        m = s[_M0 + i]
-        s[_M1 + i] = (g if from_grad else m) + mix * (g - m)
-        s[_V1 + i] = s[_V0 + i] * keep_sq + (take_sq * g) * g
+def _store(target, start, size, words, row, narrow):  # noqa: ANN001, ANN202
+    if narrow is not None:
+        for i in range(size):
+            target[start + i] = words[row + i] >> _16
+    else:
+        for i in range(size):
+            target[start + i] = words[row + i]
 
 
 @compiled
-def _quotient(s, size, f):  # noqa: ANN001, ANN202
-    step_size, root, eps = f[8], f[9], f[10]
-    for i in range(size):
-        s[_U + i] = (step_size * s[_M1 + i]) / (np.sqrt(s[_V1 + i]) / root + eps)
+def _advance(s, at, size, f, narrow):  # noqa: ANN001, ANN202
+    """The step of a tile, and its inverse."""
+    sign, l2, decay, from_grad, mix, take = f[0], f[1], f[2], f[3] != _ZERO, f[4], f[5]
+    keep_sq, take_sq, step_size, root_inverse, eps = f[6], f[7], f[8], f[9], f[10]
+    decay_inverse, keep_inverse, keep_sq_inverse = f[11], f[12], f[13]
+    has_l2 = l2 != _ZERO
+    for j in range(size):
+        i = at + j
+        w0, m0 = s[_W0 + i], s[_M0 + i]
+        g = sign * s[_G + i]
+        g = g + l2 * w0 if has_l2 else g
+        m = _held((g if from_grad else m0) + mix * (g - m0), narrow)
+        square = (take_sq * g) * g
+        v = _held(s[_V0 + i] * keep_sq + square, narrow)
+        u = (step_size * m) / (np.sqrt(v) * root_inverse + eps)
+        w = _held(w0 * decay - u, narrow)
+        s[_W1 + i] = w
+        s[_M1 + i] = m
+        s[_V1 + i] = v
+        s[_GW + i] = _held((w + u) * decay_inverse, narrow)
+        s[_GM + i] = _held((m - take * g) * keep_inverse, narrow)
+        before = (v - square) * keep_sq_inverse
+        s[_GV + i] = _held(_ZERO if before < _ZERO else before, narrow)
 
 
 @compiled
-def _invert_param(s, size, f):  # noqa: ANN001, ANN202
-    for i in range(size):
-        s[_GW + i] = (s[_W1 + i] + s[_U + i]) * f[11]
+def _step_tile(param, grad, exp_avg, exp_avg_sq, start, at, size, f, narrow, s, words):  # noqa: ANN001, ANN202
+    _load(param, start + at, size, words, _W0 + at, narrow)
+    _load(grad, start + at, size, words, _G + at, narrow)
+    _load(exp_avg, start + at, size, words, _M0 + at, narrow)
+    _load(exp_avg_sq, start + at, size, words, _V0 + at, narrow)
+    _advance(s, at, size, f, narrow)
+    _store(param, start + at, size, words, _W1 + at, narrow)
+    _store(exp_avg, start + at, size, words, _M1 + at, narrow)
+    _store(exp_avg_sq, start + at, size, words, _V1 + at, narrow)
 
 
 @compiled
-def _invert_averages(s, size, f):  # noqa: ANN001, ANN202
-    take, take_sq, keep_inverse, keep_sq_inverse = f[5], f[7], f[12], f[13]
+def _retreat_param(s, size, f, narrow):  # noqa: ANN001, ANN202
+    step_size, root_inverse, eps, decay_inverse = f[8], f[9], f[10], f[11]
     for i in range(size):
-        g = s[_G + i]
-        s[_GM + i] = (s[_M1 + i] - take * g) * keep_inverse
-        v = (s[_V1 + i] - (take_sq * g) * g) * keep_sq_inverse
-        s[_GV + i] = _ZERO if v < _ZERO else v
+        u = (step_size * s[_M1 + i]) / (np.sqrt(s[_V1 + i]) * root_inverse + eps)
+        s[_GW + i] = _held((s[_W1 + i] + u) * decay_inverse, narrow)
 
 
 @compiled
-def _encode(words, old, guess, size, shift, codes):  # noqa: ANN001, ANN202
+def _retreat_averages(s, size, f, narrow):  # noqa: ANN001, ANN202
+    sign, l2, take, take_sq = f[0], f[1], f[5], f[7]
+    keep_inverse, keep_sq_inverse = f[12], f[13]
+    has_l2 = l2 != _ZERO
     for i in range(size):
-        was = words[old + i]
-        word = words[guess + i]
-        broken = (word & _MAGNITUDE) > _INF
-        was = np.int32(was ^ ((was >> _SIGN) & _MAGNITUDE)) >> shift
-        word = np.int32(word ^ ((word >> _SIGN) & _MAGNITUDE)) >> shift
-        off = np.int32(was - word)
-        codes[i] = _ESCAPE if broken | (off > _WIDEST) | (off < -_WIDEST) else off
+        g = sign * s[_G + i]
+        g = g + l2 * s[_GW + i] if has_l2 else g
+        s[_GM + i] = _held((s[_M1 + i] - take * g) * keep_inverse, narrow)
+        before = (s[_V1 + i] - (take_sq * g) * g) * keep_sq_inverse
+        s[_GV + i] = _held(_ZERO if before < _ZERO else before, narrow)
 
 
 @compiled
-def _decode(words, guess, size, shift, codes, start, escapes, at):  # noqa: ANN001, ANN202
-    """Add the codes to a row of guesses; returns where the next row's escapes begin."""
+def _encode(words, old, guess, size, narrow, codes, start):  # noqa: ANN001, ANN202
+    """Store the codes of a row; returns whether any escapes."""
+    farthest = np.uint32(0)
     for i in range(size):
-        word = words[guess + i]
-        word = np.int32(word ^ ((word >> _SIGN) & _MAGNITUDE)) >> shift
-        word = np.int32(word + codes[start + i]) << shift
-        words[guess + i] = word ^ ((word >> _SIGN) & (_MAGNITUDE >> shift << shift))
+        was, word = words[old + i], words[guess + i]
+        broken = np.int32(word & _MAGNITUDE) > _INF
+        if narrow is not None:
+            was, word = np.int32(was >> _16), np.int32(word >> _16)
+        off = np.uint32(was - word + _127)
+        off = _FARTHEST if broken else off
+        farthest = max(farthest, off)
+        codes[start + i] = _ESCAPE if off > _WIDEST else np.int8(off - _127)
+    return farthest > _WIDEST
+
+
+@compiled
+def _list_escapes(codes, start, size, words, old, narrow, escapes, at):  # noqa: ANN001, ANN202
     for i in range(size):
         if codes[start + i] == _ESCAPE:
-            words[guess + i] = np.int32(escapes[at]) << shift
+            word = words[old + i]
+            if narrow is not None:
+                word = np.int32(word >> _16)
+            escapes[at] = word
             at += 1
     return at
 
 
 @compiled
-def _list_escapes(codes, codes8, size, words, old, shift, escapes, at):  # noqa: ANN001, ANN202
-    for word in range((size + 7) // 8):
-        flipped = codes8[word] ^ _ALL_ESCAPES
-        if ((flipped - _LOW_BITS) & ~flipped & _ALL_ESCAPES) != 0:
-            for i in range(word * 8, min(word * 8 + 8, size)):
-                if codes[i] == _ESCAPE:
-                    escapes[at] = words[old + np.uint64(i)] >> shift
-                    at += 1
+def _decode(words, guess, size, narrow, codes, start, escapes, at):  # noqa: ANN001, ANN202
+    """Correct a row of guesses; returns where the next row's escapes begin."""
+    lowest = np.int8(0)
+    for i in range(size):
+        code = codes[start + i]
+        lowest = min(lowest, code)
+        off = np.int32(code)
+        if narrow is not None:
+            off = np.int32(off << _16)
+        words[guess + i] += off
+    if lowest == _ESCAPE:
+        for i in range(size):
+            if codes[start + i] == _ESCAPE:
+                word = np.int32(escapes[at])
+                if narrow is not None:
+                    word = np.int32(word << _16)
+                words[guess + i] = word
+                at += 1
     return at
 
 
@@ -149,15 +214,13 @@ def _step(  # noqa: ANN202
     begin,  # noqa: ANN001
     end,  # noqa: ANN001
     f,  # noqa: ANN001
-    shift,  # noqa: ANN001
+    narrow,  # noqa: ANN001
     s,  # noqa: ANN001
     words,  # noqa: ANN001
     codes,  # noqa: ANN001
     bases,  # noqa: ANN001
     escapes,  # noqa: ANN001
     listed,  # noqa: ANN001
-    code,  # noqa: ANN001
-    code8,  # noqa: ANN001
 ):
     """Step the blocks [begin, end) or as many as `escapes` has room for.
 
@@ -167,46 +230,28 @@ def _step(  # noqa: ANN202
     residual = codes.size != 0
     at = 0
     for block in range(begin, end):
-        start = block * BLOCK
-        size = np.uint64(min(BLOCK, n - start))
-        start = np.uint64(start)
         if residual and at + 3 * BLOCK > escapes.size:
             return block, at
-        _load(param, start, size, words, _W0, shift)
-        _load(grad, start, size, words, _G, shift)
-        _load(exp_avg, start, size, words, _M0, shift)
-        _load(exp_avg_sq, start, size, words, _V0, shift)
-        _decay_gradient(s, _W0, size, f)
-        _average(s, size, f)
-        if shift:
-            _round_to_bf16(words, _M1, size)
-            _round_to_bf16(words, _V1, size)
-        _quotient(s, size, f)
-        decay = f[2]
-        for i in range(size):
-            s[_W1 + i] = s[_W0 + i] * decay - s[_U + i]
-        if shift:
-            _round_to_bf16(words, _W1, size)
+        first = block * BLOCK
+        size = np.uint64(min(BLOCK, n - first))
+        start = np.uint64(first)
+        tile = np.uint64(0)
+        while tile + _TILE <= size:
+            _step_tile(
+                param, grad, exp_avg, exp_avg_sq, start, tile, _TILE, f, narrow, s, words
+            )
+            tile += _TILE
+        _step_tile(
+            param, grad, exp_avg, exp_avg_sq, start, tile, size - tile, f, narrow, s, words
+        )
         if residual:
             bases[block] = listed + at
-            _invert_param(s, size, f)
-            _invert_averages(s, size, f)
-            for row in range(3):
-                guess = _GW + np.uint64(row * BLOCK)
-                if shift:
-                    _round_to_bf16(words, guess, size)
-                old = _W0
-                if row == 1:
-                    old = _M0
-                elif row == 2:
-                    old = _V0
-                _encode(words, old, guess, size, shift, code)
-                at = _list_escapes(code, code8, size, words, old, shift, escapes, at)
-                for i in range(size):
-                    codes[row, start + i] = code[i]
-        _store(param, start, size, words, _W1, shift)
-        _store(exp_avg, start, size, words, _M1, shift)
-        _store(exp_avg_sq, start, size, words, _V1, shift)
+            if _encode(words, _W0, _GW, size, narrow, codes[0], start):
+                at = _list_escapes(codes[0], start, size, words, _W0, narrow, escapes, at)
+            if _encode(words, _M0, _GM, size, narrow, codes[1], start):
+                at = _list_escapes(codes[1], start, size, words, _M0, narrow, escapes, at)
+            if _encode(words, _V0, _GV, size, narrow, codes[2], start):
+                at = _list_escapes(codes[2], start, size, words, _V0, narrow, escapes, at)
     return end, at
 
 
@@ -219,7 +264,7 @@ def _undo(  # noqa: ANN202
     begin,  # noqa: ANN001
     end,  # noqa: ANN001
     f,  # noqa: ANN001
-    shift,  # noqa: ANN001
+    narrow,  # noqa: ANN001
     s,  # noqa: ANN001
     words,  # noqa: ANN001
     codes,  # noqa: ANN001
@@ -230,30 +275,23 @@ def _undo(  # noqa: ANN202
     residual = codes.size != 0
     at = 0
     for block in range(begin, end):
-        start = block * BLOCK
-        size = np.uint64(min(BLOCK, n - start))
-        start = np.uint64(start)
-        _load(param, start, size, words, _W1, shift)
-        _load(grad, start, size, words, _G, shift)
-        _load(exp_avg, start, size, words, _M1, shift)
-        _load(exp_avg_sq, start, size, words, _V1, shift)
-        _quotient(s, size, f)
-        _invert_param(s, size, f)
-        if shift:
-            _round_to_bf16(words, _GW, size)
+        first = block * BLOCK
+        size = np.uint64(min(BLOCK, n - first))
+        start = np.uint64(first)
+        _load(param, start, size, words, _W1, narrow)
+        _load(grad, start, size, words, _G, narrow)
+        _load(exp_avg, start, size, words, _M1, narrow)
+        _load(exp_avg_sq, start, size, words, _V1, narrow)
+        _retreat_param(s, size, f, narrow)
         if residual:
-            at = _decode(words, _GW, size, shift, codes[0], start, escapes, bases[block])
-        _decay_gradient(s, _GW, size, f)
-        _invert_averages(s, size, f)
-        if shift:
-            _round_to_bf16(words, _GM, size)
-            _round_to_bf16(words, _GV, size)
+            at = _decode(words, _GW, size, narrow, codes[0], start, escapes, bases[block])
+        _retreat_averages(s, size, f, narrow)
         if residual:
-            at = _decode(words, _GM, size, shift, codes[1], start, escapes, at)
-            _decode(words, _GV, size, shift, codes[2], start, escapes, at)
-        _store(param, start, size, words, _GW, shift)
-        _store(exp_avg, start, size, words, _GM, shift)
-        _store(exp_avg_sq, start, size, words, _GV, shift)
+            at = _decode(words, _GM, size, narrow, codes[1], start, escapes, at)
+            _decode(words, _GV, size, narrow, codes[2], start, escapes, at)
+        _store(param, start, size, words, _GW, narrow)
+        _store(exp_avg, start, size, words, _GM, narrow)
+        _store(exp_avg_sq, start, size, words, _GV, narrow)
 
 
 def step(
@@ -282,12 +320,11 @@ def _step_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
     if residual is not None:
         codes, bases = residual.codes.numpy(), residual.bases.numpy()
     numbers = np.array(f, np.float32)
-    shift = _shift(of)
+    narrow = _narrow(of)
     pieces: dict[int, list[NDArray]] = {}
 
     def run(begin: int, end: int) -> None:
-        scratch = np.empty(_ROWS * BLOCK, np.float32)
-        code = np.empty(BLOCK, np.int8)
+        scratch = np.empty(_ROWS * _STRIDE, np.float32)
         pieces[begin] = found = []
         block, listed = begin, 0
         while block < end:
@@ -299,15 +336,13 @@ def _step_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
                 block,
                 end,
                 numbers,
-                shift,
+                narrow,
                 scratch,
                 scratch.view(np.int32),
                 codes,
                 bases,
                 escapes,
                 listed,
-                code,
-                code.view(np.uint64),
             )
             found.append(escapes[:count])
             listed += count
@@ -331,12 +366,12 @@ def _undo_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
         codes, bases = residual.codes.numpy(), residual.bases.numpy()
         escapes = _as_words(residual.escapes)
     numbers = np.array(f, np.float32)
-    shift = _shift(of)
+    narrow = _narrow(of)
 
     def run(begin: int, end: int) -> None:
-        scratch = np.empty(_ROWS * BLOCK, np.float32)
+        scratch = np.empty(_ROWS * _STRIDE, np.float32)
         as_words = scratch.view(np.int32)
-        _undo(*words, begin, end, numbers, shift, scratch, as_words, codes, bases, escapes)
+        _undo(*words, begin, end, numbers, narrow, scratch, as_words, codes, bases, escapes)
 
     over_rows(run, -(-len(of.param) // BLOCK), 7 * of.param.nbytes)
 
@@ -349,5 +384,6 @@ def _as_words(tensor: Tensor) -> NDArray:
     return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32).numpy()
 
 
-def _shift(of: AdamTensors) -> np.int32:
-    return _16 if of.param.dtype == torch.bfloat16 else np.int32(0)
+def _narrow(of: AdamTensors) -> bool | None:
+    # None is a type of its own to numba, which compiles one form for either.
+    return True if of.param.dtype == torch.bfloat16 else None

@@ -14,7 +14,7 @@ class Factors(NamedTuple):
     With g = sign * grad + l2 * param, the step is
     exp_avg = (exp_avg or g) + mix * (g - exp_avg),
     exp_avg_sq = exp_avg_sq * keep_sq + (take_sq * g) * g,
-    param = param * decay - (step_size * exp_avg) / (sqrt(exp_avg_sq) / root + eps).
+    param = param * decay - (step_size * exp_avg) / (sqrt(exp_avg_sq) * root_inverse + eps).
     """
 
     sign: float
@@ -26,7 +26,7 @@ class Factors(NamedTuple):
     keep_sq: float
     take_sq: float
     step_size: float
-    root: float
+    root_inverse: float
     eps: float
     decay_inverse: float
     keep_inverse: float
@@ -52,7 +52,7 @@ def factors(hyper: Hyper, step: int) -> Factors:
         keep_sq=hyper.beta2,
         take_sq=1 - hyper.beta2,
         step_size=hyper.lr / (1 - hyper.beta1**step),
-        root=math.sqrt(1 - hyper.beta2**step),
+        root_inverse=1 / math.sqrt(1 - hyper.beta2**step),
         eps=hyper.eps,
         decay_inverse=_inverse(decay),
         keep_inverse=_inverse(hyper.beta1),

@@ -50,40 +50,33 @@ def _rounded(value, BF16: tl.constexpr):  # noqa: ANN001, ANN202
 
 
 @triton.jit
-def _quotient(m, v, step_size, root, eps):  # noqa: ANN001, ANN202
-    denominator = tl.div_rn(tl.sqrt_rn(v), tl.zeros_like(v) + root) + eps
-    return tl.div_rn(step_size * m, denominator)
-
-
-@triton.jit
-def _in_order(value, BF16: tl.constexpr):  # noqa: ANN001, ANN202
-    word = value.to(tl.int32, bitcast=True)
-    word = word ^ ((word >> 31) & 0x7FFFFFFF)
-    if BF16:
-        word = word >> 16
-    return word
+def _quotient(m, v, step_size, root_inverse, eps):  # noqa: ANN001, ANN202
+    return tl.div_rn(step_size * m, tl.sqrt_rn(v) * root_inverse + eps)
 
 
 @triton.jit
 def _code(value, guess, live, BF16: tl.constexpr):  # noqa: ANN001, ANN202
-    off = _in_order(value, BF16) - _in_order(guess, BF16)
-    fits = (off >= -127) & (off <= 127) & (guess == guess)
+    was = value.to(tl.int32, bitcast=True)
+    word = guess.to(tl.int32, bitcast=True)
+    broken = (word & 0x7FFFFFFF) > 0x7F800000
+    if BF16:
+        was = was >> 16
+        word = word >> 16
+    off = was - word
+    fits = (off >= -127) & (off <= 127) & (broken == 0)
     return tl.where(live, tl.where(fits, off, -128), 0)
 
 
 @triton.jit
 def _restored(guess, code, first, escapes, BF16: tl.constexpr):  # noqa: ANN001, ANN202
     """The value that a guess and its code stand for, and where the next row's escapes begin."""
-    word = _in_order(guess, BF16) + code
+    off = code
     if BF16:
-        word = word << 16
-        word = word ^ ((word >> 31) & 0x7FFF0000)
-    else:
-        word = word ^ ((word >> 31) & 0x7FFFFFFF)
+        off = off << 16
+    value = (guess.to(tl.int32, bitcast=True) + off).to(tl.float32, bitcast=True)
     escaped = code == -128
     rank = tl.cumsum(escaped.to(tl.int32), 0) - 1
-    listed = _load(escapes, first + rank, escaped, BF16)
-    value = tl.where(escaped, listed, word.to(tl.float32, bitcast=True))
+    value = tl.where(escaped, _load(escapes, first + rank, escaped, BF16), value)
     return value, first + tl.sum(escaped.to(tl.int32), 0)
 
 
@@ -115,7 +108,7 @@ def _step(  # noqa: ANN202
     keep_sq,  # noqa: ANN001
     take_sq,  # noqa: ANN001
     step_size,  # noqa: ANN001
-    root,  # noqa: ANN001
+    root_inverse,  # noqa: ANN001
     eps,  # noqa: ANN001
     decay_inverse,  # noqa: ANN001
     keep_inverse,  # noqa: ANN001
@@ -143,7 +136,7 @@ def _step(  # noqa: ANN202
         near = g
     m = _rounded(near + mix * (g - m0), BF16)
     v = _rounded(v0 * keep_sq + (take_sq * g) * g, BF16)
-    u = _quotient(m, v, step_size, root, eps)
+    u = _quotient(m, v, step_size, root_inverse, eps)
     w = _rounded(w0 * decay - u, BF16)
     if RESIDUAL:
         before = (v - (take_sq * g) * g) * keep_sq_inverse
@@ -182,7 +175,7 @@ def _undo(  # noqa: ANN202
     take,  # noqa: ANN001
     take_sq,  # noqa: ANN001
     step_size,  # noqa: ANN001
-    root,  # noqa: ANN001
+    root_inverse,  # noqa: ANN001
     eps,  # noqa: ANN001
     decay_inverse,  # noqa: ANN001
     keep_inverse,  # noqa: ANN001
@@ -198,7 +191,7 @@ def _undo(  # noqa: ANN202
     m = _load(exp_avg, offsets, live, BF16)
     v = _load(exp_avg_sq, offsets, live, BF16)
     g = sign * _load(grad, offsets, live, BF16)
-    u = _quotient(m, v, step_size, root, eps)
+    u = _quotient(m, v, step_size, root_inverse, eps)
     w = _rounded((_load(param, offsets, live, BF16) + u) * decay_inverse, BF16)
     at = tl.zeros([], tl.int64)
     if RESIDUAL:
@@ -269,7 +262,7 @@ def undo(
             f.take,
             f.take_sq,
             f.step_size,
-            f.root,
+            f.root_inverse,
             f.eps,
             f.decay_inverse,
             f.keep_inverse,
@@ -304,7 +297,7 @@ def _launch_step(of: AdamTensors, f: Factors, residual: Residual | None, counter
         f.keep_sq,
         f.take_sq,
         f.step_size,
-        f.root,
+        f.root_inverse,
         f.eps,
         f.decay_inverse,
         f.keep_inverse,

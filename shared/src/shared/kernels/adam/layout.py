@@ -35,3 +35,16 @@ class Residual:
     codes: Tensor
     bases: Tensor
     escapes: Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held."""
+        return self.codes.nbytes + self.bases.nbytes + self.escapes.nbytes
+
+    def fits(self, param: Tensor) -> bool:
+        """Whether it has room for the step of a parameter of this size, type and device."""
+        return (
+            self.codes.shape[1] == param.numel()
+            and self.escapes.dtype == param.dtype
+            and self.codes.device == param.device
+        )

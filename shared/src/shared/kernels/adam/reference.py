@@ -56,7 +56,7 @@ def _gradient(of: AdamTensors, param: Tensor, f: Factors) -> Tensor:
 
 
 def _quotient(of: AdamTensors, f: Factors) -> Tensor:
-    return (f.step_size * of.exp_avg.float()) / (of.exp_avg_sq.float().sqrt() / f.root + f.eps)
+    return (f.step_size * of.exp_avg.float()) / (of.exp_avg_sq.float().sqrt() * f.root_inverse + f.eps)
 
 
 def _param_before(of: AdamTensors, f: Factors) -> Tensor:

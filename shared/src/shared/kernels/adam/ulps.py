@@ -12,32 +12,25 @@ _WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 
 
 def ulps_between(value: Tensor, guess: Tensor) -> Tensor:
-    """How many units in the last place lie from `guess` to `value`, int8.
+    """How many units in the last place lie from `guess` away from zero to `value`, int8.
 
-    `ESCAPE` stands where that does not fit, and where the guess is NaN: which NaN an operation
-    makes is nobody's to promise.
+    `ESCAPE` stands where that does not fit, where the signs differ, and where the guess is NaN:
+    which NaN an operation makes is nobody's to promise.
 
     Args:
         value: float32 or bfloat16.
         guess: Of the same type and shape.
     """
-    off = _in_order(value) - _in_order(guess)
+    off = _words(value) - _words(guess)
     fits = (off >= -127) & (off <= 127) & ~guess.isnan()
     return torch.where(fits, off, ESCAPE).to(torch.int8)
 
 
 def add_ulps(guess: Tensor, codes: Tensor) -> Tensor:
     """The values that `codes` were made of, bit for bit; without meaning where a code escapes."""
-    words = (_in_order(guess) + codes).to(_WORDS[guess.dtype])
-    return _flip_negative(words).view(guess.dtype)
+    return (_words(guess) + codes).to(_WORDS[guess.dtype]).view(guess.dtype)
 
 
-def _in_order(values: Tensor) -> Tensor:
-    # Integers that are sorted as the floats are; differences of float32 may wrap, which undoes
-    # itself.
-    return _flip_negative(values.view(_WORDS[values.dtype])).to(torch.int32)
-
-
-def _flip_negative(words: Tensor) -> Tensor:
-    info = torch.iinfo(words.dtype)
-    return words ^ ((words >> (info.bits - 1)) & info.max)
+def _words(values: Tensor) -> Tensor:
+    # Within a sign floats sort as their bits do; differences that wrap are no small ones.
+    return values.view(_WORDS[values.dtype]).to(torch.int32)

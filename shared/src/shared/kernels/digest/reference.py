@@ -18,7 +18,9 @@ def sums(words: Sequence[Tensor]) -> list[int]:
 
     mix(x) is x ^= x >> 30; x *= A; x ^= x >> 27; x *= B; x ^= x >> 31, in unsigned 64 bits.
     """
-    return [int(_mix(x + _WEYL * torch.arange(1, len(x) + 1, device=x.device)).sum()) for x in words]
+    return [
+        int(_mix(x + _WEYL * torch.arange(1, len(x) + 1, device=x.device)).sum()) for x in words
+    ]
 
 
 def _mix(x: Tensor) -> Tensor:

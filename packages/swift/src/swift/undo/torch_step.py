@@ -1,0 +1,81 @@
+"""Let a torch optimizer step some of its parameters, and read what it keeps about them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from shared.errors import ConfigError
+
+__all__ = ["local", "new_state", "numbers", "state_tensors", "step_only"]
+
+Group = dict[str, Any]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory of a tensor, without autograd; of a DTensor this rank's part."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def numbers(group: Group) -> dict[str, Any]:
+    """The hyperparameters of a group as they are now; those held in tensors become numbers."""
+    return {name: _number(value) for name, value in group.items() if name != "params"}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return float(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_number(item) for item in value)
+    return value
+
+
+def step_only(optimizer: Optimizer, group: Group, parameters: Sequence[Parameter]) -> None:
+    """Step exactly `parameters`, all of one `group`, from their gradients, by torch's own code.
+
+    Raises:
+        ConfigError: The optimizer keeps state in its groups, which all their parameters share.
+    """
+    part = _part_of(optimizer, group, parameters)
+    before = dict(part.param_groups[0])
+    type(optimizer).step(part)
+    after = part.param_groups[0]
+    changed = [name for name, value in after.items() if before.get(name, after) is not value]
+    if changed:
+        raise ConfigError(
+            f"expected an optimizer that steps each parameter by itself, but {type(optimizer).__name__} "
+            f"changes {changed} of a whole group in its step: do not wrap it"
+        )
+
+
+def new_state(optimizer: Optimizer, group: Group, parameter: Parameter) -> dict[str, Any]:
+    """The state that torch makes in a parameter's first step; its values are arbitrary."""
+    twin = Parameter(torch.zeros_like(parameter))
+    twin.grad = torch.zeros_like(parameter)
+    part = _part_of(optimizer, group, [twin])
+    part.state = defaultdict(dict)
+    type(optimizer).step(part)
+    return part.state[twin]
+
+
+def _part_of(optimizer: Optimizer, group: Group, parameters: Sequence[Parameter]) -> Optimizer:
+    # Shares the state, so that torch finds and leaves it where it belongs.
+    part = object.__new__(type(optimizer))
+    part.__dict__.update(optimizer.__dict__)
+    part.param_groups = [{**group, "params": list(parameters)}]
+    return part
+
+
+def state_tensors(optimizer: Optimizer, parameter: Parameter) -> dict[str, Tensor]:
+    """The memory of a parameter, named "param", and of the tensors that torch keeps about it."""
+    tensors = {"param": local(parameter)}
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor):
+            tensors[name] = local(value)
+    return tensors
