@@ -30,6 +30,7 @@ SOURCES = ROOT / "shared/src"
 sys.path.insert(0, str(SOURCES))
 
 from definition import Definition
+from gpu_adam import adam_rows
 from gpu_clock import Row, measure
 from gpu_documents import document_rows
 from gpu_matmul import weight_matmul_rows
@@ -435,6 +436,7 @@ def main() -> int:
             *weight_matmul_rows("cpu", (70, 256), 2),
             *document_rows("cpu", 100, 2),
             *step_rows("cpu", 512, 2),
+            *adam_rows("cpu", 1500, 2),
         ]
         return 0 if all(row.correct for row in rows) else 1
     if not torch.cuda.is_available():
@@ -452,6 +454,7 @@ def main() -> int:
         *weight_matmul_rows("cuda", (8_192, 28_672), 20),
         *document_rows("cuda", 32_768, 20),
         *step_rows("cuda", 16_384, 10),
+        *adam_rows("cuda", 100_000_000, 20),
     ]
     path = keep(rows, args.out, args.commit, tests, time.time() - started)
     print(f"bench-gpu: wrote {path} and appended to history.jsonl")

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shared.kernels import decode
+from shared.kernels import adam, decode
 from shared.kernels.attention import attend
+from shared.kernels.digest import digest
 from shared.kernels.gather import gather, scatter_add
 from shared.kernels.quantize import dequantize, quantize
 from shared.kernels.segment import CSR, spmm
@@ -206,3 +207,30 @@ def test_products_with_packed_weights_equal_numba(bits, group_size, dtype):
         most = max(1e-5, 2 * torch.finfo(dtype).eps) * float(theirs.abs().max())
         assert float((ours - theirs).abs().max()) <= most
     assert torch.equal(unpack(there, dtype).cpu(), unpack(packed, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adam_steps_as_numba_does_and_a_hundred_million_elements_return(dtype):
+    hyper = adam.Hyper(
+        lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=False
+    )
+    n = 100_000_000
+    param, grad = (torch.randn(n, device="cuda").to(dtype) for _ in range(2))
+    of = adam.AdamTensors(param, grad, torch.zeros_like(param), torch.zeros_like(param))
+    residual = adam.new_residual(param)
+    for number in range(1, 4):
+        grad.normal_()
+        before = [tensor.clone() for tensor in of]
+        adam.step([of], [number], hyper, [residual])
+        part = slice(n - 1_000_003, n)
+        theirs = adam.AdamTensors(*(tensor[part].cpu() for tensor in before))
+        adam.step([theirs], [number], hyper)
+        assert all(torch.equal(a[part].cpu(), b) for a, b in zip(of, theirs, strict=True))
+        adam.undo([of], [number], hyper, [residual])
+        assert all(map(torch.equal, of, before))
+        adam.step([of], [number], hyper, [residual])
+
+
+def test_digests_of_a_device_are_those_of_numba():
+    x = torch.randn(50_000_003, device="cuda")
+    assert digest([x, x[1:].half()]) == digest([x.cpu(), x[1:].half().cpu()])

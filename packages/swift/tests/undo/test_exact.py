@@ -278,6 +278,9 @@ def test_a_peer_continues_from_what_it_is_given():
         assert bits(peer.optimizer) == bits(opt.optimizer)
         peer.undo()
         assert peer.marks == [3] * len(peer.parameters)
+        opt.mark(0, 0)
+        kept = 0 if name != "adagrad" else 2
+        assert len(opt.optimizer.state.get(opt.parameters[0], {})) == kept
 
 
 def test_buckets_step_in_threads_of_their_own():
@@ -320,6 +323,7 @@ def test_schedulers_and_scalers_take_it(recwarn):
     assert not [w for w in recwarn if "lr_scheduler" in str(w.message)]
 
 
+@pytest.mark.unchecked
 def test_what_cannot_be_wrapped_is_refused():
     parameters = make_parameters()
     with pytest.raises(ConfigError, match="got 'fast'"):

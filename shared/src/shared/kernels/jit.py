@@ -6,7 +6,7 @@ from typing import Any
 
 from numba import njit
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "inlined"]
 
 log = logging.getLogger(__name__)
 
@@ -30,3 +30,12 @@ def compiled(function: Callable[..., Any], relaxed: frozenset[str] = frozenset()
     except RuntimeError as error:
         log.info("no machine-code cache for %s: %s", function.__qualname__, error)
         return njit(**options)(function)
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """`function` as a part of kernels, copied into each that calls it.
+
+    A call between kernels counts references to arrays, atomically, and hides loops from each other:
+    too much for a piece of work of some hundred nanoseconds.
+    """
+    return njit(inline="always", error_model="numpy")(function)

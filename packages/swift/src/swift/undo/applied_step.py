@@ -1,6 +1,6 @@
 """A step that one parameter has had, and what it takes to undo it."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from swift.undo.torch_step import Group, local, numbers, state_tensors
 __all__ = ["AppliedStep", "Buffers", "SteppedWithoutGradient"]
 
 
+@runtime_checkable
 class Buffers(Protocol):
     """Memory that undoing needs and that the next step uses again."""
 

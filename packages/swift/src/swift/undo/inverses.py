@@ -65,7 +65,7 @@ def _invert_rmsprop(
     if hyper["centered"]:
         a = after["grad_avg"].float()
         spread = s - a * a
-    root = spread.sqrt() + hyper["eps"]
+    root = _root(spread) + hyper["eps"]
     if momentum > 0:
         b = after["momentum_buffer"].float()
         w = restore("param", w + b * lr)
@@ -92,7 +92,7 @@ def _invert_adagrad(
     lr = hyper["lr"] / (1 + (float(after["step"]) - 1) * hyper["lr_decay"])
     decay = hyper["weight_decay"]
     w, g, s = after["param"].float(), _signed(grad, hyper), after["sum"].float()
-    root = s.sqrt() + hyper["eps"]
+    root = _root(s) + hyper["eps"]
     w = restore("param", (w + g / root * lr) / (1 - lr * decay / root))
     d = g + w * decay
     restore("sum", _not_negative(s - d * d))
@@ -100,6 +100,11 @@ def _invert_adagrad(
 
 def _signed(grad: Tensor, hyper: Mapping[str, Any]) -> Tensor:
     return -grad.float() if hyper["maximize"] else grad.float()
+
+
+def _root(squares: Tensor) -> Tensor:
+    # torch's own of float32 is not correctly rounded; through float64 it is.
+    return squares.double().sqrt().float()
 
 
 def _not_negative(squares: Tensor) -> Tensor:

@@ -100,6 +100,8 @@ class Undoable:
         depth = _MEMORY if mode == "arith" else 1
         self._applied: list[deque[AppliedStep]] = [deque(maxlen=depth) for _ in self.marks]
         self._buffers: list[Buffers | None] = [None] * len(self.marks)
+        # Parameters with state from the start: a checkpoint's, or Adagrad's.
+        self._begun = {i for i, p in enumerate(self._parameters) if optimizer.state.get(p)}
         self._told_of_copies = False
 
     @property
@@ -232,9 +234,14 @@ class Undoable:
         return self.state_of(index)
 
     def mark(self, index: int, steps: int) -> None:
-        """Say that parameter `index` has had `steps` steps; its last one cannot be undone."""
+        """Say that parameter `index` has had `steps` steps; its last one cannot be undone.
+
+        With 0, state that torch makes in a first step is removed.
+        """
         self.marks[index] = steps
         self._applied[index].clear()
+        if steps == 0 and index not in self._begun:
+            self.optimizer.state.pop(self._parameters[index], None)
 
     def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[Group, list[int]]]:
         wanted, first = sorted(indices), 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from shared.kernels.adam.factors import Factors
 from shared.kernels.adam.layout import BLOCK, AdamTensors, Residual
 from shared.kernels.adam.ulps import ESCAPE
-from shared.kernels.jit import compiled
+from shared.kernels.jit import compiled, inlined
 from shared.kernels.rows import over_rows
 
 __all__ = ["step", "undo"]
@@ -26,7 +26,7 @@ __all__ = ["step", "undo"]
 _ROWS = 10
 # Elements that are loaded, stepped and stored at a time: few enough for a processor to work on one
 # tile while it waits for the memory of the next.
-_TILE = np.uint64(64)
+_TILE = np.uint64(128)
 # Rows that lie a power of two apart would contend for the same places of the cache.
 _STRIDE = BLOCK + 16
 _W0, _G, _M0, _V0, _W1, _M1, _V1, _GW, _GM, _GV = (np.uint64(r * _STRIDE) for r in range(_ROWS))
@@ -66,7 +66,7 @@ def _float(context, word):  # noqa: ANN001, ANN202
     return types.float32(types.int32), cast
 
 
-@compiled
+@inlined
 def _held(number, narrow):  # noqa: ANN001, ANN202
     """A float32 as the tensors hold it: in bfloat16 if they are narrow."""
     if narrow is not None:
@@ -76,7 +76,7 @@ def _held(number, narrow):  # noqa: ANN001, ANN202
     return number
 
 
-@compiled
+@inlined
 def _load(source, start, size, words, row, narrow):  # noqa: ANN001, ANN202
     if narrow is not None:
         for i in range(size):
@@ -86,7 +86,7 @@ def _load(source, start, size, words, row, narrow):  # noqa: ANN001, ANN202
             words[row + i] = source[start + i]
 
 
-@compiled
+@inlined
 def _store(target, start, size, words, row, narrow):  # noqa: ANN001, ANN202
     if narrow is not None:
         for i in range(size):
@@ -96,7 +96,7 @@ def _store(target, start, size, words, row, narrow):  # noqa: ANN001, ANN202
             target[start + i] = words[row + i]
 
 
-@compiled
+@inlined
 def _advance(s, at, size, f, narrow):  # noqa: ANN001, ANN202
     """The step of a tile, and its inverse."""
     sign, l2, decay, from_grad, mix, take = f[0], f[1], f[2], f[3] != _ZERO, f[4], f[5]
@@ -122,7 +122,7 @@ def _advance(s, at, size, f, narrow):  # noqa: ANN001, ANN202
         s[_GV + i] = _held(_ZERO if before < _ZERO else before, narrow)
 
 
-@compiled
+@inlined
 def _step_tile(param, grad, exp_avg, exp_avg_sq, start, at, size, f, narrow, s, words):  # noqa: ANN001, ANN202
     _load(param, start + at, size, words, _W0 + at, narrow)
     _load(grad, start + at, size, words, _G + at, narrow)
@@ -134,7 +134,7 @@ def _step_tile(param, grad, exp_avg, exp_avg_sq, start, at, size, f, narrow, s, 
     _store(exp_avg_sq, start + at, size, words, _V1 + at, narrow)
 
 
-@compiled
+@inlined
 def _retreat_param(s, size, f, narrow):  # noqa: ANN001, ANN202
     step_size, root_inverse, eps, decay_inverse = f[8], f[9], f[10], f[11]
     for i in range(size):
@@ -142,7 +142,7 @@ def _retreat_param(s, size, f, narrow):  # noqa: ANN001, ANN202
         s[_GW + i] = _held((s[_W1 + i] + u) * decay_inverse, narrow)
 
 
-@compiled
+@inlined
 def _retreat_averages(s, size, f, narrow):  # noqa: ANN001, ANN202
     sign, l2, take, take_sq = f[0], f[1], f[5], f[7]
     keep_inverse, keep_sq_inverse = f[12], f[13]
@@ -155,8 +155,8 @@ def _retreat_averages(s, size, f, narrow):  # noqa: ANN001, ANN202
         s[_GV + i] = _held(_ZERO if before < _ZERO else before, narrow)
 
 
-@compiled
-def _encode(words, old, guess, size, narrow, codes, start):  # noqa: ANN001, ANN202
+@inlined
+def _encode(words, old, guess, size, narrow, codes, row, start):  # noqa: ANN001, ANN202
     """Store the codes of a row; returns whether any escapes."""
     farthest = np.uint32(0)
     for i in range(size):
@@ -167,14 +167,14 @@ def _encode(words, old, guess, size, narrow, codes, start):  # noqa: ANN001, ANN
         off = np.uint32(was - word + _127)
         off = _FARTHEST if broken else off
         farthest = max(farthest, off)
-        codes[start + i] = _ESCAPE if off > _WIDEST else np.int8(off - _127)
+        codes[row, start + i] = _ESCAPE if off > _WIDEST else np.int8(off - _127)
     return farthest > _WIDEST
 
 
-@compiled
-def _list_escapes(codes, start, size, words, old, narrow, escapes, at):  # noqa: ANN001, ANN202
+@inlined
+def _list_escapes(codes, row, start, size, words, old, narrow, escapes, at):  # noqa: ANN001, ANN202
     for i in range(size):
-        if codes[start + i] == _ESCAPE:
+        if codes[row, start + i] == _ESCAPE:
             word = words[old + i]
             if narrow is not None:
                 word = np.int32(word >> _16)
@@ -183,12 +183,12 @@ def _list_escapes(codes, start, size, words, old, narrow, escapes, at):  # noqa:
     return at
 
 
-@compiled
-def _decode(words, guess, size, narrow, codes, start, escapes, at):  # noqa: ANN001, ANN202
+@inlined
+def _decode(words, guess, size, narrow, codes, row, start, escapes, at):  # noqa: ANN001, ANN202
     """Correct a row of guesses; returns where the next row's escapes begin."""
     lowest = np.int8(0)
     for i in range(size):
-        code = codes[start + i]
+        code = codes[row, start + i]
         lowest = min(lowest, code)
         off = np.int32(code)
         if narrow is not None:
@@ -196,7 +196,7 @@ def _decode(words, guess, size, narrow, codes, start, escapes, at):  # noqa: ANN
         words[guess + i] += off
     if lowest == _ESCAPE:
         for i in range(size):
-            if codes[start + i] == _ESCAPE:
+            if codes[row, start + i] == _ESCAPE:
                 word = np.int32(escapes[at])
                 if narrow is not None:
                     word = np.int32(word << _16)
@@ -246,12 +246,12 @@ def _step(  # noqa: ANN202
         )
         if residual:
             bases[block] = listed + at
-            if _encode(words, _W0, _GW, size, narrow, codes[0], start):
-                at = _list_escapes(codes[0], start, size, words, _W0, narrow, escapes, at)
-            if _encode(words, _M0, _GM, size, narrow, codes[1], start):
-                at = _list_escapes(codes[1], start, size, words, _M0, narrow, escapes, at)
-            if _encode(words, _V0, _GV, size, narrow, codes[2], start):
-                at = _list_escapes(codes[2], start, size, words, _V0, narrow, escapes, at)
+            if _encode(words, _W0, _GW, size, narrow, codes, 0, start):
+                at = _list_escapes(codes, 0, start, size, words, _W0, narrow, escapes, at)
+            if _encode(words, _M0, _GM, size, narrow, codes, 1, start):
+                at = _list_escapes(codes, 1, start, size, words, _M0, narrow, escapes, at)
+            if _encode(words, _V0, _GV, size, narrow, codes, 2, start):
+                at = _list_escapes(codes, 2, start, size, words, _V0, narrow, escapes, at)
     return end, at
 
 
@@ -284,11 +284,11 @@ def _undo(  # noqa: ANN202
         _load(exp_avg_sq, start, size, words, _V1, narrow)
         _retreat_param(s, size, f, narrow)
         if residual:
-            at = _decode(words, _GW, size, narrow, codes[0], start, escapes, bases[block])
+            at = _decode(words, _GW, size, narrow, codes, 0, start, escapes, bases[block])
         _retreat_averages(s, size, f, narrow)
         if residual:
-            at = _decode(words, _GM, size, narrow, codes[1], start, escapes, at)
-            _decode(words, _GV, size, narrow, codes[2], start, escapes, at)
+            at = _decode(words, _GM, size, narrow, codes, 1, start, escapes, at)
+            _decode(words, _GV, size, narrow, codes, 2, start, escapes, at)
         _store(param, start, size, words, _GW, narrow)
         _store(exp_avg, start, size, words, _GM, narrow)
         _store(exp_avg_sq, start, size, words, _GV, narrow)
@@ -324,7 +324,7 @@ def _step_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
     pieces: dict[int, list[NDArray]] = {}
 
     def run(begin: int, end: int) -> None:
-        scratch = np.empty(_ROWS * _STRIDE, np.float32)
+        scratch = _new_scratch()
         pieces[begin] = found = []
         block, listed = begin, 0
         while block < end:
@@ -369,7 +369,7 @@ def _undo_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
     narrow = _narrow(of)
 
     def run(begin: int, end: int) -> None:
-        scratch = np.empty(_ROWS * _STRIDE, np.float32)
+        scratch = _new_scratch()
         as_words = scratch.view(np.int32)
         _undo(*words, begin, end, numbers, narrow, scratch, as_words, codes, bases, escapes)
 
@@ -382,6 +382,12 @@ def _words_of(of: AdamTensors) -> list[NDArray]:
 
 def _as_words(tensor: Tensor) -> NDArray:
     return tensor.view(torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32).numpy()
+
+
+def _new_scratch() -> NDArray:
+    # Begins with a line of the cache, as its rows then do: no vector lies in two lines.
+    room = np.empty(_ROWS * _STRIDE + 16, np.float32)
+    return room[-(room.ctypes.data // 4) % 16 :][: _ROWS * _STRIDE]
 
 
 def _narrow(of: AdamTensors) -> bool | None:

@@ -123,8 +123,8 @@ def _step(  # noqa: ANN202
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     live = offsets < n
     if RESIDUAL:
-        waiting = tl.load(bases + block) < 0
-        live = live & waiting
+        base = tl.load(bases + block)
+        live = live & (base < 0)
     w0 = _load(param, offsets, live, BF16)
     g = sign * _load(grad, offsets, live, BF16)
     m0 = _load(exp_avg, offsets, live, BF16)
@@ -146,11 +146,11 @@ def _step(  # noqa: ANN202
         escaped = (code_w == -128).to(tl.int32) + (code_m == -128).to(tl.int32)
         count = tl.sum(escaped + (code_v == -128).to(tl.int32), 0).to(tl.int64)
         first = tl.atomic_add(counter, count)
-        fits = waiting & ((count == 0) | (first + count <= capacity))
+        fits = (base < 0) & ((count == 0) | (first + count <= capacity))
         at = _list(w0, code_w, first, escapes, fits, BF16)
         at = _list(m0, code_m, at, escapes, fits, BF16)
         _list(v0, code_v, at, escapes, fits, BF16)
-        tl.store(bases + block, first, mask=fits)
+        tl.store(bases + block, tl.where(fits, first, base))
         live = live & fits
         tl.store(codes + offsets, code_w.to(tl.int8), mask=live)
         tl.store(codes + n + offsets, code_m.to(tl.int8), mask=live)

@@ -56,7 +56,9 @@ def _gradient(of: AdamTensors, param: Tensor, f: Factors) -> Tensor:
 
 
 def _quotient(of: AdamTensors, f: Factors) -> Tensor:
-    return (f.step_size * of.exp_avg.float()) / (of.exp_avg_sq.float().sqrt() * f.root_inverse + f.eps)
+    # torch's square root of float32 is not correctly rounded; through float64 it is.
+    root = of.exp_avg_sq.double().sqrt().float()
+    return (f.step_size * of.exp_avg.float()) / (root * f.root_inverse + f.eps)
 
 
 def _param_before(of: AdamTensors, f: Factors) -> Tensor:
