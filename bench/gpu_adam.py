@@ -15,9 +15,7 @@ def adam_rows(device: str, num_parameters: int, turns: int) -> list[Row]:
     from shared.kernels import adam
     from shared.kernels.digest import digest
 
-    hyper = adam.Hyper(
-        lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True
-    )
+    hyper = adam.Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
         param = torch.randn(num_parameters, device=device).to(dtype)

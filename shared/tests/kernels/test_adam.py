@@ -37,9 +37,7 @@ def words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(ours: AdamTensors, theirs: AdamTensors) -> bool:
-    return all(
-        torch.equal(words(a), words(b)) for a, b in zip(ours, theirs, strict=True)
-    )
+    return all(torch.equal(words(a), words(b)) for a, b in zip(ours, theirs, strict=True))
 
 
 def at_their_places(residual: adam.Residual) -> torch.Tensor:
@@ -102,7 +100,11 @@ def test_nothing_is_too_strange_to_be_restored(form, dtype):
     before = AdamTensors(
         *(odd.repeat_interleave(9**k).repeat(n)[:n].to(dtype).to(form.device) for k in range(4))
     )
-    for hyper in (ADAMW, ADAM, Hyper(lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=1.0, decoupled=True)):
+    for hyper in (
+        ADAMW,
+        ADAM,
+        Hyper(lr=1.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=1.0, decoupled=True),
+    ):
         ours, residual = copy(before), adam.new_residual(before.param)
         form.of("adam").step([ours], [factors(hyper, 5)], [residual])
         assert len(residual.escapes) > n
@@ -146,7 +148,9 @@ def test_a_residual_is_used_again(form):
 def test_ten_steps_are_torchs_within_its_rounding(kind, maximize, dtype, rtol, betas):
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.randn(1003).to(dtype))
-    torchs = kind([parameter], lr=3e-3, betas=betas, weight_decay=0.1, maximize=maximize, fused=True)
+    torchs = kind(
+        [parameter], lr=3e-3, betas=betas, weight_decay=0.1, maximize=maximize, fused=True
+    )
     hyper = Hyper(
         lr=3e-3,
         beta1=betas[0],
@@ -156,7 +160,9 @@ def test_ten_steps_are_torchs_within_its_rounding(kind, maximize, dtype, rtol, b
         decoupled=kind is torch.optim.AdamW,
         maximize=maximize,
     )
-    ours = AdamTensors(parameter.detach().clone(), *(torch.zeros(1003, dtype=dtype) for _ in range(3)))
+    ours = AdamTensors(
+        parameter.detach().clone(), *(torch.zeros(1003, dtype=dtype) for _ in range(3))
+    )
     start = ours.param.clone().float()
     for step in range(1, 11):
         parameter.grad = torch.randn(1003).to(dtype)

@@ -211,9 +211,7 @@ def test_products_with_packed_weights_equal_numba(bits, group_size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adam_steps_as_numba_does_and_a_hundred_million_elements_return(dtype):
-    hyper = adam.Hyper(
-        lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=False
-    )
+    hyper = adam.Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=False)
     n = 100_000_000
     param, grad = (torch.randn(n, device="cuda").to(dtype) for _ in range(2))
     of = adam.AdamTensors(param, grad, torch.zeros_like(param), torch.zeros_like(param))

@@ -76,7 +76,7 @@ class AppliedStep:
         assert grad is not None, "why_not() comes first"
         self.restore(local(grad))
         if self.first:
-            self.optimizer.state.pop(self.parameter)
+            self.optimizer.state.pop(self.parameter, None)
             if self._noted is not None:
                 self.optimizer.state[self.parameter] = self._noted
 

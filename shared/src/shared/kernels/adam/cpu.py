@@ -119,7 +119,7 @@ def _advance(s, at, size, f, narrow):  # noqa: ANN001, ANN202
         s[_GW + i] = _held((w + u) * decay_inverse, narrow)
         s[_GM + i] = _held((m - take * g) * keep_inverse, narrow)
         before = (v - square) * keep_sq_inverse
-        s[_GV + i] = _held(_ZERO if before < _ZERO else before, narrow)
+        s[_GV + i] = _held(max(before, _ZERO), narrow)
 
 
 @inlined
@@ -152,7 +152,7 @@ def _retreat_averages(s, size, f, narrow):  # noqa: ANN001, ANN202
         g = g + l2 * s[_GW + i] if has_l2 else g
         s[_GM + i] = _held((s[_M1 + i] - take * g) * keep_inverse, narrow)
         before = (s[_V1 + i] - (take_sq * g) * g) * keep_sq_inverse
-        s[_GV + i] = _held(_ZERO if before < _ZERO else before, narrow)
+        s[_GV + i] = _held(max(before, _ZERO), narrow)
 
 
 @inlined
@@ -237,13 +237,9 @@ def _step(  # noqa: ANN202
         start = np.uint64(first)
         tile = np.uint64(0)
         while tile + _TILE <= size:
-            _step_tile(
-                param, grad, exp_avg, exp_avg_sq, start, tile, _TILE, f, narrow, s, words
-            )
+            _step_tile(param, grad, exp_avg, exp_avg_sq, start, tile, _TILE, f, narrow, s, words)
             tile += _TILE
-        _step_tile(
-            param, grad, exp_avg, exp_avg_sq, start, tile, size - tile, f, narrow, s, words
-        )
+        _step_tile(param, grad, exp_avg, exp_avg_sq, start, tile, size - tile, f, narrow, s, words)
         if residual:
             bases[block] = listed + at
             if _encode(words, _W0, _GW, size, narrow, codes, 0, start):

@@ -81,10 +81,10 @@ def _restored(guess, code, first, escapes, BF16: tl.constexpr):  # noqa: ANN001,
 
 
 @triton.jit
-def _list(value, code, first, escapes, fits, BF16: tl.constexpr):  # noqa: ANN001, ANN202
+def _list(value, code, first, escapes, live, BF16: tl.constexpr):  # noqa: ANN001, ANN202
     escaped = code == -128
     rank = tl.cumsum(escaped.to(tl.int32), 0) - 1
-    _store(escapes, first + rank, value, escaped & fits, BF16)
+    _store(escapes, first + rank, value, escaped & live, BF16)
     return first + tl.sum(escaped.to(tl.int32), 0)
 
 
@@ -124,7 +124,7 @@ def _step(  # noqa: ANN202
     live = offsets < n
     if RESIDUAL:
         base = tl.load(bases + block)
-        live = live & (base < 0)
+        live = offsets < tl.where(base < 0, n, 0)
     w0 = _load(param, offsets, live, BF16)
     g = sign * _load(grad, offsets, live, BF16)
     m0 = _load(exp_avg, offsets, live, BF16)
@@ -146,12 +146,13 @@ def _step(  # noqa: ANN202
         escaped = (code_w == -128).to(tl.int32) + (code_m == -128).to(tl.int32)
         count = tl.sum(escaped + (code_v == -128).to(tl.int32), 0).to(tl.int64)
         first = tl.atomic_add(counter, count)
-        fits = (base < 0) & ((count == 0) | (first + count <= capacity))
-        at = _list(w0, code_w, first, escapes, fits, BF16)
-        at = _list(m0, code_m, at, escapes, fits, BF16)
-        _list(v0, code_v, at, escapes, fits, BF16)
+        end = tl.where(count == 0, 0, first + count)
+        fits = end <= tl.where(base < 0, capacity, -1)
         tl.store(bases + block, tl.where(fits, first, base))
-        live = live & fits
+        live = offsets < tl.where(fits, n, 0)
+        at = _list(w0, code_w, first, escapes, live, BF16)
+        at = _list(m0, code_m, at, escapes, live, BF16)
+        _list(v0, code_v, at, escapes, live, BF16)
         tl.store(codes + offsets, code_w.to(tl.int8), mask=live)
         tl.store(codes + n + offsets, code_m.to(tl.int8), mask=live)
         tl.store(codes + 2 * n + offsets, code_v.to(tl.int8), mask=live)
