@@ -288,3 +288,27 @@ def test_ranks_in_hosts_can_be_handicapped():
             assert pool.run(capability).results == [capability(), "AVX2"]
         with pytest.raises(ConfigError, match="expected one for each of 2 ranks, got 1"):
             lab.pool(handicaps=[[]])
+
+
+@needs_namespaces
+def test_a_host_that_is_cut_off_hears_nothing_until_it_is_restored():
+    with NetLab(hosts=2, rate="100mbit") as lab:
+
+        def reaches() -> bool:
+            # A port where nobody listens answers at once that it is closed.
+            code = (
+                "import socket, sys; s = socket.socket(); s.settimeout(1.0); "
+                "sys.exit(s.connect_ex((sys.argv[1], 9)) == 111)"
+            )
+            asked = [*lab.command(0), sys.executable, "-c", code, lab.address(1)]
+            return subprocess.run(asked, timeout=20, check=False).returncode == 1
+
+        assert reaches()
+        lab.cut(1)
+        assert not reaches()
+        lab.restore(1)
+        deadline = time.monotonic() + 30
+        while not reaches():
+            assert time.monotonic() < deadline
+        with pytest.raises(ConfigError, match="hosts 0 to 1, got 2"):
+            lab.cut(2)

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -272,3 +273,20 @@ def test_a_template_ends_with_its_process(tmp_path, end):
         process.wait(60)
         wait_until_gone(template)
         assert process.stderr.read() == ""
+
+
+def test_a_template_runs_any_entry_point(tmp_path):
+    (tmp_path / "meshyard_entry.py").write_text(
+        "import socket, sys\n"
+        "def main(args):\n"
+        "    socket.socket(fileno=int(args[0])).sendall(' '.join(args[1:]).encode())\n"
+        "    sys.exit(0)\n"
+    )
+    ours, theirs = socket.socketpair()
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with ours, theirs:
+        forked = forking.fork(
+            theirs.fileno(), [0, "a", 7], env, 60.0, cores={0}, entry="meshyard_entry"
+        )
+        assert ours.recv(100) == b"a 7"
+        assert forked.wait(30.0) is not None

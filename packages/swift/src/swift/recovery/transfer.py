@@ -7,7 +7,7 @@ disjoint slices from the least loaded of those that hold them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ _LEAST_BYTES = 1 << 18
 """Below it a tensor is not divided among its holders."""
 
 
+@runtime_checkable
 class Entries(Protocol):
     """The part of `swift.training.trainable.Trainable` that is moved."""
 

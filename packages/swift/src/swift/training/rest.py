@@ -9,7 +9,7 @@ import copy
 import pickle
 from collections.abc import Sequence
 from io import BytesIO
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 __all__ = ["Rest", "Stateful", "pack", "unpack"]
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """A scheduler, a scaler, or anything else whose state a step changes."""
 

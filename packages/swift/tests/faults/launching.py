@@ -1,0 +1,85 @@
+"""Runs of `meshyard-swift run` in the tests, and what they leave."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+SCRIPT = Path(__file__).with_name("small_training.py")
+LIMIT_S = 100.0
+
+
+def command(folder, *options, script=SCRIPT, **given):
+    return [
+        *(sys.executable, "-m", "swift", "run", "--report", str(folder / "report.json")),
+        *options,
+        *(str(script), str(folder), json.dumps(given)),
+    ]
+
+
+def launch(folder, *options, prefix=(), **given):
+    """Starts a run in the background; its processes name the folder in their arguments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return subprocess.Popen(
+        [*prefix, *command(folder, *options, **given)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process, folder, status=0):
+    """Waits for a run's end and returns what it has printed; nothing of it may be left."""
+    try:
+        printed, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        printed, _ = process.communicate()
+        raise AssertionError(f"the run did not end:\n{printed}") from None
+    assert process.returncode == status, printed
+    assert wait_until_gone(process.pid) == []
+    return printed
+
+
+def run(folder, *options, status=0, **given):
+    return finish(launch(folder, *options, **given), folder, status)
+
+
+def states(folder):
+    """Step -> the digests of all ranks at its beginning, repeated steps' too."""
+    found = defaultdict(set)
+    for line in (folder / "states").read_text().splitlines():
+        step, state, _ = line.split()
+        found[int(step)].add(state)
+    return dict(found)
+
+
+def failures(folder):
+    return json.loads((folder / "report.json").read_text())["failures"]
+
+
+def wait_until_gone(pid):
+    deadline = time.monotonic() + 10
+    while (left := children_of(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def children_of(pid):
+    """Living processes that a run has started, by the command line of its template."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        is_template = b"shared.comms.launch.template" in words
+        if is_template and str(pid).encode() in words and stat[0] != "Z":
+            found.append(int(entry.name))
+    return found

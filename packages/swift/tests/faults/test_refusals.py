@@ -1,0 +1,76 @@
+"""What is refused before anything is started, with its text."""
+
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import swift
+from shared.errors import ConfigError
+from swift.membership.hosts import listen
+from swift.membership.supervisor import Launch
+
+
+def launch(**changes):
+    given = {
+        "script": (__file__,),
+        "host": 0,
+        "ranks": (0,),
+        "num_spares": 0,
+        "world_size": 1,
+        "heartbeat_s": 1.0,
+    }
+    return Launch(**{**given, **changes})
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"expected a free port {port} .*--master-port"):
+            listen("127.0.0.1", port)
+
+
+def test_a_script_that_is_not_there():
+    with pytest.raises(ConfigError, match=r"expected a Python file, got nowhere\.py"):
+        launch(script=("nowhere.py",))
+
+
+def test_numbers_out_of_range():
+    with pytest.raises(ConfigError, match="spares of 0 or more"):
+        launch(num_spares=-1)
+    with pytest.raises(ConfigError, match="positive heartbeat"):
+        launch(heartbeat_s=0.0)
+
+
+def test_joining_without_a_supervisor():
+    with pytest.raises(ConfigError, match="expected a process of `meshyard-swift run"):
+        swift.join()
+
+
+def test_a_parameter_that_the_optimizer_does_not_have():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    opt = swift.undoable(torch.optim.SGD(model[0].parameters(), 0.1))
+    with pytest.raises(ConfigError, match=r"got none of 1\.weight, 1\.bias"):
+        swift.DataParallel(model, opt, SimpleNamespace(rank=0, world_size=1))
+
+
+def test_sizes_out_of_range():
+    model = torch.nn.Linear(2, 2)
+    opt = swift.undoable(torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ConfigError, match="positive bucket_mb and clip_norm, got 0"):
+        swift.DataParallel(model, opt, SimpleNamespace(rank=0, world_size=1), bucket_mb=0)
+
+
+def test_help_is_fast_for_want_of_torch():
+    code = (
+        "import sys\nfrom swift.cli import main\n"
+        "try:\n    main(['run', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert told.splitlines()[-1] == "False"
+    assert "--spares" in told

@@ -1,0 +1,176 @@
+import pytest
+
+from shared.errors import ConfigError
+from swift.membership.coordinator import Coordinator, Process, Settings
+
+PRINT = {"code": "a", "training": {"parameters": ["w [2]"]}}
+KILLED = "was killed by signal 9 (SIGKILL)"
+
+
+def started(num_ranks=3, num_spares=1, hosts=1, **settings):
+    """A coordinator whose ranks are all ready, and what it said last."""
+    settings = {"min_ranks": num_ranks, "wait_s": 10.0, **settings}
+    found = Coordinator(Settings(num_ranks=num_ranks, **settings), store=("h", 1))
+    for at in range(num_ranks):
+        found.add(Process(f"r{at}", at % hosts, at))
+    for at in range(num_spares):
+        found.add(Process(f"s{at}", at % hosts, None))
+    said = []
+    for name in list(found.processes):
+        said += ready(found, name)
+    return found, said
+
+
+def ready(coordinator, name, fingerprint=PRINT):
+    return coordinator.hear(name, {"kind": "ready", "fingerprint": fingerprint}, 0.0)
+
+
+def worlds(said):
+    return {to: (m["rank"], m["epoch"], m["world_size"]) for to, m in said if m["kind"] == "world"}
+
+
+def kinds(said):
+    return {to: m["kind"] for to, m in said}
+
+
+def test_the_first_world_begins_when_all_ranks_are_ready():
+    _, said = started()
+    assert worlds(said) == {"r0": (0, 0, 3), "r1": (1, 0, 3), "r2": (2, 0, 3)}
+
+
+def test_a_ready_spare_takes_the_place_of_a_lost_rank():
+    coordinator, _ = started()
+    said = coordinator.lose(["r1"], KILLED, None, 5.0)
+    assert worlds(said) == {"r0": (0, 1, 3), "r2": (2, 1, 3), "s0": (1, 1, 3)}
+    assert said[0].message["lost"] == [{"rank": 1, "how": KILLED, "seen_s": 5.0, "host": 0}]
+
+
+def test_a_spare_of_the_same_host_is_preferred():
+    coordinator, _ = started(num_ranks=2, num_spares=2, hosts=2)
+    assert worlds(coordinator.lose(["r1"], KILLED, None, 0.0))["s1"] == (1, 1, 2)
+
+
+def test_a_spare_that_is_not_ready_is_waited_for():
+    coordinator, _ = started(num_spares=0)
+    coordinator.add(Process("s9", 0, None))
+    assert kinds(coordinator.lose(["r0"], KILLED, None, 1.0)) == dict.fromkeys(
+        ["r1", "r2"], "interrupt"
+    )
+    assert coordinator.tick(10.9) == []
+    assert worlds(ready(coordinator, "s9")) == {"r1": (1, 2, 3), "r2": (2, 2, 3), "s9": (0, 2, 3)}
+    assert coordinator.tick(1000.0) == []
+    assert coordinator.ended is None
+
+
+def test_a_rank_lost_while_others_wait_is_waited_for_too():
+    coordinator, _ = started(num_spares=0)
+    coordinator.lose(["r0"], KILLED, None, 1.0)
+    assert kinds(coordinator.lose(["r1"], KILLED, None, 2.0)) == {"r2": "interrupt"}
+    for name in ("s1", "s2"):
+        coordinator.add(Process(name, 0, None))
+    assert ready(coordinator, "s1") == []
+    assert worlds(ready(coordinator, "s2")) == {"r2": (2, 3, 3), "s1": (0, 3, 3), "s2": (1, 3, 3)}
+
+
+def test_without_a_spare_the_run_stops_at_the_deadline_and_says_how_to_go_on():
+    coordinator, _ = started(num_spares=0)
+    coordinator.lose(["r2"], KILLED, None, 1.0)
+    assert coordinator.tick(10.9) == []
+    assert coordinator.tick(11.0) == []
+    assert "no spare came in 10 s for rank 2; start the run again" in coordinator.ended
+
+
+def test_fewer_ranks_go_on_where_that_is_allowed():
+    coordinator, _ = started(num_spares=0, min_ranks=2)
+    coordinator.lose(["r0"], KILLED, None, 1.0)
+    assert worlds(coordinator.tick(11.0)) == {"r1": (0, 2, 2), "r2": (1, 2, 2)}
+    coordinator.lose(["r2"], KILLED, None, 20.0)
+    coordinator.tick(30.0)
+    assert "no spare came" in coordinator.ended
+
+
+def test_a_whole_host_is_lost_at_once():
+    coordinator, _ = started(num_ranks=4, num_spares=2, hosts=2)
+    said = coordinator.lose(["r1", "r3", "s1"], "was cut off", None, 0.0)
+    assert "r3" not in kinds(said)
+    assert kinds(said) == {"r0": "interrupt", "r2": "interrupt", "s0": "interrupt"}
+
+
+def test_a_script_that_fails_stops_the_run():
+    coordinator, _ = started()
+    assert coordinator.lose(["r1"], "ended with status 1", 1, 0.0) == []
+    assert "rank 1 ended with status 1 before all steps were done" in coordinator.ended
+
+
+def test_all_are_released_once_all_have_finished():
+    coordinator, _ = started()
+    for name in ("r0", "r1"):
+        assert coordinator.hear(name, {"kind": "finished", "epoch": 0}, 0.0) == []
+    said = coordinator.hear("r2", {"kind": "finished", "epoch": 0}, 0.0)
+    assert kinds(said) == {"r0": "release", "r1": "release", "r2": "release", "s0": "stop"}
+    for name in ("r0", "r1", "s0", "r2"):
+        assert coordinator.ended is None
+        coordinator.lose([name], "ended with status 0", 0, 0.0)
+    assert coordinator.ended == ""
+
+
+def test_a_rank_lost_while_others_have_finished_is_replaced():
+    coordinator, _ = started()
+    coordinator.hear("r0", {"kind": "finished", "epoch": 0}, 0.0)
+    assert worlds(coordinator.lose(["r1"], KILLED, None, 0.0))["s0"] == (1, 1, 3)
+    # What was finished in the old world does not count in the new one.
+    coordinator.hear("r2", {"kind": "finished", "epoch": 0}, 0.0)
+    coordinator.hear("r2", {"kind": "finished", "epoch": 1}, 0.0)
+    assert coordinator.hear("s0", {"kind": "finished", "epoch": 1}, 0.0) == []
+    assert not coordinator.is_released
+
+
+def test_a_loss_after_the_last_step_is_said():
+    coordinator, _ = started()
+    for name in ("r0", "r1", "r2"):
+        coordinator.hear(name, {"kind": "finished", "epoch": 0}, 0.0)
+    coordinator.lose(["r1"], KILLED, None, 0.0)
+    assert coordinator.ended == f"rank 1 {KILLED} after the last step"
+
+
+def test_a_spare_unlike_the_ranks_is_refused_with_the_difference():
+    coordinator, _ = started()
+    coordinator.add(Process("s9", 3, None))
+    other = {"code": "a", "training": {"parameters": ["w [3]"]}}
+    ((to, message),) = ready(coordinator, "s9", other)
+    assert (to, message["kind"], message["status"]) == ("s9", "stop", 1)
+    assert (
+        "host 3 is refused: it would not reach the same bits: training.parameters[0]: expected "
+        "'w [2]', got 'w [3]'" in message["reason"]
+    )
+    coordinator.lose(["r0"], KILLED, None, 0.0)
+    assert "s9" not in coordinator.processes
+
+
+def test_a_rank_unlike_the_first_stops_the_run():
+    coordinator = Coordinator(Settings(num_ranks=2, min_ranks=2), store=("h", 1))
+    for at in range(2):
+        coordinator.add(Process(f"r{at}", 0, at))
+    ready(coordinator, "r0")
+    ready(coordinator, "r1", {**PRINT, "code": "b"})
+    assert "rank 1 differs from the first rank that was ready: code: expected 'a', got 'b'" in (
+        coordinator.ended
+    )
+
+
+def test_losses_without_a_step_between_them_stop_the_run():
+    coordinator, _ = started(num_spares=9, most_failures=3)
+    for at in range(3):
+        name = next(one.name for one in coordinator.processes.values() if one.rank == 0)
+        coordinator.hear("r1", {"kind": "beat", "step": at}, 0.0)
+        coordinator.lose([name], KILLED, None, 0.0)
+    for _ in range(3):
+        assert coordinator.ended is None
+        name = next(one.name for one in coordinator.processes.values() if one.rank == 0)
+        coordinator.lose([name], KILLED, None, 0.0)
+    assert "lost 4 times at step 2 and none got past it" in coordinator.ended
+
+
+def test_min_ranks_has_a_range():
+    with pytest.raises(ConfigError, match="min_ranks: expected 1 to the 3 ranks, got 4"):
+        Settings(num_ranks=3, min_ranks=4)

@@ -1,0 +1,21 @@
+from swift.membership.fingerprint import describe_process, first_difference
+
+
+def test_equal_descriptions_do_not_differ():
+    assert first_difference(describe_process({"a": [1]}), describe_process({"a": [1]})) is None
+
+
+def test_the_first_difference_is_named():
+    ours = {"a": {"b": [1, 2, 3]}, "c": 1}
+    assert first_difference(ours, {"a": {"b": [1, 5, 3]}, "c": 2}) == "a.b[1]: expected 2, got 5"
+    assert first_difference(ours, {"a": {"b": [1, 2, 3]}}) == "c: expected 1, got None"
+    assert first_difference(ours, {"a": {"b": [1, 2]}, "c": 1}) == (
+        "a.b: expected [1, 2, 3], got [1, 2]"
+    )
+
+
+def test_a_process_tells_its_processor_and_threads(monkeypatch):
+    found = describe_process({})
+    assert found["processor"][1]
+    monkeypatch.setattr("torch.get_num_threads", lambda: 77)
+    assert first_difference(found, describe_process({})).startswith("threads: expected ")

@@ -1,0 +1,71 @@
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from shared.errors import ConfigError
+from swift import StepData
+from swift.training.data import reseed, step_positions
+
+
+def test_every_pass_reads_each_sample_once_in_another_order():
+    read = [at for step in range(7) for at in step_positions(14, 6, seed=3, step=step)]
+    passes = [read[start : start + 14] for start in range(0, 42, 14)]
+    assert all(sorted(one) == list(range(14)) for one in passes)
+    assert passes[0] != passes[1]
+
+
+def test_a_batch_may_be_larger_than_the_dataset():
+    assert sorted(step_positions(3, 9, seed=0, step=1)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_ranks_share_a_step_and_a_repeated_step_is_the_same():
+    dataset = torch.utils.data.TensorDataset(torch.arange(100))
+    parts = [
+        StepData(dataset, 12, seed=1, run=SimpleNamespace(rank=rank, world_size=3))
+        for rank in range(3)
+    ]
+    read = torch.cat([part[5][0] for part in parts])
+    assert read.tolist() == step_positions(100, 12, 1, 5)
+    assert torch.equal(parts[1][5][0], parts[1][5][0])
+    assert not torch.equal(parts[1][5][0], parts[1][6][0])
+
+
+def draw():
+    return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
+
+
+def test_generators_follow_from_seed_step_rank_and_micro_batch():
+    def drawn(*key):
+        reseed(*key)
+        return draw()
+
+    keys = [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]
+    found = [drawn(*key) for key in keys]
+    assert found == [drawn(*key) for key in keys]
+    for source in range(3):
+        assert len({str(one[source]) for one in found}) == len(keys)
+
+
+def test_a_stream_is_refused():
+    with pytest.raises(ConfigError, match="expected one with a length and samples by number"):
+        StepData(iter([1]), 4)
+
+
+def test_a_batch_must_divide_among_the_ranks():
+    data = StepData([1, 2], 4, run=SimpleNamespace(rank=0, world_size=3))
+    with pytest.raises(ConfigError, match="multiple of the 3 ranks"):
+        data[0]
+
+
+def test_a_spare_reads_nothing():
+    data = StepData([1, 2], 4, run=SimpleNamespace(rank=None, world_size=2))
+    with pytest.raises(ConfigError, match="on rank None"):
+        data[0]
+
+
+def test_collate_makes_the_batch():
+    data = StepData(["a", "b"], 2, run=SimpleNamespace(rank=0, world_size=1), collate="".join)
+    assert sorted(data[0]) == ["a", "b"]

@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+from swift.training.rest import Rest, pack, unpack
+
+
+def parts():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+    module.register_buffer("table", torch.ones(2), persistent=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=torch.tensor(0.5), momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2])
+    return module, optimizer, scheduler, Rest(module, optimizer, [scheduler])
+
+
+def disturb(module, optimizer, scheduler):
+    module(torch.randn(8, 3))
+    module.table.mul_(7)
+    optimizer.step()
+    scheduler.step()
+    optimizer.param_groups[0]["momentum"] = 0.1
+
+
+def test_restoring_puts_everything_back():
+    module, optimizer, scheduler, rest = parts()
+    before = rest.pack()
+    rest.keep()
+    disturb(module, optimizer, scheduler)
+    assert not torch.equal(rest.pack(), before)
+    rest.restore()
+    assert torch.equal(rest.pack(), before)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+    disturb(module, optimizer, scheduler)
+    rest.restore()  # what is kept was not changed by the first
+    assert torch.equal(rest.pack(), before)
+
+
+def test_another_rank_takes_it_and_packs_the_same_bytes():
+    module, optimizer, scheduler, rest = parts()
+    disturb(module, optimizer, scheduler)
+    other_module, other_optimizer, other_scheduler, other = parts()
+    rate = other_optimizer.param_groups[0]["lr"]
+    other.load(rest.pack())
+    assert torch.equal(other.pack(), rest.pack())
+    assert torch.equal(other_module[1].running_mean, module[1].running_mean)
+    assert other_optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == optimizer.param_groups[0]["lr"].item() != 0.5
+    assert other_scheduler.last_epoch == 1
+
+
+def test_buffers_of_the_state_dict_are_shared():
+    module, *_, rest = parts()
+    assert [id(one) for one in rest.shared_buffers] == [
+        id(module[1].running_mean),
+        id(module[1].running_var),
+        id(module[1].num_batches_tracked),
+    ]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(2.5),
+        torch.zeros(0, 3),
+        torch.arange(6).reshape(2, 3).t(),
+        torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+    ],
+)
+def test_tensors_are_packed_by_their_bytes(tensor):
+    found = unpack(pack({"x": [tensor, (1, "a")]}))
+    assert found["x"][1] == (1, "a")
+    assert found["x"][0].dtype == tensor.dtype
+    torch.testing.assert_close(found["x"][0], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_equal_values_give_equal_bytes_whichever_objects_they_are():
+    name = "a word"
+    assert torch.equal(pack([name, name]), pack([name, f"a {name[2:]}"]))
+    assert not torch.equal(pack([1, 2]), pack([2, 1]))
