@@ -37,7 +37,7 @@ class Fault:
 
     Attributes:
         rank: which rank.
-        epoch: number of recoveries that came before; a repeated step does not repeat the fault.
+        recovery: number of recoveries that came before; a repeated step does not repeat the fault.
         point: one of POINTS.
         step: at which step; None: any.
         bucket: at which bucket, where the point has some; None: any.
@@ -45,7 +45,7 @@ class Fault:
     """
 
     rank: int
-    epoch: int
+    recovery: int
     point: str
     step: int | None = None
     bucket: int | None = None
@@ -66,10 +66,10 @@ def arm(faults: Iterable[Fault]) -> None:
     _faults[:] = faults
 
 
-def stand_at(rank: int | None, epoch: int, step: int) -> None:
+def stand_at(rank: int, recovery: int, step: int) -> None:
     """Says where this process is; the training loop calls it."""
     global _here
-    _here = (rank, epoch, step)
+    _here = (rank, recovery, step)
 
 
 def reach(point: str, *, bucket: int | None = None) -> None:
@@ -77,7 +77,7 @@ def reach(point: str, *, bucket: int | None = None) -> None:
     for fault in _faults:
         if (
             fault.point == point
-            and (fault.rank, fault.epoch) == _here[:2]
+            and (fault.rank, fault.recovery) == _here[:2]
             and fault.step in (None, _here[2])
             and fault.bucket in (None, bucket)
         ):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -44,8 +45,43 @@ def finish(process, folder, status=0):
     return printed
 
 
-def run(folder, *options, status=0, **given):
-    return finish(launch(folder, *options, **given), folder, status)
+class Driver:
+    """A process that does one run after another, so that Python's start is waited for once."""
+
+    def __init__(self, log):
+        self._log = log
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("driver.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("w"),
+            text=True,
+        )
+
+    def run(self, folder, *options, status=0, **given):
+        """Does a run and returns what the driver's runs have printed so far."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._process.stdin.write(json.dumps(command(folder, *options, **given)[3:]) + "\n")
+        self._process.stdin.flush()
+        readable, _, _ = select.select([self._process.stdout], [], [], LIMIT_S)
+        printed = self._log.read_text()
+        assert readable, f"the run did not end:\n{printed}"
+        assert self._process.stdout.readline() == f"{status}\n", printed
+        assert count_ranks(self._process.pid) == 0
+        return printed
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait(10)
+        assert wait_until_gone(self._process.pid) == []
+
+
+def count_ranks(pid):
+    """Processes that the templates of a supervisor have forked and that live."""
+    return sum(
+        len((Path("/proc") / str(one) / "task" / str(one) / "children").read_text().split())
+        for one in children_of(pid)
+    )
 
 
 def states(folder):

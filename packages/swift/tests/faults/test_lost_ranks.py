@@ -11,11 +11,18 @@ import launching
 import pytest
 
 STEPS = 16
-BUCKETS = 4
+BUCKETS = 3
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
+def driver(tmp_path_factory):
+    found = launching.Driver(tmp_path_factory.mktemp("driver") / "log")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(driver, tmp_path_factory):
     """Digest of each step of a run without faults, by optimizer and options; each once."""
     known = {}
 
@@ -23,7 +30,7 @@ def undisturbed(tmp_path_factory):
         key = json.dumps(given, sort_keys=True)
         if key not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            launching.run(folder, "-n", "3", "--spares", "0", steps=STEPS, **given)
+            driver.run(folder, "-n", "3", "--spares", "0", steps=STEPS, **given)
             assert launching.failures(folder) == []
             known[key] = launching.states(folder)
             assert sorted(known[key]) == list(range(STEPS + 1))
@@ -40,13 +47,13 @@ def draw_faults(seed, count, **more):
     return [
         {
             "rank": draw.randrange(3),
-            "epoch": epoch,
+            "recovery": number,
             "step": step,
             "point": (point := draw.choice(["forward", "reduce", "update", "update", "finish"])),
             "bucket": draw.randrange(BUCKETS) if point in ("reduce", "update") else None,
             **more,
         }
-        for epoch, step in enumerate(steps)
+        for number, step in enumerate(steps)
     ]
 
 
@@ -58,36 +65,36 @@ def check(folder, expected, num_failures):
     return told
 
 
-def test_twelve_kills_in_one_run_leave_every_state_as_it_was(tmp_path, undisturbed):
+def test_twelve_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, undisturbed):
     faults = draw_faults(0, 12)
-    launching.run(tmp_path, "-n", "3", "--spares", "4", steps=STEPS, faults=faults)
+    driver.run(tmp_path, "-n", "3", "--spares", "4", steps=STEPS, faults=faults)
     told = check(tmp_path, undisturbed(), 12)
     assert [one["lost"][0]["rank"] for one in told] == [one["rank"] for one in faults]
     assert sum(rank["undone"] for one in told for rank in one["ranks"].values()) > 0
     assert all("SIGKILL" in one["lost"][0]["how"] for one in told)
 
 
-def test_kills_while_it_recovers_and_sgd(tmp_path, undisturbed):
+def test_kills_while_it_recovers_and_sgd(driver, tmp_path, undisturbed):
     faults = [
-        {"rank": 1, "epoch": 0, "step": 2, "point": "update", "bucket": 1},
-        {"rank": 0, "epoch": 1, "point": "join"},
-        {"rank": 2, "epoch": 2, "step": 4, "point": "update", "bucket": 2},
-        {"rank": 0, "epoch": 3, "point": "undo"},
-        {"rank": 1, "epoch": 4, "step": 7, "point": "reduce", "bucket": 3},
-        {"rank": 1, "epoch": 5, "point": "transfer"},
-        {"rank": 0, "epoch": 6, "step": 11, "point": "forward"},
-        {"rank": 2, "epoch": 7, "point": "verify"},
+        {"rank": 1, "recovery": 0, "step": 2, "point": "update", "bucket": 1},
+        {"rank": 0, "recovery": 1, "point": "join"},
+        {"rank": 2, "recovery": 2, "step": 4, "point": "update", "bucket": 2},
+        {"rank": 0, "recovery": 3, "point": "undo"},
+        {"rank": 1, "recovery": 4, "step": 7, "point": "reduce", "bucket": 2},
+        {"rank": 1, "recovery": 5, "point": "transfer"},
+        {"rank": 0, "recovery": 6, "step": 11, "point": "forward"},
+        {"rank": 2, "recovery": 7, "point": "verify"},
     ]
-    launching.run(tmp_path, "-n", "3", "--spares", "5", steps=STEPS, faults=faults, optimizer="sgd")
+    driver.run(tmp_path, "-n", "3", "--spares", "5", steps=STEPS, faults=faults, optimizer="sgd")
     check(tmp_path, undisturbed(optimizer="sgd"), 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 9))
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_hundred_kills(tmp_path, undisturbed, seed, optimizer):
+def test_a_hundred_kills(driver, tmp_path, undisturbed, seed, optimizer):
     faults = draw_faults(seed, 7)
-    launching.run(
+    driver.run(
         tmp_path, "-n", "3", "--spares", "4", steps=STEPS, faults=faults, optimizer=optimizer
     )
     check(tmp_path, undisturbed(optimizer=optimizer), 7)
@@ -95,46 +102,46 @@ def test_a_hundred_kills(tmp_path, undisturbed, seed, optimizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [{"clip_norm": 0.1}, {"mode": "commit"}], ids=str)
-def test_updates_that_wait_for_all_sums(tmp_path, undisturbed, given):
+def test_updates_that_wait_for_all_sums(driver, tmp_path, undisturbed, given):
     points = ["vote", "update"] if "mode" in given else ["update", "reduce"]
     faults = [
-        {"rank": 1, "epoch": 0, "step": 3, "point": points[0], "bucket": None},
-        {"rank": 0, "epoch": 1, "step": 5, "point": points[1], "bucket": 2},
+        {"rank": 1, "recovery": 0, "step": 3, "point": points[0], "bucket": None},
+        {"rank": 0, "recovery": 1, "step": 5, "point": points[1], "bucket": 2},
     ]
-    launching.run(tmp_path, "-n", "3", "--spares", "2", steps=STEPS, faults=faults, **given)
+    driver.run(tmp_path, "-n", "3", "--spares", "2", steps=STEPS, faults=faults, **given)
     check(tmp_path, undisturbed(**given), 2)
 
 
 @pytest.mark.slow
-def test_arithmetic_undo_differs(tmp_path, undisturbed):
+def test_arithmetic_undo_differs(driver, tmp_path, undisturbed):
     """The control: what rounds is seen."""
-    faults = [{"rank": 1, "epoch": 0, "step": 5, "point": "update", "bucket": 2}]
+    faults = [{"rank": 1, "recovery": 0, "step": 5, "point": "update", "bucket": 2}]
     given = {"mode": "arith"}
     expected = undisturbed(**given)
-    launching.run(tmp_path, "-n", "3", "--spares", "1", steps=STEPS, faults=faults, **given)
+    driver.run(tmp_path, "-n", "3", "--spares", "1", steps=STEPS, faults=faults, **given)
     found = launching.states(tmp_path)
     assert sum(one["undone"] for one in launching.failures(tmp_path)[0]["ranks"].values()) > 0
     assert [found[step] == expected[step] for step in (5, STEPS)] == [False, False]
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_fenced_and_replaced(tmp_path, undisturbed):
+def test_a_stopped_rank_is_fenced_and_replaced(driver, tmp_path, undisturbed):
     faults = [
-        {"rank": 0, "epoch": 0, "step": 3, "point": "reduce", "bucket": 1, "kind": "stop"},
-        {"rank": 2, "epoch": 1, "step": 6, "point": "update", "bucket": 0, "kind": "stop"},
+        {"rank": 0, "recovery": 0, "step": 3, "point": "reduce", "bucket": 1, "kind": "stop"},
+        {"rank": 2, "recovery": 1, "step": 6, "point": "update", "bucket": 0, "kind": "stop"},
     ]
     options = ("-n", "3", "--spares", "2", "--heartbeat", "1.5")
-    launching.run(tmp_path, *options, steps=STEPS, faults=faults)
+    driver.run(tmp_path, *options, steps=STEPS, faults=faults)
     check(tmp_path, undisturbed(), 2)
 
 
 @pytest.mark.slow
-def test_a_kill_while_a_checkpoint_is_written_or_committed(tmp_path, undisturbed):
+def test_a_kill_while_a_checkpoint_is_written_or_committed(driver, tmp_path, undisturbed):
     faults = [
-        {"rank": 1, "epoch": 0, "step": 3, "point": "checkpoint"},
-        {"rank": 0, "epoch": 1, "step": 7, "point": "commit"},
+        {"rank": 1, "recovery": 0, "step": 3, "point": "checkpoint"},
+        {"rank": 0, "recovery": 1, "step": 7, "point": "commit"},
     ]
-    launching.run(tmp_path, "-n", "3", "--spares", "2", steps=STEPS, faults=faults, checkpoint=4)
+    driver.run(tmp_path, "-n", "3", "--spares", "2", steps=STEPS, faults=faults, checkpoint=4)
     check(tmp_path, undisturbed(), 2)
     marks = sorted((tmp_path / "checkpoints").glob("step-*/COMMITTED"))
     assert [one.parent.name for one in marks] == ["step-12", "step-16"]
@@ -142,11 +149,11 @@ def test_a_kill_while_a_checkpoint_is_written_or_committed(tmp_path, undisturbed
 
 @pytest.mark.slow
 def test_when_all_ranks_are_lost_the_run_stops_and_resumes_from_its_checkpoint(
-    tmp_path, undisturbed
+    driver, tmp_path, undisturbed
 ):
-    faults = [{"rank": rank, "epoch": 0, "step": 6, "point": "forward"} for rank in range(3)]
+    faults = [{"rank": rank, "recovery": 0, "step": 6, "point": "forward"} for rank in range(3)]
     options = ("-n", "3", "--spares", "3", "--wait", "20")
-    launching.run(tmp_path, *options, steps=STEPS, faults=faults, checkpoint=4)
+    driver.run(tmp_path, *options, steps=STEPS, faults=faults, checkpoint=4)
     found = launching.states(tmp_path)
     assert found == undisturbed()
     reasons = [one["reason"] for one in launching.failures(tmp_path)]
@@ -154,14 +161,14 @@ def test_when_all_ranks_are_lost_the_run_stops_and_resumes_from_its_checkpoint(
 
 
 @pytest.mark.slow
-def test_without_spares_a_replacement_is_started(tmp_path, undisturbed):
-    faults = [{"rank": 1, "epoch": 0, "step": 3, "point": "forward"}]
-    launching.run(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, faults=faults)
+def test_without_spares_a_replacement_is_started(driver, tmp_path, undisturbed):
+    faults = [{"rank": 1, "recovery": 0, "step": 3, "point": "forward"}]
+    driver.run(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, faults=faults)
     check(tmp_path, undisturbed(), 1)
 
 
 @pytest.mark.slow
-def test_a_killed_supervisor_leaves_nothing_and_the_run_resumes(tmp_path, undisturbed):
+def test_a_killed_supervisor_leaves_nothing_and_the_run_resumes(driver, tmp_path, undisturbed):
     process = launching.launch(
         tmp_path, "-n", "3", "--spares", "1", steps=STEPS, checkpoint=4, step_s=0.2
     )
@@ -170,13 +177,13 @@ def test_a_killed_supervisor_leaves_nothing_and_the_run_resumes(tmp_path, undist
     process.communicate()
     assert launching.wait_until_gone(process.pid) == []
     before = launching.states(tmp_path)
-    launching.run(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, checkpoint=4)
+    driver.run(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, checkpoint=4)
     assert launching.states(tmp_path) == undisturbed()
     assert max(before) < STEPS
 
 
 @pytest.mark.slow
-def test_status_and_inject(tmp_path, undisturbed):
+def test_status_and_inject(driver, tmp_path, undisturbed):
     process = launching.launch(tmp_path, "-n", "3", "--spares", "1", steps=STEPS, step_s=0.3)
     wait_for_step(tmp_path, 4)
     told = json.loads(ask("status", "--json"))

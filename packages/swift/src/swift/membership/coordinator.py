@@ -99,6 +99,7 @@ class Coordinator:
     _num_ranks: int = 0
     _failures: int = 0
     _failed_at: int = -1
+    _num_worlds: int = 0
 
     def add(self, process: Process) -> None:
         """A process was started."""
@@ -245,12 +246,14 @@ class Coordinator:
 
     def _announce(self) -> list[Say]:
         lost, self.lost, self._deadline_s = self.lost, [], None
+        self._num_worlds += 1
         return [
             Say(
                 one.name,
                 {
                     "kind": "world",
                     "epoch": self.epoch,
+                    "recovery": self._num_worlds - 1,
                     "rank": one.rank,
                     "world_size": self._num_ranks,
                     "store": list(self.store),

@@ -28,7 +28,8 @@ class NewWorld:
     """A place in the ranks of one epoch.
 
     Attributes:
-        epoch: its number: 0, and one more after each recovery.
+        epoch: its number, larger than those before.
+        recovery: number of worlds before it.
         rank: this process's.
         world_size: number of ranks.
         store: host and port of the store to meet at.
@@ -39,6 +40,7 @@ class NewWorld:
     """
 
     epoch: int
+    recovery: int
     rank: int
     world_size: int
     store: tuple[str, int]

@@ -31,6 +31,7 @@ _ENTRY = "swift.membership.worker"
 _MODULES = (
     _ENTRY,
     "torch._dynamo",  # of every optimizer
+    "numba",
     "torch.distributed.checkpoint",
     "swift.training.reducer",
     "swift.training.runtime",

@@ -1,7 +1,7 @@
 """Moving the state that is lost: every survivor that has an entry sends its share of it.
 
 `plan_shares` is pure and the same on all ranks. Entries are moved by `shared.comms.reshard`, in
-disjoint slices from the least loaded of those that hold them.
+disjoint slices from all that hold them.
 """
 
 from __future__ import annotations
@@ -88,27 +88,27 @@ def list_fetches(
     return found
 
 
-def plan_shares(fetch: Fetch, numel: int, itemsize: int, sent_bytes: dict[int, int]) -> list[Share]:
+def plan_shares(fetch: Fetch, numel: int, itemsize: int, number: int = 0) -> list[Share]:
     """Divides one tensor among its holders.
 
     Args:
         fetch: who takes it from whom.
         numel: elements of the tensor.
         itemsize: bytes of an element.
-        sent_bytes: by rank, what it sends in all; added to.
+        number: of the tensor in its entry.
 
     Returns:
-        Shares that cover the tensor: equal ones, or, of a small tensor, one of the least loaded.
+        Shares that cover the tensor: equal ones, or, of a small tensor, one; the holders take turns.
     """
     holders = fetch.holders
     if numel * itemsize < _LEAST_BYTES:
-        holders = (min(holders, key=lambda rank: (sent_bytes.get(rank, 0), rank)),)
+        # By the numbers alone: a rank does not know the sizes of what others send to each other.
+        holders = (holders[(fetch.entry + number) % len(holders)],)
     shares = []
     for at, src in enumerate(holders):
         start, end = (numel * k // len(holders) for k in (at, at + 1))
         if end > start:
             shares.append(Share(src, fetch.dst, start, end - start))
-            sent_bytes[src] = sent_bytes.get(src, 0) + (end - start) * itemsize
     return shares
 
 
@@ -144,7 +144,6 @@ def move(
     """
     moves: list[reshard.Move] = []
     filled: list[tuple[int, dict[str, Tensor]]] = []
-    sent_bytes: dict[int, int] = {}
     received = 0
     last = len(trainable.versions()) - 1
     for fetch in fetches:
@@ -161,11 +160,11 @@ def move(
         else:
             count = num_tensors[fetch.holders[0]][fetch.entry]
             places = dict(list(trainable.prepare(fetch.entry).items())[:count])
-        for name, tensor in places.items():
+        for number, (name, tensor) in enumerate(places.items()):
             if is_mine and not (is_lost and tensor.is_contiguous()):
                 places[name] = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             flat = places[name].reshape(-1)
-            shares = plan_shares(fetch, flat.numel(), flat.element_size(), sent_bytes)
+            shares = plan_shares(fetch, flat.numel(), flat.element_size(), number)
             whole = (Box((0,), (flat.numel(),)), flat)
             moves.append(
                 reshard.Move(

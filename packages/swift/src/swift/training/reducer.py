@@ -22,7 +22,7 @@ from swift.training.buckets import plan_buckets
 from swift.training.data import Placed
 from swift.training.rest import Rest, Stateful
 from swift.training.trainable import Load, Repeat
-from swift.undo.undoable import Undoable
+from swift.undo.undoable import Undoable, undoable
 
 __all__ = ["DataParallel"]
 
@@ -225,6 +225,20 @@ class DataParallel:
             "clip_norm": self.clip_norm,
         }
 
+    def warm(self) -> None:
+        """See `Trainable`."""
+        optimizer = self.optimizer.optimizer
+        first = self.optimizer.parameters[0]
+        sample = torch.nn.Parameter(torch.zeros(2, 4, dtype=first.dtype, device=first.device))
+        group = {name: one for name, one in optimizer.param_groups[0].items() if name != "params"}
+        # An optimizer with a constructor of its own starts cold.
+        with suppress(TypeError):
+            trial = undoable(type(optimizer)([{"params": [sample], **group}]), self.optimizer.mode)
+            sample.grad = torch.ones_like(sample)
+            trial.update([0])
+            if trial.mode != "commit":
+                trial.undo_only([0])
+
     def replica_sets(self, world_size: int) -> list[list[int]]:
         """See `Trainable`."""
         return [list(range(world_size))]
@@ -279,7 +293,7 @@ class DataParallel:
             if places[name].data_ptr() != tensor.data_ptr():
                 places[name].copy_(tensor)
         if len(tensors) < len(places):
-            self.optimizer.mark(entry, 0)  # drops the state that its givers do not have
+            self.optimizer.optimizer.state.pop(self.optimizer.parameters[entry], None)
         self.optimizer.mark(entry, version)
 
     def begin(self, step: int) -> None:

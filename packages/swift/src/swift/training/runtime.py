@@ -60,6 +60,7 @@ class Run:
         self._report = Report()
         self._is_filled = member.rank is not None
         self._step = 0
+        self._recovery = 0
         set_current(self)
 
     def report(self) -> Report:
@@ -91,6 +92,8 @@ class Run:
             DataError: states that must be equal differ after a recovery.
             CommError: a message failed, and no rank was lost.
         """
+        trainable.warm()
+        _digest(trainable)
         self._member.report_ready(describe_process(trainable.describe()))
         while (world := self._member.next_world()) is not None:
             try:
@@ -119,7 +122,7 @@ class Run:
             if checkpoint is not None and checkpoint.is_due(step):
                 checkpoint.save(group, trainable, step)
                 trainable.committed(step)
-            injection.stand_at(self.rank, self._member.epoch, step)
+            injection.stand_at(self.rank, self._recovery, step)
             reseed(seed, step, self.rank)
             trainable.begin(step)
             injection.reach("forward")
@@ -149,7 +152,8 @@ class Run:
         self._report.begin(world.epoch, world.rank, world.lost, is_newcomer=not self._is_filled)
         abandon()
         self.rank, self.world_size = world.rank, world.world_size
-        injection.stand_at(world.rank, world.epoch, self._step)
+        self._recovery = world.recovery
+        injection.stand_at(world.rank, world.recovery, self._step)
         injection.reach("join")
         group = join_world(
             world.rank,

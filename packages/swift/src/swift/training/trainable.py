@@ -53,6 +53,10 @@ class Trainable(Protocol):
         """
         ...
 
+    def warm(self) -> None:
+        """Runs what a first step would have to load or compile, on values of its own; spares call it."""
+        ...
+
     def replica_sets(self, world_size: int) -> list[list[int]]:
         """Ranks that hold the same state, a list a set; together all ranks, each once."""
         ...
