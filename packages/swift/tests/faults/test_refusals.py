@@ -54,14 +54,21 @@ def test_a_parameter_that_the_optimizer_does_not_have():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     opt = swift.undoable(torch.optim.SGD(model[0].parameters(), 0.1))
     with pytest.raises(ConfigError, match=r"got none of 1\.weight, 1\.bias"):
-        swift.DataParallel(model, opt, SimpleNamespace(rank=0, world_size=1))
+        swift.DataParallel(
+            model, opt, SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+        )
 
 
 def test_sizes_out_of_range():
     model = torch.nn.Linear(2, 2)
     opt = swift.undoable(torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(ConfigError, match="positive bucket_mb and clip_norm, got 0"):
-        swift.DataParallel(model, opt, SimpleNamespace(rank=0, world_size=1), bucket_mb=0)
+        swift.DataParallel(
+            model,
+            opt,
+            SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False),
+            bucket_mb=0,
+        )
 
 
 def test_help_is_fast_for_want_of_torch():

@@ -24,7 +24,12 @@ def test_a_batch_may_be_larger_than_the_dataset():
 def test_ranks_share_a_step_and_a_repeated_step_is_the_same():
     dataset = torch.utils.data.TensorDataset(torch.arange(100))
     parts = [
-        StepData(dataset, 12, seed=1, run=SimpleNamespace(rank=rank, world_size=3))
+        StepData(
+            dataset,
+            12,
+            seed=1,
+            run=SimpleNamespace(rank=rank, world_size=3, reads_whole_batches=False),
+        )
         for rank in range(3)
     ]
     read = torch.cat([part[5][0] for part in parts])
@@ -55,17 +60,24 @@ def test_a_stream_is_refused():
 
 
 def test_a_batch_must_divide_among_the_ranks():
-    data = StepData([1, 2], 4, run=SimpleNamespace(rank=0, world_size=3))
+    data = StepData([1, 2], 4, run=SimpleNamespace(rank=0, world_size=3, reads_whole_batches=False))
     with pytest.raises(ConfigError, match="multiple of the 3 ranks"):
         data[0]
 
 
 def test_a_spare_reads_nothing():
-    data = StepData([1, 2], 4, run=SimpleNamespace(rank=None, world_size=2))
+    data = StepData(
+        [1, 2], 4, run=SimpleNamespace(rank=None, world_size=2, reads_whole_batches=False)
+    )
     with pytest.raises(ConfigError, match="on rank None"):
         data[0]
 
 
 def test_collate_makes_the_batch():
-    data = StepData(["a", "b"], 2, run=SimpleNamespace(rank=0, world_size=1), collate="".join)
+    data = StepData(
+        ["a", "b"],
+        2,
+        run=SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False),
+        collate="".join,
+    )
     assert sorted(data[0]) == ["a", "b"]

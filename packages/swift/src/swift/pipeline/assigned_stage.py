@@ -127,6 +127,9 @@ class Stage:
             "seed": self._seed,
         }
 
+    def warm(self) -> None:
+        """See `Trainable`: a stage is built once its rank is known."""
+
     def replica_sets(self, world_size: int) -> list[list[int]]:
         """See `Trainable`."""
         return [[rank] for rank in range(world_size)]

@@ -1,6 +1,6 @@
 """Moving the state that is lost: every survivor that has an entry sends its share of it.
 
-`plan_shares` is pure and the same on all ranks. Entries are moved by `shared.comms.reshard`, in
+`plan_shares` is pure and the same on all ranks. Movable are moved by `shared.comms.reshard`, in
 disjoint slices from all that hold them.
 """
 
@@ -16,14 +16,14 @@ from shared.comms import Group, reshard
 from shared.topology.boxes import Box
 from swift.injection import reach
 
-__all__ = ["Entries", "Fetch", "Share", "list_fetches", "move", "plan_shares"]
+__all__ = ["Fetch", "Movable", "Share", "list_fetches", "move", "plan_shares"]
 
 _LEAST_BYTES = 1 << 18
 """Below it a tensor is not divided among its holders."""
 
 
 @runtime_checkable
-class Entries(Protocol):
+class Movable(Protocol):
     """The part of `swift.training.trainable.Trainable` that is moved."""
 
     def versions(self) -> list[int]:
@@ -114,7 +114,7 @@ def plan_shares(fetch: Fetch, numel: int, itemsize: int, number: int = 0) -> lis
 
 def move(
     group: Group,
-    trainable: Entries,
+    trainable: Movable,
     fetches: Sequence[Fetch],
     target: int,
     *,

@@ -59,7 +59,8 @@ class Entries:
             if places[name].data_ptr() != tensor.data_ptr():
                 places[name].copy_(tensor)
         if len(tensors) < len(places):
-            self.optimizer.mark(entry, 0)  # drops the state that its givers do not have
+            # Its givers have no state of it, as it never had a gradient.
+            self.optimizer.optimizer.state.pop(self.optimizer.parameters[entry], None)
         self.optimizer.mark(entry, version)
 
     def _named(self, entry: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from shared.errors import CommError, ConfigError, DataError
 from swift.injection import reach
 from swift.training.buckets import plan_buckets
 from swift.training.data import Placed
+from swift.training.entries import Entries
 from swift.training.rest import Rest, Stateful
 from swift.training.trainable import Load, Repeat
 from swift.undo.undoable import Undoable, undoable
@@ -93,7 +94,7 @@ class DataParallel:
         self._names = [names.get(id(one), f"p{i}") for i, one in enumerate(optimizer.parameters)]
         more = (scaler,) if scaler is not None else ()
         self._rest = Rest(module, optimizer.optimizer, (*stateful, *more))
-        self._rest_version = 0
+        self._entries = Entries(self._names, optimizer, self._rest)
         self._is_in_step = False
         self._group: Group | None = None
         self._buckets = plan_buckets(optimizer.parameters, int(bucket_mb * 1e6))
@@ -259,42 +260,27 @@ class DataParallel:
 
     def versions(self) -> list[int]:
         """See `Trainable`."""
-        return [*self.optimizer.marks, self._rest_version]
+        return self._entries.versions()
 
     def undo(self, entries: Sequence[int]) -> None:
         """See `Trainable`."""
-        last = len(self.optimizer.parameters)
+        last = self._entries.last
         self.optimizer.undo_only([entry for entry in entries if entry != last])
         if last in entries:
             self._rest.restore()
-            self._rest_version -= 1
+            self._entries.rest_version -= 1
 
     def state_of(self, entry: int) -> dict[str, Tensor]:
         """See `Trainable`."""
-        if entry == len(self._names):
-            return {"rest": self._rest.pack()}
-        return self._named(entry, self.optimizer.state_of(entry))
+        return self._entries.state_of(entry)
 
     def prepare(self, entry: int) -> dict[str, Tensor]:
         """See `Trainable`."""
-        return self._named(entry, self.optimizer.prepare(entry))
-
-    def _named(self, entry: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {f"{self._names[entry]}/{key}": one for key, one in tensors.items()}
+        return self._entries.prepare(entry)
 
     def fill(self, entry: int, tensors: Mapping[str, Tensor], version: int) -> None:
         """See `Trainable`."""
-        if entry == len(self._names):
-            self._rest.load(tensors["rest"])
-            self._rest_version = version
-            return
-        places = self.prepare(entry)
-        for name, tensor in tensors.items():
-            if places[name].data_ptr() != tensor.data_ptr():
-                places[name].copy_(tensor)
-        if len(tensors) < len(places):
-            self.optimizer.optimizer.state.pop(self.optimizer.parameters[entry], None)
-        self.optimizer.mark(entry, version)
+        self._entries.fill(entry, tensors, version)
 
     def begin(self, step: int) -> None:
         """See `Trainable`."""
@@ -317,7 +303,7 @@ class DataParallel:
                 f"it with update=False"
             )
         self._share_buffers(self._rest.shared_buffers)
-        self._rest_version = step + 1
+        self._entries.rest_version = step + 1
         self._is_in_step = False
         reach("finish")
 

@@ -93,7 +93,7 @@ class Run:
             CommError: a message failed, and no rank was lost.
         """
         trainable.warm()
-        _digest(trainable)
+        digest([torch.zeros(1)])  # its kernel is loaded when it is first called
         self._member.report_ready(describe_process(trainable.describe()))
         while (world := self._member.next_world()) is not None:
             try:
@@ -149,6 +149,7 @@ class Run:
         step_fn: Callable[[int], Any],
         seed: int,
     ) -> Group:
+        self._send_record()  # of a recovery after which no step was done
         self._report.begin(world.epoch, world.rank, world.lost, is_newcomer=not self._is_filled)
         abandon()
         self.rank, self.world_size = world.rank, world.world_size
