@@ -27,7 +27,9 @@ shape = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, attention_dropout=0.1, **shape))
+model = AutoModelForCausalLM.from_config(
+    LlamaConfig(vocab_size=256, attention_dropout=0.1, **shape)
+)
 optimizer = swift.undoable(torch.optim.AdamW(model.parameters(), lr=1e-3))
 dp = swift.DataParallel(model, optimizer, run, clip_norm=1.0)
 data = swift.StepData(samples, global_batch=8, seed=0)

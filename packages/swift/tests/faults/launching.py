@@ -63,7 +63,7 @@ class Driver:
         folder.mkdir(parents=True, exist_ok=True)
         self._process.stdin.write(json.dumps(command(folder, *options, **given)[3:]) + "\n")
         self._process.stdin.flush()
-        readable, _, _ = select.select([self._process.stdout], [], [], LIMIT_S)
+        readable, _, _ = select.select([self._process.stdout.fileno()], [], [], LIMIT_S)
         printed = self._log.read_text()
         assert readable, f"the run did not end:\n{printed}"
         assert self._process.stdout.readline() == f"{status}\n", printed

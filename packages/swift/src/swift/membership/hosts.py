@@ -198,12 +198,12 @@ class First(_Loop):
     def gone(self, name: str, how: str, status: int | None) -> None:
         """See `_Loop`."""
         process = self._coordinator.processes.get(name)
-        is_rank = process is not None and process.rank is not None
-        if not is_rank and status not in (None, 0):
+        rank = None if process is None else process.rank
+        if rank is None and status not in (None, 0):
             self.num_spares -= 1  # refused, or its script fails: the next one would be, too
         self._deliver(self._coordinator.lose([name], how, status, time.time()))
-        if is_rank and self._coordinator.epoch < 0 and status is None:
-            self.started(self.local.start(process.rank), process.rank)
+        if rank is not None and self._coordinator.epoch < 0 and status is None:
+            self.started(self.local.start(rank), rank)
 
     def _finish(self, reason: str) -> int:
         for process in list(self._coordinator.processes):
@@ -264,11 +264,12 @@ class First(_Loop):
 
     def _hear_peer(self, channel: Channel, host: int | None, message: dict[str, Any]) -> int | None:
         if message["kind"] == "hello":
-            host = message["host"]
-            if host in self._hosts:
-                self._lose_host(host, "was replaced: its host came back")
-            self._hosts[host] = channel
-            self.selector.modify(channel, selectors.EVENT_READ, ("peer", host))
+            new: int = message["host"]
+            if new in self._hosts:
+                self._lose_host(new, "was replaced: its host came back")
+            self._hosts[new] = channel
+            self.selector.modify(channel, selectors.EVENT_READ, ("peer", new))
+            host = new
         elif message["kind"] == "started":
             name, rank = message["name"], message["rank"]
             self._coordinator.add(Process(name, int(name.split(".")[0]), rank))

@@ -232,9 +232,10 @@ class DataParallel:
         first = self.optimizer.parameters[0]
         sample = torch.nn.Parameter(torch.zeros(2, 4, dtype=first.dtype, device=first.device))
         group = {name: one for name, one in optimizer.param_groups[0].items() if name != "params"}
+        make: Any = type(optimizer)
         # An optimizer with a constructor of its own starts cold.
         with suppress(TypeError):
-            trial = undoable(type(optimizer)([{"params": [sample], **group}]), self.optimizer.mode)
+            trial = undoable(make([{"params": [sample], **group}]), self.optimizer.mode)
             sample.grad = torch.ones_like(sample)
             trial.update([0])
             if trial.mode != "commit":
