@@ -45,11 +45,9 @@ def timed(function):
     return time.thread_time() - start
 
 
-def make(mode):
+def make(**options):
     p = torch.nn.Parameter(torch.randn(NUM_PARAMETERS, generator=torch.Generator().manual_seed(0)))
-    fused = mode is None
-    optimizer = torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1, fused=fused)
-    return p, optimizer if fused else swift.undoable(optimizer, mode)
+    return p, torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1, **options)
 
 
 def state_of(opt):
@@ -59,9 +57,10 @@ def state_of(opt):
 
 def test_undo_against_a_snapshot(benchmark, record_claim):
     generator = torch.Generator().manual_seed(1)
-    exact, opt = make("exact")
-    plain, unkept = make("commit")
-    theirs, torchs = make(None)
+    exact, ours = make()
+    plain, unkept = make()
+    theirs, torchs = make(fused=True)
+    opt, unkept = swift.undoable(ours, "exact"), swift.undoable(unkept, "commit")
     snapshot = [torch.zeros(NUM_PARAMETERS) for _ in range(3)]
     seconds = {name: [] for name in ("exact", "undo", "commit", "torch", "snapshot")}
     num_bytes, same = [], []
@@ -106,13 +105,14 @@ def test_undo_against_a_snapshot(benchmark, record_claim):
     record_claim(
         Claim(
             name="time that exact undo adds to torch's fused AdamW step, 8 M parameters",
-            measured=float(np.median(added)),
+            ours=float(np.median(added)),
             baseline=medians["snapshot"],
             unit="s",
+            higher_is_better=False,
             baseline_name="a warm copy of w, m and v",
             correct=correct,
             detail=detail,
-            command=COMMAND,
+            source=COMMAND,
         ),
         aim=1 / 0.6,
         spread=(float(ratios.min()), float(ratios.max())),
@@ -120,26 +120,28 @@ def test_undo_against_a_snapshot(benchmark, record_claim):
     record_claim(
         Claim(
             name="time that the residual adds to our own fused AdamW step, 8 M parameters",
-            measured=float(np.median(times["exact"] - times["commit"])),
+            ours=float(np.median(times["exact"] - times["commit"])),
             baseline=medians["snapshot"],
             unit="s",
+            higher_is_better=False,
             baseline_name="a warm copy of w, m and v",
             correct=correct,
             detail=detail,
-            command=COMMAND,
+            source=COMMAND,
         ),
         aim=1 / 0.6,
     )
     record_claim(
         Claim(
             name="memory of exact undo of AdamW, float32, most of all steps",
-            measured=most,
+            ours=most,
             baseline=12.0,
             unit="B",
+            higher_is_better=False,
             baseline_name="a snapshot of w, m and v, a parameter",
             correct=correct,
             detail=f"{most:.3f} B a parameter at most, {num_bytes[-1] / NUM_PARAMETERS:.3f} at the end",
-            command=COMMAND,
+            source=COMMAND,
         ),
         aim=12 / 3.5,
     )

@@ -80,7 +80,8 @@ def test_all_ranks_come_to_the_newest_version_that_brute_force_finds(world):
     assert decision.from_checkpoint == (not possible)
     if decision.from_checkpoint:
         assert decision.target is None
-        assert not (decision.undo or decision.fetch or decision.replay)
+        assert decision.undo == decision.fetch == {}
+        assert decision.replay == []
         return
     assert decision.target == possible[0]
     assert all(now == [decision.target] * 2 for now in apply(sets, decision))

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from shared.kernels import adam
-from swift.undo.applied_step import AppliedStep, Buffers
+from swift.undo.applied_step import AppliedStep, UndoMemory
 from swift.undo.torch_step import Group, local, new_state
 
 __all__ = ["AdamStep", "has_fused_step", "run_adam_steps"]
@@ -46,7 +46,7 @@ class AdamStep(AppliedStep):
         optimizer: Optimizer,
         group: Group,
         parameter: Parameter,
-        buffers: Buffers | None = None,
+        buffers: UndoMemory | None = None,
         *,
         exact: bool,
     ) -> None:
@@ -59,7 +59,8 @@ class AdamStep(AppliedStep):
         self._count: Tensor = state["step"]
         self._memory = local(parameter)
         self._averages = [local(state["exp_avg"]), local(state["exp_avg_sq"])]
-        self.grad = _laid_out_like(self._memory, self.grad)
+        if self.grad is not None:
+            self.grad = _laid_out_like(self._memory, self.grad)
         self.number = int(self._count) + 1
         self.buffers = self.residual = None
         if exact:
@@ -92,6 +93,7 @@ class AdamStep(AppliedStep):
         torch.autograd.graph.increment_version([self._memory, *self._averages])
 
     def restore(self, grad: Tensor) -> None:
+        """See `AppliedStep`."""
         residuals = None if self.residual is None else [self.residual]
         adam.undo([self.tensors(grad)], [self.number], self.kernel_hyper, residuals)
         self.count(-1)

@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from swift.undo.torch_step import Group, local, numbers, state_tensors
 
-__all__ = ["AppliedStep", "Buffers", "SteppedWithoutGradient"]
+__all__ = ["AppliedStep", "UndoMemory", "SteppedWithoutGradient"]
 
 
 @runtime_checkable
-class Buffers(Protocol):
+class UndoMemory(Protocol):
     """Memory that undoing needs and that the next step uses again."""
 
     @property
@@ -36,7 +36,7 @@ class AppliedStep:
         optimizer: Optimizer,
         group: Group,
         parameter: Parameter,
-        buffers: Buffers | None = None,
+        buffers: UndoMemory | None = None,
     ) -> None:
         state = optimizer.state.get(parameter)
         self.optimizer, self.parameter, self.hyper = optimizer, parameter, numbers(group)
@@ -98,7 +98,7 @@ class SteppedWithoutGradient(AppliedStep):
         """Nothing to do."""
 
     def why_not(self, grad: Tensor | None) -> None:
-        return None
+        """Nothing stands in the way."""
 
     def undo(self, grad: Tensor | None) -> None:
         """Nothing to restore."""

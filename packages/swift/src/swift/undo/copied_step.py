@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from swift.undo.applied_step import AppliedStep, Buffers
+from swift.undo.applied_step import AppliedStep, UndoMemory
 from swift.undo.torch_step import Group, state_tensors, step_only
 
 __all__ = ["CopiedStep", "Copies"]
@@ -45,7 +45,7 @@ class CopiedStep(AppliedStep):
         optimizer: Optimizer,
         group: Group,
         parameter: Parameter,
-        buffers: Buffers | None = None,
+        buffers: UndoMemory | None = None,
     ) -> None:
         super().__init__(optimizer, group, parameter)
         self.copies = buffers if isinstance(buffers, Copies) else Copies()
@@ -62,6 +62,7 @@ class CopiedStep(AppliedStep):
         step_only(self.optimizer, self._group, [self.parameter])
 
     def restore(self, grad: Tensor) -> None:
+        """See `AppliedStep`."""
         live = state_tensors(self.optimizer, self.parameter)
         for name, tensor in self.copies.tensors.items():
             live[name].copy_(tensor)

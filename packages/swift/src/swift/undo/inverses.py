@@ -61,22 +61,19 @@ def _invert_rmsprop(
     lr, decay, momentum = hyper["lr"], hyper["weight_decay"], hyper["momentum"]
     alpha = hyper["alpha"]
     w, g, s = after["param"].float(), _signed(grad, hyper), after["square_avg"].float()
-    spread = s
-    if hyper["centered"]:
-        a = after["grad_avg"].float()
-        spread = s - a * a
-    root = _root(spread) + hyper["eps"]
-    if momentum > 0:
-        b = after["momentum_buffer"].float()
+    a = after["grad_avg"].float() if hyper["centered"] else None
+    b = after["momentum_buffer"].float() if momentum > 0 else None
+    root = _root(s if a is None else s - a * a) + hyper["eps"]
+    if b is not None:
         w = restore("param", w + b * lr)
     else:
         w = restore("param", (w + g / root * lr) / (1 - lr * decay / root))
     if first:
         return
     d = g + w * decay
-    if momentum > 0:
+    if b is not None:
         restore("momentum_buffer", (b - d / root) / momentum)
-    if hyper["centered"]:
+    if a is not None:
         restore("grad_avg", (a - d * (1 - alpha)) / alpha)
     restore("square_avg", _not_negative((s - d * d * (1 - alpha)) / alpha))
 

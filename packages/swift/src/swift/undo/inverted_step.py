@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from swift.undo.applied_step import AppliedStep, Buffers
+from swift.undo.applied_step import AppliedStep, UndoMemory
 from swift.undo.inverses import INVERSES
 from swift.undo.residuals import Residuals
 from swift.undo.torch_step import Group, state_tensors, step_only
@@ -34,7 +34,7 @@ class InvertedStep(AppliedStep):
         optimizer: Optimizer,
         group: Group,
         parameter: Parameter,
-        buffers: Buffers | None = None,
+        buffers: UndoMemory | None = None,
         *,
         exact: bool,
     ) -> None:
@@ -52,7 +52,8 @@ class InvertedStep(AppliedStep):
         if self.residuals is None:
             step_only(self.optimizer, self._group, [self.parameter])
             return
-        residuals = self.residuals
+        residuals, grad = self.residuals, self.grad
+        assert grad is not None, "a parameter without gradient takes no such step"
         before = {name: tensor.clone() for name, tensor in before.items()}
         step_only(self.optimizer, self._group, [self.parameter])
 
@@ -61,9 +62,10 @@ class InvertedStep(AppliedStep):
             return before[name].float()
 
         after = state_tensors(self.optimizer, self.parameter)
-        INVERSES[type(self.optimizer)](after, self.grad, self.hyper, self.first, keep)
+        INVERSES[type(self.optimizer)](after, grad, self.hyper, self.first, keep)
 
     def restore(self, grad: Tensor) -> None:
+        """See `AppliedStep`."""
         after = state_tensors(self.optimizer, self.parameter)
 
         def put_back(name: str, guess: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
@@ -20,7 +19,9 @@ Group = dict[str, Any]
 def local(tensor: Tensor) -> Tensor:
     """The memory of a tensor, without autograd; of a DTensor this rank's part."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # DTensor has it; importing torch.distributed to ask for the class takes longer than a recovery.
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def numbers(group: Group) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shared.errors import ConfigError, DataError
 from swift.undo.adam_step import AdamStep, has_fused_step, run_adam_steps
-from swift.undo.applied_step import AppliedStep, Buffers, SteppedWithoutGradient
+from swift.undo.applied_step import AppliedStep, UndoMemory, SteppedWithoutGradient
 from swift.undo.copied_step import CopiedStep
 from swift.undo.inverses import obstacle
 from swift.undo.inverted_step import InvertedStep, has_inverse
@@ -99,7 +99,7 @@ class Undoable:
         self.marks = [0] * len(self._parameters)
         depth = _MEMORY if mode == "arith" else 1
         self._applied: list[deque[AppliedStep]] = [deque(maxlen=depth) for _ in self.marks]
-        self._buffers: list[Buffers | None] = [None] * len(self.marks)
+        self._buffers: list[UndoMemory | None] = [None] * len(self.marks)
         # Parameters with state from the start: a checkpoint's, or Adagrad's.
         self._begun = {i for i, p in enumerate(self._parameters) if optimizer.state.get(p)}
         self._told_of_copies = False

@@ -46,24 +46,20 @@ _NO_CODES = np.empty((3, 0), np.int8)
 _NO_BASES = np.empty(0, np.int64)
 
 
-@intrinsic
-def _bits(context, number):  # noqa: ANN001, ANN202
-    """The int32 that has a float32's bits."""
+def _bitcast(source, target, to):  # noqa: ANN001, ANN202
+    """Makes the intrinsic that reads a number's bits as another type."""
 
-    def cast(context, builder, signature, args):  # noqa: ANN001, ANN202
-        return builder.bitcast(args[0], ir.IntType(32))
+    def typed(context, number):  # noqa: ANN001, ANN202
+        def cast(context, builder, signature, args):  # noqa: ANN001, ANN202
+            return builder.bitcast(args[0], to)
 
-    return types.int32(types.float32), cast
+        return target(source), cast
+
+    return intrinsic(typed)
 
 
-@intrinsic
-def _float(context, word):  # noqa: ANN001, ANN202
-    """The float32 that has an int32's bits."""
-
-    def cast(context, builder, signature, args):  # noqa: ANN001, ANN202
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), cast
+_bits = _bitcast(types.float32, types.int32, ir.IntType(32))
+_float = _bitcast(types.int32, types.float32, ir.FloatType())
 
 
 @inlined

@@ -122,6 +122,7 @@ def _step(  # noqa: ANN202
     block = tl.program_id(0).to(tl.int64)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     live = offsets < n
+    base = tl.full([], -1, tl.int64)
     if RESIDUAL:
         base = tl.load(bases + block)
         live = offsets < tl.where(base < 0, n, 0)
