@@ -55,7 +55,7 @@ def state_of(opt):
     return [tensor for name, tensor in opt.state_of(0).items() if name != "step"]
 
 
-def test_undo_against_a_snapshot(benchmark, record_claim):
+def bench_undo_against_a_snapshot(benchmark, record_claim):
     generator = torch.Generator().manual_seed(1)
     exact, ours = make()
     plain, unkept = make()

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from swift.undo.torch_step import Group, local, numbers, state_tensors
 
-__all__ = ["AppliedStep", "UndoMemory", "SteppedWithoutGradient"]
+__all__ = ["AppliedStep", "SteppedWithoutGradient", "UndoMemory"]
 
 
 @runtime_checkable

@@ -3,7 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shared.errors import ConfigError, DataError
 from swift.undo.adam_step import AdamStep, has_fused_step, run_adam_steps
-from swift.undo.applied_step import AppliedStep, UndoMemory, SteppedWithoutGradient
+from swift.undo.applied_step import AppliedStep, SteppedWithoutGradient, UndoMemory
 from swift.undo.copied_step import CopiedStep
 from swift.undo.inverses import obstacle
 from swift.undo.inverted_step import InvertedStep, has_inverse
@@ -140,7 +140,8 @@ class Undoable:
                 of the parameter); nothing is stepped then.
         """
         # Schedulers warn where no step of torch's was seen before theirs.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        optimizer: Any = self.optimizer
+        optimizer._opt_called = True
         work = list(self._by_group(indices))
         if self.mode == "arith":
             for group, members in work:

@@ -5,6 +5,7 @@ run-time test of whether arrays overlap, and every loop over floats becomes vect
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ _NO_CODES = np.empty((3, 0), np.int8)
 _NO_BASES = np.empty(0, np.int64)
 
 
-def _bitcast(source, target, to):  # noqa: ANN001, ANN202
+def _bitcast(source: Any, target: Any, to: Any) -> Any:
     """Makes the intrinsic that reads a number's bits as another type."""
 
     def typed(context, number):  # noqa: ANN001, ANN202
