@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from shared.cli import Command, JsonOption, run_command
+from swift.pipeline.commands import PlanLogs, Simulate, VerifyLog
 
 __all__ = ["main"]
 
@@ -157,5 +158,12 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
-    commands: dict[str, Callable[..., Command]] = {"run": Run, "status": Status, "inject": Inject}
+    commands: dict[str, Callable[..., Command]] = {
+        "run": Run,
+        "status": Status,
+        "inject": Inject,
+        "plan-logs": PlanLogs,
+        "verify-log": VerifyLog,
+        "simulate": Simulate,
+    }
     return run_command(commands, prog="meshyard-swift", about=_ABOUT, argv=argv)

@@ -17,6 +17,7 @@ __all__ = ["POINTS", "Fault", "arm", "reach", "stand_at"]
 
 POINTS = (
     "forward",
+    "backward",
     "reduce",
     "update",
     "vote",
@@ -24,6 +25,7 @@ POINTS = (
     "join",
     "undo",
     "transfer",
+    "replay",
     "verify",
     "checkpoint",
     "commit",
@@ -40,7 +42,7 @@ class Fault:
         recovery: number of recoveries that came before; a repeated step does not repeat the fault.
         point: one of POINTS.
         step: at which step; None: any.
-        bucket: at which bucket, where the point has some; None: any.
+        bucket: at which bucket, of a pipeline micro-batch, where the point has some; None: any.
         kind: "kill" (SIGKILL) or "stop" (SIGSTOP).
     """
 

@@ -6,6 +6,7 @@ what they sent (`Messages` and its subclass in `replay`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from shared.comms import Group
 from shared.comms.pipeline import run_1f1b
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
+from swift.injection import reach
 from swift.pipeline.chunk_sums import ChunkSums, Gradients
 from swift.pipeline.log import LogWriter
 from swift.pipeline.records import Key, Kind
@@ -85,6 +87,8 @@ class PipelineStage:
 
     Attributes:
         iteration: the next one, counted from 0.
+        compute_s: seconds spent in forward and backward passes so far.
+        sent_bytes: of activations and of gradients so far.
 
     Raises:
         ConfigError: a number is out of range, or the last stage has no loss.
@@ -113,6 +117,8 @@ class PipelineStage:
         self.index, self.num_stages = index, num_stages
         self.num_micro_batches, self.chunk, self.seed = micro_batches, chunk, seed
         self.iteration = 0
+        self.compute_s = 0.0
+        self.sent_bytes = {Kind.ACTIVATION: 0, Kind.GRADIENT: 0}
         self._loss = loss
         self._messages: Messages | None = None
         self.writer = log
@@ -148,6 +154,7 @@ class PipelineStage:
         )
         leaves: dict[int, Tensor] = {}
         losses: list[Tensor] = []
+        begun_s: list[float] = []
 
         def forward(at: int, x: Tensor | None) -> Tensor:
             k = ks[at]
@@ -157,25 +164,31 @@ class PipelineStage:
                 leaves[k] = x
                 messages.received(Kind.ACTIVATION, k, x)
             torch.manual_seed(stream_key(self.seed, messages.iteration, self.index, k))
+            begun_s.append(time.perf_counter())
             out = _call(self.module, parts[k] if x is None else x)
             if self.is_last:
                 assert self._loss is not None, "checked as the stage was made"
-                loss = self._loss(out, wanted[k]) / self.num_micro_batches
-                losses.append(loss.detach())
-                return loss
+                out = self._loss(out, wanted[k]) / self.num_micro_batches
+                losses.append(out.detach())
+            self.compute_s += time.perf_counter() - begun_s.pop()
             out = _as_tensor(out, self.index)
-            messages.send(Kind.ACTIVATION, k, out)
+            out.register_hook(lambda _: begun_s.append(time.perf_counter()))
+            if self.is_last:
+                return out
+            self._send(messages, Kind.ACTIVATION, k, out)
             out.register_hook(lambda grad: messages.received(Kind.GRADIENT, k, grad))
             return messages.close(k, out)
 
         def after_backward(at: int, grad: Tensor | None) -> None:
             k = ks[at]
+            self.compute_s += time.perf_counter() - begun_s.pop()
             if self.index:
                 x = leaves.pop(k)
                 if grad is None:
                     grad = torch.zeros_like(x) if x.grad is None else x.grad.contiguous()
-                messages.send(Kind.GRADIENT, k, grad)
+                self._send(messages, Kind.GRADIENT, k, grad)
             sums.close_micro_batch(k)
+            reach("backward", bucket=k)
 
         run_1f1b(messages.group, len(ks), forward, after_backward=after_backward)
         for parameter, grad in zip(self._parameters, messages.add(sums.sums), strict=True):
@@ -185,6 +198,10 @@ class PipelineStage:
         self.opt.step()
         self.iteration += 1
         return torch.stack(losses).sum() if losses else None
+
+    def _send(self, messages: Messages, kind: Kind, k: int, message: Tensor) -> None:
+        self.sent_bytes[kind] += message.numel() * message.element_size()
+        messages.send(kind, k, message)
 
     @contextmanager
     def reading(self, messages: Messages) -> Iterator[None]:

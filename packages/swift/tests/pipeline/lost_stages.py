@@ -1,0 +1,44 @@
+"""A pipeline that loses stages as told: what each rank ends with is written to a folder."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+import swift
+from shared.kernels.digest import digest
+from small_stages import CLASSES, DIM, build, loss_of
+from swift.injection import Fault, arm
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--faults", default="[]")
+parser.add_argument("--log", default="{}")
+parser.add_argument("--helpers", type=int, default=0)
+parser.add_argument("--without-log", action="store_true")
+options = parser.parse_args()
+
+draw = torch.Generator().manual_seed(0)
+samples = [
+    (torch.randn(DIM, generator=draw), int(torch.randint(CLASSES, (), generator=draw)))
+    for _ in range(60)
+]
+run = swift.join()
+arm(Fault(**fault) for fault in json.loads(options.faults))
+log = swift.BoundaryLog(options.folder / "log", **json.loads(options.log))
+stage = swift.Stage(
+    lambda index: build(index, run.world_size), run, loss=loss_of, micro_batches=6, chunk=2,
+    log=None if options.without_log else log, helpers=options.helpers,
+)  # fmt: skip
+data = swift.StepData(samples, global_batch=12, seed=1)
+run.loop(
+    lambda step: stage.step(*data[step]), stage, until=10,
+    checkpoint=swift.Every(4, options.folder / "checkpoints"),
+)  # fmt: skip
+found = {
+    "digest": digest(tensor for i in range(len(stage.versions())) for tensor in stage.state_of(i).values()),
+    "recoveries": run.report().records,
+    "replayed": [[list(stages), list(steps)] for stages, steps in stage.replayed],
+}
+(options.folder / f"rank-{run.rank}.json").write_text(json.dumps(found))

@@ -1,0 +1,86 @@
+"""Pipelines under `meshyard-swift run` that lose stages, against the same run undisturbed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+NUM = 4
+
+
+def train(folder, *options, spares=1):
+    folder.mkdir()
+    command = [sys.executable, "-m", "swift", "run", "-n", str(NUM), "--spares", str(spares)]
+    env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(HERE / "lost_stages.py"), str(folder), *options],
+        cwd=folder, env=env, check=False, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(NUM)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("run") / "a")
+
+
+def fault(rank, point, step=None, bucket=None, epoch=0):
+    return {"rank": rank, "epoch": epoch, "point": point, "step": step, "bucket": bucket}
+
+
+CASES = {
+    "middle": ([fault(1, "backward", 6, 3)], [[[1], [4, 5]]]),
+    "first, before a checkpoint": ([fault(0, "backward", 2, 0)], [[[0], [0, 1]]]),
+    "last, done": ([fault(3, "finish", 6)], [[[3], [4, 5, 6]]]),
+}
+SLOW = {
+    "neighbours": ([fault(1, "backward", 7, 1), fault(2, "backward", 7, 0)], [[[1, 2], [4, 5, 6]]]),
+    "in its replay": ([fault(1, "backward", 6, 3), fault(1, "replay", epoch=1)], [[[1], [4, 5]]]),
+    "a neighbour in its replay": (
+        [fault(1, "backward", 6, 3), fault(2, "replay", epoch=1)], [[[1, 2], [4, 5]]],
+    ),
+    "one after another": (
+        [fault(1, "backward", 6, 3), fault(2, "backward", 9, 5, epoch=1)], [[[2], [8]]],
+    ),
+}  # fmt: skip
+
+
+def check(folder, undisturbed, faults, replayed, *options, spares=1):
+    found = train(folder, "--faults", json.dumps(faults), *options, spares=spares)
+    assert [one["digest"] for one in found] == [one["digest"] for one in undisturbed]
+    assert all(one["recoveries"] for one in found)
+    for one in found:
+        assert one["replayed"] == replayed
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_lost_stage_is_replayed_bit_for_bit(tmp_path, undisturbed, case):
+    check(tmp_path / "b", undisturbed, *CASES[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW)
+def test_several_losses_are_replayed_bit_for_bit(tmp_path, undisturbed, case):
+    check(tmp_path / "b", undisturbed, *SLOW[case], spares=2)
+
+
+@pytest.mark.slow
+def test_helpers_and_joined_stages_replay_bit_for_bit(tmp_path, undisturbed):
+    helped = [fault(0, "backward", 7, 1)]
+    check(tmp_path / "b", undisturbed, helped, [[[0], [4, 5, 6]]], "--helpers", "1")
+    joined = json.dumps({"logged": [True, False, True]})
+    check(tmp_path / "c", undisturbed, helped[:0] + [fault(2, "backward", 7, 1)], [[[1, 2], [4, 5, 6]]],
+          "--log", joined)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--without-log"], ["--log", '{"budget": "2KiB"}']], ids=str)
+def test_without_a_whole_log_all_go_back_to_the_checkpoint(tmp_path, undisturbed, options):
+    found = check(tmp_path / "b", undisturbed, [fault(1, "backward", 6, 3)], [], *options)
+    assert all(one["recoveries"][0]["target"] == 4 for one in found)

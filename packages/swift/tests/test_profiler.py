@@ -1,0 +1,91 @@
+"""What is measured of a pipeline: computation without waiting, and bytes of both directions."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from shared.comms import Group, RankPool
+from shared.errors import ConfigError, DataError
+from small_stages import BATCH, DIM, MICRO_BATCHES, batch, make_stage
+from swift import cli
+from swift.profiler import Profile, measure
+
+SLEEP_S = 0.004
+
+
+class Sleeping(torch.autograd.Function):
+    """Sleeps in both passes, one stage longer than another."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class Slow(nn.Module):
+    def __init__(self, module, seconds):
+        super().__init__()
+        self.module, self.seconds = module, seconds
+
+    def forward(self, x):
+        return Sleeping.apply(self.module(x), self.seconds)
+
+
+def measured(folder):
+    group = Group.world()
+    stage = make_stage(folder, group, log=False)
+    stage.module = Slow(stage.module, SLEEP_S * (1 + group.rank))
+    return measure(stage, group, lambda: stage.step(*batch(stage.iteration)), 2, 1e9)
+
+
+def test_profile_of_sleeping_stages(tmp_path):
+    with RankPool(2) as pool:
+        first, second = pool.run(measured, tmp_path).results
+    assert first == second
+    for rank, found_s in enumerate(first.replay_s):
+        slept_s = 2 * MICRO_BATCHES * SLEEP_S * (1 + rank)
+        assert slept_s <= found_s <= slept_s + 0.05
+    # The first stage waits for the second, which is not its computation.
+    assert first.step_s >= 2 * MICRO_BATCHES * 2 * SLEEP_S
+    assert first.boundary_bytes == [2 * BATCH * DIM * 4]
+    assert Profile.from_json(first.to_json()) == first
+
+
+def test_profiles_are_planned_with(tmp_path, capsys):
+    profile = Profile(
+        replay_s=[1.0, 1.0, 1.0], boundary_bytes=[10, 30], bytes_per_s=1.0, step_s=4.0
+    )
+    path = tmp_path / "profile.json"
+    path.write_text(profile.to_json())
+    asked = ["plan-logs", str(path), "--budget", "35", "--interval", "1", "--json"]
+    assert cli.main(asked) == 0
+    found = json.loads(capsys.readouterr().out)
+    # Without the first boundary: 2/3 (2 + 10) + 1/3 1.
+    assert found["logged"] == [False, True]
+    assert found["expected_replay_s"] == pytest.approx(25 / 3)
+    assert found["log_bytes"] == 30
+    assert cli.main(asked[:-1]) == 0
+    assert "stages 0-1|2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [("{", "got Expecting"), ("[]", "got list"), ('{"replay_s": []}', "got replay_s; measure one")],
+)
+def test_files_that_are_no_profiles_are_refused(text, got):
+    with pytest.raises(DataError, match=got):
+        Profile.from_json(text)
+
+
+def test_a_measurement_needs_steps():
+    with pytest.raises(ConfigError, match="above 0, got 0 and 1"):
+        measure(None, None, lambda: None, 0, 1.0)
