@@ -86,6 +86,13 @@ def test_files_that_are_no_profiles_are_refused(text, got):
         Profile.from_json(text)
 
 
-def test_a_measurement_needs_steps():
-    with pytest.raises(ConfigError, match="above 0, got 0 and 1"):
-        measure(None, None, lambda: None, 0, 1.0)
+def measured_without(folder):
+    stage = make_stage(folder, Group.world(), log=False)
+    for num_steps, rate in ((0, 1.0), (1, 0.0)):
+        with pytest.raises(ConfigError, match=f"above 0, got {num_steps} and {rate}"):
+            measure(stage, Group.world(), lambda: None, num_steps, rate)
+
+
+def test_a_measurement_needs_steps_and_a_rate(tmp_path):
+    with RankPool(1) as pool:
+        pool.run(measured_without, tmp_path)

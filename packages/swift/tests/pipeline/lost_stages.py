@@ -1,7 +1,7 @@
 """A pipeline that loses stages as told: what each rank ends with is written to a folder."""
 
-import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -11,13 +11,8 @@ from shared.kernels.digest import digest
 from small_stages import CLASSES, DIM, build, loss_of
 from swift.injection import Fault, arm
 
-parser = argparse.ArgumentParser()
-parser.add_argument("folder", type=Path)
-parser.add_argument("--faults", default="[]")
-parser.add_argument("--log", default="{}")
-parser.add_argument("--helpers", type=int, default=0)
-parser.add_argument("--without-log", action="store_true")
-options = parser.parse_args()
+folder = Path(sys.argv[1])
+options = json.loads((folder / "options.json").read_text())
 
 draw = torch.Generator().manual_seed(0)
 samples = [
@@ -25,20 +20,20 @@ samples = [
     for _ in range(60)
 ]
 run = swift.join()
-arm(Fault(**fault) for fault in json.loads(options.faults))
-log = swift.BoundaryLog(options.folder / "log", **json.loads(options.log))
+arm(Fault(**fault) for fault in options["faults"])
+log = swift.BoundaryLog(folder / "log", **(options["log"] or {}))
 stage = swift.Stage(
     lambda index: build(index, run.world_size), run, loss=loss_of, micro_batches=6, chunk=2,
-    log=None if options.without_log else log, helpers=options.helpers,
+    log=None if options["log"] is None else log, helpers=options["helpers"],
 )  # fmt: skip
 data = swift.StepData(samples, global_batch=12, seed=1)
 run.loop(
     lambda step: stage.step(*data[step]), stage, until=10,
-    checkpoint=swift.Every(4, options.folder / "checkpoints"),
+    checkpoint=swift.Every(4, folder / "checkpoints"),
 )  # fmt: skip
 found = {
     "digest": digest(tensor for i in range(len(stage.versions())) for tensor in stage.state_of(i).values()),
     "recoveries": run.report().records,
     "replayed": [[list(stages), list(steps)] for stages, steps in stage.replayed],
 }
-(options.folder / f"rank-{run.rank}.json").write_text(json.dumps(found))
+(folder / f"rank-{run.rank}.json").write_text(json.dumps(found))

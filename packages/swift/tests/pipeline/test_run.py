@@ -12,12 +12,14 @@ HERE = Path(__file__).parent
 NUM = 4
 
 
-def train(folder, *options, spares=1):
+def train(folder, faults=(), *, spares=1, log=None, helpers=0, is_logged=True):
     folder.mkdir()
+    options = {"faults": list(faults), "helpers": helpers, "log": (log or {}) if is_logged else None}
+    (folder / "options.json").write_text(json.dumps(options))
     command = [sys.executable, "-m", "swift", "run", "-n", str(NUM), "--spares", str(spares)]
     env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(HERE / "lost_stages.py"), str(folder), *options],
+        [*command, str(HERE / "lost_stages.py"), str(folder)],
         cwd=folder, env=env, check=False, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -50,8 +52,8 @@ SLOW = {
 }  # fmt: skip
 
 
-def check(folder, undisturbed, faults, replayed, *options, spares=1):
-    found = train(folder, "--faults", json.dumps(faults), *options, spares=spares)
+def check(folder, undisturbed, faults, replayed, **options):
+    found = train(folder, faults, **options)
     assert [one["digest"] for one in found] == [one["digest"] for one in undisturbed]
     assert all(one["recoveries"] for one in found)
     for one in found:
@@ -72,15 +74,15 @@ def test_several_losses_are_replayed_bit_for_bit(tmp_path, undisturbed, case):
 
 @pytest.mark.slow
 def test_helpers_and_joined_stages_replay_bit_for_bit(tmp_path, undisturbed):
-    helped = [fault(0, "backward", 7, 1)]
-    check(tmp_path / "b", undisturbed, helped, [[[0], [4, 5, 6]]], "--helpers", "1")
-    joined = json.dumps({"logged": [True, False, True]})
-    check(tmp_path / "c", undisturbed, helped[:0] + [fault(2, "backward", 7, 1)], [[[1, 2], [4, 5, 6]]],
-          "--log", joined)  # fmt: skip
+    lost = [fault(0, "backward", 7, 1)]
+    check(tmp_path / "b", undisturbed, lost, [[[0], [4, 5, 6]]], helpers=1)
+    lost = [fault(2, "backward", 7, 1)]
+    logged = {"logged": [True, False, True]}
+    check(tmp_path / "c", undisturbed, lost, [[[1, 2], [4, 5, 6]]], log=logged)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--without-log"], ["--log", '{"budget": "2KiB"}']], ids=str)
+@pytest.mark.parametrize("options", [{"is_logged": False}, {"log": {"budget": "2KiB"}}], ids=str)
 def test_without_a_whole_log_all_go_back_to_the_checkpoint(tmp_path, undisturbed, options):
-    found = check(tmp_path / "b", undisturbed, [fault(1, "backward", 6, 3)], [], *options)
+    found = check(tmp_path / "b", undisturbed, [fault(1, "backward", 6, 3)], [], **options)
     assert all(one["recoveries"][0]["target"] == 4 for one in found)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shared.comms import Group, all_gather_v
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
+from swift.injection import reach
 from swift.pipeline.holes import Hole, find_holes
 from swift.pipeline.log import BoundaryLog, LogWriter
 from swift.pipeline.records import Kind
@@ -196,6 +197,7 @@ class Stage:
             )
         self._built.entries.rest_version = step + 1
         self._is_in_step = False
+        reach("finish")
 
     def confirm(self, step: int) -> None:
         """See `Trainable`."""
