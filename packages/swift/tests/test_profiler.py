@@ -5,11 +5,11 @@ import time
 
 import pytest
 import torch
+from small_stages import BATCH, DIM, MICRO_BATCHES, batch, make_stage
 from torch import nn
 
 from shared.comms import Group, RankPool
 from shared.errors import ConfigError, DataError
-from small_stages import BATCH, DIM, MICRO_BATCHES, batch, make_stage
 from swift import cli
 from swift.profiler import Profile, measure
 

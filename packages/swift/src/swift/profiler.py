@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -90,9 +91,7 @@ def measure(
     rows = [row.tolist() for row in all_gather(group, torch.tensor(words, dtype=torch.float64))]
     return Profile(
         replay_s=[row[0] for row in rows],
-        boundary_bytes=[
-            round(before[2] + after[3]) for before, after in zip(rows, rows[1:], strict=False)
-        ],
+        boundary_bytes=[round(before[2] + after[3]) for before, after in itertools.pairwise(rows)],
         bytes_per_s=bytes_per_s,
         step_s=max(row[1] for row in rows),
     )

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import torch
+from small_stages import CLASSES, DIM, build, loss_of
 
 import swift
 from shared.kernels.digest import digest
-from small_stages import CLASSES, DIM, build, loss_of
 from swift.injection import Fault, arm
 
 folder = Path(sys.argv[1])
@@ -32,7 +32,9 @@ run.loop(
     checkpoint=swift.Every(4, folder / "checkpoints"),
 )  # fmt: skip
 found = {
-    "digest": digest(tensor for i in range(len(stage.versions())) for tensor in stage.state_of(i).values()),
+    "digest": digest(
+        tensor for i in range(len(stage.versions())) for tensor in stage.state_of(i).values()
+    ),
     "recoveries": run.report().records,
     "replayed": [[list(stages), list(steps)] for stages, steps in stage.replayed],
 }

@@ -14,7 +14,11 @@ NUM = 4
 
 def train(folder, faults=(), *, spares=1, log=None, helpers=0, is_logged=True):
     folder.mkdir()
-    options = {"faults": list(faults), "helpers": helpers, "log": (log or {}) if is_logged else None}
+    options = {
+        "faults": list(faults),
+        "helpers": helpers,
+        "log": (log or {}) if is_logged else None,
+    }
     (folder / "options.json").write_text(json.dumps(options))
     command = [sys.executable, "-m", "swift", "run", "-n", str(NUM), "--spares", str(spares)]
     env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
