@@ -74,7 +74,9 @@ def bench_log_selection(benchmark, record_claim):
                 baseline_name="the limit set",
                 higher_is_better=False,
                 correct=is_best,
-                detail="equal to the best of all 32,768 choices" if num == 16 else "never above greedy's",
+                detail="equal to the best of all 32,768 choices"
+                if num == 16
+                else "never above greedy's",
                 source=COMMAND,
             ),
             aim=1.0,

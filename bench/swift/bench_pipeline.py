@@ -203,7 +203,14 @@ def lose_a_stage(folder, kind, lost, num_helpers, rounds):
             )
         else:
             served = serve(
-                stage.writer, group.rank, hole, groups, STAGES, 1, MICRO_BATCHES, range(1, 1 + STEPS)
+                stage.writer,
+                group.rank,
+                hole,
+                groups,
+                STAGES,
+                1,
+                MICRO_BATCHES,
+                range(1, 1 + STEPS),
             )
         equal &= agree(group, served, replayed) is None
         replay_s.append(time.perf_counter() - start)
@@ -218,7 +225,9 @@ def fill_from_start(made, kind, lost, group):
     """The lost stage's state after the first step, by taking that step once more with all stages."""
     mine = make_stage(kind, group.rank, group)
     mine.step(*batch(kind, 0))
-    held = [mine.module.state_dict(), mine.opt.optimizer.state_dict()] if group.rank == lost else None
+    held = (
+        [mine.module.state_dict(), mine.opt.optimizer.state_dict()] if group.rank == lost else None
+    )
     shared = [held]
     torch.distributed.broadcast_object_list(shared, src=lost)
     if made is not None:
@@ -240,9 +249,7 @@ def run_losses(kind, lost, num_helpers, rounds):
 
 
 def bench_pipeline_lost_stage(benchmark, record_claim):
-    again_s, replay_s, equal = benchmark.pedantic(
-        lambda: run_losses("llama", 1, 0, 7), rounds=1
-    )
+    again_s, replay_s, equal = benchmark.pedantic(lambda: run_losses("llama", 1, 0, 7), rounds=1)
     every = [a / b for a, b in zip(again_s, replay_s, strict=True)]
     record_claim(
         Claim(

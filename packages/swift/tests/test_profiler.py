@@ -11,7 +11,8 @@ from torch import nn
 from shared.comms import Group, RankPool
 from shared.errors import ConfigError, DataError
 from swift import cli
-from swift.profiler import Profile, measure
+from swift.pipeline.profile import Profile
+from swift.profiler import measure
 
 SLEEP_S = 0.004
 

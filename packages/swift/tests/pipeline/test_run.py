@@ -35,8 +35,8 @@ def undisturbed(tmp_path_factory):
     return train(tmp_path_factory.mktemp("run") / "a")
 
 
-def fault(rank, point, step=None, bucket=None, epoch=0):
-    return {"rank": rank, "epoch": epoch, "point": point, "step": step, "bucket": bucket}
+def fault(rank, point, step=None, bucket=None, recovery=0):
+    return {"rank": rank, "recovery": recovery, "point": point, "step": step, "bucket": bucket}
 
 
 CASES = {
@@ -45,13 +45,13 @@ CASES = {
     "last, done": ([fault(3, "finish", 6)], [[[3], [4, 5, 6]]]),
 }
 SLOW = {
-    "neighbours": ([fault(1, "backward", 7, 1), fault(2, "backward", 7, 0)], [[[1, 2], [4, 5, 6]]]),
-    "in its replay": ([fault(1, "backward", 6, 3), fault(1, "replay", epoch=1)], [[[1], [4, 5]]]),
+    "neighbours": ([fault(2, "backward", 7, 0), fault(1, "join", recovery=1)], [[[1, 2], [4, 5, 6]]]),
+    "in its replay": ([fault(1, "backward", 6, 3), fault(1, "replay", recovery=1)], [[[1], [4, 5]]]),
     "a neighbour in its replay": (
-        [fault(1, "backward", 6, 3), fault(2, "replay", epoch=1)], [[[1, 2], [4, 5]]],
+        [fault(1, "backward", 6, 3), fault(2, "replay", recovery=1)], [[[1, 2], [4, 5]]],
     ),
     "one after another": (
-        [fault(1, "backward", 6, 3), fault(2, "backward", 9, 5, epoch=1)], [[[2], [8]]],
+        [fault(1, "backward", 6, 3), fault(2, "backward", 9, 5, recovery=1)], [[[2], [8]]],
     ),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from swift.pipeline.records import (
     RECORD_BYTES,
     ChunkHeader,
     Key,
-    Record,
+    MessageRecord,
     decode,
     decode_footer,
     encode,
@@ -40,7 +40,7 @@ class ChunkFile:
 
     def __init__(self, path: Path, header: ChunkHeader) -> None:
         self.path, self.header = path, header
-        self.records: dict[Key, Record] = {}
+        self.records: dict[Key, MessageRecord] = {}
         self.num_bytes, self._num_records = 0, 0
         self._file = path.open("xb", buffering=0)
         try:
@@ -49,7 +49,7 @@ class ChunkFile:
             self.remove()
             raise
 
-    def append(self, key: Key, tensor: Tensor) -> Record:
+    def append(self, key: Key, tensor: Tensor) -> MessageRecord:
         """Writes a record; after an error the file ends as before.
 
         Raises:
@@ -107,7 +107,7 @@ class LogChunk:
 
     path: Path
     header: ChunkHeader
-    records: dict[Key, Record] = field(default_factory=dict)
+    records: dict[Key, MessageRecord] = field(default_factory=dict)
     num_records: int = 0
     end: int = CHUNK_BYTES
     is_closed: bool = False

@@ -34,8 +34,8 @@ class PlanLogs(JsonOption):
     def execute(self) -> None:
         """Prints the choice and what it costs."""
         from shared.units import format_bytes, format_s, parse_bytes
+        from swift.pipeline.profile import Profile
         from swift.pipeline.selection import select_logs
-        from swift.profiler import Profile
 
         profile = Profile.from_json(self.profile.read_text(encoding="utf-8"))
         found = select_logs(

@@ -22,7 +22,7 @@ from torch import Tensor
 from shared.errors import ConfigError, DataError
 from shared.units import format_bytes, parse_bytes
 from swift.pipeline.chunks import ChunkFile, read_header
-from swift.pipeline.records import ChunkHeader, Key, Kind, Record, count_bytes
+from swift.pipeline.records import ChunkHeader, Key, Kind, MessageRecord, count_bytes
 
 __all__ = ["BoundaryLog"]
 
@@ -222,7 +222,7 @@ class LogWriter:
             for chunk in self._chunks:
                 chunk.remove()
 
-    def _get(self, key: Key) -> tuple[ChunkFile, Record]:
+    def _get(self, key: Key) -> tuple[ChunkFile, MessageRecord]:
         self.flush()
         found = self._find(key)
         if found is None:
@@ -231,7 +231,7 @@ class LogWriter:
             )
         return found
 
-    def _find(self, key: Key) -> tuple[ChunkFile, Record] | None:
+    def _find(self, key: Key) -> tuple[ChunkFile, MessageRecord] | None:
         with self._changed:
             for chunk in reversed(self._chunks):
                 if (record := chunk.records.get(key)) is not None:

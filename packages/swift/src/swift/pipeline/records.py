@@ -28,7 +28,7 @@ __all__ = [
     "ChunkHeader",
     "Key",
     "Kind",
-    "Record",
+    "MessageRecord",
     "count_bytes",
     "decode",
     "decode_footer",
@@ -103,7 +103,7 @@ class ChunkHeader:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class MessageRecord:
     """Where a message lies in a file, and what it looks like.
 
     Attributes:
@@ -148,7 +148,7 @@ def count_bytes(key: Key, tensor: Tensor) -> int:
     return RECORD_BYTES + (tensor.numel() * tensor.element_size() if key.kind.has_bytes else 0)
 
 
-def encode(key: Key, tensor: Tensor, offset: int) -> tuple[Record, bytes, memoryview]:
+def encode(key: Key, tensor: Tensor, offset: int) -> tuple[MessageRecord, bytes, memoryview]:
     """A record, its header, and its bytes, to be written at `offset` of a file.
 
     Args:
@@ -167,7 +167,7 @@ def encode(key: Key, tensor: Tensor, offset: int) -> tuple[Record, bytes, memory
     data = memoryview(b"")
     if key.kind.has_bytes and tensor.numel():
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
-    record = Record(
+    record = MessageRecord(
         key=key, dtype=tensor.dtype, shape=tuple(tensor.shape), digest=digest(tensor),
         offset=offset + RECORD_BYTES, num_bytes=len(data),
     )  # fmt: skip
@@ -177,13 +177,13 @@ def encode(key: Key, tensor: Tensor, offset: int) -> tuple[Record, bytes, memory
     return record, _with_checksum(header), data
 
 
-def decode(header: bytes, offset: int) -> Record | None:
+def decode(header: bytes, offset: int) -> MessageRecord | None:
     """The record whose header lies at `offset`; None if that is damaged, short or no header."""
     words = _unpack(_RECORD, header)
     if words is None or words[0] != _RECORD_START:
         return None
     _, kind, dtype, num_dims, iteration, micro_batch, num_bytes, told, *dims = words
-    return Record(
+    return MessageRecord(
         key=Key(Kind(kind), iteration, micro_batch), dtype=_DTYPES[dtype],
         shape=tuple(dims[:num_dims]), digest=told, offset=offset + RECORD_BYTES, num_bytes=num_bytes,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from swift.pipeline.chunk_sums import Gradients, add_from_all, split_chunks
 from swift.pipeline.holes import Hole
 from swift.pipeline.log import LogWriter
 from swift.pipeline.records import Key, Kind
-from swift.pipeline.stage import Messages, PipelineStage
+from swift.pipeline.stage import BoundaryMessages, PipelineStage
 
 __all__ = ["ReplayGroups", "agree", "make_groups", "replay", "serve"]
 
@@ -200,7 +200,7 @@ class _Reading:
         return message.to(self.world.device)
 
 
-class ReplayedMessages(Messages):
+class ReplayedMessages(BoundaryMessages):
     """One iteration's messages of a stage that replays, or helps.
 
     Attributes:

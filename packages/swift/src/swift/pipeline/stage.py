@@ -1,7 +1,7 @@
 """A stage of a pipeline: computes its micro-batches one forward, one backward, and logs its messages.
 
 The same code trains and replays. What differs is where messages come from: the neighbours, or logs of
-what they sent (`Messages` and its subclass in `replay`).
+what they sent (`BoundaryMessages` and its subclass in `replay`).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from swift.pipeline.log import LogWriter
 from swift.pipeline.records import Key, Kind
 from swift.undo.undoable import Undoable
 
-__all__ = ["Loss", "Messages", "PipelineStage"]
+__all__ = ["BoundaryMessages", "Loss", "PipelineStage"]
 
 Loss = Callable[[Any, Any], Tensor]
 """Of the last stage's output and a micro-batch's targets; the mean over its samples, a scalar."""
 
 
-class Messages:
+class BoundaryMessages:
     """The messages of one stage in one iteration of training, between living stages.
 
     Args:
@@ -120,7 +120,7 @@ class PipelineStage:
         self.compute_s = 0.0
         self.sent_bytes = {Kind.ACTIVATION: 0, Kind.GRADIENT: 0}
         self._loss = loss
-        self._messages: Messages | None = None
+        self._messages: BoundaryMessages | None = None
         self.writer = log
         self._logged = (True,) * (num_stages - 1) if logged is None else tuple(logged)
         self._parameters = list(opt.parameters)
@@ -144,7 +144,7 @@ class PipelineStage:
             ConfigError: the batch cannot be split.
             CommError: another stage died; nothing was stepped on this one.
         """
-        messages = self._messages or Messages(self, self.group, self.iteration)
+        messages = self._messages or BoundaryMessages(self, self.group, self.iteration)
         ks = messages.micro_batches
         parts = self._split(inputs, "inputs") if self.index == 0 else []
         wanted = self._split(targets, "targets") if self.is_last else []
@@ -199,12 +199,12 @@ class PipelineStage:
         self.iteration += 1
         return torch.stack(losses).sum() if losses else None
 
-    def _send(self, messages: Messages, kind: Kind, k: int, message: Tensor) -> None:
+    def _send(self, messages: BoundaryMessages, kind: Kind, k: int, message: Tensor) -> None:
         self.sent_bytes[kind] += message.numel() * message.element_size()
         messages.send(kind, k, message)
 
     @contextmanager
-    def reading(self, messages: Messages) -> Iterator[None]:
+    def reading(self, messages: BoundaryMessages) -> Iterator[None]:
         """Takes the messages of the next step from elsewhere."""
         self._messages = messages
         try:

@@ -297,8 +297,10 @@ def _are_logged(
     lost = [all(table.versions[rank] is None for rank in ranks) for ranks in sets]
     if not any(lost) or all(lost):
         return None
-    newest = max(max(row) for row in table.versions.values() if row is not None)
-    has = trainable.logged(newest, table.checkpoint)
+    # Where one survivor is a step behind, the others undo theirs, and logs need not reach it.
+    alive = [ranks for ranks, is_lost in zip(sets, lost, strict=True) if not is_lost]
+    reached = decide([{rank: table.versions[rank] for rank in ranks} for ranks in alive]).target
+    has = reached is not None and trainable.logged(reached, table.checkpoint)
     found = [bool(one) for one in all_gather(group, torch.tensor([int(has)]))]
     survivors = [rank for rank, row in table.versions.items() if row is not None]
     is_logged = all(found[rank] for rank in survivors)

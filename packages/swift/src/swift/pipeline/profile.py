@@ -1,0 +1,50 @@
+"""What is known of a pipeline's step when logged boundaries are chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from shared.errors import DataError
+
+__all__ = ["Profile"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """A pipeline's step, measured.
+
+    Attributes:
+        replay_s: seconds in which each stage computes all micro-batches, which is what replaying takes.
+        boundary_bytes: bytes of both directions of each boundary in a step.
+        bytes_per_s: bandwidth of a boundary's link.
+        step_s: seconds of a step of the whole pipeline.
+    """
+
+    replay_s: list[float]
+    boundary_bytes: list[int]
+    bytes_per_s: float
+    step_s: float
+
+    def to_json(self) -> str:
+        """As JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """From `to_json`.
+
+        Raises:
+            DataError: it is no JSON object of exactly these names.
+        """
+        try:
+            record: Any = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"expected a profile in JSON, got {error}; measure one") from error
+        names = [field.name for field in dataclasses.fields(Profile)]
+        if not isinstance(record, dict) or sorted(record) != sorted(names):
+            got = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
+            raise DataError(f"expected a profile with {', '.join(names)}, got {got}; measure one")
+        return Profile(**record)
