@@ -1,7 +1,8 @@
 """Adam's step, its residual and its inverse in numba, a block at a time in the first cache.
 
-A block's values lie in the rows of one scratch array, at constant distances: LLVM then needs no
-run-time test of whether arrays overlap, and every loop over floats becomes vectors.
+The step is one loop from memory to memory, so that a processor waits for divisions and memory at once.
+What was there and the inverse's guesses stay in rows of one scratch array, at constant distances, for the
+loops that compare them: they need no run-time test of whether arrays overlap, and become vectors too.
 """
 
 from collections.abc import Sequence
@@ -25,9 +26,6 @@ __all__ = ["step", "undo"]
 
 # Rows of the scratch array: what was there, what the step makes, what the inverse guesses.
 _ROWS = 10
-# Elements that are loaded, stepped and stored at a time: few enough for a processor to work on one
-# tile while it waits for the memory of the next.
-_TILE = np.uint64(128)
 # Rows that lie a power of two apart would contend for the same places of the cache.
 _STRIDE = BLOCK + 16
 _W0, _G, _M0, _V0, _W1, _M1, _V1, _GW, _GM, _GV = (np.uint64(r * _STRIDE) for r in range(_ROWS))
@@ -43,6 +41,8 @@ _WIDEST = np.uint32(254)
 _FARTHEST = np.uint32(0xFFFFFFFF)
 _ESCAPE = np.int8(ESCAPE)
 _ZERO = np.float32(0)
+# Codes that are looked through together for one that escapes.
+_FEW = np.uint64(64)
 _NO_CODES = np.empty((3, 0), np.int8)
 _NO_BASES = np.empty(0, np.int64)
 
@@ -94,41 +94,52 @@ def _store(target, start, size, words, row, narrow):  # noqa: ANN001, ANN202
 
 
 @inlined
-def _advance(s, at, size, f, narrow):  # noqa: ANN001, ANN202
-    """The step of a tile, and its inverse."""
+def _widen(word, narrow):  # noqa: ANN001, ANN202
+    """The float32 that a tensor's word stands for."""
+    word = np.int32(word)
+    if narrow is not None:
+        word = np.int32(word << _16)
+    return _float(word)
+
+
+@inlined
+def _word(number, narrow):  # noqa: ANN001, ANN202
+    """The word by which a tensor holds a number that fits its type."""
+    word = _bits(number)
+    if narrow is not None:
+        word = np.int32(word >> _16)
+    return word
+
+
+@inlined
+def _step_block(param, grad, exp_avg, exp_avg_sq, start, size, f, narrow, s):  # noqa: ANN001, ANN202
+    """Step a block in place; what was there and the inverse's guesses go to the scratch array."""
     sign, l2, decay, from_grad, mix, take = f[0], f[1], f[2], f[3] != _ZERO, f[4], f[5]
     keep_sq, take_sq, step_size, root_inverse, eps = f[6], f[7], f[8], f[9], f[10]
     decay_inverse, keep_inverse, keep_sq_inverse = f[11], f[12], f[13]
     has_l2 = l2 != _ZERO
-    for j in range(size):
-        i = at + j
-        w0, m0 = s[_W0 + i], s[_M0 + i]
-        g = sign * s[_G + i]
+    for i in range(size):
+        at = start + i
+        w0 = _widen(param[at], narrow)
+        m0 = _widen(exp_avg[at], narrow)
+        v0 = _widen(exp_avg_sq[at], narrow)
+        g = sign * _widen(grad[at], narrow)
         g = g + l2 * w0 if has_l2 else g
         m = _held((g if from_grad else m0) + mix * (g - m0), narrow)
         square = (take_sq * g) * g
-        v = _held(s[_V0 + i] * keep_sq + square, narrow)
+        v = _held(v0 * keep_sq + square, narrow)
         u = (step_size * m) / (np.sqrt(v) * root_inverse + eps)
         w = _held(w0 * decay - u, narrow)
-        s[_W1 + i] = w
-        s[_M1 + i] = m
-        s[_V1 + i] = v
+        param[at] = _word(w, narrow)
+        exp_avg[at] = _word(m, narrow)
+        exp_avg_sq[at] = _word(v, narrow)
+        before = (v - square) * keep_sq_inverse
+        s[_W0 + i] = w0
+        s[_M0 + i] = m0
+        s[_V0 + i] = v0
         s[_GW + i] = _held((w + u) * decay_inverse, narrow)
         s[_GM + i] = _held((m - take * g) * keep_inverse, narrow)
-        before = (v - square) * keep_sq_inverse
-        s[_GV + i] = _held(max(before, _ZERO), narrow)
-
-
-@inlined
-def _step_tile(param, grad, exp_avg, exp_avg_sq, start, at, size, f, narrow, s, words):  # noqa: ANN001, ANN202
-    _load(param, start + at, size, words, _W0 + at, narrow)
-    _load(grad, start + at, size, words, _G + at, narrow)
-    _load(exp_avg, start + at, size, words, _M0 + at, narrow)
-    _load(exp_avg_sq, start + at, size, words, _V0 + at, narrow)
-    _advance(s, at, size, f, narrow)
-    _store(param, start + at, size, words, _W1 + at, narrow)
-    _store(exp_avg, start + at, size, words, _M1 + at, narrow)
-    _store(exp_avg_sq, start + at, size, words, _V1 + at, narrow)
+        s[_GV + i] = _held(before if not before < _ZERO else _ZERO, narrow)
 
 
 @inlined
@@ -170,13 +181,22 @@ def _encode(words, old, guess, size, narrow, codes, row, start):  # noqa: ANN001
 
 @inlined
 def _list_escapes(codes, row, start, size, words, old, narrow, escapes, at):  # noqa: ANN001, ANN202
-    for i in range(size):
-        if codes[row, start + i] == _ESCAPE:
-            word = words[old + i]
-            if narrow is not None:
-                word = np.int32(word >> _16)
-            escapes[at] = word
-            at += 1
+    first = np.uint64(0)
+    while first < size:
+        stop = min(first + _FEW, size)
+        # Vectors tell at once that none of these escapes, as most often.
+        lowest = np.int8(0)
+        for i in range(first, stop):
+            lowest = min(lowest, codes[row, start + i])
+        if lowest == _ESCAPE:
+            for i in range(first, stop):
+                if codes[row, start + i] == _ESCAPE:
+                    word = words[old + i]
+                    if narrow is not None:
+                        word = np.int32(word >> _16)
+                    escapes[at] = word
+                    at += 1
+        first = stop
     return at
 
 
@@ -232,11 +252,7 @@ def _step(  # noqa: ANN202
         first = block * BLOCK
         size = np.uint64(min(BLOCK, n - first))
         start = np.uint64(first)
-        tile = np.uint64(0)
-        while tile + _TILE <= size:
-            _step_tile(param, grad, exp_avg, exp_avg_sq, start, tile, _TILE, f, narrow, s, words)
-            tile += _TILE
-        _step_tile(param, grad, exp_avg, exp_avg_sq, start, tile, size - tile, f, narrow, s, words)
+        _step_block(param, grad, exp_avg, exp_avg_sq, start, size, f, narrow, s)
         if residual:
             bases[block] = listed + at
             if _encode(words, _W0, _GW, size, narrow, codes, 0, start):
