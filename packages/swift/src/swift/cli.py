@@ -149,6 +149,25 @@ class Inject(JsonOption):
         self.print_result(found, f"{self.fault}: rank {self.rank}, process {found['process']}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """Train a small Llama, kill a replica, lose a pipeline stage, and compare every bit.
+
+    Example: meshyard-swift demo --out report/swift
+    """
+
+    out: Path = Path("report/swift")
+    """Folder for demo.json and a picture."""
+    full: bool = False
+    """The long form: more steps, and a second kill."""
+
+    def execute(self) -> int:
+        """Runs the demo and prints its claims; 1 if a result is not correct."""
+        from swift import demo
+
+        return int(not demo.run(self.out, is_full=self.full))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs one subcommand.
 
@@ -165,5 +184,6 @@ def main(argv: list[str] | None = None) -> int:
         "plan-logs": PlanLogs,
         "verify-log": VerifyLog,
         "simulate": Simulate,
+        "demo": Demo,
     }
     return run_command(commands, prog="meshyard-swift", about=_ABOUT, argv=argv)

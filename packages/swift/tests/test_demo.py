@@ -1,0 +1,53 @@
+import pytest
+
+from shared.claims import faults, read_demo
+from swift.cli import main
+from swift.demo import Outcome, judge
+from swift.timeline import draw_failure, place_phases
+
+STEPS = {11: [(0, 0, 10.0), (0, 1, 10.5)], 12: [(1, 0, 10.0), (1, 1, 10.5)]}
+RANK = {"seconds": {"join": 0.1, "transfer": 0.1}, "received_bytes": 8, "undone": 1}
+FAILURE = {"reason": "Undo.", "target": 0, "ranks": {"0": RANK, "1": RANK}}
+QUIET = Outcome({0: "a", 1: "a"}, STEPS, (), 6.0)
+GOOD = Outcome({0: "a", 1: "a"}, STEPS, (FAILURE,), 6.0)
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome({}, {}, (), 6.0),
+        Outcome({0: "a", 1: "a"}, STEPS, (), 6.0),
+        Outcome({0: "a", 1: "b"}, STEPS, (FAILURE,), 6.0),
+        Outcome({0: "a"}, STEPS, (FAILURE,), 6.0),
+    ],
+    ids=["nothing ran", "nobody was killed", "a bit differs", "a rank never ended"],
+)
+def test_a_run_that_does_nothing_or_something_else_is_not_correct(outcome):
+    claims = judge("replicas", QUIET, GOOD)
+    assert all(claim.correct for claim in claims)
+    assert claims[0].ours == pytest.approx(0.2)
+    assert claims[0].baseline == pytest.approx(4.0)
+    assert not any(claim.correct for claim in judge("replicas", QUIET, outcome))
+
+
+def test_phases_end_where_the_repeated_step_does():
+    bars = place_phases({"join": 0.5, "repeat": 0.25}, 4.0)
+    assert [(bar.what, bar.start_s, bar.end_s) for bar in bars] == [
+        ("join", 3.25, 3.75),
+        ("repeat", 3.75, 4.0),
+    ]
+
+
+def test_a_failure_is_drawn_with_its_ranks_and_phases(tmp_path):
+    rows = {"rank 0": place_phases({"join": 0.5}, 4.0), "rank 1, killed": []}
+    draw_failure(rows, tmp_path / "failure.svg", lost=("rank 1, killed", 3.5))
+    assert (tmp_path / "failure.svg").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_demo_makes_claims_the_tour_accepts(tmp_path, capsys):
+    assert main(["demo", "--out", str(tmp_path)]) == 0
+    demo = read_demo(tmp_path)
+    assert demo.package == "swift"
+    assert faults(demo) == []
+    assert capsys.readouterr().err.count("swift: ") == len(demo.claims)
