@@ -32,7 +32,9 @@ def test_there_are_examples():
 
 
 def test_the_readmes_script_trains(tmp_path):
-    (block,) = re.findall(r"^```py\n(.*?)^```", (HOME / "README.md").read_text(), re.S | re.M)
+    (block,) = re.findall(
+        r"^```py\n(.*?)^```", (HOME / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
     script = tmp_path / "train.py"
     script.write_text(block)
     command = [sys.executable, "-m", "swift", "run", "-n", "2", "--spares", "1", str(script)]

@@ -98,9 +98,7 @@ def judge(kind: str, quiet: Outcome, disturbed: Outcome) -> list[Claim]:
         )
         for failure in disturbed.failures
     ]
-    first_s = min(
-        (ends[0][2] for ends in quiet.steps.values() if ends), default=quiet.started_s
-    )
+    first_s = min((ends[0][2] for ends in quiet.steps.values() if ends), default=quiet.started_s)
     told = "; ".join(failure["reason"] for failure in disturbed.failures) or "no rank was lost"
     return [
         Claim(
@@ -134,14 +132,24 @@ class _Training:
     def __init__(self, kind: str, steps: int, kills: Sequence[int], folder: Path) -> None:
         folder.mkdir()
         self._folder = folder
-        self._log = folder / "log"
+        self._log = folder / "output.txt"
         script = [str(_SCRIPT), kind, str(folder), "--steps", str(steps)]
         script += [word for step in kills for word in ("--kill", str(step))]
         options = ["-n", str(_RANKS), "--spares", "1", "--report", str(folder / "report.json")]
         self._started_s = time.monotonic()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "swift", "run", *options, "--preload", _MODEL, "--", *script],
+                [
+                    sys.executable,
+                    "-m",
+                    "swift",
+                    "run",
+                    *options,
+                    "--preload",
+                    _MODEL,
+                    "--",
+                    *script,
+                ],
                 stdout=log,
                 stderr=log,
             )
@@ -190,7 +198,9 @@ def _draw(found: Outcome, path: Path) -> None:
             name = f"rank {rank}, killed"
         elif phases is not None:
             recovery = place_phases(phases["seconds"], repeated_s)
-            bars = [bar for bar in bars if bar.end_s <= recovery[0].start_s or bar.start_s >= repeated_s]
+            bars = [
+                bar for bar in bars if bar.end_s <= recovery[0].start_s or bar.start_s >= repeated_s
+            ]
             bars += recovery
             lost = min(lost or recovery[0].start_s, recovery[0].start_s)
         rows[name] = bars

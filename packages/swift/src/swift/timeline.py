@@ -82,7 +82,9 @@ def draw_failure(
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlabel("seconds" if lost is None else "seconds after the kill")
-    used = [what for what in _COLOURS if any(b.what == what for bars in rows.values() for b in bars)]
+    used = [
+        what for what in _COLOURS if any(b.what == what for bars in rows.values() for b in bars)
+    ]
     axes.legend(
         handles=[Patch(color=_COLOURS[what], label=what) for what in used],
         loc="upper center",
