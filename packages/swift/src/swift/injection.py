@@ -18,6 +18,7 @@ __all__ = ["POINTS", "Fault", "arm", "reach", "stand_at"]
 POINTS = (
     "forward",
     "backward",
+    "start",
     "reduce",
     "update",
     "vote",

@@ -74,6 +74,7 @@ class Member:
         self._world: NewWorld | None = None
         self._is_released = False
         self._step = 0
+        self._is_new_world = False
         threading.Thread(target=self._listen, name="membership", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -100,8 +101,11 @@ class Member:
         self._channel.send({"kind": "ready", "fingerprint": fingerprint})
 
     def report_step(self, step: int) -> None:
-        """Says, with the next heartbeat, how many steps are done."""
+        """Says how many steps are done: the first of a world at once, others by heartbeats."""
         self._step = step
+        if self._is_new_world:
+            self._is_new_world = False
+            self._channel.send({"kind": "beat", "step": step})
 
     def report_finished(self) -> None:
         """Says that all steps are done; `next_world` then waits for the others."""
@@ -122,6 +126,7 @@ class Member:
                 world, self._world = self._world, None
                 if world is not None and world.epoch == self._announced:
                     self.rank, self.world_size = world.rank, world.world_size
+                    self._is_new_world = True
                     return world
                 self._changed.wait()
         return None

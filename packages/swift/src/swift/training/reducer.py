@@ -170,6 +170,7 @@ class DataParallel:
                 if self.optimizer.parameters[index].grad is not bucket.views[slot]:
                     bucket.views[slot].zero_()
                     bucket.used[slot] = 0
+            reach("start", bucket=at)
             self._reductions.append(start_all_reduce(group, bucket.buffer))
 
     def _await(self, at: int) -> None:
@@ -195,6 +196,8 @@ class DataParallel:
         if self.clip_norm is not None and is_finite:
             torch.nn.utils.clip_grad_norm_(self.optimizer.parameters, self.clip_norm)
         if self.optimizer.mode == "commit":
+            # Behind the vote nothing is sent: who has it has the whole step.
+            self._share_buffers(self._rest.shared_buffers)
             reach("vote")
             all_reduce(group, torch.zeros(1, device=group.device))
         if not is_finite:
@@ -303,7 +306,8 @@ class DataParallel:
                 f"{sorted(set(self.optimizer.marks))} steps; call it once a step, the calls before "
                 f"it with update=False"
             )
-        self._share_buffers(self._rest.shared_buffers)
+        if self.optimizer.mode != "commit":
+            self._share_buffers(self._rest.shared_buffers)
         self._entries.rest_version = step + 1
         self._is_in_step = False
         reach("finish")
