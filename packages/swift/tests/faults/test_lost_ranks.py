@@ -78,7 +78,7 @@ def test_twelve_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, u
 
 def test_kills_while_it_recovers_and_sgd(driver, tmp_path, undisturbed):
     faults = [
-        {"rank": 1, "recovery": 0, "step": 2, "point": "update", "bucket": 1},
+        {"rank": 1, "recovery": 0, "step": 0, "point": "start", "bucket": 2},
         {"rank": 0, "recovery": 1, "point": "join"},
         {"rank": 2, "recovery": 2, "step": 4, "point": "update", "bucket": 2},
         {"rank": 0, "recovery": 3, "point": "undo"},

@@ -184,14 +184,15 @@ class Run:
             injection.reach("undo")
             trainable.undo(decision.undo.get(world.rank, []))
             self._report.end("undo")
+            num_tensors, rest_bytes = _gather_sizes(group, trainable)
             num_bytes = move(
                 group,
                 trainable,
                 list_fetches(decision.fetch, sets),
                 target,
                 is_lost=not self._is_filled,
-                rest_bytes=table.rest_bytes,
-                num_tensors=table.num_tensors,
+                rest_bytes=rest_bytes,
+                num_tensors=num_tensors,
             )
             if decision.replay:
                 why = self._replay(trainable, checkpoint, table, target, step_fn, seed)
@@ -263,8 +264,6 @@ class _Table:
 
     Attributes:
         versions: by rank, of each entry; None of a rank that holds nothing.
-        num_tensors: by rank, of each entry.
-        rest_bytes: by rank, of its last entry.
         checkpoint: the newest one that every rank sees.
     """
 
@@ -272,22 +271,33 @@ class _Table:
         self, group: Group, trainable: Trainable, checkpoint: Every | None, *, is_filled: bool
     ) -> None:
         mine = trainable.versions()
-        states = [trainable.state_of(entry) for entry in range(len(mine))]
         latest = 0 if checkpoint is None else checkpoint.latest()
-        head = torch.tensor([int(is_filled), len(mine), states[-1]["rest"].numel(), latest])
-        heads = [row.tolist() for row in all_gather(group, head)]
-        padded = torch.full((2, max(row[1] for row in heads)), -1)
-        padded[0, : len(mine)] = torch.tensor(mine)
-        padded[1, : len(mine)] = torch.tensor([len(tensors) for tensors in states])
-        rows = [
-            row[:, : heads[rank][1]].tolist() for rank, row in enumerate(all_gather(group, padded))
-        ]
+        heads = _gather_rows(group, [int(is_filled), latest])
         self.versions: dict[int, list[int] | None] = {
-            rank: row[0] if heads[rank][0] else None for rank, row in enumerate(rows)
+            rank: row if heads[rank][0] else None
+            for rank, row in enumerate(_gather_rows(group, mine))
         }
-        self.num_tensors = {rank: row[1] for rank, row in enumerate(rows)}
-        self.rest_bytes = [row[2] for row in heads]
-        self.checkpoint = min(row[3] for row in heads)
+        self.checkpoint = min(row[1] for row in heads)
+
+
+def _gather_rows(group: Group, mine: list[int]) -> list[list[int]]:
+    """Every rank's numbers, which may differ in count."""
+    lengths = [int(one) for one in all_gather(group, torch.tensor([len(mine)]))]
+    padded = torch.zeros(max(lengths), dtype=torch.int64)
+    padded[: len(mine)] = torch.tensor(mine)
+    rows = all_gather(group, padded)
+    return [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather_sizes(group: Group, trainable: Trainable) -> tuple[dict[int, list[int]], list[int]]:
+    """By rank, how many tensors each entry has, and the bytes of the last one.
+
+    Behind the undoing, which takes away what a first step has made.
+    """
+    states = [trainable.state_of(entry) for entry in range(len(trainable.versions()))]
+    mine = [states[-1]["rest"].numel(), *(len(tensors) for tensors in states)]
+    rows = _gather_rows(group, mine)
+    return {rank: row[1:] for rank, row in enumerate(rows)}, [row[0] for row in rows]
 
 
 def _are_logged(
