@@ -161,6 +161,12 @@ def _described(one: Candidate, plan: Plan, prediction: Predicted, profile: StepP
 
 def _missing(profile: StepProfile, budget: Budget, least: Footprint) -> str:
     short = least.peak_bytes - budget.device_bytes
+    if short <= 0:
+        return (
+            f"expected at most {format_bytes(budget.store_bytes)} in the store, got {format_bytes(least.store_bytes)} "
+            f"for {profile.num_tokens:,} tokens under the plan that takes least of the device; give a larger store, "
+            f"or more of the device than {format_bytes(budget.device_bytes)}"
+        )
     per_token = (least.peak_bytes - profile.fixed_bytes) / max(profile.num_tokens, 1)
     room = (budget.device_bytes - profile.fixed_bytes) / per_token if per_token > 0 else 0
     advice = (
@@ -176,5 +182,5 @@ def _missing(profile: StepProfile, budget: Budget, least: Footprint) -> str:
     return (
         f"expected at most {format_bytes(budget.device_bytes)} on the device, got "
         f"{format_bytes(least.peak_bytes)} for {profile.num_tokens:,} tokens under the plan that takes least "
-        f"({format_bytes(max(short, 0))} too many, in the {least.peak_at}); {advice}{more}"
+        f"({format_bytes(short)} too many, in the {least.peak_at}); {advice}{more}"
     )
