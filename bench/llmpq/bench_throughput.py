@@ -38,7 +38,7 @@ from shared.topology.device import CPU
 REVISION = 2
 BITS, GROUP = (3, 4, 8, 16), 64
 WORK = Workload(num_prompts=32, prompt_tokens=128, new_tokens=32)
-ROUNDS = 2
+ROUNDS = 5
 SHORT_LAYERS = 12
 COMMAND = "hatch run bench llmpq -k throughput"
 PEERS = [

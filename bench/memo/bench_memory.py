@@ -26,6 +26,7 @@ from shared.comms import Group, RankPool
 from shared.units import format_bytes
 
 COMMAND = "hatch run bench memo/memory"
+REVISION = 2
 STEP_TOKENS, LAST_TOKENS = 256, 16_384
 PEERS = [
     {
@@ -55,7 +56,7 @@ def plans(tmp_path):
         layer = LayerPlan(mode="restore", resident=frozenset(kept))
         found[f"{len(kept)} items stay"] = replace(SMALL, plan=memo.Plan(layers=(layer,)))
     found["all stays"] = replace(SMALL, plan=memo.Plan(layers=(LayerPlan(),)))
-    for size in (56, 68, 84, 110):
+    for size in (72, 84, 100, 126):
         found[f"autotune {size} MiB"] = replace(
             SMALL, allowance_bytes=size << 20, is_limited=False, store=store
         )

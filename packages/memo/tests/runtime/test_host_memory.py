@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from step_profiles import step_profile
 
 from memo import Budget, DoesNotFit, autotune
 from memo.runtime import host_memory
@@ -90,6 +91,7 @@ def test_a_budget_within_the_share_is_left_as_it_is(monkeypatch, caplog):
 
 def test_autotune_plans_for_what_the_host_has(monkeypatch, caplog):
     monkeypatch.setattr(host_memory, "host_share_bytes", lambda: 64 * MIB)
+    monkeypatch.setattr("memo.profiler.autotune.measure_profile", lambda *_, **__: step_profile())
     ids = make_batch(rows=1)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     with caplog.at_level(logging.WARNING), pytest.raises(DoesNotFit, match=r"at most 64\.0 MiB"):

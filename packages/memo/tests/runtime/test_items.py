@@ -4,14 +4,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from memo.planner.layer_plan import LayerPlan
+from memo.runtime.layers import named_memory
 from memo.runtime.moving.buffers import Buffers, aligned_bytes
 from memo.runtime.recording.calls import find_views
 from memo.runtime.recording.dense import Geometry, is_dense, raw_bytes
 from memo.runtime.recording.items import Item, Watch
+from memo.runtime.recording.record import LayerRecord
 from memo.runtime.stores.base import ALIGN
 
-from .models import same_bits
+from .models import Block, assert_same_gradients, gradients, make_input, same_bits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -98,6 +102,7 @@ def test_buffers_are_used_in_turns():
     assert longer is not first
     assert not longer.is_spare
     assert not buffers.has_free()
+    assert buffers.num_bytes == 4 * ALIGN, "the spare one and the shorter one left out"
 
 
 def test_places_in_a_buffer_begin_at_pages_and_do_not_overlap():
@@ -106,3 +111,40 @@ def test_places_in_a_buffer_begin_at_pages_and_do_not_overlap():
     begins = [one.data_ptr() - buffer.memory.data_ptr() for one in places]
     assert begins == [0, ALIGN, 2 * ALIGN]
     assert [len(one) for one in places] == [ALIGN, ALIGN, 2 * ALIGN]
+
+
+class CountedProducts(TorchDispatchMode):
+    """Counts matrix products that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kept", "computed"), [((), 1), (("up.weight",), 0)])
+def test_only_products_that_something_needs_are_computed_again(kept, computed):
+    """The last one's result is no part of what autograd saves."""
+    block, x = Block(), make_input().requires_grad_()
+    record = LayerRecord(
+        block.forward,
+        (x,),
+        {},
+        plan=LayerPlan(mode="restore", resident=frozenset({"input", *kept})),
+        parameters=lambda: named_memory(block),
+        cut=16,
+        fetch=lambda _: None,
+    )
+    with CountedProducts() as forward:
+        out = record.run()
+    with torch.no_grad(), CountedProducts() as again:
+        record.restore()
+    assert (forward.num_products, again.num_products) == (2, computed)
+    out.sum().backward()
+    found = gradients(block)
+    block.zero_grad()
+    block(x).sum().backward()
+    assert_same_gradients(found, gradients(block))

@@ -53,7 +53,35 @@ class Expands(nn.Module):
         return x * wide + x.transpose(0, 1).sigmoid().transpose(0, 1)
 
 
-@pytest.mark.parametrize("make", [Transposes, Slices, Expands])
+class SavesParts(torch.autograd.Function):
+    """Saves two parts of one memory: the first begins where no float32 can."""
+
+    @staticmethod
+    def forward(ctx, x):
+        memory = x.detach().clone()
+        ctx.save_for_backward(memory.view(torch.bfloat16).flatten()[1:4], memory[:, 1:])
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        half, rest = ctx.saved_tensors
+        shifted = torch.nn.functional.pad(rest, (0, 0, 1, 0))
+        return gradient * 2 + shifted + half.float().nan_to_num().clamp(-1, 1).sum()
+
+
+class Parts(nn.Module):
+    """Saved views of several types over one memory, of which the first bytes are not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + SavesParts.apply(self.up(x)).sigmoid()
+
+
+@pytest.mark.parametrize("make", [Transposes, Slices, Expands, Parts])
 @pytest.mark.parametrize("store", ["memory", "file"])
 def test_views_come_back_over_the_same_memory(make, store, tmp_path):
     model = make_stack(make)

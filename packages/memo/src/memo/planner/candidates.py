@@ -165,8 +165,11 @@ class Candidates:
         return profile.num_layers * (layer.forward_s + layer.backward_s) + (head_s or 0.0)
 
     def of(self, family: Family) -> Iterator[Candidate]:
-        """Plans of a family: with as many layers of the second run as fit, and with none or all."""
-        low, high = 0, self._profile.num_layers - family.num_kept
+        """Plans of a family: with as many layers of the second run as fit, and with as few or all."""
+        high = self._profile.num_layers - family.num_kept
+        stored = self._held[id(family.first)].stored_bytes
+        # The store holds so many of the first run, and the second stores nothing.
+        low = max(0, high - self._store_limit // stored) if stored else 0
         found = self._candidate(family, low)
         if not self.fits(found.held):
             # More layers on the device may still spare buffers and store, but only all of them do.

@@ -107,6 +107,8 @@ def add_up(
 ) -> Footprint:
     """Bytes of a step of layers whose own are known; see `footprint` and `Plan`.
 
+    What may be on its way out is what `schedule` has not waited for yet: before the forward of a layer that
+    is sent later, room was made for it among those; before the backward of one that is fetched, all were sent.
     O(runs), not layers: of each run, only those are looked at where there can be most.
 
     Args:
@@ -118,22 +120,25 @@ def add_up(
     input_bytes = profile.layer.items[0].num_bytes
     for layer, count in runs:
         working = input_bytes + layer.forward_bytes
+        waited = 1 if layer.stored_bytes else 0
         # Later layers hold more, and send as much as soon as all on their way are of this run.
         for place in range(min(count, max_sending)):
-            most.look("forward", first + place, held, sum(sending), working)
+            most.look("forward", first + place, held, sum(sending[waited:]), working)
             held += layer.resident_bytes
             if layer.stored_bytes:
                 sending = [*sending[1:], layer.stored_bytes]
         if count > max_sending:
-            most.look("forward", first + max_sending, held, sum(sending), working)
+            most.look("forward", first + max_sending, held, sum(sending[waited:]), working)
             held += layer.resident_bytes * (count - max_sending - 1)
-            most.look("forward", first + count - 1, held, sum(sending), working)
+            most.look("forward", first + count - 1, held, sum(sending[waited:]), working)
             held += layer.resident_bytes
         first += count
     head = profile.block_head_bytes if has_block_loss else profile.head_bytes
     most.look("loss", -1, held, sum(sending), input_bytes + (head or 0))
     for layer, count in reversed(runs):
-        most.look("backward", first - 1, held, 0, layer.backward_bytes)
+        if layer.stored_bytes:
+            sending = []
+        most.look("backward", first - 1, held, sum(sending), layer.backward_bytes)
         first -= count
         held -= count * layer.resident_bytes
     buffers = sorted(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 from typing import Protocol, runtime_checkable
@@ -14,7 +14,7 @@ from memo.planner.plan import Plan
 from memo.planner.profile import StepProfile
 from shared.units import format_bytes
 
-__all__ = ["Predicted", "place"]
+__all__ = ["Predicted", "fits", "place"]
 
 _WORTH = 0.95
 """Of the step's seconds: what rounds otherwise than plain training is chosen if it takes no more."""
@@ -75,12 +75,10 @@ def place(
     Raises:
         DoesNotFit: no plan is within the budget; says by how much, and what would help.
     """
-    has_block_loss = profile.block_head_s is not None and profile.block_head_bytes is not None
     best: tuple[Candidate, Predicted] | None = None
     least: Footprint | None = None
-    for has_tiles in (False, True) if profile.layer.tiles is not None else (False,):
-        for has_blocks in (False, True) if has_block_loss else (False,):
-            candidates = Candidates(profile, budget, has_block_loss=has_blocks, has_tiles=has_tiles)
+    for alike in _kinds(profile, budget):
+        for candidates in alike:
             below_s = inf if best is None else _WORTH * best[1].step_s
             best = _fastest(candidates, below_s, profile, budget, store, predict) or best
             least = min(
@@ -92,6 +90,27 @@ def place(
         assert least is not None
         raise DoesNotFit(_missing(profile, budget, least))
     return _described(best[0], best[0].plan(store, budget), best[1], profile)
+
+
+def fits(profile: StepProfile, budget: Budget) -> bool:
+    """Whether any plan is within a budget, which takes a fraction of the time that `place` takes."""
+    return any(
+        candidates.fits(one.held)
+        for alike in _kinds(profile, budget)
+        for candidates in alike
+        for family in reversed(candidates.families())  # slow ones take least
+        for one in candidates.of(family)
+    )
+
+
+def _kinds(profile: StepProfile, budget: Budget) -> Iterator[list[Candidates]]:
+    """Plans without tiles, and then those by tiles; each without a loss in blocks, and then with one."""
+    has_block_loss = profile.block_head_s is not None and profile.block_head_bytes is not None
+    for has_tiles in (False, True) if profile.layer.tiles is not None else (False,):
+        yield [
+            Candidates(profile, budget, has_block_loss=has_blocks, has_tiles=has_tiles)
+            for has_blocks in ((False, True) if has_block_loss else (False,))
+        ]
 
 
 def _fastest(
@@ -142,6 +161,12 @@ def _described(one: Candidate, plan: Plan, prediction: Predicted, profile: StepP
 
 def _missing(profile: StepProfile, budget: Budget, least: Footprint) -> str:
     short = least.peak_bytes - budget.device_bytes
+    if short <= 0:
+        return (
+            f"expected at most {format_bytes(budget.store_bytes)} in the store, got {format_bytes(least.store_bytes)} "
+            f"for {profile.num_tokens:,} tokens under the plan that takes least of the device; give a larger store, "
+            f"or more of the device than {format_bytes(budget.device_bytes)}"
+        )
     per_token = (least.peak_bytes - profile.fixed_bytes) / max(profile.num_tokens, 1)
     room = (budget.device_bytes - profile.fixed_bytes) / per_token if per_token > 0 else 0
     advice = (
@@ -157,5 +182,5 @@ def _missing(profile: StepProfile, budget: Budget, least: Footprint) -> str:
     return (
         f"expected at most {format_bytes(budget.device_bytes)} on the device, got "
         f"{format_bytes(least.peak_bytes)} for {profile.num_tokens:,} tokens under the plan that takes least "
-        f"({format_bytes(max(short, 0))} too many, in the {least.peak_at}); {advice}{more}"
+        f"({format_bytes(short)} too many, in the {least.peak_at}); {advice}{more}"
     )

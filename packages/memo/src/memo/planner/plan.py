@@ -105,7 +105,7 @@ class Plan:
         """Reads what `save` wrote.
 
         Raises:
-            DataError: the file is missing, no plan, or of another version.
+            DataError: the file is missing, no plan, or of another version, or a field is none that a plan has.
         """
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -117,9 +117,12 @@ class Plan:
                 f"{path}: expected a plan of format {_FORMAT}, got format {found!r} with "
                 f"{sorted(record) if isinstance(record, dict) else type(record).__name__}; plan again"
             )
-        layers = tuple(LayerPlan.from_json(layer) for layer in record["layers"])
-        plain = {name: record[name] for name in _PLAIN}
-        return cls(layers=layers, prediction=record["prediction"], **plain)
+        try:
+            layers = tuple(LayerPlan.from_json(layer) for layer in record["layers"])
+            plain = {name: record[name] for name in _PLAIN}
+            return cls(layers=layers, prediction=record["prediction"], **plain)
+        except (TypeError, AttributeError, ConfigError) as error:
+            raise DataError(f"{path}: expected a plan, got {error}; plan again") from error
 
 
 _PLAIN = ("store", "store_limit_bytes", "cut", "num_buffers", "max_sending", "has_block_loss")

@@ -95,16 +95,9 @@ class LayerProfile:
                 f"of {[item.name for item in self.items]}"
             )
 
-    def replay_at_s(self, num_items: int, fraction: float = 0.0) -> float:
-        """Seconds to run the layer again.
-
-        Args:
-            num_items: how many of the items are there.
-            fraction: of the rows of the next one that are there too.
-        """
-        missing = self.items[num_items:]
-        total = self.replay_s + sum(item.recompute_s for item in missing)
-        return total - fraction * missing[0].recompute_s if missing else total
+    def replay_at_s(self, num_items: int) -> float:
+        """Seconds to run the layer again where so many of the items are there."""
+        return self.replay_s + sum(item.recompute_s for item in self.items[num_items:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,15 +26,17 @@ from memo.profiler.head import (
 from memo.profiler.layer_bytes import LayerBytes, count_bytes
 from memo.profiler.layer_tiles import measure_tiles
 from memo.profiler.layer_times import LayerTimes, measure_layer
+from memo.profiler.process_memory import fixed_bytes
 from memo.profiler.store_rate import measure_store
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import has_block_loss, offer_block_loss
-from memo.runtime.device_memory import resident_bytes
+from memo.runtime.device_memory import give_back_at_once, resident_bytes
 from memo.runtime.host_memory import keep_within_host
-from memo.runtime.layers import attention_names, find_layers
+from memo.runtime.layers import attention_names, check_untouched, find_layers
 from memo.runtime.recording.calls import NotRepeatable
 from memo.runtime.stores import check_store
 from memo.simulator import simulate
+from shared.errors import ConfigError
 
 __all__ = ["autotune", "describe_layer", "measure_profile"]
 
@@ -53,7 +55,8 @@ def autotune(
     """The fastest plan for a model, a batch and a budget.
 
     One layer is run a few times at the batch's length, and the store is written and read beside it.
-    Parameters and gradients are left as they were.
+    Parameters and gradients are left as they were. Where the device is RAM, glibc is told to give back what is
+    freed, for this process from here on: limits would not hold otherwise.
 
     Args:
         model: a Hugging Face model in training mode, or any whose forward takes the batch as keywords; not
@@ -67,7 +70,8 @@ def autotune(
 
     Raises:
         DoesNotFit: no plan is within the budget.
-        ConfigError: the model's layers cannot be told, or the store's name is wrong.
+        ConfigError: the model's layers cannot be told, have a plan applied or nothing to train; the store's name is
+            wrong; the batch is no mapping, or lies on another device than the model.
         DataError: the store cannot be opened.
     """
     device = next(model.parameters()).device
@@ -108,6 +112,30 @@ def measure_profile(
         room_bytes: what measuring may take on the device; None: no limit.
     """
     found = find_layers(model, layers)
+    device = next(model.parameters()).device
+    check_untouched(model, found, ())
+    if not any(one.requires_grad for one in model.parameters()):
+        raise ConfigError(
+            f"{type(model).__name__}: expected parameters to train, got none that requires a gradient; plan for the "
+            "model that your loop trains"
+        )
+    _check_batch(batch, device)
+    if device.type == "cpu":
+        give_back_at_once()
+    profile = _measure(model, found, batch, store, store_limit_bytes, room_bytes)
+    # The layers' arguments are gone; what measuring imported and cached is there from now on.
+    return replace(profile, fixed_bytes=profile.fixed_bytes + fixed_bytes(model, optimizer_bytes))
+
+
+def _measure(
+    model: nn.Module,
+    found: list[nn.Module],
+    batch: Mapping[str, Any],
+    store: str | None,
+    store_limit_bytes: int | None,
+    room_bytes: int | None,
+) -> StepProfile:
+    """See `measure_profile`; fixed bytes are those of the store alone."""
     layer = found[0]
     undo = [offer_attention(name) for name in attention_names(found)]
     try:
@@ -150,8 +178,7 @@ def measure_profile(
         head_bytes=head_bytes,
         block_head_s=block_head_s,
         block_head_bytes=block_head_bytes,
-        # What measuring imported and cached is there from now on.
-        fixed_bytes=_fixed_bytes(model, optimizer_bytes),
+        fixed_bytes=0 if rate is None else rate.own_bytes,
         send=None if rate is None else rate.send,
         fetch=None if rate is None else rate.fetch,
         slowdown=1.0 if rate is None else rate.slowdown,
@@ -162,6 +189,20 @@ def measure_profile(
             "seconds": f"measured at {num_tokens // factor:,} tokens",
         },
     )
+
+
+def _check_batch(batch: Any, device: torch.device) -> None:
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"batch: expected the model's arguments by name, got {type(batch).__name__}; give what your loop "
+            'gives, such as {"input_ids": ids, "labels": ids}'
+        )
+    for name, one in batch.items():
+        if isinstance(one, Tensor) and one.device != device:
+            raise ConfigError(
+                f"batch[{name!r}]: expected a tensor on the model's device, {device}, got one on {one.device}; "
+                f"move it by .to({str(device)!r})"
+            )
 
 
 def _fitting(
@@ -260,15 +301,6 @@ def _store_name(budget: Budget, device: torch.device) -> str:
         check_store(budget.store_at)
         return budget.store_at
     return "pinned" if device.type == "cuda" else f"file:{tempfile.gettempdir()}"
-
-
-def _fixed_bytes(model: nn.Module, optimizer_bytes: int | None) -> int:
-    """What is on the device throughout: all that is there now, and gradients and states to come."""
-    parameters = [one for one in model.parameters() if one.requires_grad]
-    gradients = sum(one.nbytes for one in parameters if one.grad is None)
-    if optimizer_bytes is None:
-        optimizer_bytes = 2 * sum(one.nbytes for one in parameters)
-    return resident_bytes(next(model.parameters()).device) + gradients + optimizer_bytes
 
 
 def _device_name(device: torch.device) -> str:

@@ -42,6 +42,8 @@ class StorageMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Called by torch for every operation while the mode is on."""
+        if func.namespace == "prim":  # asks for a device, for instance: makes nothing
+            return func(*args, **(kwargs or {}))
         self.ignore(*(one for one in tree_iter((args, kwargs)) if isinstance(one, Tensor)))
         out = func(*args, **(kwargs or {}))
         for one in tree_iter(out):

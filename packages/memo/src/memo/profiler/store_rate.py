@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +27,13 @@ class StoreRate:
     Attributes:
         send, fetch: seconds of a copy by its bytes, while `work` runs.
         slowdown: factor by which `work` takes longer beside copies, at least 1.
+        own_bytes: of RAM that the store takes itself.
     """
 
     send: Link
     fetch: Link
     slowdown: float
+    own_bytes: int
 
 
 def measure_store(
@@ -53,35 +56,29 @@ def measure_store(
     for _ in range(2):
         work()
     alone_s = (time.perf_counter() - started) / 2
-    opened = open_store(store, None)
-    memory = Buffers(1, torch.device("cpu")).take(max(sizes)).memory.numpy()
-    memory[:] = np.arange(len(memory), dtype=np.uint8)
-    slot = opened.allocate(max(sizes))
     sent: list[tuple[int, float]] = []
     fetched: list[tuple[int, float]] = []
-    done = threading.Event()
+    beside_s = []
+    with closing(open_store(store, None)) as opened, ThreadPoolExecutor(1, "memo-rate") as thread:
+        memory = Buffers(1, torch.device("cpu")).take(max(sizes)).memory.numpy()
+        memory[:] = np.arange(len(memory), dtype=np.uint8)
+        slot = opened.allocate(max(sizes))
 
-    def copy() -> None:
-        try:
+        def copy() -> None:
             for _ in range(repeats):
                 for size in sizes:
                     sent.append((size, _timed(opened.write, slot.offset, memory[:size])))
                     fetched.append((size, _timed(opened.read, slot.offset, memory[:size])))
-        finally:
-            done.set()
 
-    thread = threading.Thread(target=copy, name="memo-store-rate")
-    thread.start()
-    beside_s = []
-    while not done.is_set():
-        started = time.perf_counter()
-        work()
-        if not done.is_set():  # only while copies ran beside it throughout
-            beside_s.append(time.perf_counter() - started)
-    thread.join()
-    opened.close()
+        copies = thread.submit(copy)
+        while not copies.done():
+            started = time.perf_counter()
+            work()
+            if not copies.done():  # only while copies ran beside it throughout
+                beside_s.append(time.perf_counter() - started)
+        copies.result()
     slowdown = max(1.0, sum(beside_s) / len(beside_s) / alone_s) if beside_s else 1.0
-    return StoreRate(_fit(sent), _fit(fetched), slowdown)
+    return StoreRate(_fit(sent), _fit(fetched), slowdown, opened.own_bytes)
 
 
 def _timed(call: Callable[[int, np.ndarray], None], offset: int, data: np.ndarray) -> float:

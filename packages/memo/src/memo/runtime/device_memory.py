@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 
 import torch
 
-__all__ = ["peak_bytes", "resident_bytes"]
+__all__ = ["give_back_at_once", "hole_bytes", "peak_bytes", "resident_bytes"]
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters
+_OWN_PAGES_BYTES = 256 * 1024
 
 
 def resident_bytes(device: torch.device) -> int:
@@ -15,6 +19,38 @@ def resident_bytes(device: torch.device) -> int:
         return torch.cuda.memory_reserved(device)
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back_at_once() -> None:
+    """Has glibc return what is freed to the system, so that bytes held are bytes in use; it stays so.
+
+    Of itself it comes to keep blocks of up to 32 MiB in its heap, where later ones leave gaps between them: a process
+    may then hold twice what its tensors take. Other allocators are left as they are.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _OWN_PAGES_BYTES)
+        mallopt(_TRIM_THRESHOLD, _OWN_PAGES_BYTES)
+
+
+def hole_bytes() -> int:
+    """Bytes of RAM that allocations may still fill without anything being given back for them.
+
+    What was freed inside of the heap and went back to the system (by `malloc_trim`) becomes resident again as
+    allocations too small for pages of their own come to lie there. 0 where the system does not say.
+    """
+    is_heap, found = False, {"Size:": 0, "Rss:": 0}
+    try:
+        with open("/proc/self/smaps", encoding="ascii", errors="replace") as file:
+            for line in file:
+                name, *rest = line.split()
+                if not name.endswith(":"):
+                    is_heap = rest[-1:] == ["[heap]"]
+                elif is_heap and name in found:
+                    found[name] += int(rest[0]) * 1024
+    except OSError:
+        return 0
+    return found["Size:"] - found["Rss:"]
 
 
 def peak_bytes(device: torch.device) -> int | None:

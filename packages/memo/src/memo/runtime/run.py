@@ -17,7 +17,7 @@ from memo.planner.schedule import CopyStep, schedule
 from memo.report import describe_run
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import offer_block_loss
-from memo.runtime.device_memory import peak_bytes
+from memo.runtime.device_memory import give_back_at_once, peak_bytes
 from memo.runtime.layer_forward import LayerForward
 from memo.runtime.layers import (
     attention_names,
@@ -42,7 +42,8 @@ def apply(model: nn.Module, plan: Plan, layers: Iterable[nn.Module] | None = Non
     """Applies a plan to a model; undone by `Run.close`, or at the end of a `with` block.
 
     The model's parameters, gradients, state dict and results are as without it. Forwards without
-    gradients run as they were, and so do copies of the model.
+    gradients run as they were, and so do copies of the model. Where the device is RAM, glibc is told to give back
+    what is freed, for this process from here on.
 
     Args:
         model: a Hugging Face model, or any other with `layers`; wrapped by DDP or FSDP2, or adapted by
@@ -115,6 +116,8 @@ class Run:
             for number, layer in enumerate(found)
             if self.plan.layers[number].mode != "keep" or self._schedule.after_forward[number]
         ]
+        if self._changed and self._device.type == "cpu":
+            give_back_at_once()
         self._offered: set[str] = set()
         self._undo: list[Callable[[], None]] = []
         if plan.has_block_loss:

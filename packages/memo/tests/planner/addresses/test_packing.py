@@ -1,17 +1,15 @@
-import itertools
-import time
+"""Packings of few intervals against brute force and an integer program, of many by what must hold; bad input."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 import memo
-from memo.planner.addresses.canonical import fit
-from memo.planner.addresses.problem import AllocationProblem, check_addresses
-from memo.planner.addresses.repeats import find_repeats, pack_by_repeats
+from memo.planner.addresses.problem import check_addresses
 from shared.errors import ConfigError, DataError
+
+from .references import assert_apart, brute_force, solve_mip
 
 
 def interval(times=8, most_bytes=9):
@@ -23,20 +21,6 @@ few = st.lists(interval(), min_size=1, max_size=7)
 many = st.lists(interval(times=40, most_bytes=5000), max_size=60)
 
 
-def meet(one, other):
-    """Whether two are alive at one moment; what stops where it starts is never alive."""
-    return max(one[0], other[0]) < min(one[1], other[1])
-
-
-def assert_apart(intervals, offsets):
-    """By definition, pair by pair."""
-    for (at, one), (place, other) in itertools.combinations(
-        zip(offsets, intervals, strict=True), 2
-    ):
-        if meet(one, other):
-            assert at + one[2] <= place or place + other[2] <= at, (one, other)
-
-
 def load(intervals, align=1):
     return max(
         (
@@ -45,62 +29,6 @@ def load(intervals, align=1):
         ),
         default=0,
     )
-
-
-def brute_force(intervals):
-    """The least peak, by every order in which intervals are stacked on those placed before."""
-    left = tuple(one for one in intervals if one[2] and one[0] < one[1])
-    best = sum(one[2] for one in left)
-
-    def stack(placed, left, peak):
-        nonlocal best
-        if peak >= best and left:
-            return
-        if not left:
-            best = min(best, peak)
-            return
-        for this in set(left):
-            at = max((top for one, top in placed if meet(one, this)), default=0)
-            rest = list(left)
-            rest.remove(this)
-            stack([*placed, (this, at + this[2])], tuple(rest), max(peak, at + this[2]))
-
-    stack([], left, 0)
-    return best
-
-
-def solve_mip(intervals):
-    """The least peak by HiGHS: an address each, and for each pair that meets which is below."""
-    intervals = [one for one in intervals if one[2] and one[0] < one[1]]
-    if not intervals:
-        return 0
-    num, highest = len(intervals), sum(one[2] for one in intervals)
-    pairs = [
-        pair
-        for pair in itertools.combinations(range(num), 2)
-        if meet(*(intervals[i] for i in pair))
-    ]
-    rows, limits = [], []
-    for i, one in enumerate(intervals):
-        row = np.zeros(num + len(pairs) + 1)
-        row[i], row[-1] = 1, -1
-        rows.append(row)
-        limits.append(-one[2])
-    for number, (i, j) in enumerate(pairs):
-        for below, above, sign in ((i, j, -1), (j, i, 1)):
-            row = np.zeros(num + len(pairs) + 1)
-            row[below], row[above], row[num + number] = 1, -1, sign * highest
-            rows.append(row)
-            limits.append(-intervals[below][2] + (highest if sign > 0 else 0))
-    upper = np.array([highest] * num + [1] * len(pairs) + [highest])
-    cost = np.zeros(len(upper))
-    cost[-1] = 1
-    found = milp(
-        cost, constraints=LinearConstraint(np.array(rows), -np.inf, limits),
-        bounds=Bounds(0, upper), integrality=np.ones(len(upper)),
-    )  # fmt: skip
-    assert found.success
-    return round(found.fun)
 
 
 @given(many, st.sampled_from([1, 7, 512]))
@@ -169,117 +97,6 @@ def test_a_load_that_cannot_be_met_is_proven():
     found = memo.pack(intervals, align=1)
     assert found.is_optimal
     assert found.peak == found.lower_bound == best
-
-
-def hard_intervals(num, seed):
-    """Rectangles of a cut-up square: the load can be met, and first fit does not find out how."""
-    draw = np.random.default_rng(seed)
-    pieces = [(0, 1 << 12, 0, 1 << 12)]
-    while len(pieces) < num:
-        at = int(np.argmax([(e - s) * (h - lo) for s, e, lo, h in pieces]))
-        s, e, lo, h = pieces.pop(at)
-        cut = float(draw.uniform(0.2, 0.8))
-        if (e - s) > (h - lo):
-            middle = s + int(cut * (e - s))
-            pieces += [(s, middle, lo, h), (middle, e, lo, h)]
-        else:
-            middle = lo + int(cut * (h - lo))
-            pieces += [(s, e, lo, middle), (s, e, middle, h)]
-    return [(s, e, h - lo) for s, e, lo, h in pieces]
-
-
-def first_fit_peaks(intervals):
-    """Peaks of first fit by size, area and length."""
-    keys = (lambda i: -i[2], lambda i: -i[2] * (i[1] - i[0]), lambda i: i[0] - i[1])
-    for key in keys:
-        placed = []
-        for one in sorted(intervals, key=key):
-            at = 0
-            for low, high in sorted(
-                (low, low + other[2]) for low, other in placed if meet(one, other)
-            ):
-                if low - at >= one[2]:
-                    break
-                at = max(at, high)
-            placed.append((at, one))
-        yield max(at + one[2] for at, one in placed)
-
-
-def test_search_finds_what_first_fit_does_not():
-    intervals = hard_intervals(30, seed=1)
-    greedy = min(first_fit_peaks(intervals))
-    found = memo.pack(intervals, align=1, time_limit_s=20)
-    assert found.peak == 1 << 12
-    assert found.is_optimal
-    assert greedy > 1.05 * found.peak
-
-
-def test_search_says_that_time_ran_out():
-    start, stop, size = np.array(hard_intervals(120, seed=3)).T
-    problem = AllocationProblem.from_times(start, stop, size)
-    answer = fit(problem, problem.load, time.monotonic())
-    assert answer.offsets is None
-    assert not answer.is_proven
-
-
-def test_improvement_uses_the_time_it_is_given():
-    # Above what exact search takes, so that improvement alone makes the difference.
-    intervals = [
-        (s + 4096 * copy, e + 4096 * copy, b)
-        for copy in range(11)
-        for s, e, b in hard_intervals(100, seed=copy)
-    ]
-    greedy = memo.pack(intervals, align=1, time_limit_s=0)
-    found = memo.pack(intervals, align=1, time_limit_s=1.0)
-    assert found.peak < greedy.peak
-    assert not greedy.is_optimal
-    assert_apart(intervals[:300], found.offsets[:300])
-
-
-def layers(num):
-    """A forward and a backward of layers, each with tensors that live in one pass."""
-    events, keys = [], itertools.count()
-
-    def one_pass(kept):
-        a, b, c = next(keys), next(keys), next(keys)
-        events.extend([("alloc", a, 40), ("alloc", b, 70), ("alloc", kept, 30), ("free", a)])
-        events.extend([("alloc", c, 90), ("free", b), ("free", c)])
-
-    for layer in range(num):
-        one_pass(f"kept {layer}")
-    for layer in reversed(range(num)):
-        a, b = next(keys), next(keys)
-        events.extend([("alloc", a, 100), ("alloc", b, 60), ("free", a), ("free", f"kept {layer}")])
-        events.append(("free", b))
-    return memo.Trace.from_events(events)
-
-
-def test_repeated_layers_are_found_and_packed_once():
-    trace = layers(12)
-    start, stop, size = np.array(sorted(trace.intervals)).T
-    forward, backward = sorted(find_repeats(size))
-    assert (forward[1], forward[2]) == (4, 12)
-    assert (backward[1], backward[2]) == (2, 12)
-    problem = AllocationProblem.from_times(start, stop, size)
-    packed = []
-
-    def pack_one(inside):
-        packed.append(len(inside))
-        return memo.pack(zip(inside.start, inside.stop, inside.size, strict=True), align=1).offsets
-
-    def pack_all(outer):
-        return memo.pack(zip(outer.start, outer.stop, outer.size, strict=True), align=1).offsets
-
-    offsets = pack_by_repeats(problem, pack_one, pack_all)
-    check_addresses(problem.start, problem.stop, problem.size, offsets)
-    assert sorted(packed) == [2, 3]  # once a kind of pass, not once a layer
-    assert memo.pack(trace, align=1).is_optimal
-
-
-def test_without_layers_there_is_nothing_to_fold():
-    problem = AllocationProblem.from_times(np.arange(6), np.arange(6) + 2, np.arange(1, 7))
-    assert find_repeats(problem.size) == []
-    assert pack_by_repeats(problem, lambda p: p.start, lambda p: p.start) is None
 
 
 def test_the_sweep_notices_overlaps():

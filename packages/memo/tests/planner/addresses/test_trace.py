@@ -134,6 +134,7 @@ def test_fake_step_of_a_language_model_grows_by_a_layer_and_by_a_token():
     assert layer[1024] == pytest.approx(2 * layer[512], rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 def test_fake_step_keeps_less_with_checkpoints_and_tied_weights_once():
     plain = llama_trace(tiny_llama(num_hidden_layers=4), 1024)

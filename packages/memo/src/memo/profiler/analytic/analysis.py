@@ -109,10 +109,12 @@ class Analysis:
         self.ranks, self._dtype = ranks, getattr(torch, dtype)
         try:
             self._model = FakeModel(config, self._dtype)
+            self._times = tuple(self._model.time_layer(one, self.device) for one in _ANCHORS)
+            self._heads = tuple(self._model.count_head(one, self.device) for one in _ANCHORS)
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise ConfigError(
                 f"{type(config).__name__}: expected a causal language model that transformers builds from its "
-                f"configuration, got: {error}"
+                f"configuration, and that takes {_ANCHORS[1]:,} tokens, got: {str(error).splitlines()[0]}"
             ) from error
         self._num_layers = config.num_hidden_layers
         self._state_bytes = OPTIMIZERS[optimizer]
@@ -120,10 +122,8 @@ class Analysis:
             self._state_bytes += _MASTER_BYTES
         self._link = Link.from_rate(link_bytes_per_s or LINKS[device])
         self._known: dict[frozenset[str] | None, tuple[LayerBytes, ...]] = {}
-        self._times = tuple(self._model.time_layer(one, self.device) for one in _ANCHORS)
         self._tile_rows = TILE_ROWS["cpu" if device == "CPU" else "cuda"]
         self._tiled: TilesCount | None = None
-        self._heads = tuple(self._model.count_head(one, self.device) for one in _ANCHORS)
 
     @property
     def num_parameters(self) -> int:

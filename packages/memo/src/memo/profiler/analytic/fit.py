@@ -9,7 +9,7 @@ from typing import Any
 
 from memo.config import Budget, DoesNotFit
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
-from memo.planner.placement import place
+from memo.planner.placement import fits, place
 from memo.planner.plan import Plan
 from memo.profiler.analytic.analysis import Analysis
 from memo.simulator import simulate
@@ -134,18 +134,24 @@ def fit(analysis: Analysis, budget: Budget, lengths: Sequence[int] = LENGTHS) ->
                 return LengthFit(num_tokens, plan)
         return LengthFit(num_tokens, None, missing)
 
+    def is_possible(num_tokens: int) -> bool:
+        return any(
+            fits(analysis.profile(num_tokens, has_tiles=has_tiles), budget)
+            for has_tiles in (False, True)
+        )
+
     rows = tuple(row(one) for one in lengths)
     low = max((one.num_tokens for one in rows if one.plan is not None), default=0)
     unit = 16 * analysis.ranks
     high = max(2 * low, unit)
-    while high <= _LONGEST and row(high).plan is not None:
+    while high <= _LONGEST and is_possible(high):
         low, high = high, 2 * high
     while high - low > max(unit, low // _STEPS):
         middle = (low + high) // 2 // unit * unit
-        if row(middle).plan is None:
-            high = middle
-        else:
+        if is_possible(middle):
             low = middle
+        else:
+            high = middle
     return FitTable(rows, low)
 
 

@@ -40,6 +40,7 @@ def read_config(model: str | Path) -> PretrainedConfig:
     Raises:
         ConfigError: there is none, or transformers does not know its kind.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if str(model) in SHAPES:
@@ -48,8 +49,8 @@ def read_config(model: str | Path) -> PretrainedConfig:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         return AutoConfig.for_model(**tree)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, StrictDataclassError) as error:
         raise ConfigError(
             f"{path}: expected a model's folder, its config.json with a model_type that transformers knows, "
-            f"or one of {', '.join(SHAPES)}; got: {error}"
+            f"or one of {', '.join(SHAPES)}; got: {' '.join(str(error).split())}"
         ) from error

@@ -35,10 +35,13 @@ class Store(ABC):
     """Memory outside of the device. Slots that are given back serve again.
 
     Attributes:
+        name: for messages.
+        own_bytes: of RAM that it takes beside what is stored.
         peak_bytes: most bytes that were in use at once.
     """
 
     name: str
+    own_bytes: int = 0
 
     def __init__(self, limit_bytes: int | None) -> None:
         """Makes an empty store.

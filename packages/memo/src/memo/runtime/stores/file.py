@@ -32,6 +32,7 @@ class FileStore(Store):
     """Slots in a file, read and written by direct I/O."""
 
     name = "store in a file"
+    own_bytes = _BOUNCE_BYTES
 
     def __init__(
         self, folder: str | os.PathLike[str], limit_bytes: int | None = None, reserve_bytes: int = 0
