@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class Run:
     """
 
     script: tyro.conf.Positional[tuple[str, ...]]
-    """The script and its arguments."""
+    """The script, a .py file, and its arguments; another kind of file stands behind --."""
     n: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 1
     """Ranks on this host."""
     spares: int = 1
@@ -186,4 +187,13 @@ def main(argv: list[str] | None = None) -> int:
         "simulate": Simulate,
         "demo": Demo,
     }
-    return run_command(commands, prog="meshyard-swift", about=_ABOUT, argv=argv)
+    words = _mark_script(sys.argv[1:] if argv is None else argv)
+    return run_command(commands, prog="meshyard-swift", about=_ABOUT, argv=words)
+
+
+def _mark_script(argv: list[str]) -> list[str]:
+    """Has all that follows `run`'s script be the script's own, its options included."""
+    scripts = [at for at, word in enumerate(argv) if word.endswith(".py")]
+    if argv[:1] != ["run"] or "--" in argv or not scripts:
+        return argv
+    return [*argv[: scripts[0]], "--", *argv[scripts[0] :]]

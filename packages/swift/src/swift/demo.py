@@ -6,6 +6,7 @@ undisturbed and once with a rank that kills itself in the middle of a step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -187,7 +188,7 @@ def _draw(found: Outcome, path: Path) -> None:
         rank = ends[0][0]
         bars = [
             Bar("step", before[2], end[2])
-            for before, end in zip(ends, ends[1:], strict=False)
+            for before, end in itertools.pairwise(ends)
             if target - 3 < end[1] <= target + 3 and end[1] != target + 1
         ]
         repeated_s = next((at for _, step, at in ends if step == target + 1), None)
