@@ -13,6 +13,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,9 @@ SLEEP_S = 0.01
 COMMAND = "hatch run bench swift/pipeline"
 CONFIG = LlamaConfig(
     hidden_size=384, intermediate_size=1024, num_attention_heads=6, num_key_value_heads=6,
-    num_hidden_layers=8, vocab_size=1024, attn_implementation="sdpa",
+    num_hidden_layers=8, vocab_size=1024,
 )  # fmt: skip
+CONFIG._attn_implementation = "sdpa"
 
 
 class LlamaStage(nn.Module):
@@ -68,9 +70,9 @@ class Sleep(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         time.sleep(SLEEP_S)
-        return grad
+        return grads[0]
 
 
 class SleepingStage(nn.Module):
@@ -228,7 +230,7 @@ def fill_from_start(made, kind, lost, group):
     held = (
         [mine.module.state_dict(), mine.opt.optimizer.state_dict()] if group.rank == lost else None
     )
-    shared = [held]
+    shared: list[Any] = [held]
     torch.distributed.broadcast_object_list(shared, src=lost)
     if made is not None:
         module, optimizer = copy.deepcopy(shared[0])

@@ -117,7 +117,7 @@ def take_turns(turns):
             barrier(group)
             if turn >= 2:
                 seconds[name].append(time.perf_counter() - begun)
-    ends = {name: list(way.model.parameters()) for name, way in ways.items()}
+    ends = {name: [one.detach() for one in way.model.parameters()] for name, way in ways.items()}
     ends["nothing done"] = first
     moved = [float((a - b).abs().max()) for a, b in zip(ends["DDP"], first, strict=True)]
     errors = {

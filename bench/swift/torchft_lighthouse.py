@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from torchft.coordination import LighthouseServer
+from torchft.coordination import LighthouseServer  # pyrefly: ignore
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--min-replicas", type=int, required=True)

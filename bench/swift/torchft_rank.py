@@ -16,8 +16,13 @@ from torch.distributed import TCPStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 import job
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-from torchft.manager import WorldSizeMode
+from torchft import (  # pyrefly: ignore
+    DistributedDataParallel,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
+from torchft.manager import WorldSizeMode  # pyrefly: ignore
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--kind", choices=job.KINDS, required=True)

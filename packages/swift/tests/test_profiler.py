@@ -27,9 +27,9 @@ class Sleeping(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         time.sleep(ctx.seconds)
-        return grad, None
+        return grads[0], None
 
 
 class Slow(nn.Module):

@@ -46,7 +46,7 @@ def place_phases(seconds: Mapping[str, float], end_s: float) -> list[Bar]:
         end_s: when the last one ended.
     """
     bars: list[Bar] = []
-    for what, lasted_s in reversed(seconds.items()):
+    for what, lasted_s in reversed(list(seconds.items())):
         bars.insert(0, Bar(what, end_s - lasted_s, end_s))
         end_s -= lasted_s
     return bars
