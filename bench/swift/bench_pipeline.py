@@ -37,7 +37,6 @@ CONFIG = LlamaConfig(
     hidden_size=384, intermediate_size=1024, num_attention_heads=6, num_key_value_heads=6,
     num_hidden_layers=8, vocab_size=1024,
 )  # fmt: skip
-CONFIG._attn_implementation = "sdpa"
 
 
 class LlamaStage(nn.Module):

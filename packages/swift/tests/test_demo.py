@@ -2,23 +2,23 @@ import pytest
 
 from shared.claims import faults, read_demo
 from swift.cli import main
-from swift.demo import Outcome, judge
+from swift.demo import DemoTraining, judge
 from swift.timeline import draw_failure, place_phases
 
 STEPS = {11: [(0, 0, 10.0), (0, 1, 10.5)], 12: [(1, 0, 10.0), (1, 1, 10.5)]}
 RANK = {"seconds": {"join": 0.1, "transfer": 0.1}, "received_bytes": 8, "undone": 1}
 FAILURE = {"reason": "Undo.", "target": 0, "ranks": {"0": RANK, "1": RANK}}
-QUIET = Outcome({0: "a", 1: "a"}, STEPS, (), 6.0)
-GOOD = Outcome({0: "a", 1: "a"}, STEPS, (FAILURE,), 6.0)
+QUIET = DemoTraining({0: "a", 1: "a"}, STEPS, (), 6.0)
+GOOD = DemoTraining({0: "a", 1: "a"}, STEPS, (FAILURE,), 6.0)
 
 
 @pytest.mark.parametrize(
     "outcome",
     [
-        Outcome({}, {}, (), 6.0),
-        Outcome({0: "a", 1: "a"}, STEPS, (), 6.0),
-        Outcome({0: "a", 1: "b"}, STEPS, (FAILURE,), 6.0),
-        Outcome({0: "a"}, STEPS, (FAILURE,), 6.0),
+        DemoTraining({}, {}, (), 6.0),
+        DemoTraining({0: "a", 1: "a"}, STEPS, (), 6.0),
+        DemoTraining({0: "a", 1: "b"}, STEPS, (FAILURE,), 6.0),
+        DemoTraining({0: "a"}, STEPS, (FAILURE,), 6.0),
     ],
     ids=["nothing ran", "nobody was killed", "a bit differs", "a rank never ended"],
 )

@@ -25,7 +25,7 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunScript:
     """Start a script's ranks and spares on this host, and keep them in number.
 
     Example: meshyard-swift run -n 4 --spares 1 --heartbeat 5 train.py --batch 64
@@ -65,7 +65,7 @@ class Run:
         """Supervises the run to its end."""
         from swift.membership import hosts
         from swift.membership.coordinator import Settings
-        from swift.membership.record import Record
+        from swift.membership.record import FailureRecord
         from swift.membership.supervisor import Launch
 
         total = self.n * self.nnodes
@@ -90,7 +90,7 @@ class Run:
             with hosts.Other(launch, (self.master_addr, port), self.wait) as other:
                 return other.run()
         listener = hosts.listen(self.master_addr, port)
-        with hosts.First(launch, settings, listener, Record(self.report)) as first:
+        with hosts.First(launch, settings, listener, FailureRecord(self.report)) as first:
             return first.run(self.master_addr)
 
 
@@ -179,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
     commands: dict[str, Callable[..., Command]] = {
-        "run": Run,
+        "run": RunScript,
         "status": Status,
         "inject": Inject,
         "plan-logs": PlanLogs,

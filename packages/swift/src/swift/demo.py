@@ -22,7 +22,7 @@ from shared.errors import MeshyardError
 from swift.report import PHASES, read_failures
 from swift.timeline import Bar, draw_failure, place_phases
 
-__all__ = ["Outcome", "judge", "run"]
+__all__ = ["DemoTraining", "judge", "run"]
 
 _RANKS = 2
 _LIMIT_S = 300.0
@@ -34,7 +34,7 @@ _SCRIPT = Path(__file__).parent / "training" / "verses.py"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoTraining:
     """What a training came to.
 
     Attributes:
@@ -65,7 +65,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     """
     out.mkdir(parents=True, exist_ok=True)
     steps = _FULL if is_full else _SHORT
-    found: dict[str, tuple[Outcome, Outcome]] = {}
+    found: dict[str, tuple[DemoTraining, DemoTraining]] = {}
     with tempfile.TemporaryDirectory(dir=out) as folder:
         for kind, kills in (_KILLED_AT_FULL if is_full else _KILLED_AT).items():
             begun = [
@@ -80,7 +80,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     return finish(out, "swift", claims, figures)
 
 
-def judge(kind: str, quiet: Outcome, disturbed: Outcome) -> list[Claim]:
+def judge(kind: str, quiet: DemoTraining, disturbed: DemoTraining) -> list[Claim]:
     """What a training that lost a rank shows beside its undisturbed run.
 
     Args:
@@ -155,7 +155,7 @@ class _Training:
                 stderr=log,
             )
 
-    def wait(self) -> Outcome:
+    def wait(self) -> DemoTraining:
         try:
             status = self._process.wait(_LIMIT_S)
         finally:
@@ -173,10 +173,10 @@ class _Training:
                     ends = steps.setdefault(int(path.stem), [])
                     ends.append((line["rank"], line["step"], line["at_s"]))
         failures = read_failures(self._folder / "report.json")
-        return Outcome(digests, steps, failures, self._started_s)
+        return DemoTraining(digests, steps, failures, self._started_s)
 
 
-def _draw(found: Outcome, path: Path) -> None:
+def _draw(found: DemoTraining, path: Path) -> None:
     """Draws the first failure, two steps before it to three after it."""
     if not found.failures:
         return

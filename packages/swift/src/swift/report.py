@@ -11,14 +11,14 @@ from typing import Any
 from shared.errors import DataError
 from shared.units import format_bytes, format_s
 
-__all__ = ["PHASES", "Report", "describe_failures", "read_failures"]
+__all__ = ["PHASES", "RecoveryReport", "describe_failures", "read_failures"]
 
 PHASES = ("detect", "join", "undo", "transfer", "verify", "repeat")
 """Of a recovery: until this rank is free of the old world; the new world; deciding and undoing; refilling;
 comparing digests; the first step after."""
 
 
-class Report:
+class RecoveryReport:
     """A rank's account of its recoveries; `str` of it is a table."""
 
     def __init__(self) -> None:

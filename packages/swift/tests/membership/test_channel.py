@@ -1,11 +1,11 @@
 import socket
 
-from swift.membership.channel import Channel
+from swift.membership.channel import ControlChannel
 
 
 def test_messages_arrive_whole_in_order_however_they_are_cut():
     ours, theirs = socket.socketpair()
-    channel = Channel(ours)
+    channel = ControlChannel(ours)
     text = b'{"kind": "a", "n": 1}\n{"kind": "b"}\n'
     found = []
     for byte in text:
@@ -20,11 +20,11 @@ def test_messages_arrive_whole_in_order_however_they_are_cut():
 def test_what_is_sent_to_a_peer_that_has_ended_is_lost():
     ours, theirs = socket.socketpair()
     theirs.close()
-    Channel(ours).send({"kind": "a"})
+    ControlChannel(ours).send({"kind": "a"})
 
 
 def test_messages_end_with_the_peer():
     ours, theirs = socket.socketpair()
-    Channel(ours).send({"kind": "a"})
+    ControlChannel(ours).send({"kind": "a"})
     ours.close()
-    assert list(Channel(theirs).messages()) == [{"kind": "a"}]
+    assert list(ControlChannel(theirs).messages()) == [{"kind": "a"}]

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["Channel"]
+__all__ = ["ControlChannel"]
 
 _SEND_S = 5.0
 
 
-class Channel:
+class ControlChannel:
     """A socket that sends and receives dictionaries; sending is safe from several threads."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -55,23 +55,23 @@ class Channel:
         self._socket.close()
 
     @staticmethod
-    def connect(address: tuple[str, int], timeout_s: float) -> Channel:
+    def connect(address: tuple[str, int], timeout_s: float) -> ControlChannel:
         """A channel to a listening socket.
 
         Raises:
             OSError: nobody listens, or not within the time.
         """
         connection = socket.create_connection(address, timeout_s)
-        return Channel.over(connection)
+        return ControlChannel.over(connection)
 
     @staticmethod
-    def over(connection: socket.socket) -> Channel:
+    def over(connection: socket.socket) -> ControlChannel:
         """A channel over a TCP connection, whose messages are sent at once."""
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A peer that is cut off must not hold the sender for longer than this.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL)
-        return Channel(connection)
+        return ControlChannel(connection)
 
 
 _TIMEVAL = int(_SEND_S).to_bytes(8, "little") + bytes(8)

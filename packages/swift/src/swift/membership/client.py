@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.errors import CommError, ConfigError
 from shared.process_mark import is_alive
-from swift.membership.channel import Channel
+from swift.membership.channel import ControlChannel
 
 __all__ = ["RUN_PREFIX", "ask"]
 
@@ -33,7 +33,7 @@ def ask(address: str | None, request: dict[str, Any]) -> dict[str, Any]:
     """
     host, _, port = (address or _newest()).rpartition(":")
     try:
-        channel = Channel.connect((host, int(port)), _WAIT_S)
+        channel = ControlChannel.connect((host, int(port)), _WAIT_S)
     except (OSError, ValueError) as error:
         raise CommError(
             f"expected a run's first supervisor at {host}:{port}, got {error}; is it running?"

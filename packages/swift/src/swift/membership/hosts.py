@@ -19,10 +19,10 @@ from typing import Any
 
 from shared.errors import CommError, ConfigError
 from shared.process_mark import make_marked_folder, remove_marked_folder, sweep_marked_folders
-from swift.membership.channel import Channel
+from swift.membership.channel import ControlChannel
 from swift.membership.client import RUN_PREFIX
 from swift.membership.coordinator import Coordinator, Process, Say, Settings
-from swift.membership.record import Record
+from swift.membership.record import FailureRecord
 from swift.membership.supervisor import Launch, Local
 
 __all__ = ["First", "Other", "environment", "listen"]
@@ -137,13 +137,13 @@ class First(_Loop):
     """The first host's supervisor."""
 
     def __init__(
-        self, launch: Launch, settings: Settings, listener: socket.socket, record: Record
+        self, launch: Launch, settings: Settings, listener: socket.socket, record: FailureRecord
     ) -> None:
         super().__init__(launch)
         self._listener = listener
         self._record = record
         self._coordinator = Coordinator(settings, store=("", 0))
-        self._hosts: dict[int, Channel] = {}  # by host
+        self._hosts: dict[int, ControlChannel] = {}  # by host
         self._heard: dict[int, float] = {}
         self._folder = make_marked_folder(_run_parent(), RUN_PREFIX)
         host, port = listener.getsockname()[:2]
@@ -249,7 +249,7 @@ class First(_Loop):
     def _handle(self, key: Any) -> None:
         kind, host = key.data
         if kind == "accept":
-            channel = Channel.over(self._listener.accept()[0])
+            channel = ControlChannel.over(self._listener.accept()[0])
             self.selector.register(channel, selectors.EVENT_READ, ("peer", None))
         elif kind == "peer":
             channel = key.fileobj
@@ -262,7 +262,9 @@ class First(_Loop):
                     self.selector.unregister(channel)
                     channel.close()
 
-    def _hear_peer(self, channel: Channel, host: int | None, message: dict[str, Any]) -> int | None:
+    def _hear_peer(
+        self, channel: ControlChannel, host: int | None, message: dict[str, Any]
+    ) -> int | None:
         if message["kind"] == "hello":
             new: int = message["host"]
             if new in self._hosts:
@@ -327,7 +329,7 @@ class Other(_Loop):
         super().__init__(launch)
         self._address = address
         self._wait_s = wait_s
-        self._channel: Channel | None = None
+        self._channel: ControlChannel | None = None
         self._heard_s = 0.0
         self._status: int | None = None
 
@@ -372,7 +374,7 @@ class Other(_Loop):
         deadline = time.monotonic() + self._wait_s
         while True:
             try:
-                self._channel = Channel.connect(self._address, _CONNECT_S)
+                self._channel = ControlChannel.connect(self._address, _CONNECT_S)
                 break
             except OSError as error:
                 if time.monotonic() > deadline:

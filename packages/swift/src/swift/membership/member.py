@@ -16,9 +16,9 @@ from typing import Any
 
 from shared.comms.init import sever
 from shared.errors import ConfigError
-from swift.membership.channel import Channel
+from swift.membership.channel import ControlChannel
 
-__all__ = ["Member", "NewWorld"]
+__all__ = ["Membership", "NewWorld"]
 
 _SEVER_AGAIN_S = 0.02
 
@@ -50,11 +50,11 @@ class NewWorld:
     received_s: float
 
 
-class Member:
+class Membership:
     """This process's connection to its supervisor."""
 
     def __init__(
-        self, channel: Channel, *, rank: int | None, world_size: int, heartbeat_s: float
+        self, channel: ControlChannel, *, rank: int | None, world_size: int, heartbeat_s: float
     ) -> None:
         """Starts the threads.
 
@@ -79,7 +79,7 @@ class Member:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     @staticmethod
-    def of_process() -> Member:
+    def of_process() -> Membership:
         """The connection that this process was started with.
 
         Raises:
@@ -177,4 +177,4 @@ class Member:
             time.sleep(_SEVER_AGAIN_S)
 
 
-_started: list[Member] = []
+_started: list[Membership] = []

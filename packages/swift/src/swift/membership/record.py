@@ -8,12 +8,12 @@ from typing import Any
 
 from shared.files import write_atomically
 
-__all__ = ["Record"]
+__all__ = ["FailureRecord"]
 
 _FORMAT = 1
 
 
-class Record:
+class FailureRecord:
     """Failures so far; written to a file after each, where there is one."""
 
     def __init__(self, file: Path | None) -> None:

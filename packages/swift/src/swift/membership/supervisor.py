@@ -23,7 +23,7 @@ from typing import Any
 
 from shared.comms.launch.forking import START_S, Forked, fork
 from shared.errors import ConfigError
-from swift.membership.channel import Channel
+from swift.membership.channel import ControlChannel
 
 __all__ = ["Launch", "Local"]
 
@@ -82,7 +82,7 @@ class _Child:
     name: str
     rank: int | None
     forked: Forked
-    channel: Channel
+    channel: ControlChannel
     pidfd: int
     heard_s: float
     is_named: bool = False
@@ -139,7 +139,7 @@ class Local:
                 "expected Linux and memory for a process more, got neither; free some"
             )
         child = _Child(
-            name, rank, forked, Channel(ours), os.pidfd_open(forked.pid), time.monotonic()
+            name, rank, forked, ControlChannel(ours), os.pidfd_open(forked.pid), time.monotonic()
         )
         self._children[name] = child
         self._selector.register(child.channel, selectors.EVENT_READ, ("says", name))

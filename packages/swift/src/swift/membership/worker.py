@@ -9,7 +9,7 @@ import socket
 import sys
 import traceback
 
-from swift.membership.channel import Channel
+from swift.membership.channel import ControlChannel
 
 __all__ = ["main"]
 
@@ -30,12 +30,12 @@ def main(args: list[str]) -> None:
 
     import torch
 
-    from swift.membership.member import Member
+    from swift.membership.member import Membership
 
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    Member(
-        Channel(control),
+    Membership(
+        ControlChannel(control),
         rank=None if rank == "-1" else int(rank),
         world_size=int(world_size),
         heartbeat_s=float(heartbeat_s),

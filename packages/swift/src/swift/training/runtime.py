@@ -20,10 +20,10 @@ from shared.errors import DataError
 from shared.kernels.digest import digest
 from swift import injection
 from swift.membership.fingerprint import describe_process
-from swift.membership.member import Member, NewWorld
+from swift.membership.member import Membership, NewWorld
 from swift.recovery.planner import decide
 from swift.recovery.transfer import list_fetches, move
-from swift.report import Report
+from swift.report import RecoveryReport
 from swift.training.checkpoints import Every
 from swift.training.data import reseed, set_current
 from swift.training.trainable import Fillable, Trainable
@@ -40,7 +40,7 @@ def join() -> Run:
     Raises:
         ConfigError: the process was started otherwise.
     """
-    return Run(Member.of_process())
+    return Run(Membership.of_process())
 
 
 class Run:
@@ -52,18 +52,18 @@ class Run:
         reads_whole_batches: see `Placed`.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Membership) -> None:
         self._member = member
         self.rank: int | None = member.rank
         self.world_size = member.world_size
         self.reads_whole_batches = False
-        self._report = Report()
+        self._report = RecoveryReport()
         self._is_filled = member.rank is not None
         self._step = 0
         self._recovery = 0
         set_current(self)
 
-    def report(self) -> Report:
+    def report(self) -> RecoveryReport:
         """What failed so far, and what each recovery took."""
         return self._report
 
