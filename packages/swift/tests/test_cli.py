@@ -18,7 +18,7 @@ dp = swift.DataParallel(model, swift.undoable(torch.optim.SGD(model.parameters()
 def step(i):
     dp.backward(dp(torch.ones(1, 2)).sum())
 run.loop(step, dp, until=2)
-print("rank", run.rank, sys.argv[1:])
+sys.stdout.write(f"rank {run.rank} {sys.argv[1:]}{chr(10)}")
 """
 
 
