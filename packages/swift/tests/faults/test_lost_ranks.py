@@ -67,6 +67,7 @@ def check(folder, expected, num_failures):
     return told
 
 
+@pytest.mark.slow
 def test_twelve_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, undisturbed):
     faults = draw_faults(0, 12)
     driver.run(tmp_path, "-n", "3", "--spares", "4", steps=STEPS, faults=faults)
@@ -76,6 +77,7 @@ def test_twelve_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, u
     assert all("SIGKILL" in one["lost"][0]["how"] for one in told)
 
 
+@pytest.mark.slow
 def test_kills_while_it_recovers_and_sgd(driver, tmp_path, undisturbed):
     faults = [
         {"rank": 1, "recovery": 0, "step": 0, "point": "start", "bucket": 2},
