@@ -8,9 +8,12 @@ that a main thread that waits for a peer which hangs, or is cut off, raises and 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +21,10 @@ from shared.comms.init import sever
 from shared.errors import ConfigError
 from swift.membership.channel import ControlChannel
 
-__all__ = ["Membership", "NewWorld"]
+__all__ = ["Membership", "NewWorld", "StuckWatch"]
 
 _SEVER_AGAIN_S = 0.02
+_STUCK_S, _LEAST_CPU_S = 5.0, 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +172,57 @@ class Membership:
         threading.Thread(target=self._free, args=(message["epoch"],), daemon=True).start()
 
     def _free(self, epoch: int) -> None:
-        """Frees the main thread from messages of earlier epochs."""
+        """Frees the main thread from messages of earlier epochs, or ends the process."""
+        watch = StuckWatch()
         while True:
             with self._changed:
                 if self.epoch >= epoch:
                     return
                 sever()
             time.sleep(_SEVER_AGAIN_S)
+            watch.check()
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Ends the process if the block, which leaves a world, is stuck."""
+        is_left = threading.Event()
+
+        def watch_it() -> None:
+            watch = StuckWatch()
+            while not is_left.wait(_SEVER_AGAIN_S):
+                watch.check()
+
+        threading.Thread(target=watch_it, name="leaving", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_left.set()
+
+
+class StuckWatch:
+    """Ends this process when its main thread has computed nothing for some seconds.
+
+    gloo can deadlock when connections end, and nothing frees a thread in it: a spare then takes the place.
+    """
+
+    def __init__(self) -> None:
+        ident = threading.main_thread().ident
+        assert ident is not None, "the main thread runs"
+        self._clock = time.pthread_getcpuclockid(ident)
+        self._cpu_s, self._since_s = time.clock_gettime(self._clock), time.monotonic()
+
+    def check(self) -> None:
+        """Looks at the main thread's seconds of computing."""
+        cpu_s, now_s = time.clock_gettime(self._clock), time.monotonic()
+        if cpu_s - self._cpu_s > _LEAST_CPU_S:
+            self._cpu_s, self._since_s = cpu_s, now_s
+        elif now_s - self._since_s > _STUCK_S:
+            sys.stderr.write(
+                f"meshyard-swift: process {os.getpid()} was not free of lost ranks in {_STUCK_S:g} s "
+                f"and ends; a spare takes its place\n"
+            )
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 _started: list[Membership] = []

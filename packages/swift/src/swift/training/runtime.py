@@ -151,7 +151,8 @@ class Run:
     ) -> Group:
         self._send_record()  # of a recovery after which no step was done
         self._report.begin(world.epoch, world.rank, world.lost, is_newcomer=not self._is_filled)
-        abandon()
+        with self._member.leaving():
+            abandon()
         self.rank, self.world_size = world.rank, world.world_size
         self._recovery = world.recovery
         injection.stand_at(world.rank, world.recovery, self._step)
