@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 import venv
 from importlib import import_module
 from pathlib import Path
@@ -57,7 +58,9 @@ def fresh(tmp_path):
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_does_what_its_readme_says_where_nothing_else_is(package, fresh, tmp_path):
     lines, example = told(package)
-    assert f"{package} demo" in lines
+    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    (command,) = project["scripts"]
+    assert f"{command} demo" in lines
     for line in lines:
         words = shlex.split(line)
         # Its paths are those of the checkout.
