@@ -1,8 +1,9 @@
 """Adam's step, its residual and its inverse in numba, a block at a time in the first cache.
 
-The step is one loop from memory to memory, so that a processor waits for divisions and memory at once.
-What was there and the inverse's guesses stay in rows of one scratch array, at constant distances, for the
-loops that compare them: they need no run-time test of whether arrays overlap, and become vectors too.
+The step is one loop from memory to memory, codes included, so that a processor waits for divisions and
+memory at once. What was there stays in rows of one scratch array, at constant distances, for the loop that
+lists what escapes. The inverse's guesses lie there too: loops over them need no run-time test of whether
+arrays overlap, and become vectors.
 """
 
 from collections.abc import Sequence
@@ -37,7 +38,8 @@ _HIGH = np.int32(-0x10000)
 _1 = np.int32(1)
 _16 = np.int32(16)
 _127 = np.int32(127)
-_WIDEST = np.uint32(254)
+_BEYOND = np.uint32(255)
+_NONE = np.uint32(127)
 _FARTHEST = np.uint32(0xFFFFFFFF)
 _ESCAPE = np.int8(ESCAPE)
 _ZERO = np.float32(0)
@@ -112,8 +114,23 @@ def _word(number, narrow):  # noqa: ANN001, ANN202
 
 
 @inlined
-def _step_block(param, grad, exp_avg, exp_avg_sq, start, size, f, narrow, s):  # noqa: ANN001, ANN202
-    """Step a block in place; what was there and the inverse's guesses go to the scratch array."""
+def _off(number, guess, narrow):  # noqa: ANN001, ANN202
+    """Units in the last place from a guess to a number, plus 127; above 254 if no code tells it."""
+    was, word = _bits(number), _bits(guess)
+    if narrow is not None:
+        was, word = np.int32(was >> _16), np.int32(word >> _16)
+    off = np.uint32(was - word + _127)
+    return _FARTHEST if np.isnan(guess) else off
+
+
+@inlined
+def _code(off):  # noqa: ANN001, ANN202
+    return np.int8(min(off, _BEYOND) - _NONE)
+
+
+@inlined
+def _step_block(param, grad, exp_avg, exp_avg_sq, start, size, f, narrow, keep, codes, s):  # noqa: ANN001, ANN202
+    """Step a block in place; with `keep`, write its codes, and what was there to the scratch array."""
     sign, l2, decay, from_grad, mix, take = f[0], f[1], f[2], f[3] != _ZERO, f[4], f[5]
     keep_sq, take_sq, step_size, root_inverse, eps = f[6], f[7], f[8], f[9], f[10]
     decay_inverse, keep_inverse, keep_sq_inverse = f[11], f[12], f[13]
@@ -133,13 +150,18 @@ def _step_block(param, grad, exp_avg, exp_avg_sq, start, size, f, narrow, s):  #
         param[at] = _word(w, narrow)
         exp_avg[at] = _word(m, narrow)
         exp_avg_sq[at] = _word(v, narrow)
-        before = (v - square) * keep_sq_inverse
-        s[_W0 + i] = w0
-        s[_M0 + i] = m0
-        s[_V0 + i] = v0
-        s[_GW + i] = _held((w + u) * decay_inverse, narrow)
-        s[_GM + i] = _held((m - take * g) * keep_inverse, narrow)
-        s[_GV + i] = _held(before if not before < _ZERO else _ZERO, narrow)
+        if keep is not None:
+            s[_W0 + i] = w0
+            s[_M0 + i] = m0
+            s[_V0 + i] = v0
+            before = (v - square) * keep_sq_inverse
+            before = before if not before < _ZERO else _ZERO
+            off_w = _off(w0, _held((w + u) * decay_inverse, narrow), narrow)
+            off_m = _off(m0, _held((m - take * g) * keep_inverse, narrow), narrow)
+            off_v = _off(v0, _held(before, narrow), narrow)
+            codes[0, at] = _code(off_w)
+            codes[1, at] = _code(off_m)
+            codes[2, at] = _code(off_v)
 
 
 @inlined
@@ -161,22 +183,6 @@ def _retreat_averages(s, size, f, narrow):  # noqa: ANN001, ANN202
         s[_GM + i] = _held((s[_M1 + i] - take * g) * keep_inverse, narrow)
         before = (s[_V1 + i] - (take_sq * g) * g) * keep_sq_inverse
         s[_GV + i] = _held(max(before, _ZERO), narrow)
-
-
-@inlined
-def _encode(words, old, guess, size, narrow, codes, row, start):  # noqa: ANN001, ANN202
-    """Store the codes of a row; returns whether any escapes."""
-    farthest = np.uint32(0)
-    for i in range(size):
-        was, word = words[old + i], words[guess + i]
-        broken = np.int32(word & _MAGNITUDE) > _INF
-        if narrow is not None:
-            was, word = np.int32(was >> _16), np.int32(word >> _16)
-        off = np.uint32(was - word + _127)
-        off = _FARTHEST if broken else off
-        farthest = max(farthest, off)
-        codes[row, start + i] = _ESCAPE if off > _WIDEST else np.int8(off - _127)
-    return farthest > _WIDEST
 
 
 @inlined
@@ -232,6 +238,7 @@ def _step(  # noqa: ANN202
     end,  # noqa: ANN001
     f,  # noqa: ANN001
     narrow,  # noqa: ANN001
+    keep,  # noqa: ANN001
     s,  # noqa: ANN001
     words,  # noqa: ANN001
     codes,  # noqa: ANN001
@@ -244,23 +251,19 @@ def _step(  # noqa: ANN202
     Escapes are counted from `listed`. Returns the next block and the number of escapes.
     """
     n = param.size
-    residual = codes.size != 0
     at = 0
     for block in range(begin, end):
-        if residual and at + 3 * BLOCK > escapes.size:
+        if keep is not None and at + 3 * BLOCK > escapes.size:
             return block, at
         first = block * BLOCK
         size = np.uint64(min(BLOCK, n - first))
         start = np.uint64(first)
-        _step_block(param, grad, exp_avg, exp_avg_sq, start, size, f, narrow, s)
-        if residual:
+        _step_block(param, grad, exp_avg, exp_avg_sq, start, size, f, narrow, keep, codes, s)
+        if keep is not None:
             bases[block] = listed + at
-            if _encode(words, _W0, _GW, size, narrow, codes, 0, start):
-                at = _list_escapes(codes, 0, start, size, words, _W0, narrow, escapes, at)
-            if _encode(words, _M0, _GM, size, narrow, codes, 1, start):
-                at = _list_escapes(codes, 1, start, size, words, _M0, narrow, escapes, at)
-            if _encode(words, _V0, _GV, size, narrow, codes, 2, start):
-                at = _list_escapes(codes, 2, start, size, words, _V0, narrow, escapes, at)
+            at = _list_escapes(codes, 0, start, size, words, _W0, narrow, escapes, at)
+            at = _list_escapes(codes, 1, start, size, words, _M0, narrow, escapes, at)
+            at = _list_escapes(codes, 2, start, size, words, _V0, narrow, escapes, at)
     return end, at
 
 
@@ -329,7 +332,7 @@ def _step_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
     if residual is not None:
         codes, bases = residual.codes.numpy(), residual.bases.numpy()
     numbers = np.array(f, np.float32)
-    narrow = _narrow(of)
+    narrow, keep = _narrow(of), None if residual is None else True
     pieces: dict[int, list[NDArray]] = {}
 
     def run(begin: int, end: int) -> None:
@@ -338,7 +341,7 @@ def _step_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
         block, listed = begin, 0
         while block < end:
             # Nobody knows how many escapes there will be; untouched memory costs nothing.
-            room = 3 * BLOCK + (end - block) * BLOCK // 8 if residual is not None else 0
+            room = 3 * BLOCK + (end - block) * BLOCK // 8 if keep else 0
             escapes = np.empty(room, words[0].dtype)
             block, count = _step(
                 *words,
@@ -346,6 +349,7 @@ def _step_one(of: AdamTensors, f: Factors, residual: Residual | None) -> None:
                 end,
                 numbers,
                 narrow,
+                keep,
                 scratch,
                 scratch.view(np.int32),
                 codes,
