@@ -202,7 +202,7 @@ RATES = {"all hides": 2.0, "some hides": 0.5, "hardly any hides": 0.1}
 
 def bench_throttled_store(tmp_path, benchmark, record_claim):
     """Autotune beside fixed fractions in eighths, on a store that is slowed down to three rates."""
-    base = Setting(way="memo", store=f"file:{tmp_path}", num_layers=8)
+    base = Setting(way="memo", store=f"file:{tmp_path}", num_layers=8, num_tokens=1024)
 
     def fixed(eighths, rate):
         plan = memo.Plan.fixed(alpha=eighths / 8, store=base.store)
@@ -238,7 +238,7 @@ def bench_throttled_store(tmp_path, benchmark, record_claim):
                 correct=all(one.losses == ours.losses for one in swept)
                 and len(set(ours.losses)) > 2
                 and is_held(ours),
-                detail=f"throttled to {rate / 1e6:,.0f} MB/s each way; 8 layers; memory of the plan that stores "
+                detail=f"throttled to {rate / 1e6:,.0f} MB/s each way; 8 layers, 2,048 tokens; memory of the plan that stores "
                 f"everything, {format_bytes(limit)}, for ours, which grew by "
                 f"{format_bytes(ours.steps[-1].peak_bytes)}; sweep: {told}",
                 source=f"{COMMAND} -k throttled",
