@@ -13,6 +13,7 @@ from hydraulis.planner.steps import cut_evenly, plan_slots
 from shared.comms import RankPool
 from shared.errors import ConfigError, DataError
 
+from ..runtime.conftest import MODULES
 from ..runtime.test_attention import documents, make_model, one_by_one
 
 LENGTHS = (7, 40, 30, 2, 13, 5, 6, 11, 3, 28, 9, 4, 17, 21)
@@ -52,7 +53,7 @@ def train(out, accumulate, recompute):
 
 @pytest.fixture(scope="module")
 def ranks():
-    with RankPool(2) as pool:
+    with RankPool(2, modules=(*MODULES, "transformers.trainer")) as pool:
         yield pool
 
 

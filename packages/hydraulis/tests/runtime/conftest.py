@@ -8,6 +8,7 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "hydraulis.runtime.step_loader",
+    "hypothesis.strategies",
 )
 """What all ranks import, here once for all of them."""
 
