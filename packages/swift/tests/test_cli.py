@@ -1,6 +1,8 @@
 """Commands: what they print, what they fail with, and that help is fast."""
 
 import json
+import re
+import socket
 import subprocess
 import sys
 
@@ -22,41 +24,78 @@ sys.stdout.write(f"rank {run.rank} {sys.argv[1:]}{chr(10)}")
 """
 
 
-def start(tmp_path, *words):
-    return subprocess.run(
-        [sys.executable, "-m", "swift", *words], cwd=tmp_path, check=False, capture_output=True,
-        text=True, timeout=100,
-    )  # fmt: skip
-
-
-def test_a_scripts_own_options_reach_it(tmp_path):
+def test_a_scripts_own_options_reach_it(driver, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ("--batch", "64", "--report", "its-own")
-    done = start(tmp_path, "run", "-n", "2", "--spares", "0", "train.py", *options)
-    assert done.returncode == 0, done.stderr
-    expected = {f"rank {rank} {list(options)}" for rank in range(2)}
-    assert set(done.stdout.splitlines()) == expected
+    printed = driver.run(tmp_path, "-n", 2, "--spares", 0, "train.py", *options)
+    assert sorted(printed.splitlines()) == [f"rank {rank} {list(options)}" for rank in range(2)]
 
 
-def test_a_missing_script_is_named(tmp_path):
-    done = start(tmp_path, "run", "-n", "1", "--spares", "0", "none.py")
-    assert done.returncode != 0
-    assert "none.py" in done.stderr
-    assert "Traceback" not in done.stderr
+def stepping(line, until=2):
+    """The script with a line at the beginning of each step."""
+    found = SCRIPT.replace("def step(i):", f"def step(i):\n    {line}")
+    return found.replace("until=2", f"until={until}")
 
 
-def test_a_script_that_fails_ends_the_run_with_its_own_words(tmp_path):
-    (tmp_path / "train.py").write_text("raise SystemExit('no data in /none')")
-    done = start(tmp_path, "run", "-n", "1", "--spares", "0", "train.py")
-    assert done.returncode == 1
-    assert "no data in /none" in done.stderr
+MISTAKES = {
+    "raises at step 3": (
+        stepping("assert i < 3, f'bad batch {i}'", until=9),
+        ["AssertionError: bad batch 3", "rank . ended with status 1 before all steps were done"],
+    ),
+    "has an error of syntax": ("import swift\nrun = = swift", ["SyntaxError: ", "train.py.*line 2"]),
+    "exits with words": ("raise SystemExit('no data in /none')", ["no data in /none"]),
+    "never joins": ("import torch", ["came to an end without run.loop.* with the run of swift.join"]),
+    "never loops": ("import swift\nswift.join()", ["came to an end without run.loop"]),
+    "reads without joining": (
+        "import swift\nswift.StepData([1, 2], 2)[0]", ["expected swift.join.. before the first batch"],
+    ),
+    "reads more than there is": (
+        "import swift\nrun = swift.join()\nswift.StepData([1, 2], 4)",
+        ["train.py, line 3: global_batch: expected at most the dataset's 2 samples, got 4"],
+    ),
+    "leaves a parameter without its step": (
+        stepping("return"), ["train.py, line ..: step 0: expected one dp.backward"],
+    ),
+}  # fmt: skip
 
 
-def test_without_a_run_status_says_so(tmp_path):
-    done = start(tmp_path, "status", "--at", "127.0.0.1:1")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert done.stderr.startswith("meshyard-swift: ")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_scripts_mistake_is_said_once_for_all_ranks(driver, tmp_path, mistake):
+    text, expected = MISTAKES[mistake]
+    (tmp_path / "train.py").write_text(text)
+    printed = driver.run(tmp_path, "-n", 2, "--spares", 1, "train.py", status=1)
+    for sentence in expected:
+        assert len(re.findall(sentence, printed)) == 1, printed
+    assert printed.count("Traceback") <= 1
+    assert not re.search("runpy|worker.py", printed)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["none.py"], "script: expected a Python file, got none.py"),
+        (["-n", "0", "train.py"], "expected -n of 1 or more and a --node-rank below --nnodes, got -n 0"),
+        (["--node-rank", "1", "train.py"], "got -n 1, --node-rank 1 and --nnodes 1"),
+        (["--spares", "-1", "train.py"], "expected spares of 0 or more .* got -1"),
+        (["--min-ranks", "2", "train.py"], "min_ranks: expected 1 to the 1 ranks, got 2"),
+        (["--master-port", "{port}", "train.py"], "expected a free port {port} on 127.0.0.1"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_refused_before_anything_starts(
+    tmp_path, monkeypatch, capsys, words, expected
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["run", *(word.format(port=port) for word in words)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"meshyard-swift: .*{expected.format(port=port)}", line)
+
+
+def test_without_a_run_status_says_so(capsys):
+    assert main(["status", "--at", "127.0.0.1:1"]) == 1
+    assert capsys.readouterr().err.startswith("meshyard-swift: ")
 
 
 @pytest.mark.parametrize("argv", [["demo", "--fast"], ["inject", "burn", "1"], ["run", "-n", "x"]])

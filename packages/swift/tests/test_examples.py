@@ -11,18 +11,18 @@ HOME = Path(__file__).parents[1]
 EXAMPLES = sorted((HOME / "examples").glob("*.py"))
 
 
-def launch(path):
-    """The command that the script's own first lines name."""
-    needs_ranks = "meshyard-swift run" in path.read_text()
-    run = ["-m", "swift", "run", "-n", "2", "--spares", "1"] if needs_ranks else []
-    return [sys.executable, *run, str(path)]
+OPTIONS = ("-n", "2", "--spares", "1")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(path, tmp_path):
+def test_example_runs(driver, path, tmp_path):
+    if "meshyard-swift run" in path.read_text():
+        assert driver.run(tmp_path, *OPTIONS, path)
+        return
     done = subprocess.run(
-        launch(path), cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, str(path)], cwd=tmp_path, check=False, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -31,15 +31,11 @@ def test_there_are_examples():
     assert EXAMPLES
 
 
-def test_the_readmes_script_trains(tmp_path):
+def test_the_readmes_script_trains(driver, tmp_path):
     (block,) = re.findall(
         r"^```py\n(.*?)^```", (HOME / "README.md").read_text(), re.DOTALL | re.MULTILINE
     )
     script = tmp_path / "train.py"
     script.write_text(block)
-    command = [sys.executable, "-m", "swift", "run", "-n", "2", "--spares", "1", str(script)]
-    done = subprocess.run(
-        command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+    driver.run(tmp_path, *OPTIONS, script)
     assert list((tmp_path / "checkpoints").iterdir())

@@ -63,6 +63,35 @@ def test_waiting_ranks_are_freed_and_join_the_next_world(tmp_path, how):
     assert all(0.2 < waited < 5 for waited, _ in found[:2])
 
 
+def freed_behind_an_unread_message(path: str) -> float:
+    """What rank 1 sends meets a freed buffer, as that of a failed sum; rank 0 waits for it behind that."""
+    rank = dist.get_rank()
+    store = dist.FileStore(path, 2)
+    group = next_world(store, 0, rank, 2)
+    waited = 0.0
+    if rank == 0:
+        dist.irecv(torch.empty(1 << 16), 1)
+        time.sleep(0.3)
+        threading.Timer(0.3, sever).start()
+        start = time.monotonic()
+        with pytest.raises(CommError):
+            start_all_reduce(group, torch.ones(4)).wait()
+        waited = time.monotonic() - start
+    else:
+        sending = dist.isend(torch.ones(1 << 16), 0)
+        time.sleep(1.0)
+        del sending
+    total = all_reduce(next_world(store, 1, rank, 2), torch.ones(1)).item()
+    assert total == 2.0
+    return waited
+
+
+def test_a_rank_is_freed_behind_a_message_that_nobody_reads(tmp_path):
+    with RankPool(2, timeout=LIMIT) as pool:
+        waited = pool.run(freed_behind_an_unread_message, str(tmp_path / "store")).results[0]
+    assert 0.2 < waited < 5
+
+
 def freed_from_a_join(path: str) -> float:
     """A join that waits for a rank which never comes is severed too."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from shared.cli import Command, JsonOption, run_command
+from shared.errors import ConfigError
 from swift.pipeline.commands import PlanLogs, Simulate, VerifyLog
 
 __all__ = ["main"]
@@ -68,6 +69,11 @@ class RunScript:
         from swift.membership.record import FailureRecord
         from swift.membership.supervisor import Launch
 
+        if self.n < 1 or not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"expected -n of 1 or more and a --node-rank below --nnodes, got -n {self.n}, "
+                f"--node-rank {self.node_rank} and --nnodes {self.nnodes}"
+            )
         total = self.n * self.nnodes
         settings = Settings(
             num_ranks=total,

@@ -10,14 +10,20 @@ from collections import defaultdict
 from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("small_training.py")
+TESTS = Path(__file__).parents[1]
+PRELOADED = ["transformers.models.llama.modeling_llama"]
 LIMIT_S = 100.0
 
 
-def command(folder, *options, script=SCRIPT, **given):
+def arguments(folder, *options, script=SCRIPT, **given):
+    """Of `meshyard-swift run` for the small training."""
     return [
-        *(sys.executable, "-m", "swift", "run", "--report", str(folder / "report.json")),
+        "--report",
+        str(folder / "report.json"),
         *options,
-        *(str(script), str(folder), json.dumps(given)),
+        str(script),
+        str(folder),
+        json.dumps(given),
     ]
 
 
@@ -25,7 +31,7 @@ def launch(folder, *options, prefix=(), **given):
     """Starts a run in the background; its processes name the folder in their arguments."""
     folder.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(
-        [*prefix, *command(folder, *options, **given)],
+        [*prefix, sys.executable, "-m", "swift", "run", *arguments(folder, *options, **given)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -52,23 +58,30 @@ class Driver:
         self._log = log
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("driver.py"))],
+            env={**os.environ, "PYTHONPATH": str(TESTS)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log.open("w"),
             text=True,
         )
 
-    def run(self, folder, *options, status=0, **given):
-        """Does a run and returns what the driver's runs have printed so far."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._process.stdin.write(json.dumps(command(folder, *options, **given)[3:]) + "\n")
+    def run(self, folder, *words, status=0):
+        """Does `meshyard-swift run WORDS` in a folder and returns what it has printed."""
+        start = self._log.stat().st_size
+        command = ["run", "--preload", *PRELOADED, *map(str, words)]
+        self._process.stdin.write(json.dumps([str(folder), command]) + "\n")
         self._process.stdin.flush()
         readable, _, _ = select.select([self._process.stdout.fileno()], [], [], LIMIT_S)
-        printed = self._log.read_text()
+        printed = self._log.read_bytes()[start:].decode()
         assert readable, f"the run did not end:\n{printed}"
         assert self._process.stdout.readline() == f"{status}\n", printed
         assert count_ranks(self._process.pid) == 0
         return printed
+
+    def train(self, folder, *options, status=0, **given):
+        """Runs the small training."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return self.run(folder, *arguments(folder, *options, **given), status=status)
 
     def close(self):
         self._process.stdin.close()
@@ -88,7 +101,7 @@ def states(folder):
     """Step -> the digests of all ranks at its beginning, repeated steps' too."""
     found = defaultdict(set)
     for line in (folder / "states").read_text().splitlines():
-        step, state, _ = line.split()
+        step, state, *_ = line.split()
         found[int(step)].add(state)
     return dict(found)
 

@@ -1,8 +1,11 @@
 """The training of the fault tests: tells the digest of its state at the beginning of each step.
 
-Arguments: the folder for what it tells; JSON with steps, faults, optimizer, mode, checkpoint steps.
+Arguments: the folder for what it tells; JSON with steps, faults, optimizer, mode, checkpoint steps, ...
+Of these, `turns` is what a process is like that starts after step 2, and `holds_s` for how long rank 1
+holds Python's lock in step 3, once, so that it sends no heartbeats.
 """
 
+import ctypes
 import json
 import sys
 import time
@@ -21,9 +24,27 @@ OPTIMIZERS = {
 WIDTH = 32
 
 
+def turn_into(kind: str) -> None:
+    """Makes this process unlike the ranks."""
+    if kind == "settings":
+        torch.set_num_threads(2)
+    elif kind == "processor":
+        torch.backends.cpu.get_cpu_capability = lambda: "ABACUS"
+
+
+def leave_turned(folder: Path, kind: str) -> None:
+    """Has processes that start later be unlike this one."""
+    (folder / "turned").touch()
+    if kind == "code":
+        with open(sys.argv[0], "a") as script:
+            script.write("# another version\n")
+
+
 def main() -> None:
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
     arm(Fault(**fault) for fault in given.get("faults", ()))
+    if (folder / "turned").exists():
+        turn_into(given["turns"])
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(5)]
     model = torch.nn.Sequential(
@@ -35,6 +56,9 @@ def main() -> None:
     run = swift.join()
     make = OPTIMIZERS[given.get("optimizer", "adamw")]
     opt = swift.undoable(make(model.parameters()), mode=given.get("mode", "exact"))
+    scaler = (
+        torch.amp.GradScaler("cpu", 2.0**12, growth_interval=2) if "overflows" in given else None
+    )
     schedule = torch.optim.lr_scheduler.StepLR(opt.optimizer, 3, 0.9)
     dp = swift.DataParallel(
         model,
@@ -42,6 +66,7 @@ def main() -> None:
         run,
         bucket_mb=2.1 * WIDTH * WIDTH * 4 / 1e6,
         clip_norm=given.get("clip_norm"),
+        scaler=scaler,
         stateful=[schedule],
     )
     data = swift.StepData(dataset, 24, seed=3)
@@ -50,14 +75,20 @@ def main() -> None:
         entries = range(len(dp.versions()))
         found = digest([one for entry in entries for one in dp.state_of(entry).values()])
         with open(folder / "states", "a") as file:
-            file.write(f"{step} {found:016x} {run.rank}\n")
+            file.write(f"{step} {found:016x} {run.rank} {time.time()}\n")
 
     def step(i: int) -> None:
         tell(i)
+        if i == 2 and "turns" in given and run.rank == 0:
+            leave_turned(folder, given["turns"])
+        if i == 3 and run.rank == 1 and "holds_s" in given and not (folder / "held").exists():
+            (folder / "held").touch()
+            ctypes.PyDLL(None).usleep(int(given["holds_s"] * 1e6))
         x, y = data[i]
+        factor = 1e38 if i in given.get("overflows", ()) else 1.0
         for half in (slice(0, None, 2), slice(1, None, 2)):
             loss = torch.nn.functional.cross_entropy(dp(x[half]), y[half]) / 2
-            dp.backward(loss, update=half.start == 1)
+            dp.backward(loss * factor, update=half.start == 1)
         schedule.step()
         time.sleep(given.get("step_s", 0.0))
 

@@ -15,13 +15,6 @@ BUCKETS = 3
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory):
-    found = launching.Driver(tmp_path_factory.mktemp("driver") / "log")
-    yield found
-    found.close()
-
-
-@pytest.fixture(scope="module")
 def undisturbed(driver, tmp_path_factory):
     """Digest of each step of a run without faults, by optimizer and options; each once."""
     known = {}
@@ -30,7 +23,7 @@ def undisturbed(driver, tmp_path_factory):
         key = json.dumps(given, sort_keys=True)
         if key not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            driver.run(folder, "-n", "3", "--spares", "0", steps=STEPS, **given)
+            driver.train(folder, "-n", "3", "--spares", "0", steps=STEPS, **given)
             assert launching.failures(folder) == []
             known[key] = launching.states(folder)
             assert sorted(known[key]) == list(range(STEPS + 1))
@@ -70,7 +63,7 @@ def check(folder, expected, num_failures):
 @pytest.mark.slow
 def test_twelve_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, undisturbed):
     faults = draw_faults(0, 12)
-    driver.run(tmp_path, "-n", "3", "--spares", "4", steps=STEPS, faults=faults)
+    driver.train(tmp_path, "-n", "3", "--spares", "4", steps=STEPS, faults=faults)
     told = check(tmp_path, undisturbed(), 12)
     assert [one["lost"][0]["rank"] for one in told] == [one["rank"] for one in faults]
     assert sum(rank["undone"] for one in told for rank in one["ranks"].values()) > 0
@@ -89,8 +82,10 @@ def test_kills_while_it_recovers_and_sgd(driver, tmp_path, undisturbed):
         {"rank": 0, "recovery": 6, "step": 11, "point": "forward"},
         {"rank": 2, "recovery": 7, "point": "verify"},
     ]
-    driver.run(tmp_path, "-n", "3", "--spares", "5", steps=STEPS, faults=faults, optimizer="sgd")
-    check(tmp_path, undisturbed(optimizer="sgd"), 4)
+    driver.train(tmp_path, "-n", "3", "--spares", "5", steps=STEPS, faults=faults, optimizer="sgd")
+    told = check(tmp_path, undisturbed(optimizer="sgd"), 4)
+    lost = [[one["rank"] for one in failure["lost"]] for failure in told]
+    assert lost == [[1, 0], [2, 0], [1, 1], [0, 2]]
 
 
 @pytest.mark.slow
@@ -98,7 +93,7 @@ def test_kills_while_it_recovers_and_sgd(driver, tmp_path, undisturbed):
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_hundred_kills(driver, tmp_path, undisturbed, seed, optimizer):
     faults = draw_faults(seed, 7)
-    driver.run(
+    driver.train(
         tmp_path, "-n", "3", "--spares", "4", steps=STEPS, faults=faults, optimizer=optimizer
     )
     check(tmp_path, undisturbed(optimizer=optimizer), 7)
@@ -112,7 +107,7 @@ def test_updates_that_wait_for_all_sums(driver, tmp_path, undisturbed, given):
         {"rank": 1, "recovery": 0, "step": 3, "point": points[0], "bucket": None},
         {"rank": 0, "recovery": 1, "step": 5, "point": points[1], "bucket": 2},
     ]
-    driver.run(tmp_path, "-n", "3", "--spares", "2", steps=STEPS, faults=faults, **given)
+    driver.train(tmp_path, "-n", "3", "--spares", "2", steps=STEPS, faults=faults, **given)
     check(tmp_path, undisturbed(**given), 2)
 
 
@@ -122,7 +117,7 @@ def test_arithmetic_undo_differs(driver, tmp_path, undisturbed):
     faults = [{"rank": 1, "recovery": 0, "step": 5, "point": "start", "bucket": 2}]
     given = {"mode": "arith"}
     expected = undisturbed(**given)
-    driver.run(tmp_path, "-n", "3", "--spares", "1", steps=STEPS, faults=faults, **given)
+    driver.train(tmp_path, "-n", "3", "--spares", "1", steps=STEPS, faults=faults, **given)
     found = launching.states(tmp_path)
     assert sum(one["undone"] for one in launching.failures(tmp_path)[0]["ranks"].values()) > 0
     assert [found[step] == expected[step] for step in (5, STEPS)] == [False, False]
@@ -135,7 +130,7 @@ def test_a_stopped_rank_is_fenced_and_replaced(driver, tmp_path, undisturbed):
         {"rank": 2, "recovery": 1, "step": 6, "point": "update", "bucket": 0, "kind": "stop"},
     ]
     options = ("-n", "3", "--spares", "2", "--heartbeat", "1.5")
-    driver.run(tmp_path, *options, steps=STEPS, faults=faults)
+    driver.train(tmp_path, *options, steps=STEPS, faults=faults)
     check(tmp_path, undisturbed(), 2)
 
 
@@ -145,7 +140,7 @@ def test_a_kill_while_a_checkpoint_is_written_or_committed(driver, tmp_path, und
         {"rank": 1, "recovery": 0, "step": 3, "point": "checkpoint"},
         {"rank": 0, "recovery": 1, "step": 7, "point": "commit"},
     ]
-    driver.run(tmp_path, "-n", "3", "--spares", "2", steps=STEPS, faults=faults, checkpoint=4)
+    driver.train(tmp_path, "-n", "3", "--spares", "2", steps=STEPS, faults=faults, checkpoint=4)
     check(tmp_path, undisturbed(), 2)
     marks = sorted((tmp_path / "checkpoints").glob("step-*/COMMITTED"))
     assert [one.parent.name for one in marks] == ["step-12", "step-16"]
@@ -157,17 +152,87 @@ def test_when_all_ranks_are_lost_the_run_stops_and_resumes_from_its_checkpoint(
 ):
     faults = [{"rank": rank, "recovery": 0, "step": 6, "point": "forward"} for rank in range(3)]
     options = ("-n", "3", "--spares", "3", "--wait", "20")
-    driver.run(tmp_path, *options, steps=STEPS, faults=faults, checkpoint=4)
+    driver.train(tmp_path, *options, steps=STEPS, faults=faults, checkpoint=4)
     found = launching.states(tmp_path)
     assert found == undisturbed()
     reasons = [one["reason"] for one in launching.failures(tmp_path)]
     assert "no rank has survived" in reasons[-1]
 
 
+def test_two_ranks_are_killed_at_once_and_a_scaler_goes_on(driver, tmp_path, undisturbed):
+    """Also in a step whose gradients overflow, which changes no weight."""
+    given = {"overflows": [4]}
+    faults = [
+        {"rank": 0, "recovery": 0, "step": 4, "point": "update", "bucket": 1},
+        {"rank": 2, "recovery": 0, "step": 4, "point": "update", "bucket": 1},
+        # The two may be seen at once or one after another.
+        {"rank": 1, "recovery": 1, "step": 4, "point": "update", "bucket": 0},
+        {"rank": 1, "recovery": 2, "step": 4, "point": "reduce", "bucket": 2},
+    ]
+    driver.train(tmp_path, "-n", "3", "--spares", "4", steps=STEPS, faults=faults, **given)
+    found = launching.states(tmp_path)
+    assert found == undisturbed(**given)
+    lost = [one["rank"] for told in launching.failures(tmp_path) for one in told["lost"]]
+    assert sorted(set(lost)) == [0, 1, 2]
+
+
+@pytest.mark.slow
+def test_fewer_ranks_go_on_where_that_is_allowed(driver, tmp_path, undisturbed):
+    faults = [{"rank": 1, "recovery": 0, "step": 3, "point": "forward"}]
+    options = ("-n", "3", "--spares", "0", "--wait", "0.01")
+    printed = driver.train(tmp_path, *options, "--min-ranks", "2", steps=STEPS, faults=faults)
+    assert (
+        "goes on with 2 ranks in place of 3, as --min-ranks allows: the result differs" in printed
+    )
+    found, expected = launching.states(tmp_path), undisturbed()
+    assert all(len(states) == 1 for states in found.values())
+    assert [found[step] == expected[step] for step in range(STEPS + 1)] == [True] * 4 + [False] * 13
+    (told,) = launching.failures(tmp_path)
+    assert told["world_size"] == 2
+
+    (tmp_path / "stops").mkdir()
+    printed = driver.train(tmp_path / "stops", *options, status=1, steps=STEPS, faults=faults)
+    assert "no spare came in 0.01 s for rank 1; start the run again" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ("code", "code: expected "),
+        ("settings", "threads: expected 1, got 2"),
+        ("processor", "processor[1]: expected "),
+    ],
+)
+def test_a_spare_that_would_not_reach_the_same_bits_is_refused(driver, tmp_path, turns, expected):
+    script = tmp_path / "training.py"
+    script.write_bytes(launching.SCRIPT.read_bytes())
+    faults = [{"rank": 1, "recovery": 0, "step": 3, "point": "forward"}]
+    given = {"steps": STEPS, "faults": faults, "turns": turns}
+    options = ("-n", "3", "--spares", "0")
+    printed = driver.train(tmp_path, *options, script=script, status=1, **given)
+    refusal = "a spare on host 0 is refused: it would not reach the same bits: "
+    assert printed.count(refusal + expected) == 1, printed
+    assert printed.count("refused") == 1
+    assert "no spare came for rank 1; start the run again" in printed
+
+
+@pytest.mark.slow
+def test_a_slow_rank_is_told_from_a_dead_one(driver, tmp_path, undisturbed):
+    """One that sends no heartbeats, but is not stopped, has four times the limit."""
+    options = ("-n", "3", "--spares", "1", "--heartbeat", "0.5")
+    printed = driver.train(tmp_path, *options, steps=STEPS, holds_s=1.2)
+    assert "rank 1 runs, but has sent nothing for 0." in printed
+    check(tmp_path, undisturbed(), 0)
+    driver.train(tmp_path / "dead", *options, steps=STEPS, holds_s=30)
+    (told,) = check(tmp_path / "dead", undisturbed(), 1)
+    assert told["lost"][0]["how"].startswith("was killed")
+
+
 @pytest.mark.slow
 def test_without_spares_a_replacement_is_started(driver, tmp_path, undisturbed):
     faults = [{"rank": 1, "recovery": 0, "step": 3, "point": "forward"}]
-    driver.run(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, faults=faults)
+    driver.train(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, faults=faults)
     check(tmp_path, undisturbed(), 1)
 
 
@@ -181,7 +246,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_run_resumes(driver, tmp_path
     process.communicate()
     assert launching.wait_until_gone(process.pid) == []
     before = launching.states(tmp_path)
-    driver.run(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, checkpoint=4)
+    driver.train(tmp_path, "-n", "3", "--spares", "0", steps=STEPS, checkpoint=4)
     assert launching.states(tmp_path) == undisturbed()
     assert max(before) < STEPS
 

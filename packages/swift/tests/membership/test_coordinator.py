@@ -62,6 +62,33 @@ def test_a_spare_that_is_not_ready_is_waited_for():
     assert coordinator.ended is None
 
 
+def test_losses_of_a_recovery_that_did_not_end_are_told_with_the_next():
+    coordinator, _ = started(num_spares=3)
+    coordinator.lose(["r0"], KILLED, None, 1.0)
+    said = coordinator.lose(["r1"], KILLED, None, 2.0)
+    assert [one["rank"] for one in said[0].message["lost"]] == [0, 1]
+    coordinator.hear("r2", {"kind": "beat", "step": 4}, 3.0)
+    coordinator.hear("r2", {"kind": "beat", "step": 4, "epoch": 2}, 3.0)
+    said = coordinator.lose(["r2"], KILLED, None, 4.0)
+    assert [one["rank"] for one in said[0].message["lost"]] == [2]
+
+
+def test_where_no_spare_can_come_lost_ranks_are_not_waited_for():
+    coordinator, _ = started(num_spares=0)
+    coordinator.expect_no_spare()
+    assert coordinator.tick(0.5) == []
+    coordinator.lose(["r2"], KILLED, None, 1.0)
+    assert coordinator.tick(1.0) == []
+    assert "no spare came for rank 2; start the run again" in coordinator.ended
+
+
+def test_a_script_that_never_trains_is_told_how():
+    coordinator, _ = started()
+    coordinator.lose(["r1"], "ended with status 0", 0, 0.0)
+    assert "rank 1 ended with status 0 before all steps were done; its script" in coordinator.ended
+    assert "without run.loop" in coordinator.ended
+
+
 def test_a_rank_lost_while_others_wait_is_waited_for_too():
     coordinator, _ = started(num_spares=0)
     coordinator.lose(["r0"], KILLED, None, 1.0)

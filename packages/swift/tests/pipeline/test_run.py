@@ -1,9 +1,6 @@
 """Pipelines under `meshyard-swift run` that lose stages, against the same run undisturbed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,7 @@ HERE = Path(__file__).parent
 NUM = 4
 
 
-def train(folder, faults=(), *, spares=1, log=None, helpers=0, is_logged=True):
+def train(driver, folder, faults=(), *, spares=1, log=None, helpers=0, is_logged=True):
     folder.mkdir()
     options = {
         "faults": list(faults),
@@ -20,19 +17,13 @@ def train(folder, faults=(), *, spares=1, log=None, helpers=0, is_logged=True):
         "log": (log or {}) if is_logged else None,
     }
     (folder / "options.json").write_text(json.dumps(options))
-    command = [sys.executable, "-m", "swift", "run", "-n", str(NUM), "--spares", str(spares)]
-    env = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(HERE / "lost_stages.py"), str(folder)],
-        cwd=folder, env=env, check=False, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    driver.run(folder, "-n", NUM, "--spares", spares, HERE / "lost_stages.py", folder)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(NUM)]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("run") / "a")
+def undisturbed(driver, tmp_path_factory):
+    return train(driver, tmp_path_factory.mktemp("run") / "a")
 
 
 def fault(rank, point, step=None, bucket=None, recovery=0):
@@ -56,8 +47,8 @@ SLOW = {
 }  # fmt: skip
 
 
-def check(folder, undisturbed, faults, replayed, **options):
-    found = train(folder, faults, **options)
+def check(driver, folder, undisturbed, faults, replayed, **options):
+    found = train(driver, folder, faults, **options)
     assert [one["digest"] for one in found] == [one["digest"] for one in undisturbed]
     assert all(one["recoveries"] for one in found)
     for one in found:
@@ -66,27 +57,27 @@ def check(folder, undisturbed, faults, replayed, **options):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_lost_stage_is_replayed_bit_for_bit(tmp_path, undisturbed, case):
-    check(tmp_path / "b", undisturbed, *CASES[case])
+def test_a_lost_stage_is_replayed_bit_for_bit(driver, tmp_path, undisturbed, case):
+    check(driver, tmp_path / "b", undisturbed, *CASES[case])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW)
-def test_several_losses_are_replayed_bit_for_bit(tmp_path, undisturbed, case):
-    check(tmp_path / "b", undisturbed, *SLOW[case], spares=2)
+def test_several_losses_are_replayed_bit_for_bit(driver, tmp_path, undisturbed, case):
+    check(driver, tmp_path / "b", undisturbed, *SLOW[case], spares=2)
 
 
 @pytest.mark.slow
-def test_helpers_and_joined_stages_replay_bit_for_bit(tmp_path, undisturbed):
+def test_helpers_and_joined_stages_replay_bit_for_bit(driver, tmp_path, undisturbed):
     lost = [fault(0, "backward", 7, 1)]
-    check(tmp_path / "b", undisturbed, lost, [[[0], [4, 5, 6]]], helpers=1)
+    check(driver, tmp_path / "b", undisturbed, lost, [[[0], [4, 5, 6]]], helpers=1)
     lost = [fault(2, "backward", 7, 1)]
     logged = {"logged": [True, False, True]}
-    check(tmp_path / "c", undisturbed, lost, [[[1, 2], [4, 5, 6]]], log=logged)
+    check(driver, tmp_path / "c", undisturbed, lost, [[[1, 2], [4, 5, 6]]], log=logged)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"is_logged": False}, {"log": {"budget": "2KiB"}}], ids=str)
-def test_without_a_whole_log_all_go_back_to_the_checkpoint(tmp_path, undisturbed, options):
-    found = check(tmp_path / "b", undisturbed, [fault(1, "backward", 6, 3)], [], **options)
+def test_without_a_whole_log_all_go_back_to_the_checkpoint(driver, tmp_path, undisturbed, options):
+    found = check(driver, tmp_path / "b", undisturbed, [fault(1, "backward", 6, 3)], [], **options)
     assert all(one["recoveries"][0]["target"] == 4 for one in found)

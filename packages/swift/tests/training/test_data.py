@@ -54,20 +54,28 @@ def test_generators_follow_from_seed_step_rank_and_micro_batch():
         assert len({str(one[source]) for one in found}) == len(keys)
 
 
+def test_a_dataset_smaller_than_a_batch_is_refused():
+    with pytest.raises(ConfigError, match="at most the dataset's 3 samples, got 4"):
+        StepData([1, 2, 3], 4)
+    StepData([1, 2, 3], 3)
+
+
 def test_a_stream_is_refused():
     with pytest.raises(ConfigError, match="expected one with a length and samples by number"):
         StepData(iter([1]), 4)
 
 
 def test_a_batch_must_divide_among_the_ranks():
-    data = StepData([1, 2], 4, run=SimpleNamespace(rank=0, world_size=3, reads_whole_batches=False))
+    data = StepData(
+        [1, 2, 3, 4], 4, run=SimpleNamespace(rank=0, world_size=3, reads_whole_batches=False)
+    )
     with pytest.raises(ConfigError, match="multiple of the 3 ranks"):
         data[0]
 
 
 def test_a_spare_reads_nothing():
     data = StepData(
-        [1, 2], 4, run=SimpleNamespace(rank=None, world_size=2, reads_whole_batches=False)
+        [1, 2, 3, 4], 4, run=SimpleNamespace(rank=None, world_size=2, reads_whole_batches=False)
     )
     with pytest.raises(ConfigError, match="on rank None"):
         data[0]

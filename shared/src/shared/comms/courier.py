@@ -31,7 +31,15 @@ from shared.comms.group import Group
 from shared.comms.rounds import PendingRounds, Round, RoundSchedule, shorten
 from shared.errors import CommError
 
-__all__ = ["abandon", "connect", "peer_died", "post_rounds", "run_rounds", "wait_for_end"]
+__all__ = [
+    "abandon",
+    "channels",
+    "connect",
+    "peer_died",
+    "post_rounds",
+    "run_rounds",
+    "wait_for_end",
+]
 
 # Posted rounds and the rounds of a collective run on separate connections, in parallel.
 _LANES = ("rounds", "collectives")
@@ -136,6 +144,11 @@ def peer_died(world_rank: int) -> None:
     for couriers in list(_couriers.values()):
         for courier in couriers.values():
             courier.peer_died(world_rank)
+
+
+def channels() -> list[dist.ProcessGroup]:
+    """The couriers' own connections, whose messages are none of their groups'."""
+    return [one.channel for couriers in list(_couriers.values()) for one in list(couriers.values())]
 
 
 def abandon() -> None:
@@ -265,7 +278,11 @@ class _CourierRounds(PendingRounds):
 
 
 class _Courier:
-    """The thread of one group and lane, with its queue and connections."""
+    """The thread of one group and lane, with its queue and connections.
+
+    Attributes:
+        channel: the connections.
+    """
 
     def __init__(self, group: Group, lane: str) -> None:
         process_group = group.checked()
@@ -282,7 +299,7 @@ class _Courier:
                 f"all ranks must make"
             ) from error
         # A backend has a process group's send and recv; torch's type stubs omit them.
-        self._channel = cast("dist.ProcessGroup", gloo)
+        self.channel = cast("dist.ProcessGroup", gloo)
         self._posted: queue.SimpleQueue[_CourierRounds | None] = queue.SimpleQueue()
         self._unfinished: deque[_CourierRounds] = deque()
         self._broken: BaseException | None = None
@@ -327,7 +344,7 @@ class _Courier:
             if self._broken is None:
                 buffers: list[object] = []
                 try:
-                    _run(self._channel, pending, buffers)
+                    _run(self.channel, pending, buffers)
                 except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                     _abandoned.append(buffers)
                     self._fail(error)

@@ -168,13 +168,14 @@ def sever() -> None:
 
     A join under way raises too; as it may go on to open connections, call this until it has.
     Connections that `recorded` has not seen stay, and so do listening sockets, without which gloo
-    would end the process.
+    would end the process. Must not run while another thread is in `abandon`.
     """
     before = _before
     under_way = set() if before is None else _connections() - before
     for descriptor, inode in _recorded | under_way:
         with suppress(OSError):
             _shut_down(descriptor, inode)
+    _close_pairs()
 
 
 def abandon() -> None:
@@ -192,6 +193,20 @@ def abandon() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
+def _close_pairs() -> None:
+    """Has gloo close all connections of all groups from within, by a message that times out.
+
+    A message that arrives for a buffer that a failed sum has freed stays unread, and gloo then sees
+    neither later messages nor the end of that connection: whoever waits for it waits on.
+    """
+    for process_group in [*dist.distributed_c10d._world.pg_map, *courier.channels()]:
+        # NCCL has no such receive.
+        with suppress(RuntimeError):
+            process_group.recv_anysource([torch.empty(1)], _UNUSED_TAG).wait(_AT_ONCE)
+
+
+_UNUSED_TAG = (1 << 31) - 1
+_AT_ONCE = timedelta(milliseconds=1)
 _DESCRIPTORS = "/proc/self/fd"
 _recorded: set[tuple[int, int]] = set()  # descriptor and inode: descriptors are used again
 _before: set[tuple[int, int]] | None = None

@@ -85,6 +85,7 @@ class Coordinator:
         lost: places that are lost since the last world: rank, how, when.
         ended: None while the run goes on, then why it ended; "" where all is done.
         is_released: whether all ranks have done all steps.
+        num_ranks: ranks of the newest world; 0 before the first.
     """
 
     settings: Settings
@@ -94,9 +95,11 @@ class Coordinator:
     lost: list[dict[str, Any]] = field(default_factory=list)
     ended: str | None = None
     is_released: bool = False
+    num_ranks: int = 0
     _reference: dict[str, Any] | None = None
+    _unrepaired: list[dict[str, Any]] = field(default_factory=list)
     _deadline_s: float | None = None
-    _num_ranks: int = 0
+    _is_spare_expected: bool = True
     _failures: int = 0
     _failed_at: int = -1
     _num_worlds: int = 0
@@ -121,6 +124,8 @@ class Coordinator:
             return []
         if message["kind"] == "beat":
             process.step = message["step"]
+            if message.get("epoch") == self.epoch:
+                self._unrepaired.clear()
         elif message["kind"] == "finished" and message["epoch"] == self.epoch:
             process.is_finished = True
             ranks = self._ranks()
@@ -158,10 +163,13 @@ class Coordinator:
                 self.ended = ""
             return []
         if status is not None:
-            self.ended = (
-                f"rank {ranks[0].rank} {how} before all steps were done; a script that fails would "
-                f"fail again, so see its own message above"
+            why = (
+                "its script came to an end without run.loop(step, dp, until=steps), in which ranks "
+                "train: call it, with the run of swift.join()"
+                if status == 0
+                else "a script that fails would fail again, so see its own message above"
             )
+            self.ended = f"rank {ranks[0].rank} {how} before all steps were done; {why}"
             return []
         if self.epoch < 0:
             return []  # its supervisor starts it again
@@ -177,21 +185,32 @@ class Coordinator:
         Returns:
             What to say.
         """
-        if self._deadline_s is None or now_s < self._deadline_s or self.ended is not None:
+        is_due = not self._is_spare_expected or now_s >= (self._deadline_s or now_s)
+        if self._deadline_s is None or not is_due or self.ended is not None:
             return []
         left = sorted(self._ranks(), key=lambda one: one.rank or 0)
         if len(left) < self.settings.min_ranks:
+            within = f" in {self.settings.wait_s:g} s" if self._is_spare_expected else ""
             self.ended = (
-                f"no spare came in {self.settings.wait_s:g} s for rank "
+                f"no spare came{within} for rank "
                 f"{', '.join(str(one['rank']) for one in self.lost)}; start the run again, and it "
                 f"goes on from its last checkpoint, or give more --spares"
             )
             return []
         for rank, process in enumerate(left):
             process.rank = rank
-        self._num_ranks = len(left)
+        self.num_ranks = len(left)
         self.epoch += 1
         return self._announce()
+
+    def expect_no_spare(self) -> None:
+        """No process can become a spare any more: lost ranks are not waited for."""
+        self._is_spare_expected = False
+
+    def rank_of(self, name: str) -> int | None:
+        """The rank of a process; None of a spare, or of one that is lost."""
+        process = self.processes.get(name)
+        return None if process is None else process.rank
 
     def _ranks(self) -> list[Process]:
         return [one for one in self.processes.values() if one.rank is not None]
@@ -218,7 +237,7 @@ class Coordinator:
             ready = [one for one in self._ranks() if one.is_ready]
             if len(ready) < self.settings.num_ranks:
                 return []
-            self._num_ranks = self.settings.num_ranks
+            self.num_ranks = self.settings.num_ranks
             self.epoch = 0
             return self._announce()
         return self._next_world(now_s, is_new=False) if self.lost else []
@@ -226,7 +245,7 @@ class Coordinator:
     def _next_world(self, now_s: float, *, is_new: bool) -> list[Say]:
         """Fills lost places; if not all can be, tells the ranks to wait, once for each loss."""
         taken = {one.rank for one in self._ranks()}
-        for rank in sorted(set(range(self._num_ranks)) - taken):
+        for rank in sorted(set(range(self.num_ranks)) - taken):
             hosts = [one["host"] for one in self.lost if one["rank"] == rank]
             spares = [one for one in self.processes.values() if one.rank is None and one.is_ready]
             if not spares:
@@ -235,7 +254,7 @@ class Coordinator:
         ranks = self._ranks()
         for one in ranks:
             one.is_finished = False
-        if len(ranks) == self._num_ranks:
+        if len(ranks) == self.num_ranks:
             self.epoch += 1
             return self._announce()
         if not is_new:
@@ -245,7 +264,9 @@ class Coordinator:
         return [Say(one.name, {"kind": "interrupt", "epoch": self.epoch}) for one in ranks]
 
     def _announce(self) -> list[Say]:
-        lost, self.lost, self._deadline_s = self.lost, [], None
+        # With those of worlds that have not come to a step: their recovery goes on in this one.
+        self._unrepaired += self.lost
+        lost, self.lost, self._deadline_s = list(self._unrepaired), [], None
         self._num_worlds += 1
         return [
             Say(
@@ -255,7 +276,7 @@ class Coordinator:
                     "epoch": self.epoch,
                     "recovery": self._num_worlds - 1,
                     "rank": one.rank,
-                    "world_size": self._num_ranks,
+                    "world_size": self.num_ranks,
                     "store": list(self.store),
                     "backend": self.settings.backend,
                     "timeout_s": self.settings.timeout_s,

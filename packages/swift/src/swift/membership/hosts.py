@@ -145,6 +145,9 @@ class First(_Loop):
         self._coordinator = Coordinator(settings, store=("", 0))
         self._hosts: dict[int, ControlChannel] = {}  # by host
         self._heard: dict[int, float] = {}
+        self._told: set[str] = set()
+        self._has_rank_failed = False
+        self._can_replace = True
         self._folder = make_marked_folder(_run_parent(), RUN_PREFIX)
         host, port = listener.getsockname()[:2]
         (self._folder / "address").write_text(f"{host}:{port}")
@@ -167,9 +170,10 @@ class First(_Loop):
         while coordinator.ended is None:
             self.watch(self._handle)
             self._lose_silent_hosts()
-            self._deliver(coordinator.tick(time.time()))
+            self._tick()
             if not coordinator.is_released and coordinator.ended is None:
-                self.refill(len(coordinator.lost) if not self._hosts else 0)
+                replaces = self._can_replace and not self._hosts
+                self.refill(len(coordinator.lost) if replaces else 0)
             if time.monotonic() - last_beat > self.launch.heartbeat_s / 5:
                 last_beat = time.monotonic()
                 for channel in self._hosts.values():
@@ -192,18 +196,32 @@ class First(_Loop):
         """See `_Loop`."""
         if message["kind"] == "recovery":
             self._record.add(message["record"])
+        elif message["kind"] == "failed":
+            self._print_failure(name, message["text"])
         else:
             self._deliver(self._coordinator.hear(name, message, time.time()))
 
     def gone(self, name: str, how: str, status: int | None) -> None:
         """See `_Loop`."""
-        process = self._coordinator.processes.get(name)
-        rank = None if process is None else process.rank
+        rank = self._coordinator.rank_of(name)
         if rank is None and status not in (None, 0):
             self.num_spares -= 1  # refused, or its script fails: the next one would be, too
+            self._can_replace = False
+            if not self._hosts and not self.count_spares():
+                self._coordinator.expect_no_spare()
         self._deliver(self._coordinator.lose([name], how, status, time.time()))
         if rank is not None and self._coordinator.epoch < 0 and status is None:
             self.started(self.local.start(rank), rank)
+
+    def _print_failure(self, name: str, text: str) -> None:
+        """Prints why a process fails, unless another has failed alike, or a rank has ended the run."""
+        if self._has_rank_failed:
+            return
+        self._has_rank_failed = self._coordinator.rank_of(name) is not None
+        if text not in self._told:
+            self._told.add(text)
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
     def _finish(self, reason: str) -> int:
         for process in list(self._coordinator.processes):
@@ -230,6 +248,15 @@ class First(_Loop):
             self.local.send(name, message)
         elif host in self._hosts:
             self._hosts[host].send({"kind": "to", "name": name, "message": message})
+
+    def _tick(self) -> None:
+        before = self._coordinator.num_ranks
+        self._deliver(self._coordinator.tick(time.time()))
+        if self._coordinator.num_ranks < before:
+            sys.stderr.write(
+                f"meshyard-swift: no spare came, so training goes on with {self._coordinator.num_ranks} "
+                f"ranks in place of {before}, as --min-ranks allows: the result differs from here on\n"
+            )
 
     def _lose_silent_hosts(self) -> None:
         now = time.monotonic()

@@ -109,11 +109,15 @@ class Membership:
         self._step = step
         if self._is_new_world:
             self._is_new_world = False
-            self._channel.send({"kind": "beat", "step": step})
+            self._channel.send({"kind": "beat", "step": step, "epoch": self.epoch})
 
     def report_finished(self) -> None:
         """Says that all steps are done; `next_world` then waits for the others."""
         self._channel.send({"kind": "finished", "epoch": self.epoch})
+
+    def report_failed(self, text: str) -> None:
+        """Says why this process ends: the run prints it once, however many ranks fail alike."""
+        self._channel.send({"kind": "failed", "text": text})
 
     def report_recovery(self, record: dict[str, Any]) -> None:
         """Sends what a recovery took, for the run's report."""

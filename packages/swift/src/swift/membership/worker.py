@@ -9,6 +9,7 @@ import socket
 import sys
 import traceback
 
+from shared.errors import MeshyardError
 from swift.membership.channel import ControlChannel
 
 __all__ = ["main"]
@@ -34,12 +35,13 @@ def main(args: list[str]) -> None:
 
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    Membership(
+    member = Membership(
         ControlChannel(control),
         rank=None if rank == "-1" else int(rank),
         world_size=int(world_size),
         heartbeat_s=float(heartbeat_s),
-    ).serve()
+    )
+    member.serve()
     sys.argv = script
     sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
     try:
@@ -48,12 +50,22 @@ def main(args: list[str]) -> None:
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
         if isinstance(error.code, str):
-            sys.stderr.write(f"{error.code}\n")
-    except BaseException:  # noqa: BLE001 - the process ends with it
-        traceback.print_exc()
+            member.report_failed(f"{error.code}\n")
+    except BaseException as error:  # noqa: BLE001 - the process ends with it
+        member.report_failed(_describe(error, script[0]))
         status = 1
     # Exit handlers, but not the interpreter's teardown: torch's takes half a second.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _describe(error: BaseException, script: str) -> str:
+    """A sentence for what its user can mend; else the traceback from the script on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != script:
+        frames = frames.tb_next
+    if isinstance(error, MeshyardError) and frames is not None:
+        return f"{script}, line {frames.tb_lineno}: {error}\n"
+    return "".join(traceback.format_exception(error.with_traceback(frames)))

@@ -92,7 +92,8 @@ class StepData:
             collate: makes a batch from a list of samples; torch's `default_collate` when None.
 
         Raises:
-            ConfigError: the dataset has no length or no samples, or the batch is no positive number.
+            ConfigError: the dataset has no length or less samples than a batch, or the batch is no
+                positive number.
         """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
@@ -104,6 +105,11 @@ class StepData:
             raise ConfigError(
                 f"expected at least one sample and a positive global_batch, got {len(dataset)} "
                 f"samples and global_batch={global_batch}"
+            )
+        if len(dataset) < global_batch:
+            raise ConfigError(
+                f"global_batch: expected at most the dataset's {len(dataset)} samples, got "
+                f"{global_batch}, so a step would read samples twice; choose a smaller one"
             )
         self.dataset = dataset
         self.global_batch = global_batch

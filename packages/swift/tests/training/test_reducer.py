@@ -1,0 +1,132 @@
+"""DataParallel against torch's DistributedDataParallel with torch's optimizer, clipping and scaler."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import swift
+from shared.comms import Group, RankPool
+
+WIDTH, STEPS, OVERFLOWS_AT = 8, 6, 2
+CASES = [
+    {},
+    {"halves": 2},
+    {"clip_norm": 0.05},
+    {"mode": "commit", "clip_norm": 0.05},
+    {"has_scaler": True},
+    {"has_scaler": True, "halves": 2, "clip_norm": 0.05},
+]
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(WIDTH, WIDTH)
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+        self.unused = torch.nn.Linear(WIDTH, WIDTH)
+        self.last = torch.nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x).tanh())).square().mean()
+
+
+def batches(step, halves):
+    draw = torch.Generator().manual_seed(100 * step + Group.world().rank)
+    return torch.randn(12, WIDTH, generator=draw).chunk(halves)
+
+
+def train(case, make_step):
+    """Losses, gradients and weights of all steps, and the module's buffers."""
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        if case.get("has_scaler")
+        else None
+    )
+    step = make_step(model, optimizer, scaler, case)
+    told = []
+    for at in range(STEPS):
+        is_too_large = scaler is not None and at == OVERFLOWS_AT
+        losses = step(at, 1e38 if is_too_large else 1.0)
+        grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        weights = [p.detach().clone() for p in model.parameters()]
+        told.append((losses, None if is_too_large else grads, weights))
+    scale = None if scaler is None else scaler.get_scale()
+    return told, [one.clone() for one in model.buffers()], scale
+
+
+def ours(model, optimizer, scaler, case):
+    run = SimpleNamespace(rank=Group.world().rank, world_size=2, reads_whole_batches=False)
+    dp = swift.DataParallel(
+        model,
+        swift.undoable(optimizer, mode=case.get("mode", "exact")),
+        run,
+        bucket_mb=100e-6 * WIDTH,
+        clip_norm=case.get("clip_norm"),
+        scaler=scaler,
+    )
+    dp.regroup(Group.world())
+
+    def step(at, factor):
+        halves = batches(at, case.get("halves", 1))
+        dp.begin(at)
+        losses = []
+        for number, x in enumerate(halves, 1):
+            losses.append(dp(x) * factor / len(halves))
+            dp.backward(losses[-1], update=number == len(halves))
+        dp.finish(at)
+        return [loss.item() for loss in losses]
+
+    return step
+
+
+def theirs(model, optimizer, scaler, case):
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+
+    def step(at, factor):
+        optimizer.zero_grad()
+        halves = batches(at, case.get("halves", 1))
+        losses = []
+        for number, x in enumerate(halves, 1):
+            ddp.require_backward_grad_sync = number == len(halves)
+            losses.append(ddp(x) * factor / len(halves))
+            scaler.scale(losses[-1]).backward()
+        scaler.unscale_(optimizer)
+        if "clip_norm" in case:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), case["clip_norm"])
+        scaler.step(optimizer)
+        scaler.update()
+        return [loss.item() for loss in losses]
+
+    return step
+
+
+def train_both():
+    return [(train(case, ours), train(case, theirs)) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def found():
+    with RankPool(2) as pool:
+        return pool.run(train_both).results
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
+def test_losses_gradients_and_weights_are_torchs(found, number):
+    for rank in range(2):
+        (told, buffers, scale), (expected, expected_buffers, expected_scale) = found[rank][number]
+        torch.testing.assert_close(told, expected, rtol=1e-4, atol=1e-6)
+        assert scale == expected_scale
+        if rank == 0:  # torch's other ranks take its buffers in their next step
+            torch.testing.assert_close(buffers, expected_buffers)
+    # A step whose gradients overflow changes no weight; all others do.
+    weights = [one[2] for one in found[0][number][0][0]]
+    same = [torch.equal(weights[at][0], weights[at + 1][0]) for at in range(STEPS - 1)]
+    assert same == [
+        bool(CASES[number].get("has_scaler")) and at == OVERFLOWS_AT - 1 for at in range(5)
+    ]
