@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -11,8 +12,12 @@ import pytest
 
 from llmpq import Plan, Stage
 from llmpq.cli import main
+from llmpq.data import read_prompts, tokenise
+from llmpq.evaluation import kl_divergence
 from llmpq.integrations import EXPORTS
 from llmpq.profiler import SENSITIVITIES
+from llmpq.profiler.planner_inputs import calibration_batches
+from llmpq.runtime.loader import load
 from shared.comms import Group
 
 from .runtime.tiny_models import add_tokenizer, make
@@ -85,6 +90,24 @@ def test_a_plan_is_explained(home, planned):
     plan = Plan.load(home / "plan.json")
     assert plan.folder == str(home / "model")
     assert plan.num_layers == 5
+
+
+def test_a_plans_loss_is_measured_on_the_model(home, planned):
+    from transformers import AutoModelForCausalLM
+
+    shutil.copytree(home / "profiles", home / "four")
+    told = run_here(
+        "plan", home / "model", "--cluster", home / "cluster.yaml",
+        "--prompts", home / "prompts.jsonl", "--out", home / "four.json",
+        "--profiles", home / "four", "--max-kl", 10, *PLANNING[:2], *PLANNING[3:],
+    )  # fmt: skip
+    (line,) = [line for line in told.splitlines() if line.startswith("measured loss: ")]
+    rounded = load(home / "model", Plan.load(home / "four.json"))
+    whole = AutoModelForCausalLM.from_pretrained(home / "model", dtype="float32")
+    texts = tokenise(home / "model", read_prompts(home / "prompts.jsonl"))
+    loss = kl_divergence(rounded, whole, calibration_batches(texts, between=True))
+    assert loss > 0
+    assert line == f"measured loss: {loss:.4g} nats a token, on prompts of this file"
 
 
 def test_what_was_measured_is_measured_once(home, planned):

@@ -1,12 +1,23 @@
 """Measured divergence beside scipy's and torch's, and mixtures beside their targets."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 from scipy.stats import spearmanr
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from llmpq.evaluation import check_noise, draw_mixtures, kl_divergence, rank_correlation
+from llmpq.evaluation import (
+    check_noise,
+    draw_mixtures,
+    kl_divergence,
+    plan_as_measured,
+    rank_correlation,
+)
+from llmpq.planner.explanation import PlanResult
+from llmpq.planner.plan import Plan, Stage
+from llmpq.planner.problem import InfeasiblePlan
 from llmpq.profiler.sensitivity import round_to_nearest, sensitivity
 from shared.errors import ConfigError
 
@@ -64,3 +75,46 @@ def test_ranks_are_those_of_scipy():
         assert rank_correlation(first, second) == pytest.approx(spearmanr(first, second)[0])
     with pytest.raises(ConfigError, match="at least two different values"):
         rank_correlation([1, 1], [1, 2])
+
+
+def choose_most(noise, limit=1.0):
+    """3 bits for as many layers as the limit allows, in order, and 16 for the others."""
+    allowed = int((noise[:, 0].cumsum() <= limit).sum())
+    plan = Plan(
+        stages=(Stage(rank=0, layers=(0, len(noise))),),
+        bits=(3,) * allowed + (16,) * (len(noise) - allowed),
+        group_size=64, prefill_size=1, decode_size=1,
+    )  # fmt: skip
+    return mock.Mock(spec=PlanResult, plan=plan, nats=float(noise[:allowed, 0].sum()))
+
+
+NOISE = np.array([[0.1, 0.0]] * 12)
+
+
+def test_a_plan_keeps_its_limit_where_it_is_measured():
+    asked = []
+
+    def measure(plan):
+        """More than the sum where layers are many."""
+        asked.append(plan.bits.count(3))
+        return (0.1 * asked[-1]) ** 2 + 0.05 * asked[-1]
+
+    result, measured = plan_as_measured(choose_most, NOISE, 1.0, measure)
+    assert asked == [10, 6]
+    assert measured == pytest.approx(0.66)
+    assert result.plan.bits.count(3) == 6
+    assert result.nats == pytest.approx(0.9), "of the noise that was raised by 1.5"
+
+
+def test_a_plan_that_keeps_its_limit_is_taken_as_it_is():
+    result, measured = plan_as_measured(choose_most, NOISE, 1.0, lambda plan: 0.97)
+    assert (result.plan.bits.count(3), measured) == (10, 0.97)
+    assert result.nats == pytest.approx(1.0)
+
+
+def test_a_loss_that_no_plan_brings_below_the_limit_is_told():
+    told = r"at most 1 nats a token as measured, got 3, 3, 3, 3; allow more loss"
+    with pytest.raises(InfeasiblePlan, match=told):
+        plan_as_measured(choose_most, NOISE, 1.0, lambda plan: 3.0)
+    with pytest.raises(InfeasiblePlan, match="got 3; allow"):
+        plan_as_measured(choose_most, np.zeros((3, 2)), 1.0, lambda plan: 3.0)

@@ -1,8 +1,10 @@
 """What else a training loop asks of an engine: clipping, evaluation, recomputation, autocast, adapters."""
 
 import gc
+import time
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -88,8 +90,6 @@ def test_documents_are_evaluated_without_learning_them(ranks, settings):
 
 def recomputed(settings):
     """Losses, weights, and how often documents' attention was computed."""
-    from unittest import mock
-
     calls = []
 
     def counted(*given):
@@ -245,8 +245,15 @@ def uneven():
     """Shares of steps in which ranks wait, where rank 0 computes and the others have little to do."""
     texts = documents((60, 1, 1, 1))
     engine = hy.Engine(make_model("qwen3"), SGD, max_tokens=64, strategy="cp1")
-    for _ in range(3):
-        engine.step(texts)
+
+    def attend_slowly(query, *given):
+        if query.shape[1] > 1:
+            time.sleep(0.02)
+        return attend_documents(query, *given)
+
+    with mock.patch("hydraulis.runtime.attention.attend_documents", attend_slowly):
+        for _ in range(3):
+            engine.step(texts)
     assert Group.world().world_size == 4
     return engine.report()
 

@@ -89,6 +89,9 @@ class MakePlan(_Planning):
     and writes codes beside the plan."""
     baseline: Annotated[str, choice(BASELINES)] | None = None
     """Plan as this baseline does, for comparison."""
+    measure: bool = True
+    """With --max-kl: round the model by the plan, measure its loss on other prompts, and plan anew while
+    that is above the limit. Needs the whole model in memory."""
     out: Path = Path("plan.json")
     """Where the plan is written."""
 
@@ -100,9 +103,10 @@ class MakePlan(_Planning):
 
         from rich.console import Console
 
+        from llmpq.evaluation import plan_as_measured
         from llmpq.planner.baselines import plan_baseline
         from llmpq.planner.search import plan
-        from llmpq.profiler.planner_inputs import calibration_batches
+        from llmpq.profiler.planner_inputs import calibration_batches, loss_of_plans
         from llmpq.runtime.gptq import round_for
 
         # Under torchrun, one line of progress is enough.
@@ -112,10 +116,16 @@ class MakePlan(_Planning):
             if known is None:
                 return
             status.update("planning")
-            choose = partial(plan, solver=self.solver)
+            make = partial(plan, solver=self.solver)
             if self.baseline is not None:
-                choose = partial(plan_baseline, self.baseline)
-            result = choose(*known.given, **known.settings)
+                make = partial(plan_baseline, self.baseline)
+            choose = partial(known.plan_by, make)
+            measured = None
+            if self.measure and self.max_kl is not None:
+                loss = loss_of_plans(self.model, known, on_progress=status.update)
+                result, measured = plan_as_measured(choose, known.noise, self.max_kl, loss)
+            else:
+                result = choose(known.noise)
             written = replace(result.plan, folder=str(self.model), forms=known.profile.forms)
             if self.method == "gptq":
                 written = round_for(
@@ -129,8 +139,13 @@ class MakePlan(_Planning):
         names = ("seconds", "tokens_per_s", "nats", "gap", "is_optimal")
         record = {"plan": str(self.out), **{name: getattr(result, name) for name in names}}
         lines = [result.explain(), f"wrote {self.out}"]
+        if measured is not None:
+            record["measured_nats"] = measured
+            lines.insert(1, f"measured loss: {measured:.4g} nats a token, on prompts of this file")
         if written.codes is not None:
-            lines[1] += f" and {written.codes}; GPTQ usually loses less than what is expected above"
+            lines[-1] += (
+                f" and {written.codes}; GPTQ usually loses less than what is expected above"
+            )
         self.print_result(record, "\n".join(lines))
 
 
@@ -355,16 +370,7 @@ class MeasureDevice(JsonOption):
                 dtype=self.dtype, activations=self.activations, workload=workload, is_here=True,
                 on_progress=status.update,
             )  # fmt: skip
-        lines = [f"{self.kind}: {found.processor}, torch {found.torch}, {found.dtype}"]
-        for bits in found.prefill:
-            lines.append(
-                f"{bits:>2} bits: a layer takes "
-                f"{1e3 * found.prefill[bits].prefill_s(1, self.prompt_tokens):.3g} ms to prefill "
-                f"{self.prompt_tokens} tokens, {1e3 * found.decode[bits].decode_s(1, 128):.3g} ms "
-                f"for one token (errors of the fit {found.prefill[bits].error:.0%}, "
-                f"{found.decode[bits].error:.0%})"
-            )
-        self.print_result({"file": str(path)}, "\n".join([*lines, f"wrote {path}"]))
+        self.print_result({"file": str(path)}, f"{found.explain(self.prompt_tokens)}\nwrote {path}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
+from llmpq.planner.explanation import PlanResult
 from llmpq.planner.plan import Plan
+from llmpq.planner.problem import InfeasiblePlan
 from llmpq.profiler.cluster_profile import merge_mappings
 from llmpq.profiler.sensitivity import divergence, predict, read_batches, round_to_nearest
 from llmpq.runtime.pipeline import Pipeline
@@ -30,8 +32,13 @@ __all__ = [
     "compare_plans",
     "draw_mixtures",
     "kl_divergence",
+    "plan_as_measured",
     "rank_correlation",
 ]
+
+
+# Plans that are tried until one keeps its limit where it is measured; two are enough as a rule.
+_MOST_PLANS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +70,47 @@ def kl_divergence(model: nn.Module, reference: nn.Module, batches: Iterable[Any]
     """
     found = read_batches(batches)
     return divergence(model, found, predict(reference, found))
+
+
+def plan_as_measured(
+    choose: Callable[[np.ndarray], PlanResult],
+    noise: np.ndarray,
+    max_kl: float,
+    measure: Callable[[Plan], float],
+) -> tuple[PlanResult, float]:
+    """A plan whose measured loss keeps the limit too, not only the sum of its layers' noise.
+
+    A sum of noise holds to second order: many layers of few bits together lose more. Where a plan's
+    measured loss is above the limit, all noise is raised by as much as this plan exceeded what was
+    expected of it, and the next plan is made with that.
+
+    Args:
+        choose: makes a plan from noise [layer, width] in nats a token, within the limit.
+        noise: as `sensitivity` measured it.
+        max_kl: the limit, in nats a token.
+        measure: a plan's loss in nats a token, on text that noise was not measured on.
+
+    Returns:
+        The plan, its `nats` expected of the noise it was made with, and its measured loss.
+
+    Raises:
+        InfeasiblePlan: no plan keeps the limit as expected, or none of those tried as measured.
+    """
+    tried = []
+    for _ in range(_MOST_PLANS):
+        result = choose(noise)
+        measured = measure(result.plan)
+        if measured <= max_kl:
+            return result, measured
+        tried.append(measured)
+        if not result.nats > 0:
+            break
+        noise = noise * (measured / result.nats)
+    raise InfeasiblePlan(
+        f"expected a plan that loses at most {max_kl:.4g} nats a token as measured, got "
+        f"{', '.join(f'{one:.4g}' for one in tried)}; allow more loss, or give more prompts to measure "
+        "sensitivity on"
+    )
 
 
 def check_noise(

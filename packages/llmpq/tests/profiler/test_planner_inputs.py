@@ -72,6 +72,8 @@ def test_calibration_takes_the_beginnings_of_prompts_from_all_over_the_file():
     many = [[number] * 10 for number in range(1000)]
     found = calibration_batches(many, num_tokens=100, length=10)
     assert [int(batch[0, 0]) for batch in found] == list(range(0, 1000, 100))
+    others = calibration_batches(many, num_tokens=100, length=10, between=True)
+    assert [int(batch[0, 0]) for batch in others] == list(range(50, 1000, 100))
     assert calibration_batches([[1]], num_tokens=100) == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,19 @@ from torch import Tensor
 
 from llmpq.config import ModelSpec, Quality, Workload
 from llmpq.data import read_prompts, tokenise
+from llmpq.planner.explanation import PlanResult
+from llmpq.planner.plan import Plan
 from llmpq.profiler.cache import find_sensitivity
 from llmpq.profiler.cluster_profile import profile_cluster
 from llmpq.profiler.profile import Profile
+from llmpq.profiler.sensitivity import divergence, predict, read_batches
 from llmpq.runtime.layers import most_positions
+from llmpq.runtime.loader import load
 from shared.comms import Group, tree
 from shared.errors import ConfigError, MeshyardError
 from shared.topology.cluster import Cluster
 
-__all__ = ["PlannerInputs", "calibration_batches", "measure_inputs"]
+__all__ = ["PlannerInputs", "calibration_batches", "loss_of_plans", "measure_inputs"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +44,15 @@ class PlannerInputs:
     settings: dict[str, Any]
     profile: Profile
     texts: list[list[int]]
+
+    @property
+    def noise(self) -> np.ndarray:
+        """Expected loss of quality, in nats a token [layer, width]."""
+        return self.given[2]
+
+    def plan_by(self, make: Callable[..., PlanResult], noise: np.ndarray) -> PlanResult:
+        """Calls `plan` or `plan_baseline` with these inputs, and this noise in place of what was measured."""
+        return make(*self.given[:2], noise, *self.given[3:], **self.settings)
 
 
 def measure_inputs(
@@ -131,6 +144,38 @@ def measure_inputs(
     )
 
 
+def loss_of_plans(
+    model: str | Path,
+    inputs: PlannerInputs,
+    *,
+    on_progress: Callable[[str], None] = lambda what: None,
+) -> Callable[[Plan], float]:
+    """A function that rounds the model by a plan and measures its loss in nats a token.
+
+    It holds what the unrounded model predicts, [tokens, vocabulary], and loads the whole model for each
+    plan. The text is prompts between those that sensitivity was measured on.
+
+    Args:
+        model: folder of a Hugging Face model.
+        inputs: what the plans are made from.
+        on_progress: called with what is being measured.
+    """
+    batches = read_batches(calibration_batches(inputs.texts, between=True))
+    expected: list[Tensor] = []
+
+    def measure(plan: Plan) -> float:
+        if not expected:
+            on_progress("predicting with the unrounded model")
+            expected.extend(
+                predict(load(model, replace(plan, bits=(16,) * len(plan.bits))), batches)
+            )
+        on_progress("measuring what the plan loses")
+        rounded = load(model, replace(plan, forms=inputs.profile.forms))
+        return divergence(rounded, batches, expected)
+
+    return measure
+
+
 def _read_on_first_rank(
     read: Callable[[], tuple[Cluster, list[list[int]]]],
 ) -> tuple[Cluster, list[list[int]]]:
@@ -148,7 +193,11 @@ def _read_on_first_rank(
 
 
 def calibration_batches(
-    texts: Sequence[Sequence[int]], *, num_tokens: int = 1536, length: int = 96
+    texts: Sequence[Sequence[int]],
+    *,
+    num_tokens: int = 1536,
+    length: int = 96,
+    between: bool = False,
 ) -> list[Tensor]:
     """Some of the prompts' own tokens, a sequence each, from all over their file.
 
@@ -156,9 +205,12 @@ def calibration_batches(
         texts: token ids of prompts.
         num_tokens: about as many in all: a few hundred order layers, more settle the sum of noise.
         length: most tokens of a sequence; with short ones rounding seems to cost less than it does.
+        between: take prompts halfway between those that are taken otherwise: others, unless there
+            are too few.
     """
     usable = [ids[:length] for ids in texts if len(ids) >= 2]
     # Neighbours in a file are often of one kind, and noise depends on the text.
     all_tokens = sum(map(len, usable))
     count = -(-len(usable) * num_tokens // max(all_tokens, num_tokens, 1))
-    return [torch.tensor([usable[at * len(usable) // count]]) for at in range(count)]
+    places = [(2 * at + between) * len(usable) // (2 * count) for at in range(count)]
+    return [torch.tensor([usable[place]]) for place in places]

@@ -51,6 +51,18 @@ class DeviceProfile:
     head: Latency
     forms: Mapping[str, Any] = field(default_factory=dict)
 
+    def explain(self, prompt_tokens: int) -> str:
+        """A line on the device, and one on each width: milliseconds of a layer, and how well they fit."""
+        lines = [f"{self.kind}: {self.processor}, torch {self.torch}, {self.dtype}"]
+        for bits, prefill in self.prefill.items():
+            decode = self.decode[bits]
+            lines.append(
+                f"{bits:>2} bits: a layer takes {1e3 * prefill.prefill_s(1, prompt_tokens):.3g} ms to "
+                f"prefill {prompt_tokens} tokens, {1e3 * decode.decode_s(1, 128):.3g} ms for one token "
+                f"(errors of the fit {prefill.error:.0%}, {decode.error:.0%})"
+            )
+        return "\n".join(lines)
+
     def save(self, path: str | Path) -> None:
         """Writes it as JSON, replacing `path` at once."""
         text = json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
