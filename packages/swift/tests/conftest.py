@@ -12,6 +12,6 @@ import launching
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory):
     """Does runs of `meshyard-swift run`; all tests share its templates."""
-    found = launching.Driver(tmp_path_factory.mktemp("driver") / "log")
+    found = launching.Driver(tmp_path_factory.mktemp("driver"))
     yield found
     found.close()

@@ -78,6 +78,10 @@ def test_a_scripts_mistake_is_said_once_for_all_ranks(driver, tmp_path, mistake)
         (["--node-rank", "1", "train.py"], "got -n 1, --node-rank 1 and --nnodes 1"),
         (["--spares", "-1", "train.py"], "expected spares of 0 or more .* got -1"),
         (["--min-ranks", "2", "train.py"], "min_ranks: expected 1 to the 1 ranks, got 2"),
+        (
+            ["--nnodes", "2", "--node-rank", "1", "--master-port", "1", "--wait", "0", "train.py"],
+            "expected the first supervisor at 127.0.0.1:1 within 0 s",
+        ),
         (["--master-port", "{port}", "train.py"], "expected a free port {port} on 127.0.0.1"),
     ],
 )  # fmt: skip

@@ -64,8 +64,10 @@ class RunScript:
 
     def execute(self) -> int:
         """Supervises the run to its end."""
-        from swift.membership import hosts
         from swift.membership.coordinator import Settings
+        from swift.membership.first_host import FirstHost, listen
+        from swift.membership.host_loop import environment
+        from swift.membership.other_host import OtherHost
         from swift.membership.record import FailureRecord
         from swift.membership.supervisor import Launch
 
@@ -89,14 +91,14 @@ class RunScript:
             world_size=total,
             heartbeat_s=self.heartbeat,
             preload=self.preload,
-            env=hosts.environment(is_single=self.nnodes == 1),
+            env=environment(is_single=self.nnodes == 1),
         )
         port = self.master_port or (0 if self.nnodes == 1 else 29500)
         if self.node_rank:
-            with hosts.Other(launch, (self.master_addr, port), self.wait) as other:
+            with OtherHost(launch, (self.master_addr, port), self.wait) as other:
                 return other.run()
-        listener = hosts.listen(self.master_addr, port)
-        with hosts.First(launch, settings, listener, FailureRecord(self.report)) as first:
+        listener = listen(self.master_addr, port)
+        with FirstHost(launch, settings, listener, FailureRecord(self.report)) as first:
             return first.run(self.master_addr)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +46,7 @@ class Fault:
         step: at which step; None: any.
         bucket: at which bucket, of a pipeline micro-batch, where the point has some; None: any.
         kind: "kill" (SIGKILL) or "stop" (SIGSTOP).
+        after_s: seconds that it waits there first, while the others go on as far as they can.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class Fault:
     step: int | None = None
     bucket: int | None = None
     kind: Literal["kill", "stop"] = "kill"
+    after_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks the point."""
@@ -84,4 +87,5 @@ def reach(point: str, *, bucket: int | None = None) -> None:
             and fault.step in (None, _here[2])
             and fault.bucket in (None, bucket)
         ):
+            time.sleep(fault.after_s)
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)

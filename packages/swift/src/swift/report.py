@@ -19,15 +19,24 @@ comparing digests; the first step after."""
 
 
 class RecoveryReport:
-    """A rank's account of its recoveries; `str` of it is a table."""
+    """A rank's account of its recoveries; `str` of it is a paragraph a recovery.
+
+    Attributes:
+        records: one a recovery, in order.
+        waits_for: what makes all updates of a step wait for its last sum; None where nothing does.
+    """
 
     def __init__(self) -> None:
         self.records: list[dict[str, Any]] = []
+        self.waits_for: str | None = None
         self._record: dict[str, Any] | None = None
         self._since_s = 0.0
 
     def __str__(self) -> str:
-        return describe_failures(self.records)
+        failures = describe_failures(self.records)
+        if self.waits_for is None:
+            return failures
+        return f"{failures}\nAll updates of a step wait for its last sum: {self.waits_for} needs all gradients."
 
     def begin(
         self, epoch: int, rank: int, lost: Sequence[Mapping[str, Any]], *, is_newcomer: bool

@@ -11,6 +11,7 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("small_training.py")
 TESTS = Path(__file__).parents[1]
+STEPS = 16
 PRELOADED = ["transformers.models.llama.modeling_llama"]
 LIMIT_S = 100.0
 
@@ -27,61 +28,72 @@ def arguments(folder, *options, script=SCRIPT, **given):
     ]
 
 
-def launch(folder, *options, prefix=(), **given):
-    """Starts a run in the background; its processes name the folder in their arguments."""
+def launch(folder, *options, prefix=(), temporary=None, **given):
+    """Starts a run in a process of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(
         [*prefix, sys.executable, "-m", "swift", "run", *arguments(folder, *options, **given)],
+        env={**os.environ, **({} if temporary is None else {"TMPDIR": str(temporary)})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def finish(process, folder, status=0):
-    """Waits for a run's end and returns what it has printed; nothing of it may be left."""
-    try:
-        printed, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        printed, _ = process.communicate()
-        raise AssertionError(f"the run did not end:\n{printed}") from None
-    assert process.returncode == status, printed
-    assert wait_until_gone(process.pid) == []
-    return printed
-
-
 class Driver:
-    """A process that does one run after another, so that Python's start is waited for once."""
+    """A process that does one run after another, so that Python's start is waited for once.
 
-    def __init__(self, log):
-        self._log = log
+    Attributes:
+        temporary: its folder for temporary files.
+    """
+
+    def __init__(self, folder):
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        self._log = folder / "log"
+        self._start = 0
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("driver.py"))],
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
+            env={**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(self.temporary)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=log.open("w"),
+            stderr=self._log.open("w"),
             text=True,
         )
 
-    def run(self, folder, *words, status=0):
-        """Does `meshyard-swift run WORDS` in a folder and returns what it has printed."""
-        start = self._log.stat().st_size
+    def begin(self, folder, *words):
+        """Begins `meshyard-swift run WORDS` in a folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._start = self._log.stat().st_size
         command = ["run", "--preload", *PRELOADED, *map(str, words)]
         self._process.stdin.write(json.dumps([str(folder), command]) + "\n")
         self._process.stdin.flush()
+
+    def end(self, status=0):
+        """Waits for the run's end and returns what it has printed; nothing of it may be left."""
         readable, _, _ = select.select([self._process.stdout.fileno()], [], [], LIMIT_S)
-        printed = self._log.read_bytes()[start:].decode()
+        printed = self._log.read_bytes()[self._start :].decode()
         assert readable, f"the run did not end:\n{printed}"
         assert self._process.stdout.readline() == f"{status}\n", printed
         assert count_ranks(self._process.pid) == 0
+        left = {path.name for path in self.temporary.iterdir()}
+        assert {
+            name for name in left if not name.startswith("torchinductor")
+        } == set()  # torch's cache
         return printed
+
+    def run(self, folder, *words, status=0):
+        """Does a run and returns what it has printed."""
+        self.begin(folder, *words)
+        return self.end(status)
 
     def train(self, folder, *options, status=0, **given):
         """Runs the small training."""
-        folder.mkdir(parents=True, exist_ok=True)
         return self.run(folder, *arguments(folder, *options, **given), status=status)
+
+    def signal(self, number):
+        """Sends a signal to the supervisor."""
+        self._process.send_signal(number)
 
     def close(self):
         self._process.stdin.close()
@@ -104,6 +116,13 @@ def states(folder):
         step, state, *_ = line.split()
         found[int(step)].add(state)
     return dict(found)
+
+
+def wait_for_step(folder, step):
+    deadline = time.monotonic() + LIMIT_S
+    while not (folder / "states").exists() or max(states(folder)) < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def failures(folder):

@@ -1,8 +1,10 @@
 """What is refused before anything is started, with its text."""
 
+import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 import swift
 from shared.errors import ConfigError
-from swift.membership.hosts import listen
+from swift.membership.first_host import listen
 from swift.membership.supervisor import Launch
 
 
@@ -81,3 +83,19 @@ def test_help_is_fast_for_want_of_torch():
     told = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert told.splitlines()[-1] == "False"
     assert "--spares" in told
+
+
+def test_the_page_of_faults_names_tests_that_there_are():
+    tests = Path(__file__).parents[1]
+    page = (tests.parent / "docs" / "faults.md").read_text()
+    there = set(
+        re.findall(
+            r"^def (test_\w+)",
+            "\n".join(p.read_text() for p in tests.rglob("test_*.py")),
+            re.MULTILINE,
+        )
+    )
+    rows = [line for line in page.splitlines() if line.startswith("| ")][2:]
+    named = [re.findall(r"`(test_\w+)`", row) for row in rows]
+    assert all(named)
+    assert {name for names in named for name in names} <= there

@@ -1,3 +1,6 @@
+import sys
+from types import SimpleNamespace
+
 from swift.membership.fingerprint import describe_process, first_difference
 
 
@@ -19,3 +22,17 @@ def test_a_process_tells_its_processor_and_threads(monkeypatch):
     assert found["processor"][1]
     monkeypatch.setattr("torch.get_num_threads", lambda: 77)
     assert first_difference(found, describe_process({})).startswith("threads: expected ")
+
+
+def test_the_scripts_own_modules_are_part_of_its_code(tmp_path, monkeypatch):
+    for name in ("train.py", "model.py", "other.py"):
+        (tmp_path / name).write_text("pass")
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "train.py")])
+    monkeypatch.setitem(sys.modules, "model", SimpleNamespace(__file__=str(tmp_path / "model.py")))
+    ours = describe_process({})
+    (tmp_path / "other.py").write_text("1 + 1")
+    assert first_difference(ours, describe_process({})) is None
+    for name in ("model.py", "train.py"):
+        before = describe_process({})
+        (tmp_path / name).write_text("1 + 1")
+        assert first_difference(before, describe_process({})).startswith("code: expected ")

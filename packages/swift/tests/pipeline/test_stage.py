@@ -1,6 +1,7 @@
 """A pipeline's steps, against one process that computes all stages."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 from shared.comms import Group, RankPool
 from shared.errors import ConfigError, DataError
 from shared.kernels.philox import stream_key
-from swift import undoable
+from swift import Stage, undoable
 from swift.pipeline.records import Key, Kind
 from swift.pipeline.stage import PipelineStage
 
@@ -190,6 +191,15 @@ def alone(**settings):
 def test_settings_that_fit_nothing_are_refused(settings, text):
     with pytest.raises(ConfigError, match=text):
         alone(**settings)
+
+
+def test_a_stage_that_cannot_undo_is_refused():
+    module = nn.Linear(DIM, CLASSES)
+    opt = undoable(torch.optim.SGD(module.parameters(), 0.1), mode="commit")
+    run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+    stage = Stage(lambda index: (module, opt), run, loss=loss_of, micro_batches=2)
+    with pytest.raises(ConfigError, match=r"stage 0: .* got mode='commit'"):
+        stage.assign(0, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import swift
 from shared.comms import Group, RankPool
+from shared.errors import ConfigError
 
 WIDTH, STEPS, OVERFLOWS_AT = 8, 6, 2
 CASES = [
@@ -26,11 +27,14 @@ class Net(torch.nn.Module):
         torch.manual_seed(0)
         self.first = torch.nn.Linear(WIDTH, WIDTH)
         self.norm = torch.nn.BatchNorm1d(WIDTH)
+        self.tied = torch.nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.first.weight
         self.unused = torch.nn.Linear(WIDTH, WIDTH)
         self.last = torch.nn.Linear(WIDTH, 1)
 
     def forward(self, x):
-        return self.last(self.norm(self.first(x).tanh())).square().mean()
+        hidden = self.norm(self.first(x).tanh())
+        return self.last(self.tied(hidden).tanh()).square().mean()
 
 
 def batches(step, halves):
@@ -114,6 +118,21 @@ def train_both():
 def found():
     with RankPool(2) as pool:
         return pool.run(train_both).results
+
+
+def sparse_gradients():
+    run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+    model = torch.nn.Embedding(4, 2, sparse=True)
+    dp = swift.DataParallel(model, swift.undoable(torch.optim.SGD(model.parameters(), 0.1)), run)
+    dp.regroup(Group.world())
+    dp.begin(0)
+    with pytest.raises(ConfigError, match=r"weight: expected a dense gradient.*sparse=False"):
+        dp.backward(dp(torch.tensor([1])).sum())
+
+
+def test_sparse_gradients_are_refused():
+    with RankPool(1) as pool:
+        pool.run(sparse_gradients)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))

@@ -139,3 +139,4 @@ def test_commit_keeps_nothing():
     assert opt.undo_bytes == 0
     with pytest.raises(ConfigError, match="keeps nothing"):
         opt.undo()
+    opt.undo_only([])

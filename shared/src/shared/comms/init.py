@@ -168,7 +168,7 @@ def sever() -> None:
 
     A join under way raises too; as it may go on to open connections, call this until it has.
     Connections that `recorded` has not seen stay, and so do listening sockets, without which gloo
-    would end the process. Must not run while another thread is in `abandon`.
+    would end the process.
     """
     before = _before
     under_way = set() if before is None else _connections() - before

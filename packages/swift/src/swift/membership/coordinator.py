@@ -85,7 +85,6 @@ class Coordinator:
         lost: places that are lost since the last world: rank, how, when.
         ended: None while the run goes on, then why it ended; "" where all is done.
         is_released: whether all ranks have done all steps.
-        num_ranks: ranks of the newest world; 0 before the first.
     """
 
     settings: Settings
@@ -95,11 +94,11 @@ class Coordinator:
     lost: list[dict[str, Any]] = field(default_factory=list)
     ended: str | None = None
     is_released: bool = False
-    num_ranks: int = 0
     _reference: dict[str, Any] | None = None
     _unrepaired: list[dict[str, Any]] = field(default_factory=list)
     _deadline_s: float | None = None
     _is_spare_expected: bool = True
+    _num_ranks: int = 0
     _failures: int = 0
     _failed_at: int = -1
     _num_worlds: int = 0
@@ -199,7 +198,7 @@ class Coordinator:
             return []
         for rank, process in enumerate(left):
             process.rank = rank
-        self.num_ranks = len(left)
+        self._num_ranks = len(left)
         self.epoch += 1
         return self._announce()
 
@@ -237,7 +236,7 @@ class Coordinator:
             ready = [one for one in self._ranks() if one.is_ready]
             if len(ready) < self.settings.num_ranks:
                 return []
-            self.num_ranks = self.settings.num_ranks
+            self._num_ranks = self.settings.num_ranks
             self.epoch = 0
             return self._announce()
         return self._next_world(now_s, is_new=False) if self.lost else []
@@ -245,7 +244,7 @@ class Coordinator:
     def _next_world(self, now_s: float, *, is_new: bool) -> list[Say]:
         """Fills lost places; if not all can be, tells the ranks to wait, once for each loss."""
         taken = {one.rank for one in self._ranks()}
-        for rank in sorted(set(range(self.num_ranks)) - taken):
+        for rank in sorted(set(range(self._num_ranks)) - taken):
             hosts = [one["host"] for one in self.lost if one["rank"] == rank]
             spares = [one for one in self.processes.values() if one.rank is None and one.is_ready]
             if not spares:
@@ -254,7 +253,7 @@ class Coordinator:
         ranks = self._ranks()
         for one in ranks:
             one.is_finished = False
-        if len(ranks) == self.num_ranks:
+        if len(ranks) == self._num_ranks:
             self.epoch += 1
             return self._announce()
         if not is_new:
@@ -276,7 +275,7 @@ class Coordinator:
                     "epoch": self.epoch,
                     "recovery": self._num_worlds - 1,
                     "rank": one.rank,
-                    "world_size": self.num_ranks,
+                    "world_size": self._num_ranks,
                     "store": list(self.store),
                     "backend": self.settings.backend,
                     "timeout_s": self.settings.timeout_s,

@@ -15,12 +15,10 @@ __all__ = ["describe_process", "first_difference"]
 
 
 def describe_process(training: Mapping[str, Any]) -> dict[str, Any]:
-    """This process's script, settings, libraries and processor, and what it trains."""
-    script = Path(sys.argv[0])
-    code = hashlib.sha256(script.read_bytes()).hexdigest()[:16] if script.is_file() else ""
+    """This process's script with its own modules, settings, libraries and processor, and what it trains."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "code": code,
+        "code": _hash_code(),
         "arguments": sys.argv[1:],
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -48,6 +46,24 @@ def first_difference(ours: Any, theirs: Any, path: str = "") -> str | None:
                 return found
         return None
     return None if ours == theirs else f"{path}: expected {ours!r}, got {theirs!r}"
+
+
+def _hash_code() -> str:
+    """Of the script and of what it has imported from its folder, packages that are installed there aside."""
+    script = Path(sys.argv[0])
+    if not script.is_file():
+        return ""
+    files = [
+        Path(one.__file__) for one in list(sys.modules.values()) if getattr(one, "__file__", None)
+    ]
+    folder = script.resolve().parent
+    own = {
+        file for file in files if file.is_relative_to(folder) and "site-packages" not in file.parts
+    }
+    found = hashlib.sha256(script.read_bytes())
+    for file in sorted(own):
+        found.update(file.read_bytes() if file.is_file() else b"")
+    return found.hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -206,7 +206,7 @@ class Membership:
 class StuckWatch:
     """Ends this process when its main thread has computed nothing for some seconds.
 
-    gloo can deadlock when connections end, and nothing frees a thread in it: a spare then takes the place.
+    Where torch does not let go of a broken world, a spare takes the place, and the run goes on.
     """
 
     def __init__(self) -> None:

@@ -279,6 +279,11 @@ class Stage:
     def _make(self, index: int, world_size: int) -> _BuiltStage:
         torch.manual_seed(stream_key(self._seed, index) >> 1)
         module, opt = self._build(index)
+        if opt.mode == "commit":
+            raise ConfigError(
+                f"stage {index}: expected an optimizer that can undo a step which another stage has not "
+                f"made, got mode='commit'; wrap it with mode='exact'"
+            )
         stage = PipelineStage(
             module, opt, index=index, num_stages=world_size, group=None, loss=self._loss,
             micro_batches=self._micro_batches, chunk=self._chunk, seed=self._seed,

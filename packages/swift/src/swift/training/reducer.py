@@ -123,6 +123,7 @@ class DataParallel:
 
         Raises:
             CommError: a rank was lost; `run.loop` recovers from it.
+            ConfigError: a gradient is sparse.
         """
         group = self._grouped()
         self._is_last = update
@@ -133,7 +134,7 @@ class DataParallel:
         for at in range(len(self._buckets)):
             self._missing[at] = 0
         self._start_reductions()
-        if self.clip_norm is None and self.scaler is None and self.optimizer.mode != "commit":
+        if self._waits_for() is None:
             for at in range(len(self._buckets)):
                 self._await(at)
                 self._update(at)
@@ -142,12 +143,25 @@ class DataParallel:
             self._await(at)
         self._update_together()
 
+    def _waits_for(self) -> str | None:
+        """What makes all updates wait for the last sum; None where each waits for its own."""
+        if self.clip_norm is not None:
+            return "clip_norm"
+        if self.scaler is not None:
+            return "a scaler"
+        return "the vote of mode='commit'" if self.optimizer.mode == "commit" else None
+
     def _hook(self, index: int) -> Any:
         def arrived(parameter: Tensor) -> None:
             at, slot = self._place[index]
             bucket = self._buckets[at]
             view = bucket.views[slot]
             assert parameter.grad is not None, "the hook runs behind its accumulation"
+            if parameter.grad.layout is not torch.strided:
+                raise ConfigError(
+                    f"{self._names[index]}: expected a dense gradient, got {parameter.grad.layout}, "
+                    f"which cannot be summed in a bucket; make its module with sparse=False"
+                )
             if parameter.grad is not view:
                 view.copy_(parameter.grad)
                 parameter.grad = view
@@ -227,6 +241,7 @@ class DataParallel:
             "buckets": [len(bucket.indices) for bucket in self._buckets],
             "optimizer": f"{type(optimizer).__name__}, {self.optimizer.mode}",
             "clip_norm": self.clip_norm,
+            "waits_for": self._waits_for(),
         }
 
     def warm(self) -> None:

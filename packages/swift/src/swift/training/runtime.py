@@ -94,7 +94,9 @@ class Run:
         """
         trainable.warm()
         digest([torch.zeros(1)])  # its kernel is loaded when it is first called
-        self._member.report_ready(describe_process(trainable.describe()))
+        described = trainable.describe()
+        self._report.waits_for = described.get("waits_for")
+        self._member.report_ready(describe_process(described))
         while (world := self._member.next_world()) is not None:
             try:
                 group = self._recover(world, trainable, checkpoint, step_fn, seed)
@@ -149,7 +151,7 @@ class Run:
         step_fn: Callable[[int], Any],
         seed: int,
     ) -> Group:
-        self._send_record()  # of a recovery after which no step was done
+        # A recovery before it that came to no step is told with this one.
         self._report.begin(world.epoch, world.rank, world.lost, is_newcomer=not self._is_filled)
         with self._member.leaving():
             abandon()

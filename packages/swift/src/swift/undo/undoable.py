@@ -185,7 +185,7 @@ class Undoable:
         self._take_back(range(len(self.marks)), grads)
 
     def undo_only(self, indices: Sequence[int]) -> None:
-        """Take back the last step of exactly these parameters; in "exact" every bit is restored.
+        """Take back the last step of exactly these parameters, if any; in "exact" every bit is restored.
 
         A parameter whose first step is undone has no state afterwards, as before it.
 
@@ -195,7 +195,8 @@ class Undoable:
                 or its gradient or state was changed in place since; nothing is undone then. In
                 "arith", a value came out infinite or NaN: fetch the parameter.
         """
-        self._take_back(indices, None)
+        if indices:
+            self._take_back(indices, None)
 
     def confirm(self) -> None:
         """All ranks have the step: let go what undoing it needs; buffers stay for the next."""

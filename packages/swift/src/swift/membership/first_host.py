@@ -1,43 +1,28 @@
-"""The loops of supervisors: the first host's, which decides, and the other hosts', which pass on."""
+"""The first host's supervisor: it decides, and tells the others."""
 
 from __future__ import annotations
 
-import os
 import selectors
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shared.errors import CommError, ConfigError
+from shared.errors import ConfigError
 from shared.process_mark import make_marked_folder, remove_marked_folder, sweep_marked_folders
 from swift.membership.channel import ControlChannel
 from swift.membership.client import RUN_PREFIX
 from swift.membership.coordinator import Coordinator, Process, Say, Settings
+from swift.membership.host_loop import HostLoop, disturb
 from swift.membership.record import FailureRecord
-from swift.membership.supervisor import Launch, Local
+from swift.membership.supervisor import Launch
 
-__all__ = ["First", "Other", "environment", "listen"]
+__all__ = ["FirstHost", "listen"]
 
-_QUIET_S = 1.0
-"""A used spare is replaced this long after, when the recovery is over."""
 _STOP_S = 2.0
-_CONNECT_S = 5.0
-_RETRY_S = 0.5
-
-
-def environment(*, is_single: bool) -> dict[str, str]:
-    """Variables that processes get where the user has not set them: torchrun's thread, and gloo's device."""
-    wanted = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if is_single else {})}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -55,85 +40,7 @@ def listen(address: str, port: int) -> socket.socket:
         ) from error
 
 
-class _Loop:
-    """What both kinds of supervisor do: watch processes, and keep as many spares as asked for."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.launch = launch
-        self.selector = selectors.DefaultSelector()
-        self.local = Local(launch, self.selector)
-        self.num_spares = launch.num_spares
-        self._replace_at = 0.0
-        self._woken, self._wakes = socket.socketpair()
-        self._interrupted = 0
-
-    def started(self, name: str, rank: int | None) -> None:
-        """A process was started."""
-        raise NotImplementedError
-
-    def said(self, name: str, message: dict[str, Any]) -> None:
-        """A process of this host has said something."""
-        raise NotImplementedError
-
-    def gone(self, name: str, how: str, status: int | None) -> None:
-        """A process of this host has ended."""
-        raise NotImplementedError
-
-    def start_all(self) -> None:
-        """Starts this host's processes."""
-        for name, rank in self.local.start_all():
-            self.started(name, rank)
-
-    def watch(self, handle: Callable[[Any], None]) -> None:
-        """Waits for events, at most a fifth of the heartbeat limit, and handles them."""
-        if self._interrupted:
-            raise KeyboardInterrupt
-        for key, _ in self.selector.select(self.launch.heartbeat_s / 5):
-            kind, what = key.data
-            if kind == "says":
-                for message in self.local.receive(what):
-                    self.said(what, message)
-            elif kind == "ended":
-                if what in self.local.names():
-                    how, status = self.local.reap(what)
-                    self.gone(what, how, status)
-            else:
-                handle(key)
-        self.local.fence_silent()
-
-    def count_spares(self) -> int:
-        """Spares of this host that live."""
-        return sum(self.local.rank_of(name) is None for name in self.local.names())
-
-    def refill(self, num_waiting: int) -> None:
-        """Starts processes until there are as many spares as asked for, or as are waited for."""
-        now = time.monotonic()
-        missing = max(self.num_spares, num_waiting) - self.count_spares()
-        if missing <= 0:
-            self._replace_at = now + _QUIET_S
-        elif num_waiting or now > self._replace_at:
-            for _ in range(missing):
-                self.started(self.local.start(None), None)
-
-    def interrupt(self, number: int, frame: object) -> None:
-        """Ends the loop: handler of SIGINT and SIGTERM."""
-        self._interrupted = number
-        self._wakes.send(b"!")
-
-    def __enter__(self) -> Any:
-        self.selector.register(self._woken, selectors.EVENT_READ, ("woken", None))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.interrupt)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.local.kill_all()
-        self.selector.close()
-        self._woken.close()
-        self._wakes.close()
-
-
-class First(_Loop):
+class FirstHost(HostLoop):
     """The first host's supervisor."""
 
     def __init__(
@@ -148,6 +55,7 @@ class First(_Loop):
         self._told: set[str] = set()
         self._has_rank_failed = False
         self._can_replace = True
+        self._num_ranks = settings.num_ranks
         self._folder = make_marked_folder(_run_parent(), RUN_PREFIX)
         host, port = listener.getsockname()[:2]
         (self._folder / "address").write_text(f"{host}:{port}")
@@ -170,7 +78,7 @@ class First(_Loop):
         while coordinator.ended is None:
             self.watch(self._handle)
             self._lose_silent_hosts()
-            self._tick()
+            self._deliver(coordinator.tick(time.time()))
             if not coordinator.is_released and coordinator.ended is None:
                 replaces = self._can_replace and not self._hosts
                 self.refill(len(coordinator.lost) if replaces else 0)
@@ -189,11 +97,11 @@ class First(_Loop):
         remove_marked_folder(self._folder)
 
     def started(self, name: str, rank: int | None) -> None:
-        """See `_Loop`."""
+        """See `HostLoop`."""
         self._coordinator.add(Process(name, self.launch.host, rank))
 
     def said(self, name: str, message: dict[str, Any]) -> None:
-        """See `_Loop`."""
+        """See `HostLoop`."""
         if message["kind"] == "recovery":
             self._record.add(message["record"])
         elif message["kind"] == "failed":
@@ -202,7 +110,7 @@ class First(_Loop):
             self._deliver(self._coordinator.hear(name, message, time.time()))
 
     def gone(self, name: str, how: str, status: int | None) -> None:
-        """See `_Loop`."""
+        """See `HostLoop`."""
         rank = self._coordinator.rank_of(name)
         if rank is None and status not in (None, 0):
             self.num_spares -= 1  # refused, or its script fails: the next one would be, too
@@ -241,6 +149,28 @@ class First(_Loop):
     def _deliver(self, says: list[Say]) -> None:
         for name, message in says:
             self._send(name, message)
+        if says:
+            self._tell_losses(says[0].message)
+
+    def _tell_losses(self, message: dict[str, Any]) -> None:
+        """Prints which ranks are lost, and what is done about it."""
+        lost = message.get("lost", self._coordinator.lost)
+        if message["kind"] == "interrupt":
+            limit_s = self._coordinator.settings.wait_s
+            what = f"the others wait for a spare, {limit_s:g} s at most"
+        elif message["kind"] == "world" and message["world_size"] == self._num_ranks:
+            what = "a spare takes the place"
+        elif message["kind"] == "world":
+            what = (
+                f"training goes on with {message['world_size']} ranks in place of {self._num_ranks}, as "
+                f"--min-ranks allows: the result differs from here on"
+            )
+            self._num_ranks = message["world_size"]
+        else:
+            return
+        if lost:
+            told = ", ".join(f"rank {one['rank']} {one['how']}" for one in lost)
+            sys.stderr.write(f"meshyard-swift: {told}; {what}\n")
 
     def _send(self, name: str, message: dict[str, Any]) -> None:
         host = int(name.split(".")[0])
@@ -248,15 +178,6 @@ class First(_Loop):
             self.local.send(name, message)
         elif host in self._hosts:
             self._hosts[host].send({"kind": "to", "name": name, "message": message})
-
-    def _tick(self) -> None:
-        before = self._coordinator.num_ranks
-        self._deliver(self._coordinator.tick(time.time()))
-        if self._coordinator.num_ranks < before:
-            sys.stderr.write(
-                f"meshyard-swift: no spare came, so training goes on with {self._coordinator.num_ranks} "
-                f"ranks in place of {before}, as --min-ranks allows: the result differs from here on\n"
-            )
 
     def _lose_silent_hosts(self) -> None:
         now = time.monotonic()
@@ -343,133 +264,10 @@ class First(_Loop):
             }
         command = {"kind": fault, "name": process.name, "seconds": seconds}
         if process.host == self.launch.host:
-            _disturb(self.local, command)
+            disturb(self.local, command)
         else:
             self._hosts[process.host].send(command)
         return {"process": process.name}
-
-
-class Other(_Loop):
-    """The supervisor of another host."""
-
-    def __init__(self, launch: Launch, address: tuple[str, int], wait_s: float) -> None:
-        super().__init__(launch)
-        self._address = address
-        self._wait_s = wait_s
-        self._channel: ControlChannel | None = None
-        self._heard_s = 0.0
-        self._status: int | None = None
-
-    def run(self) -> int:
-        """Runs until the first supervisor ends; returns the exit status.
-
-        Raises:
-            CommError: the first supervisor cannot be reached.
-        """
-        self._connect()
-        self.start_all()
-        last_beat = 0.0
-        while self._status is None:
-            self.watch(self._handle)
-            now = time.monotonic()
-            if self._status is None and now - self._heard_s > self.launch.heartbeat_s:
-                self._fence()
-            if self._channel is not None and now - last_beat > self.launch.heartbeat_s / 5:
-                last_beat = now
-                self._channel.send({"kind": "beat"})
-            if self._status is None:
-                self.refill(0)
-        return self._status
-
-    def started(self, name: str, rank: int | None) -> None:
-        """See `_Loop`."""
-        self._tell({"kind": "started", "name": name, "rank": rank})
-
-    def said(self, name: str, message: dict[str, Any]) -> None:
-        """See `_Loop`."""
-        self._tell({"kind": "from", "name": name, "message": message})
-
-    def gone(self, name: str, how: str, status: int | None) -> None:
-        """See `_Loop`."""
-        self._tell({"kind": "gone", "name": name, "how": how, "status": status})
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        if self._channel is not None:
-            self._channel.send(message)
-
-    def _connect(self) -> None:
-        deadline = time.monotonic() + self._wait_s
-        while True:
-            try:
-                self._channel = ControlChannel.connect(self._address, _CONNECT_S)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    host, port = self._address
-                    raise CommError(
-                        f"expected the first supervisor at {host}:{port} within {self._wait_s:g} s, "
-                        f"got {error}; start it there, with the same --master-port"
-                    ) from error
-                time.sleep(_RETRY_S)
-        self.selector.register(self._channel, selectors.EVENT_READ, ("first", None))
-        self._channel.send({"kind": "hello", "host": self.launch.host})
-        self._heard_s = time.monotonic() + self._wait_s  # it starts its own processes first
-
-    def _fence(self) -> None:
-        """Kills processes that others have replaced, and comes back with spares alone."""
-        assert self._channel is not None, "connected when the loop began"
-        sys.stderr.write(
-            f"meshyard-swift: host {self.launch.host} heard nothing from the first supervisor for "
-            f"{self.launch.heartbeat_s:g} s: its ranks are replaced, so they are killed here\n"
-        )
-        self.selector.unregister(self._channel)
-        self._channel.close()
-        self.local.kill_all()
-        self._connect()
-        num_spares = len(self.launch.ranks) + self.launch.num_spares
-        self.launch = replace(self.launch, ranks=(), num_spares=num_spares)
-        self.num_spares = num_spares
-        self.local.relaunch(self.launch)
-        self.start_all()
-
-    def _handle(self, key: Any) -> None:
-        channel = self._channel
-        if key.data[0] != "first" or channel is None:
-            return
-        for message in channel.receive():
-            self._heard_s = time.monotonic()
-            if message["kind"] == "to":
-                self.local.send(message["name"], message["message"])
-            elif message["kind"] == "end":
-                self._status = message["status"]
-            elif message["kind"] in ("kill", "stop", "cut"):
-                _disturb(self.local, message)
-        if channel.is_closed and self._status is None:
-            sys.stderr.write(
-                "meshyard-swift: the first supervisor has ended, and the run with it\n"
-            )
-            self._status = 1
-
-
-def _disturb(local: Local, command: dict[str, Any]) -> None:
-    if command["kind"] == "cut":
-        _cut(command["seconds"])
-    elif command["name"] in local.names():
-        number = signal.SIGKILL if command["kind"] == "kill" else signal.SIGSTOP
-        local.signal(command["name"], number)
-
-
-def _cut(seconds: float) -> None:
-    """Takes this host's link down, and up again later."""
-    device = os.environ.get("GLOO_SOCKET_IFNAME", "")
-
-    def set_link(state: str) -> None:
-        subprocess.run(["ip", "link", "set", "dev", device, state], check=False, timeout=10)
-
-    set_link("down")
-    timer = threading.Timer(seconds, set_link, ["up"])
-    timer.daemon = True
-    timer.start()
 
 
 def _run_parent() -> Path:

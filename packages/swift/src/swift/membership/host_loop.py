@@ -1,0 +1,141 @@
+"""What every host's supervisor does: watch processes, and keep as many spares as asked for."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from swift.membership.supervisor import Launch, Local
+
+__all__ = ["HostLoop", "disturb", "environment"]
+
+_LOOK_S = 0.05
+"""Silence is seen this long after the limit at most."""
+_QUIET_S = 1.0
+"""A used spare is replaced this long after, when the recovery is over."""
+
+
+def environment(*, is_single: bool) -> dict[str, str]:
+    """Variables that processes get where the user has not set them.
+
+    torchrun's one thread; of torch's C++ log no warnings of connections that end, which a recovery ends
+    itself; on a single host gloo's device.
+    """
+    wanted = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    if is_single:
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+class HostLoop:
+    """The loop that the first host's supervisor and those of others share."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.selector = selectors.DefaultSelector()
+        self.local = Local(launch, self.selector)
+        self.num_spares = launch.num_spares
+        self._replace_at = 0.0
+        self._woken, self._wakes = socket.socketpair()
+        self._interrupted = 0
+        self._handlers: dict[int, Any] = {}
+
+    def started(self, name: str, rank: int | None) -> None:
+        """A process was started."""
+        raise NotImplementedError
+
+    def said(self, name: str, message: dict[str, Any]) -> None:
+        """A process of this host has said something."""
+        raise NotImplementedError
+
+    def gone(self, name: str, how: str, status: int | None) -> None:
+        """A process of this host has ended."""
+        raise NotImplementedError
+
+    def start_all(self) -> None:
+        """Starts this host's processes."""
+        for name, rank in self.local.start_all():
+            self.started(name, rank)
+
+    def watch(self, handle: Callable[[Any], None]) -> None:
+        """Waits for events, not for long, and handles them; kills processes that are silent."""
+        self.check_interrupted()
+        for key, _ in self.selector.select(_LOOK_S):
+            kind, what = key.data
+            if kind == "says":
+                for message in self.local.receive(what):
+                    self.said(what, message)
+            elif kind == "ended":
+                if what in self.local.names():
+                    how, status = self.local.reap(what)
+                    self.gone(what, how, status)
+            else:
+                handle(key)
+        self.local.fence_silent()
+
+    def count_spares(self) -> int:
+        """Spares of this host that live."""
+        return sum(self.local.rank_of(name) is None for name in self.local.names())
+
+    def refill(self, num_waiting: int) -> None:
+        """Starts processes until there are as many spares as asked for, or as are waited for."""
+        now = time.monotonic()
+        missing = max(self.num_spares, num_waiting) - self.count_spares()
+        if missing <= 0:
+            self._replace_at = now + _QUIET_S
+        elif num_waiting or now > self._replace_at:
+            for _ in range(missing):
+                self.started(self.local.start(None), None)
+
+    def interrupt(self, number: int, frame: object) -> None:
+        """Ends the loop: handler of SIGINT and SIGTERM."""
+        self._interrupted = number
+        self._wakes.send(b"!")
+
+    def check_interrupted(self) -> None:
+        """Raises KeyboardInterrupt behind a SIGINT or SIGTERM."""
+        if self._interrupted:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> Any:
+        self.selector.register(self._woken, selectors.EVENT_READ, ("woken", None))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers[number] = signal.signal(number, self.interrupt)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.local.kill_all()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self.selector.close()
+        self._woken.close()
+        self._wakes.close()
+
+
+def disturb(local: Local, command: dict[str, Any]) -> None:
+    """Kills or stops a process of this host, or cuts the host off, as `meshyard-swift inject` asks."""
+    if command["kind"] == "cut":
+        _cut(command["seconds"])
+    elif command["name"] in local.names():
+        number = signal.SIGKILL if command["kind"] == "kill" else signal.SIGSTOP
+        local.signal(command["name"], number)
+
+
+def _cut(seconds: float) -> None:
+    """Takes this host's link down, and up again later."""
+    device = os.environ.get("GLOO_SOCKET_IFNAME", "")
+
+    def set_link(state: str) -> None:
+        subprocess.run(["ip", "link", "set", "dev", device, state], check=False, timeout=10)
+
+    set_link("down")
+    timer = threading.Timer(seconds, set_link, ["up"])
+    timer.daemon = True
+    timer.start()
