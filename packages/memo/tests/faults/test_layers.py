@@ -1,10 +1,12 @@
 """Layers that another forward would change: refused with a way out, and mode "whole" keeps them."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from memo import apply
 from shared.errors import ConfigError
@@ -103,3 +105,46 @@ def test_a_layer_that_takes_another_way_is_noticed_and_whole_keeps_it():
         train_stack(model)
     with apply(model := make_stack(Alternating), WHOLE):
         assert_same_step(train_stack(model), expected)
+
+
+class EndsWithAttention(nn.Module):
+    """Saves nothing after its attention, which saves no more than it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="gate")
+        self.query, self.key = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        attend = ALL_ATTENTION_FUNCTIONS["gate"]
+        heads = [one[:, None] for one in (self.query(x), self.key(x), x)]
+        return x + attend(self, *heads)[0][:, :, 0]
+
+
+def gate(module, query, key, value):
+    return (query * key).transpose(1, 2), None
+
+
+def test_attention_that_saves_nothing_of_its_own_may_be_the_last_to_save(monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "gate", gate)
+    model = make_stack(EndsWithAttention)
+    expected = train_stack(model)
+    for plan in (HALF, WHOLE):
+        with apply(model, plan):
+            assert_same_step(train_stack(model), expected)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 32), (0, 8, 32)])
+@pytest.mark.parametrize("plan", [HALF, WHOLE])
+def test_batches_without_tokens_or_rows_train_as_without_a_plan(plan, shape):
+    def step(model):
+        x = torch.randn(shape)
+        loss = model.last(model.layers[0](model.first(x))).square().sum()
+        loss.backward()
+        return [loss.item()], {name: p.grad for name, p in model.layers[0].named_parameters()}
+
+    expected = step(make_stack())
+    assert expected[0] == [0.0]
+    model = make_stack()
+    with apply(model, plan):
+        assert_same_step(step(model), expected)

@@ -23,7 +23,11 @@ class Complete(BaseException):
 
 
 class Replayer:
-    """Answers products and attention of one forward, and keeps what autograd saves."""
+    """Answers products and attention of one forward, and keeps what autograd saves.
+
+    A call without an item is made again. Where nothing is saved after it, it is not computed: autograd saves
+    what a call is given before that, and with the last tensor the forward ends.
+    """
 
     def __init__(self, calls: Sequence[RecordedCall], num_saved: int) -> None:
         """Takes the calls of the first forward, and how many tensors it saved."""
@@ -46,13 +50,12 @@ class Replayer:
         if self._depth:
             return function(*args, **kwargs)
         call = self._next_call()
-        if not self._can_answer(call):
+        if call.item is None:
             return function(*args, **kwargs)
         assert call.views is not None
         rows_at, weight_at = PRODUCTS[function]
         for view in call.views:
             self.save(view.of([args[rows_at], args[weight_at]]))
-        assert call.item is not None
         with torch.no_grad():
             (out,) = call.item.tensors
             rows = call.item.rows
@@ -68,13 +71,12 @@ class Replayer:
     ) -> Answer:
         """Answers attention from its item."""
         noted = self._next_call()
-        if not self._can_answer(noted):
+        if noted.item is None:
             self._depth += 1
             try:
                 return call()
             finally:
                 self._depth -= 1
-        assert noted.item is not None
         assert noted.views is not None
         sources = [query, key, value, *noted.item.tensors]
         for view in noted.views:
@@ -82,11 +84,6 @@ class Replayer:
         if noted.rng_after is not None:
             set_random_state(query, noted.rng_after)
         return noted.item.tensors[0].detach().requires_grad_(noted.requires_grad), None
-
-    def _can_answer(self, call: RecordedCall) -> bool:
-        """Whether it need not be computed; its result is not needed where nothing is saved after it."""
-        is_needed = call.last < self._num_saved
-        return call.views is not None and (call.item is not None or not is_needed)
 
     def _next_call(self) -> RecordedCall:
         call = next(self._calls, None)
