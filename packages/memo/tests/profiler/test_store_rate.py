@@ -42,6 +42,62 @@ def test_rates_are_those_of_the_store_and_slowdown_that_of_work_beside_copies(mo
     assert found.own_bytes == 0
 
 
+class Copies:
+    """A thread whose copies are over as soon as they begin, and which says otherwise for a while."""
+
+    def __init__(self, answers):
+        self._answers = iter(answers)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, function):
+        function()
+        return self
+
+    def done(self):
+        return next(self._answers)
+
+    def result(self):
+        return None
+
+
+def test_work_that_outlasts_the_copies_is_not_counted(monkeypatch):
+    """By a clock that work alone moves on: three alone, one beside copies, and one in which they end."""
+    clock, seconds = [0.0], iter([5.0, 2.0, 2.0, 3.0, 90.0])
+
+    def work():
+        clock[0] += next(seconds)
+
+    copies = Copies([False, False, False, True, True])
+    monkeypatch.setattr(
+        "memo.profiler.store_rate.time", SimpleNamespace(perf_counter=lambda: clock[0])
+    )
+    monkeypatch.setattr("memo.profiler.store_rate.ThreadPoolExecutor", lambda *_: copies)
+    assert measure_store("memory", work).slowdown == 1.5
+
+
+def test_a_latency_too_small_to_be_seen_is_no_news(monkeypatch, caplog):
+    """Larger copies that take less than their share give a negative one."""
+    clock = [0.0]
+
+    def copy(store, offset, data):
+        clock[0] += 1e-9 * len(data) ** 1.1
+
+    monkeypatch.setattr(
+        "memo.profiler.store_rate.time", SimpleNamespace(perf_counter=lambda: clock[0])
+    )
+    monkeypatch.setattr(MemoryStore, "write", copy)
+    monkeypatch.setattr(MemoryStore, "read", copy)
+    monkeypatch.setattr("memo.profiler.store_rate.ThreadPoolExecutor", lambda *_: Copies([True]))
+    found = measure_store("memory", lambda: None)
+    assert found.send.time_s(0) == 0
+    assert caplog.text == ""
+
+
 def test_a_files_own_memory_is_told(tmp_path):
     found = measure_store(f"file:{tmp_path}", lambda: None)
     assert found.own_bytes == 4 << 20, "direct I/O copies through memory that begins at a page"

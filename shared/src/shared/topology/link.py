@@ -80,11 +80,14 @@ class LinkFit:
     clamped: bool
 
 
-def fit_link(samples: Sequence[tuple[Number, Number]] | np.ndarray) -> LinkFit:
+def fit_link(
+    samples: Sequence[tuple[Number, Number]] | np.ndarray, *, is_quiet: bool = False
+) -> LinkFit:
     """Fit alpha and beta to measured messages by non-negative least squares.
 
     Args:
         samples: size in bytes and time in seconds of each message, [num_messages, 2].
+        is_quiet: whether no warning is wanted, as where latencies are too small to be seen.
 
     Returns:
         The fit; if a parameter was clamped to zero, `clamped` is set and a warning logged.
@@ -114,7 +117,7 @@ def fit_link(samples: Sequence[tuple[Number, Number]] | np.ndarray) -> LinkFit:
     # Exact lines through the origin give tiny negative values by rounding alone.
     clamped = bool((free < -1e-9 * max(times.max(), 1e-300)).any())
     link = Link(alpha_s=float(alpha), beta_s_per_byte=float(beta / scale))
-    if clamped:
+    if clamped and not is_quiet:
         _log.warning(
             "link fit: least squares gave alpha %.3g s and beta %.3g s/byte; the negative one is "
             "held at zero. Measure longer or larger messages",

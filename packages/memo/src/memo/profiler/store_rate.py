@@ -93,4 +93,4 @@ def _fit(samples: list[tuple[int, float]]) -> Link:
     medians = [(size, float(np.median([s for one, s in samples if one == size]))) for size in sizes]
     if len(medians) == 1:
         return Link.from_rate(medians[0][0] / max(medians[0][1], 1e-9))
-    return fit_link(medians).link
+    return fit_link(medians, is_quiet=True).link
