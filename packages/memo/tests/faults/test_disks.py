@@ -14,7 +14,7 @@ from memo.runtime.moving.threads import ThreadMover
 from memo.runtime.stores import FileStore
 from shared.errors import DataError
 
-from ..runtime.models import assert_same_step, make_model, train
+from ..runtime.models import assert_same_step, make_model, plain_step, train
 from .steps import HALF, loss_of
 
 pytestmark = pytest.mark.unchecked  # models are trained
@@ -34,7 +34,7 @@ def test_a_disk_that_fills_up_is_named(tmp_path):
         model.zero_grad()
         gc.collect()
         found = train(model)
-    assert_same_step(found, train(model))
+    assert_same_step(found, plain_step("llama"))
 
 
 def test_a_disk_with_too_little_room_is_refused_before_any_step(tmp_path):
@@ -56,8 +56,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 
 
 def test_a_store_whose_folder_is_deleted_goes_on(tmp_path):
-    model = make_model("llama")
-    expected = train(model)
+    model, expected = make_model("llama"), plain_step("llama")
     folder = tmp_path / "store"
     with apply(model, Plan.fixed(alpha=0.5, store=f"file:{folder}")):
         assert os.listdir(folder) == [], "unlinked at once"
@@ -104,7 +103,7 @@ def test_a_failing_read_reaches_the_training_loop(tmp_path, monkeypatch):
                 loss.backward()
         del loss
         found = train(model)
-    assert_same_step(found, train(model))
+    assert_same_step(found, plain_step("llama"))
 
 
 def die_within_a_step(folder):
@@ -124,8 +123,7 @@ def test_a_killed_process_leaves_no_file(tmp_path):
 
 
 def test_a_store_that_is_too_small_says_so_and_training_goes_on_after():
-    model = make_model("llama")
-    expected = train(model)
+    model, expected = make_model("llama"), plain_step("llama")
     with apply(model, Plan.fixed(alpha=0.5)) as run:
         assert_same_step(train(model), expected)
         needed = run.store_bytes

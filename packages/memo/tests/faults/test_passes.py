@@ -8,7 +8,14 @@ import torch
 
 from memo import apply
 
-from ..runtime.models import assert_same_step, gradients, make_batch, make_model, train
+from ..runtime.models import (
+    assert_same_step,
+    gradients,
+    make_batch,
+    make_model,
+    plain_step,
+    train,
+)
 from .steps import BOTH, HALF, loss_of
 
 pytestmark = pytest.mark.unchecked  # models are trained
@@ -31,8 +38,7 @@ class Interrupted(Exception):
 @BOTH
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_training_goes_on_after_an_exception_in_a_forward(plan, at):
-    model = make_model("gpt2")
-    expected = train(model)
+    model, expected = make_model("gpt2"), plain_step("gpt2")
     with apply(model, plan) as run:
         hook = model.transformer.h[at].mlp.register_forward_hook(_interrupt)
         with pytest.raises(Interrupted):
@@ -49,8 +55,7 @@ def _interrupt(*_):
 
 @BOTH
 def test_training_goes_on_after_an_exception_in_a_backward(plan):
-    model = make_model("llama")
-    expected = train(model)
+    model, expected = make_model("llama"), plain_step("llama")
     with apply(model, plan) as run:
         loss = loss_of(model)
         hook = model.model.layers[1].mlp.register_full_backward_hook(_interrupt)
@@ -66,8 +71,7 @@ def test_training_goes_on_after_an_exception_in_a_backward(plan):
 
 @BOTH
 def test_forwards_without_backward_give_their_slots_back(plan):
-    model = make_model("llama")
-    expected = train(model)
+    model, expected = make_model("llama"), plain_step("llama")
     with apply(model, plan) as run:
         train(model)
         needed = run.store_bytes
@@ -81,8 +85,7 @@ def test_forwards_without_backward_give_their_slots_back(plan):
 @BOTH
 def test_a_training_loop_that_is_left_in_the_middle_gives_its_slots_back(plan):
     """A generator that waits between a forward and its backward, and is dropped there."""
-    model = make_model("llama")
-    expected = train(model)
+    model, expected = make_model("llama"), plain_step("llama")
 
     def steps():
         for number in range(3):
@@ -186,6 +189,31 @@ def test_a_forward_that_comes_between_backwards_takes_no_buffer_from_them():
         second.backward()
         third.backward()
         assert run.num_spare_buffers == 0
+
+
+@BOTH
+def test_another_backward_may_come_between_two_parts_of_one(plan):
+    """What the first part left in its layer's buffer is still there when the second asks for it."""
+    model = make_model("llama")
+
+    def step():
+        model.zero_grad()
+        seen = []
+        attention = model.model.layers[-1].self_attn
+        hook = attention.register_forward_hook(lambda *given: seen.append(given[-1][0]))
+        first = loss_of(model, 0)
+        hook.remove()
+        second = loss_of(model, 1)
+        (grad,) = torch.autograd.grad(
+            first, seen, retain_graph=True
+        )  # as far as attention's result
+        second.backward()
+        seen[0].backward(grad)
+        return [], gradients(model)
+
+    expected = step()
+    with apply(model, plan):
+        assert_same_step(step(), expected)
 
 
 @BOTH

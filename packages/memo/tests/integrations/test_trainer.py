@@ -1,6 +1,8 @@
 """transformers' Trainer with a plan, beside the same Trainer without."""
 
 import logging
+from functools import cache
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -34,9 +36,16 @@ def run_trainer(folder, callbacks, *, name="llama", **settings):
     return losses, {name: value.clone() for name, value in model.state_dict().items()}, model
 
 
+@cache
+def plain_run(name):
+    """Losses and weights without a plan."""
+    with TemporaryDirectory() as folder:
+        return run_trainer(folder, [], name=name)[:2]
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_losses_and_weights_are_those_without_a_plan(name, tmp_path):
-    losses, state, _ = run_trainer(tmp_path, [], name=name)
+    losses, state = plain_run(name)
     assert len(losses) == 3
     callback = MemoCallback(Plan.fixed(alpha=0.5, store=f"file:{tmp_path}"))
     found, after, model = run_trainer(tmp_path, [callback], name=name)
@@ -47,7 +56,7 @@ def test_losses_and_weights_are_those_without_a_plan(name, tmp_path):
 
 
 def test_a_budget_is_planned_for_on_the_first_batch(tmp_path, caplog):
-    losses, state, _ = run_trainer(tmp_path, [])
+    losses, state = plain_run("llama")
     budget = Budget(device="8GiB", store="1GiB", store_at=f"file:{tmp_path}")
     callback = MemoCallback(budget=budget)
     with caplog.at_level(logging.INFO, "memo.integrations.trainer"):

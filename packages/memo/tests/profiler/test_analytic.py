@@ -1,7 +1,10 @@
 """Bytes of fake tensors against real ones, seconds against closed forms, other lengths against a count."""
 
+import copy
+
 import pytest
 import torch
+from llama_shape import LAYERS, SHAPE, VOCABULARY, F, H
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
@@ -14,20 +17,15 @@ from shared.topology.device import PRESETS
 
 pytestmark = pytest.mark.unchecked  # every operation of a step is counted
 
-H, F, HEADS, VOCABULARY = 128, 352, 4, 1000
-
 
 def llama(**changes):
-    shape = {
-        "hidden_size": H, "intermediate_size": F, "num_hidden_layers": 3, "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS, "vocab_size": VOCABULARY,
-    }  # fmt: skip
-    return LlamaConfig(**{**shape, **changes})
+    return LlamaConfig(**{**SHAPE, **changes})
 
 
 @pytest.fixture(scope="module")
-def analysis():
-    return Analysis(llama(), "H100")
+def gpt2():
+    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=500, n_positions=1024)
+    return Analysis(config, "A800").profile(1024, has_tiles=True).layer
 
 
 def saved_on_the_device(config, num_tokens, dtype):
@@ -73,9 +71,7 @@ def saved_on_the_device(config, num_tokens, dtype):
     ],
 )
 def test_saved_bytes_are_those_of_a_real_layer(kind, dtype):
-    config = kind(
-        **{k: v for k, v in llama().to_dict().items() if k not in ("model_type", "dtype")}
-    )
+    config = kind(**{**SHAPE, "num_hidden_layers": 1, "vocab_size": 1000})
     real = saved_on_the_device(config, 512, getattr(torch, dtype))
     counted = FakeModel(config, getattr(torch, dtype)).count_layer(512, LayerPlan()).held_bytes
     # Eager torch keeps a few scalars and rows of positions beside what is counted here.
@@ -86,7 +82,9 @@ def test_items_have_the_bytes_of_their_shapes(analysis):
     rows = 3000
     items = {one.name: one.num_bytes for one in analysis.profile(rows).layer.items}
     assert items[INPUT] == rows * H * 2
-    assert items[ATTENTION] == rows * (H * 2 + HEADS * 4), "the result, and a float32 sum a head"
+    assert items[ATTENTION] == rows * (H * 2 + SHAPE["num_attention_heads"] * 4), (
+        "the result, and a float32 sum a head"
+    )
     assert items["self_attn.q_proj.weight"] == rows * H * 2
     assert items["mlp.gate_proj.weight"] == items["mlp.up_proj.weight"] == rows * F * 2
     assert "mlp.down_proj.weight" not in items, "nothing needs it again"
@@ -114,8 +112,8 @@ def test_passes_take_at_least_their_products_and_twice_as_many_backward(analysis
 
 
 def test_operations_of_a_step_are_six_a_weight_and_token_and_causal_attention(analysis):
-    rows, weights = 4096, 3 * (4 * H * H + 3 * H * F) + H * VOCABULARY
-    wanted = 6 * rows * weights + 3 * 3 * 2 * rows**2 * H
+    rows, weights = 4096, LAYERS * (4 * H * H + 3 * H * F) + H * VOCABULARY
+    wanted = 6 * rows * weights + 3 * LAYERS * 2 * rows**2 * H
     assert analysis.step_operations(rows) == pytest.approx(wanted)
 
 
@@ -135,7 +133,8 @@ def test_between_counted_lengths_bytes_are_never_too_few(analysis):
 
 
 def test_ranks_share_tokens_and_parameters_and_meet_all_keys(analysis):
-    one, four = analysis, Analysis(llama(), "H100", ranks=4)
+    one, four = analysis, copy.copy(analysis)
+    four.ranks = 4  # what a rank's tokens take is the same, and counted already
     whole, part = one.profile(65_536), four.profile(65_536)
     assert part.num_tokens == whole.num_tokens / 4
     seconds = [{item.name: item.recompute_s for item in p.layer.items} for p in (whole, part)]
@@ -143,10 +142,11 @@ def test_ranks_share_tokens_and_parameters_and_meet_all_keys(analysis):
     ring = 2 * 2 * H * 2 * part.num_tokens
     alone = one.profile(16_384).layer
     assert part.layer.levels[-1].forward == alone.levels[-1].forward + ring
-    layers, other = 3 * (4 * H * H + 3 * H * F + 2 * H), 2 * VOCABULARY * H + H
-    assert one.num_parameters == layers + other
+    layer, other = 4 * H * H + 3 * H * F + 2 * H, 2 * VOCABULARY * H + H
+    assert one.num_parameters == LAYERS * layer + other
     assert whole.fixed_bytes == 16 * one.num_parameters, "2 and 2, and 12 of AdamW"
-    assert part.fixed_bytes == 4 * one.num_parameters + 2 * (layers + 2 * other)
+    # Whole at once: two layers and the gradients of one, and all that is outside of layers.
+    assert part.fixed_bytes == 4 * one.num_parameters + 2 * (3 * layer + 2 * other)
 
 
 @pytest.mark.slow
@@ -164,17 +164,16 @@ def test_optimizers_have_states(optimizer, dtype, wanted):
     assert analysis.profile(512).fixed_bytes == wanted * analysis.num_parameters
 
 
-def test_a_loss_in_blocks_takes_less_than_all_logits():
-    profile = Analysis(llama(vocab_size=128_000), "H100").profile(65_536)
-    logits = 65_536 * 128_000 * 4
+def test_a_loss_in_blocks_takes_less_than_all_logits(analysis):
+    profile = analysis.profile(65_536)
+    logits = 65_536 * VOCABULARY * 4
     assert profile.head_bytes > logits
     assert profile.block_head_bytes < logits / 10
 
 
-def test_gpt2_is_counted_too():
-    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=500, n_positions=1024)
-    items = {one.name: one.num_bytes for one in Analysis(config, "A800").profile(512).layer.items}
-    assert items["mlp.c_fc.weight"] == 512 * 4 * 64 * 2
+def test_gpt2_is_counted_too(gpt2):
+    items = {one.name: one.num_bytes for one in gpt2.items}
+    assert items["mlp.c_fc.weight"] == 1024 * 4 * 64 * 2
 
 
 def test_every_device_has_a_link_and_every_shape_a_config():
@@ -197,7 +196,9 @@ def test_unknown_names_are_refused(changes, said):
 
 
 def test_tokens_that_ranks_cannot_share_are_refused():
-    with pytest.raises(ConfigError, match="a multiple of the 3 ranks, got 1000"):
+    with pytest.raises(
+        ConfigError, match="a multiple of the 3 ranks, got 1000; ask for 999 or 1002"
+    ):
         Analysis(llama(), "H100", ranks=3).profile(1000)
 
 
@@ -250,6 +251,5 @@ def test_backwards_by_tiles_take_a_second_forward_but_not_attention(analysis):
     assert 1 <= layer.tiles.forward_s / layer.forward_s <= 1.25
 
 
-def test_layers_that_draw_random_numbers_have_no_tiles():
-    config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100)
-    assert Analysis(config, "H100").profile(1024, has_tiles=True).layer.tiles is None
+def test_layers_that_draw_random_numbers_have_no_tiles(gpt2):
+    assert gpt2.tiles is None

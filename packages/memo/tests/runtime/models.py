@@ -1,5 +1,7 @@
 """Small models from configurations, and training steps on them: what plain autograd does is the reference."""
 
+from functools import cache
+
 import torch
 from torch import nn
 from transformers import (
@@ -64,6 +66,12 @@ def train(model, *, num_batches=3, rows=2, length=48):
         loss.backward()
         losses.append(loss.item())
     return losses, gradients(model)
+
+
+@cache
+def plain_step(name, dtype=torch.float32, *, attention="sdpa", num_layers=3, **settings):
+    """What plain training of a new model gives, see `train`: the same for all who compare with it."""
+    return train(make_model(name, dtype, num_layers=num_layers, attention=attention), **settings)
 
 
 def gradients(model):

@@ -8,7 +8,7 @@ import torch
 from memo import Plan, apply
 from memo.planner.layer_plan import LayerPlan
 
-from .models import assert_same_step, make_model, train
+from .models import assert_same_step, make_model, plain_step, train
 
 NAMES = ("llama", "qwen3", "mistral", "gpt2")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -24,20 +24,21 @@ EVERYTHING = list(itertools.product(NAMES, DTYPES, ALPHAS))
 
 def check(name, dtype, alpha, store, attention="sdpa"):
     model = make_model(name, dtype, attention=attention)
-    expected = train(model)
     with apply(model, Plan.fixed(alpha=alpha, store=store)) as run:
         found = train(model)
         assert run.num_restored == 3 * len(run.plan.layers)
         assert run.times.sent_bytes == run.times.fetched_bytes > 0
-    assert_same_step(found, expected)
+    assert_same_step(found, plain_step(name, dtype, attention=attention))
 
 
+@pytest.mark.unchecked  # those of every mode, below, are checked
 @pytest.mark.parametrize(("name", "dtype", "alpha", "in_file"), FEW)
 def test_gradients_are_autograds(name, dtype, alpha, in_file, tmp_path):
     check(name, dtype, alpha, f"file:{tmp_path}" if in_file else "memory")
 
 
 @pytest.mark.slow
+@pytest.mark.unchecked
 @pytest.mark.parametrize("store", ["memory", "file"])
 @pytest.mark.parametrize(("name", "dtype", "alpha"), EVERYTHING)
 def test_gradients_are_autograds_everywhere(name, dtype, alpha, store, tmp_path):
@@ -63,9 +64,8 @@ PLANS = {
 @pytest.mark.parametrize("kind", PLANS)
 def test_gradients_are_autograds_under_every_mode(kind):
     model = make_model("llama")
-    expected = train(model, num_batches=2)
     with apply(model, Plan(layers=(PLANS[kind],))):
-        assert_same_step(train(model, num_batches=2), expected)
+        assert_same_step(train(model, num_batches=2), plain_step("llama", num_batches=2))
 
 
 def test_layers_may_have_different_modes():
@@ -106,6 +106,7 @@ def test_hidden_states_and_attentions_come_out_as_without_a_plan():
         assert all(torch.equal(left, right) for left, right in pairs)
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_are_recomputed_bit_for_bit(dtype):
     model = make_model("mixtral", dtype)
@@ -142,6 +143,7 @@ def test_backward_outside_of_autocast_rounds_alike():
         assert_same_step(step(), expected)
 
 
+@pytest.mark.unchecked
 def test_dropout_draws_alike_and_leaves_the_same_random_numbers():
     model = make_model("gpt2")
     expected, after = train(model), torch.rand(3)
@@ -151,6 +153,7 @@ def test_dropout_draws_alike_and_leaves_the_same_random_numbers():
     assert_same_step(found, expected)
 
 
+@pytest.mark.unchecked
 def test_nan_and_infinity_pass_bit_for_bit():
     model = make_model("llama")
     with torch.no_grad():
@@ -164,6 +167,7 @@ def test_nan_and_infinity_pass_bit_for_bit():
     assert_same_step(([], found[1]), ([], expected[1]))
 
 
+@pytest.mark.unchecked
 def test_optimizer_steps_lead_to_the_same_weights():
     trained = []
     for plan in (None, Plan.fixed(alpha=0.5)):

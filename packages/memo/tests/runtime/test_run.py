@@ -67,6 +67,7 @@ def test_attention_functions_are_restored(name):
         del ALL_ATTENTION_FUNCTIONS["mine"]
 
 
+@pytest.mark.unchecked
 def test_two_models_may_have_plans_at_once():
     first, second = make_model("llama"), make_model("qwen3")
     expected = train(first), train(second)
@@ -81,6 +82,7 @@ def test_two_models_may_have_plans_at_once():
     assert ALL_ATTENTION_FUNCTIONS._local_mapping == {}
 
 
+@pytest.mark.unchecked
 def test_only_given_layers_take_part():
     model = make_model("llama", num_layers=4)
     expected = train(model)
@@ -119,6 +121,7 @@ def test_a_plan_that_keeps_everything_touches_nothing():
         assert set(ALL_ATTENTION_FUNCTIONS._local_mapping) == own
 
 
+@pytest.mark.unchecked
 @pytest.mark.parametrize("num_buffers", [1, 2, 3])
 @pytest.mark.parametrize("kept", [0, 2])
 def test_all_layers_are_fetched_before_their_backward_asks(num_buffers, kept, monkeypatch):
@@ -163,6 +166,7 @@ def held_bytes():
     return sum(storages.values())
 
 
+@pytest.mark.unchecked
 def test_activations_leave_the_device():
     """Of eight layers at most two are on their way and two fetched when the forward is over."""
     model = make_model("llama", num_layers=8)

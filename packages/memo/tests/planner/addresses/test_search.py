@@ -70,7 +70,7 @@ def test_improvement_uses_the_time_it_is_given():
         for s, e, b in hard_intervals(100, seed=copy)
     ]
     greedy = memo.pack(intervals, align=1, time_limit_s=0)
-    found = memo.pack(intervals, align=1, time_limit_s=1.0)
+    found = memo.pack(intervals, align=1, time_limit_s=0.5)
     assert found.peak < greedy.peak
     assert not greedy.is_optimal
     assert_apart(intervals[:300], found.offsets[:300])
