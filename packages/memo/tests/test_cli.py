@@ -48,9 +48,29 @@ def test_alpha_is_the_closed_form(capsys):
     assert capsys.readouterr().out == "0.2500\n"
 
 
-def test_a_missing_trace_fails_with_status_1(tmp_path, capsys):
-    assert main(["pack", str(tmp_path / "none.csv")]) == 1
-    assert "memo: " in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["pack", "DIR/none.csv"], "expected a text file of intervals, got: No such file or directory;"),
+        (["replay", "DIR/none.pickle"], "expected a pickled snapshot, got: No such file or directory;"),
+        (["pack", "DIR"], "expected a pickled snapshot, got: Is a directory;"),
+        (["pack", "DIR/bytes.csv"], "expected a text file of intervals, got: 'utf-8' codec can't decode"),
+        (["pack", "DIR/quoted.csv"], "expected a text file of intervals, got: field larger than"),
+        (["replay", "DIR/large.csv"], "large.csv, line 2: expected numbers below 2^62, got"),
+        (["pack", "DIR/trace.csv", "--out", "DIR/none/x"], "out: expected a file that can be written, got DIR/none/x: "),
+        (["alpha", "--whole", "x", "--rows", "1", "--layers", "3"], "whole: expected a size such as"),
+        (["demo", "--out", "DIR/trace.csv"], "out: expected a folder that can be made, got DIR/trace.csv: "),
+    ],
+)  # fmt: skip
+def test_mistakes_fail_with_status_1_and_a_line(trace, argv, text, tmp_path, capsys):
+    (tmp_path / "bytes.csv").write_bytes(bytes(range(256)))
+    (tmp_path / "quoted.csv").write_text('id,lower,upper,size\n0,1,2,"' + "3" * 200_000)
+    (tmp_path / "large.csv").write_text(f"id,lower,upper,size\n0,0,{2**70},1\n")
+    assert main([one.replace("DIR", str(tmp_path)) for one in argv]) == 1
+    said = capsys.readouterr().err.replace(str(tmp_path), "DIR")
+    assert said.startswith("memo: ")
+    assert text in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("argv", [["demo", "--fast"], ["fit"], ["fit", "--optimizer", "lion"]])

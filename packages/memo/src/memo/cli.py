@@ -19,6 +19,7 @@ _ABOUT = """Train at the length you want in the memory you have.
 
 What fits on a device that you do not have yet, from a model's configuration alone:
   memo fit --model ./model --device H100 --store 200GiB --ranks 8
+
 Training is five lines of Python: see the README.
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
@@ -38,7 +39,7 @@ class Fit(JsonOption):
     model: str
     """Folder of a Hugging Face causal LM, its config.json, or llama-7b, llama-8b, llama-1b."""
     device: str = "H100"
-    """Name of a preset: H200, H100, A100_80, A100_40, A800, L4, V100_32, T4, CPU."""
+    """Name of a preset: H200, H100, A100_80, A100_40, A800, L4, V100_32, P100_12, T4, CPU."""
     store: str = "0"
     """Pinned host memory of each rank, such as 200GiB; 0 swaps nothing."""
     memory: str | None = None
@@ -58,7 +59,7 @@ class Fit(JsonOption):
         """Prints a row a length, and the longest length that fits."""
         from rich.console import Console
 
-        from shared.units import format_bytes, parse_rate
+        from shared.units import format_bytes
 
         with Console(stderr=True).status("reading the model"):
             from memo.config import Budget
@@ -72,13 +73,13 @@ class Fit(JsonOption):
                 dtype=self.dtype,
                 ranks=self.ranks,
                 optimizer=self.optimizer,
-                link_bytes_per_s=None if self.link is None else parse_rate(self.link),
+                link_bytes_per_s=_rate(self.link),
             )
             memory = self.memory or int(0.92 * analysis.device.memory_bytes)
             budget = Budget(device=memory, store=self.store)
             found = fit(analysis, budget, self.tokens or LENGTHS)
         title = (
-            f"{analysis.num_parameters / 1e9:.2f} billion parameters, {self.dtype}, {self.optimizer}, on "
+            f"{_count(analysis.num_parameters)} parameters, {self.dtype}, {self.optimizer}, on "
             f"{self.ranks} x {self.device}: {format_bytes(budget.device_bytes)} of device and "
             f"{format_bytes(budget.store_bytes)} of store each; simulated from the data sheet"
         )
@@ -115,13 +116,12 @@ class Pack(JsonOption):
     def execute(self) -> None:
         """Prints the peak beside the lower bound."""
         from memo import pack
-        from shared.files import write_atomically
         from shared.units import format_bytes
 
         trace = _read_trace(self.trace)
         found = pack(trace.intervals, align=self.align, time_limit_s=self.time_limit_s)
         if self.out is not None:
-            write_atomically(self.out, "".join(f"{offset}\n" for offset in found.offsets))
+            _write(self.out, "".join(f"{offset}\n" for offset in found.offsets))
         record = {
             "num_tensors": len(trace.intervals),
             "peak_bytes": found.peak,
@@ -187,13 +187,13 @@ class Alpha(JsonOption):
     def execute(self) -> None:
         """Prints the fraction."""
         from memo import alpha
-        from shared.units import parse_bytes
+        from memo.config import read_bytes
 
         found = alpha(
-            whole_bytes=parse_bytes(self.whole),
-            row_bytes=parse_bytes(self.rows),
-            link_bytes=None if self.link is None else parse_bytes(self.link),
-            store_bytes=None if self.store is None else parse_bytes(self.store),
+            whole_bytes=read_bytes("whole", self.whole),
+            row_bytes=read_bytes("rows", self.rows),
+            link_bytes=None if self.link is None else read_bytes("link", self.link),
+            store_bytes=None if self.store is None else read_bytes("store", self.store),
             num_layers=self.layers,
         )
         self.print_result({"alpha": found}, f"{found:.4f}")
@@ -222,6 +222,32 @@ def _read_trace(path: Path) -> Trace:
     from memo import Trace
 
     return Trace.from_csv(path) if path.suffix == ".csv" else Trace.from_cuda_snapshot(path)
+
+
+def _write(path: Path, text: str) -> None:
+    from shared.errors import DataError
+    from shared.files import write_atomically
+
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise DataError(
+            f"out: expected a file that can be written, got {path}: {error.strerror}; name one in a folder that is there"
+        ) from error
+
+
+def _rate(link: str | None) -> float | None:
+    from shared.errors import ConfigError
+    from shared.units import parse_rate
+
+    try:
+        return None if link is None else parse_rate(link)
+    except ConfigError as error:
+        raise ConfigError(f"link: {error}") from error
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.1f} million"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shared.errors import ConfigError
 from shared.units import parse_bytes
 
-__all__ = ["Budget", "DoesNotFit"]
+__all__ = ["Budget", "DoesNotFit", "check_store", "read_bytes"]
 
 
 class DoesNotFit(ConfigError):
@@ -26,6 +26,9 @@ class Budget:
             0 is no store.
         store_at: where these lie: "memory", "pinned" or "file:DIR"; None chooses pinned memory for a GPU
             and a file in the folder of temporary files for RAM.
+
+    Raises:
+        ConfigError: a size is none, the device has none, or no store has this name.
     """
 
     device: int | str
@@ -34,15 +37,14 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("device", "store"):
-            value = getattr(self, name)
-            try:
-                object.__setattr__(self, name, parse_bytes(value))
-            except ConfigError as error:
-                raise ConfigError(f"budget.{name}: {error}") from error
+            value = read_bytes(f"budget.{name}", getattr(self, name))
+            object.__setattr__(self, name, value)
         if self.device_bytes == 0:
             raise ConfigError(
-                "budget.device: expected more than 0 bytes; say how much memory there is"
+                "budget.device: expected more than 0 bytes, got 0; say how much memory there is"
             )
+        if self.store_at is not None:
+            check_store("budget.store_at", self.store_at)
 
     @property
     def device_bytes(self) -> int:
@@ -53,3 +55,38 @@ class Budget:
     def store_bytes(self) -> int:
         """Limit of the store in bytes."""
         return int(self.store)
+
+
+def check_store(where: str, name: object) -> None:
+    """Refuses what names no store.
+
+    Args:
+        where: the setting, for the message.
+        name: what it is set to.
+
+    Raises:
+        ConfigError: with the names there are.
+    """
+    is_folder = isinstance(name, str) and name.startswith("file:") and name != "file:"
+    if name not in ("memory", "pinned") and not is_folder:
+        raise ConfigError(
+            f"{where}: expected 'memory', 'pinned' or 'file:DIR', got {name!r}; take one of these"
+        )
+
+
+def read_bytes(where: str, value: object) -> int:
+    """Reads a size, a number of bytes or a text such as "6GiB".
+
+    Args:
+        where: the setting, for the message.
+        value: what it is set to.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(value, str | int | float):
+        raise ConfigError(f"{where}: expected a size such as '6GiB', got {value!r}; state one")
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -28,6 +28,28 @@ from .steps import HALF, WHOLE, loss_of
 pytestmark = pytest.mark.unchecked  # models are trained
 
 
+@pytest.mark.parametrize(
+    ("model", "plan", "text"),
+    [
+        (
+            make_stack(),
+            "plan.json",
+            "plan: expected a memo.Plan, got 'plan.json'; give one from memo.autotune, Plan.fixed or Plan.load",
+        ),
+        ("gpt2", HALF, "model: expected a torch.nn.Module, got 'gpt2'; build the model, and give it first"),
+        (
+            make_stack().to("meta"),
+            HALF,
+            "model: expected parameters in RAM or on a CUDA GPU, got device meta; load them there first",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_or_plan_is_refused(model, plan, text):
+    with pytest.raises(ConfigError) as caught:
+        apply(model, plan)
+    assert str(caught.value) == text
+
+
 def test_two_plans_on_one_model_are_refused():
     model = make_model("llama")
     for plan in (HALF, WHOLE, Plan(layers=(LayerPlan(),))):

@@ -121,3 +121,20 @@ def test_bad_tensors_are_refused_by_name(bad):
 def test_bad_rooms_are_refused(room):
     with pytest.raises(ConfigError, match=r"alphas\.room_bytes: expected"):
         memo.alphas({"q": (1, 1.0)}, room)
+
+
+@pytest.mark.unchecked
+def test_texts_and_single_numbers_are_no_sizes():
+    with pytest.raises(
+        ConfigError,
+        match=r"alpha\.whole_bytes: expected a finite number of bytes from 0, got '1GiB'",
+    ):
+        memo.alpha(whole_bytes="1GiB", row_bytes=1, link_bytes=1, store_bytes=1, num_layers=4)
+    with pytest.raises(
+        ConfigError, match=r"alphas\['q'\]: expected a pair of bytes and seconds, got 3; give both"
+    ):
+        memo.alphas({"q": 3})
+    with pytest.raises(
+        ConfigError, match=r"alphas\['q'\]: expected a finite number of bytes from 0, got '3MiB'"
+    ):
+        memo.alphas({"q": ("3MiB", 1.0)})

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -140,8 +141,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_would_help():
     assert "expected at most 120 MiB on the device, got 132 MiB for 1,600 tokens" in text
     assert "a batch of about" in text
     assert "Budget(store=...)" in text
-    with pytest.raises(DoesNotFit, match="shard them"):
+    with pytest.raises(DoesNotFit, match="shard them") as caught:
         planned(step_profile(), 90)
+    assert "100 MiB of them are there throughout" in str(caught.value)
+    assert "Budget(store=...)" not in str(caught.value), "it would not help"
 
 
 def test_whether_anything_fits_is_asked_of_both_limits():
@@ -221,8 +224,77 @@ def test_plans_come_back_from_their_files(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"alpha": "half"}, "alpha: expected a fraction in [0, 1], got 'half'; give a number such as 0.5"),
+        ({"alpha": None}, "alpha: expected a fraction in [0, 1], got None; give a number such as 0.5"),
+        ({"alpha": 1.5}, "alpha: expected a fraction in [0, 1], got 1.5; give a number such as 0.5"),
+        ({"alpha": math.nan}, "alpha: expected a fraction in [0, 1], got nan; give a number such as 0.5"),
+        (
+            {"alpha": 0.5, "store": "banana"},
+            "plan.store: expected 'memory', 'pinned' or 'file:DIR', got 'banana'; take one of these",
+        ),
+        (
+            {"alpha": 0.5, "store": 3},
+            "plan.store: expected 'memory', 'pinned' or 'file:DIR', got 3; take one of these",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_a_fixed_plan_are_checked(settings, text):
+    with pytest.raises(ConfigError) as caught:
+        Plan.fixed(**settings)
+    assert str(caught.value) == text
+
+
+def test_layers_of_a_plan_are_plans():
+    for layers in ("keep", ("keep",), LayerPlan(), ()):
+        with pytest.raises(
+            ConfigError, match=r"plan\.layers: expected a tuple of one LayerPlan or more, got"
+        ):
+            Plan(layers=layers)
+    with pytest.raises(
+        ConfigError, match=r"layer\.stored\['up'\]: expected a fraction in \[0, 1\], got nan"
+    ):
+        LayerPlan(mode="restore", stored=dict.fromkeys(["up"], math.nan))
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"device": None}, "budget.device: expected a size such as '6GiB', got None; state one"),
+        ({"device": "1GiB", "store": []}, "budget.store: expected a size such as '6GiB', got []; state one"),
+        (
+            {"device": "1GiB", "store_at": "/tmp"},
+            "budget.store_at: expected 'memory', 'pinned' or 'file:DIR', got '/tmp'; take one of these",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_of_a_budget_are_checked(settings, text):
+    with pytest.raises(ConfigError) as caught:
+        Budget(**settings)
+    assert str(caught.value) == text
+
+
+def test_paths_that_are_no_files_are_named(tmp_path):
+    text = f"{tmp_path}: expected a file that Plan.save wrote, got: Is a directory; write one by it"
+    with pytest.raises(DataError) as caught:
+        Plan.load(tmp_path)
+    assert str(caught.value) == text
+    with pytest.raises(DataError, match="got: No such file or directory; write one by it"):
+        Plan.load(tmp_path / "none.json")
+    path = tmp_path / "none" / "plan.json"
+    text = f"{path}: expected a file that can be written, got: No such file or directory; name one in a folder"
+    with pytest.raises(DataError, match=text):
+        Plan.fixed(alpha=0.5).save(path)
+
+
+@pytest.mark.parametrize(
     ("change", "text"),
     [
+        (
+            {"store_limit_bytes": "3"},
+            "plan.store_limit_bytes: expected whole bytes or None, got '3'",
+        ),
         ({"layers": 7}, "'int' object is not iterable"),
         ({"layers": [{"mode": "keep"}]}, "expected mode, resident"),
         ({"cut": "16"}, "plan.cut: expected a whole number"),

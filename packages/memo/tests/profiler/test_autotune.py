@@ -1,5 +1,6 @@
 """Measured profiles and the plans that follow, on small real models: bytes against real ones, seconds by their sums."""
 
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import memo
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.placement import place
 from memo.profiler.autotune import measure_profile
-from memo.profiler.head import capture_call, count_block_head, count_head, shortened
+from memo.profiler.head import capture_call, count_block_head, count_head, loss_of, shortened
 from memo.profiler.layer_bytes import count_bytes, count_passes
 from memo.profiler.layer_times import LayerTimes, longer_s
 from memo.runtime.attention import offer_attention
@@ -44,14 +45,6 @@ def profile(model):
     return measure_profile(model, batch_of(512), None, optimizer_bytes=0)
 
 
-@pytest.fixture
-def layer_call(model):
-    undo = offer_attention("sdpa")
-    yield model.model.layers[0], *capture_call(model, list(model.model.layers), batch_of(256))
-    undo()
-    model.zero_grad()
-
-
 PLANS = {
     "plain": LayerPlan(),
     "input": LayerPlan(mode="restore", resident=frozenset([INPUT])),
@@ -61,45 +54,60 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_bytes_on_fake_tensors_are_those_of_a_real_layer(layer_call, plan):
-    layer, args, kwargs = layer_call
-    proofs = Proofs()
+@pytest.fixture(scope="module")
+def counts(model):
+    """Bytes of one layer's passes under each plan: as they run, and counted on fake tensors."""
+    undo = offer_attention("sdpa")
+    layer = model.model.layers[0]
+    args, kwargs = capture_call(model, list(model.model.layers), batch_of(256))
     for one in layer.parameters():
         one.grad = torch.zeros_like(one)
-    real = count_passes(layer, args, kwargs, plan, proofs)
-    fake = count_bytes(layer, args, kwargs, plan, proofs)
+    proofs, found = Proofs(), {}
+    for name, plan in PLANS.items():
+        real = count_passes(layer, args, kwargs, plan, proofs)
+        found[name] = real, count_bytes(layer, args, kwargs, plan, proofs)
+    undo()
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_bytes_on_fake_tensors_are_those_of_a_real_layer(counts, name):
+    real, fake = counts[name]
     assert fake.held_bytes == pytest.approx(real.held_bytes, rel=0.01)
     assert fake.passes.forward == pytest.approx(real.passes.forward, rel=0.01)
     assert fake.passes.backward == pytest.approx(real.passes.backward, rel=0.01)
     assert fake.item_bytes.keys() == real.item_bytes.keys()
 
 
-def test_tiles_take_less_than_a_whole_layer_and_the_input_alone_least(layer_call):
-    layer, args, kwargs = layer_call
-    proofs = Proofs()
-    for one in layer.parameters():
-        one.grad = torch.zeros_like(one)
-    count_passes(layer, args, kwargs, PLANS["tiles"], proofs)
-    held = {name: count_bytes(layer, args, kwargs, plan, proofs) for name, plan in PLANS.items()}
+def test_tiles_take_less_than_a_whole_layer_and_the_input_alone_least(counts):
+    held = {name: fake for name, (_, fake) in counts.items()}
     assert held["tiles"].passes.backward < 0.5 * held["input"].passes.backward
     assert held["tiles, input"].held_bytes < held["tiles"].held_bytes
     assert held["tiles, input"].held_bytes == held["input"].held_bytes == 256 * 64 * 4
 
 
-def test_profiles_leave_the_model_as_it_was(model):
+def test_profiles_at_a_part_of_the_length_leave_the_model_as_it_was(model):
+    """A plain layer takes more than there is room for at 256 tokens, and less at 128."""
+    batch = batch_of(256)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     for number, one in enumerate(model.parameters()):  # of some of them gradients are there
         one.grad = torch.randn_like(one) if number % 2 else None
     gradients = [None if one.grad is None else one.grad.clone() for one in model.parameters()]
     state = torch.get_rng_state()
-    measure_profile(model, batch_of(64), None)
+    told = measure_profile(model, batch, None, room_bytes=2 * UNIT)
     for before_it, one in zip(gradients, model.parameters(), strict=True):
         assert one.grad is None if before_it is None else torch.equal(before_it, one.grad)
     model.zero_grad()
     assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state())
     assert all("forward" not in vars(one) for one in model.modules())
+    assert told.num_tokens == 256
+    assert told.details["seconds"] == "measured at 128 tokens"
+    undo = offer_block_loss(model)
+    whole = count_block_head(model, list(model.model.layers), batch)
+    undo()
+    assert told.block_head_bytes == pytest.approx(whole, rel=0.1)
 
 
 def test_a_profile_has_items_levels_tiles_and_both_heads(profile):
@@ -228,22 +236,22 @@ def test_tiles_come_where_nothing_else_fits_and_the_plan_says_what_is_given_up()
         assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-6), name
 
 
-def test_with_room_nothing_that_rounds_otherwise_is_chosen():
-    model = make_model("llama", num_layers=4)
-    expected = train(model, num_batches=2, rows=1, length=256)
-    model.zero_grad()
-    budget = memo.Budget(device=resident_bytes(CPU) + 64 * UNIT)
-    plan = memo.autotune(model, batch_of(256), budget)
+def test_with_room_nothing_that_rounds_otherwise_is_chosen(model, profile):
+    expected = train(model, num_batches=2, rows=1, length=512)
+    budget = memo.Budget(device=profile.fixed_bytes + 64 * UNIT)
+    plan = place(profile, budget, "memory", predict=simulate)
     assert not plan.has_block_loss
     assert all(layer.mode != "tiles" for layer in plan.layers)
-    losses, found = trained(model, plan, 256)
+    losses, found = trained(model, plan, 512)
+    model.zero_grad()
     assert losses == expected[0]
     assert all(torch.equal(found[name], one) for name, one in expected[1].items())
 
 
-def test_what_does_not_fit_raises_before_any_step(model):
+def test_what_does_not_fit_raises_before_any_step(model, profile, monkeypatch):
+    monkeypatch.setattr("memo.profiler.autotune.measure_profile", lambda *_, **__: profile)
     with pytest.raises(memo.DoesNotFit, match="expected at most"):
-        memo.autotune(model, batch_of(64), memo.Budget(device=resident_bytes(CPU) + 4096))
+        memo.autotune(model, batch_of(64), memo.Budget(device=profile.fixed_bytes + 4096))
 
 
 @pytest.mark.parametrize(
@@ -255,14 +263,84 @@ def test_what_does_not_fit_raises_before_any_step(model):
         ),
         (
             {"input_ids": torch.zeros(1, 8, device="meta")},
-            r"device, cpu, got one on meta; move it by \.to",
+            "batch['input_ids']: expected a tensor on the model's device, cpu, got one on meta; move it by .to('cpu')",
+        ),
+        (
+            {"input_ids": torch.zeros(1, 0, dtype=torch.int64), "use_cache": False},
+            "batch['input_ids']: expected tokens, got a tensor of shape [1, 0]; give the longest batch that will come",
+        ),
+        (
+            {"input_ids": torch.zeros(0, 8, dtype=torch.int64)},
+            "batch['input_ids']: expected tokens, got a tensor of shape [0, 8]; give the longest batch that will come",
+        ),
+        (
+            {"input_ids": torch.zeros(8, dtype=torch.int64), "use_cache": False},
+            "batch: expected arguments that LlamaDecoderLayer runs on, got: The size of tensor",
+        ),
+        (
+            {"tokens": torch.zeros(1, 8, dtype=torch.int64), "pixels": torch.zeros(0)},
+            (
+                "batch: expected arguments that LlamaForCausalLM runs on, got: You must specify exactly one of input_ids "
+                "or inputs_embeds; give the batch that your loop gives"
+            ),
         ),
     ],
 )
 def test_batches_that_are_none_or_elsewhere_are_refused(model, batch, text):
     budget = memo.Budget(device="1TiB")
-    with pytest.raises(ConfigError, match=text):
+    with pytest.raises(ConfigError, match=re.escape(text)) as caught:
         memo.autotune(model, batch, budget)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"budget": "6GiB"},
+            (
+                "budget: expected a memo.Budget, got '6GiB'; give one, such as "
+                'memo.Budget(device="6GiB", store="40GiB")'
+            ),
+        ),
+        (
+            {"model": "gpt2"},
+            "model: expected a torch.nn.Module, got 'gpt2'; build the model, and give it first",
+        ),
+        (
+            {"optimizer_bytes": "much"},
+            "optimizer_bytes: expected a size such as '64KiB' or '1.5GB', got 'much'; write a number and a unit",
+        ),
+        (
+            {"optimizer_bytes": -1},
+            (
+                "optimizer_bytes: expected a size in bytes, zero or more and finite, got -1.0; write for example '64KiB' "
+                "or '1.5GB'"
+            ),
+        ),
+        (
+            {"layers": 3},
+            "layers: expected a list of submodules, got int; put it into a list",
+        ),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(model, changes, text):
+    given = {"model": model, "batch": batch_of(16), "budget": memo.Budget(device="1TiB")}
+    with pytest.raises(ConfigError) as caught:
+        memo.autotune(**{**given, **changes})
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("out", [None, (), {"text": "none"}])
+def test_a_model_that_returns_no_tensor_is_refused(out):
+    text = f"returns a loss, logits or another tensor, got {type(out).__name__}; have its forward"
+    with pytest.raises(ConfigError, match=text):
+        loss_of(out)
+
+
+def test_without_a_loss_or_logits_the_first_tensor_counts():
+    states = torch.ones(2, 3)
+    assert loss_of({"name": "x", "states": states}) == loss_of((states, None)) == 6
 
 
 def test_models_with_a_plan_and_models_without_parameters_to_train_are_refused():

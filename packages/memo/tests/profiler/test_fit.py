@@ -3,32 +3,23 @@
 import json
 
 import pytest
-from transformers import LlamaConfig
+from llama_shape import LAYERS, SHAPE, H
 
 from memo.cli import main
 from memo.config import Budget
 from memo.planner.layer_plan import LayerPlan
-from memo.profiler.analytic.analysis import Analysis
 from memo.profiler.analytic.fit import describe, fit
+from shared.errors import ConfigError
+from shared.topology.device import PRESETS
 
 pytestmark = pytest.mark.unchecked  # many plans are looked at: checks would take minutes
 
-SHAPE = {
-    "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 12, "num_attention_heads": 4,
-    "vocab_size": 1000,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def analysis():
-    return Analysis(LlamaConfig(**SHAPE), "H100", ranks=2)
-
 
 def test_longer_sequences_pay_until_nothing_fits_and_the_longest_is_told(analysis):
-    budget = Budget(device="400MiB", store="60MiB")
-    found = fit(analysis, budget, [2048, 8192, 1 << 20])
+    budget = Budget(device="500MiB", store="60MiB")
+    found = fit(analysis, budget, [1024, 16_384, 1 << 20])
     short, *_, long = found.rows
-    assert describe(short.plan.layers) == "keep 12 layers"
+    assert describe(short.plan.layers) == f"keep {LAYERS} layers"
     assert short.plan.prediction["store_bytes"] == 0
     assert long.plan is None
     assert long.to_json() == {"num_tokens": 1 << 20, "fits": False, "missing": long.missing}
@@ -37,7 +28,7 @@ def test_longer_sequences_pay_until_nothing_fits_and_the_longest_is_told(analysi
         assert row.plan.prediction["peak_bytes"] <= budget.device_bytes
         assert row.plan.prediction["store_bytes"] <= budget.store_bytes
     assert found.longest >= fitting[-1].num_tokens
-    unit = 32
+    unit = 16
     beyond = (found.longest + found.longest // 16) // unit * unit
     edges = fit(analysis, budget, [found.longest, beyond]).rows
     assert edges[0].plan is not None
@@ -45,8 +36,8 @@ def test_longer_sequences_pay_until_nothing_fits_and_the_longest_is_told(analysi
 
 
 def test_a_store_makes_longer_sequences_fit(analysis):
-    without = fit(analysis, Budget(device="400MiB"), [4096]).longest
-    assert fit(analysis, Budget(device="400MiB", store="1GiB"), [4096]).longest > 1.2 * without
+    without = fit(analysis, Budget(device="500MiB"), [4096]).longest
+    assert fit(analysis, Budget(device="500MiB", store="1GiB"), [4096]).longest > 1.2 * without
 
 
 def test_where_nothing_fits_the_longest_is_none(analysis):
@@ -85,32 +76,73 @@ def test_the_command_prints_a_table_or_json(analysis, tmp_path, capsys, monkeypa
         "--model",
         str(tmp_path),
         "--memory",
-        "400MiB",
+        "500MiB",
         "--store",
         "60MiB",
         "--ranks",
         "2",
     ]
-    argv += ["--tokens", "2048", "1048576"]
+    argv += ["--tokens", "1024", "1048576"]
     assert main([*argv, "--link", "25GB/s", "--optimizer", "sgd"]) == 0
     text = capsys.readouterr().out
     assert "simulated from the data sheet" in text
-    assert "2K" in text
-    assert "keep 12 layers" in text
+    assert "1K" in text
+    assert f"keep {LAYERS} layers" in text
     assert "does not fit" in text
     assert "longest: " in text
     assert main([*argv, "--json", "--device", "A800", "--dtype", "float32"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [row["fits"] for row in found["rows"]] == [True, False]
-    assert found["rows"][0]["tokens_per_s"] == 2048 / found["rows"][0]["step_s"]
-    assert found == fit(analysis, Budget("400MiB", "60MiB"), [2048, 1 << 20]).to_json()
+    assert found["rows"][0]["tokens_per_s"] == 1024 / found["rows"][0]["step_s"]
+    assert found == fit(analysis, Budget("500MiB", "60MiB"), [1024, 1 << 20]).to_json()
     plain = {"dtype": "bfloat16", "ranks": 2, "optimizer": "adamw", "link_bytes_per_s": None}
     assert asked == [
-        (128, 12, "H100", {**plain, "optimizer": "sgd", "link_bytes_per_s": 25e9}),
-        (128, 12, "A800", {**plain, "dtype": "float32"}),
+        (H, LAYERS, "H100", {**plain, "optimizer": "sgd", "link_bytes_per_s": 25e9}),
+        (H, LAYERS, "A800", {**plain, "dtype": "float32"}),
     ]
 
 
-def test_a_model_that_is_none_fails_with_status_1(tmp_path, capsys):
-    assert main(["fit", "--model", str(tmp_path / "missing")]) == 1
-    assert "memo: " in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--model", "DIR/missing"], "or one of llama-7b, llama-8b, llama-1b, got: No such file or directory;"),
+        (["--device", "H1000"], "T4, L4, CPU, got 'H1000'; take the nearest"),
+        (["--store", "banana"], "budget.store: expected a size such as"),
+        (["--memory", "0"], "budget.device: expected more than 0 bytes, got 0;"),
+        (["--link", "banana"], "link: expected a rate such as"),
+        (["--ranks", "0"], "ranks: expected at least 1, got 0; count the devices"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_a_line(options, text, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    argv = [
+        "fit",
+        "--model",
+        str(tmp_path),
+        *(one.replace("DIR", str(tmp_path)) for one in options),
+    ]
+    assert main(argv) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("memo: ")
+    assert text in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (0, "tokens: expected at least one a rank, got 0 for 1; ask for a longer sequence"),
+        (-8, "tokens: expected at least one a rank, got -8 for 1; ask for a longer sequence"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(analysis, tokens, text):
+    with pytest.raises(ConfigError) as caught:
+        fit(analysis, Budget(device="500MiB"), [tokens])
+    assert str(caught.value) == text
+
+
+def test_the_help_names_every_device(capsys):
+    with pytest.raises(SystemExit):
+        main(["fit", "--help"])
+    said = capsys.readouterr().out
+    assert [name for name in PRESETS if name not in said] == []

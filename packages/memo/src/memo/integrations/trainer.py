@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from memo.config import Budget
 from memo.planner.plan import Plan
 from memo.profiler.autotune import autotune
+from memo.runtime.layers import device_of
 from memo.runtime.run import Run, apply
 from shared.errors import ConfigError
 
@@ -81,6 +82,6 @@ class MemoCallback(TrainerCallback):
 
 def _first_batch(loader: DataLoader, model: nn.Module) -> Mapping[str, Any]:
     """The first batch as the Trainer gives it to the model, without drawing from the training's order."""
-    device = next(model.parameters()).device
+    device = device_of(model)
     batch: Mapping[str, Any] = next(iter(loader))
     return {key: one.to(device) if isinstance(one, Tensor) else one for key, one in batch.items()}

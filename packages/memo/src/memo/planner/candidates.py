@@ -92,26 +92,32 @@ class Candidates:
         self._keep = LayerPlan()
         names = [item.name for item in profile.layer.items]
         if profile.layer.can_replay:
-            self._seconds = [
+            self._second_ways = [
                 LayerPlan(mode="restore", resident=frozenset(names[: num + 1]))
                 for num in range(len(names))
             ] + [self._keep]
-            self._firsts = [*(_stored(names) if self._store_limit else ()), self._seconds[0]]
+            self._first_ways = [
+                *(_stored(names) if self._store_limit else ()),
+                self._second_ways[0],
+            ]
         else:
-            self._seconds = [self._keep]
-            self._firsts = [LayerPlan(mode="whole") if self._store_limit else self._keep]
+            self._second_ways = [self._keep]
+            self._first_ways = [LayerPlan(mode="whole") if self._store_limit else self._keep]
         if has_tiles:
             assert profile.layer.tiles is not None
-            self._firsts = list(
+            self._first_ways = list(
                 _tiled(profile.layer.tiles.tile_rows, has_store=self._store_limit > 0)
             )
-            self._seconds = [*(one for one in self._firsts if not one.has_stored), self._keep]
+            self._second_ways = [
+                *(one for one in self._first_ways if not one.has_stored),
+                self._keep,
+            ]
         # The ways live as long as this does: they are told apart by where they are.
         plan = Plan(layers=(self._keep,))
         self._rules = {"num_buffers": plan.num_buffers, "max_sending": plan.max_sending}
         self._held: dict[int, LayerFootprint] = {
             id(one): layer_footprint(one, profile, plan.cut)
-            for one in (*self._firsts, *self._seconds, self._keep)
+            for one in (*self._first_ways, *self._second_ways, self._keep)
         }
 
     def fits(self, held: Footprint) -> bool:
@@ -141,8 +147,8 @@ class Candidates:
         numbers = range(count, -1, -max(1, count // 16))
         if id(self._keep) not in fitting:
             numbers = range(1)
-        for first in self._firsts:
-            for second in self._seconds:
+        for first in self._first_ways:
+            for second in self._second_ways:
                 if not fitting & {id(first), id(second)}:
                     continue
                 # Where the second run keeps all too, its number is found exactly.

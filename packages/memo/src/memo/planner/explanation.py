@@ -57,7 +57,7 @@ def explain(
 def describe_layers(layers: tuple[LayerPlan, ...]) -> list[str]:
     """A line for each run of layers with one plan."""
     lines, first = [], 0
-    for _, group in groupby(layers, key=lambda layer: str(layer.to_json())):
+    for _, group in groupby(layers):
         alike = list(group)
         last = first + len(alike) - 1
         name = f"layer {first}" if first == last else f"layers {first}-{last}"

@@ -72,7 +72,7 @@ def footprint(plan: Plan, profile: StepProfile) -> Footprint:
     Raises:
         ConfigError: the plan has tiles, and the profile none.
     """
-    runs = [(next(group), 1 + sum(1 for _ in group)) for _, group in groupby(plan.layers, key=id)]
+    runs = [(next(group), 1 + sum(1 for _ in group)) for _, group in groupby(plan.layers)]
     known = [(layer_footprint(one, profile, plan.cut), count) for one, count in runs]
     return add_up(
         known,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 
 from shared.errors import ConfigError
 
@@ -61,11 +62,16 @@ def alpha(
     limits = {"link_bytes": link_bytes, "store_bytes": store_bytes}
     given = {name: limit for name, limit in limits.items() if limit is not None}
     for name, value in {**sizes, **given}.items():
-        if not value >= 0 or (name in sizes and math.isinf(value)):
+        is_size = isinstance(value, Real) and value >= 0
+        if not is_size or (name in sizes and math.isinf(value)):
             kind = "a finite number" if name in sizes else "a number"
-            raise ConfigError(f"alpha.{name}: expected {kind} of bytes from 0, got {value!r}")
+            raise ConfigError(
+                f"alpha.{name}: expected {kind} of bytes from 0, got {value!r}; give it in bytes"
+            )
     if num_layers < 1:
-        raise ConfigError(f"alpha.num_layers: expected at least one layer, got {num_layers!r}")
+        raise ConfigError(
+            f"alpha.num_layers: expected at least one layer, got {num_layers!r}; count the model's"
+        )
     if num_layers <= 2:
         return 1.0 if is_clipped else math.inf
     rooms = [math.inf]
@@ -96,19 +102,24 @@ def alphas(
         Fractions in [0, 1] by name, in the order given; all but one of those between are 0 or 1.
 
     Raises:
-        ConfigError: bytes, seconds or the room are negative or not a number, or bytes or seconds
-            are infinite.
+        ConfigError: an item is no pair; bytes, seconds or the room are negative or not a number, or
+            bytes or seconds are infinite.
     """
-    for name, (num_bytes, recompute_s) in items.items():
+    for name, pair in items.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigError(
+                f"alphas[{name!r}]: expected a pair of bytes and seconds, got {pair!r:.60}; give both"
+            )
+        num_bytes, recompute_s = pair
         for value, unit in ((num_bytes, "bytes"), (recompute_s, "recompute seconds")):
-            if not 0 <= value < math.inf:
+            if not (isinstance(value, Real) and 0 <= value < math.inf):
                 raise ConfigError(
-                    f"alphas[{name!r}]: expected a finite number of {unit} from 0, got {value!r}"
+                    f"alphas[{name!r}]: expected a finite number of {unit} from 0, got {value!r}; measure it"
                 )
     room = math.inf if room_bytes is None else room_bytes
-    if not room >= 0:
+    if not (isinstance(room, Real) and room >= 0):
         raise ConfigError(
-            f"alphas.room_bytes: expected a number of bytes from 0, got {room_bytes!r}"
+            f"alphas.room_bytes: expected a number of bytes from 0, got {room_bytes!r}; None is no limit"
         )
 
     def worth(name: str) -> float:

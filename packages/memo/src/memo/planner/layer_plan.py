@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import isfinite
+from numbers import Real
 from typing import Any
 
 from shared.errors import ConfigError
 
-__all__ = ["ATTENTION", "CUT", "INPUT", "MODES", "LayerPlan", "rows_of"]
+__all__ = ["ATTENTION", "CUT", "INPUT", "LayerPlan", "check_fraction", "rows_of"]
 
 INPUT, ATTENTION = "input", "attention"
 """Items that go whole or not at all; the others are products, named by their weight."""
@@ -17,7 +17,7 @@ INPUT, ATTENTION = "input", "attention"
 CUT = 16
 """Kept rows of a product are a multiple of it, unless a plan says otherwise."""
 
-MODES = ("keep", "restore", "whole", "tiles")
+_MODES = ("keep", "restore", "whole", "tiles")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,10 @@ class LayerPlan:
     tile_rows: int = 0
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(f"layer.mode: expected one of {', '.join(MODES)}, got {self.mode!r}")
+        if self.mode not in _MODES:
+            raise ConfigError(
+                f"layer.mode: expected one of {', '.join(_MODES)}, got {self.mode!r}; take one of these"
+            )
         if (self.mode == "tiles") != (self.tile_rows > 0):
             raise ConfigError(
                 "layer.tile_rows: expected a number above 0 in mode 'tiles' and 0 in others, got "
@@ -59,15 +61,13 @@ class LayerPlan:
                 f"layer: expected only {INPUT!r} and {ATTENTION!r} to be kept in mode 'tiles', got "
                 f"{sorted(products)} and default_fraction {self.default_fraction}"
             )
-        for name, value in (*self.stored.items(), ("default_fraction", self.default_fraction)):
-            if not (isfinite(value) and 0.0 <= value <= 1.0):
-                raise ConfigError(
-                    f"layer.stored[{name}]: expected a fraction in [0, 1], got {value}"
-                )
+        for name, value in self.stored.items():
+            check_fraction(f"layer.stored[{name!r}]", value)
+        check_fraction("layer.default_fraction", self.default_fraction)
         for name in (INPUT, ATTENTION):
             if self.stored.get(name, 0.0) not in (0.0, 1.0):
                 raise ConfigError(
-                    f"layer.stored[{name}]: expected 0 or 1, as it goes whole, got {self.stored[name]}"
+                    f"layer.stored[{name!r}]: expected 0 or 1, as it goes whole, got {self.stored[name]}"
                 )
 
     def fraction(self, name: str) -> float:
@@ -110,6 +110,22 @@ class LayerPlan:
                 f"layer: expected mode, resident, stored, default_fraction and tile_rows, got {sorted(record)}; "
                 "write plans with Plan.save"
             ) from error
+
+
+def check_fraction(where: str, value: object) -> None:
+    """Refuses what is no fraction.
+
+    Args:
+        where: the setting, for the message.
+        value: what it is set to.
+
+    Raises:
+        ConfigError: it is no number, or out of [0, 1].
+    """
+    if not (isinstance(value, Real) and 0 <= float(value) <= 1):
+        raise ConfigError(
+            f"{where}: expected a fraction in [0, 1], got {value!r}; give a number such as 0.5"
+        )
 
 
 def rows_of(num_rows: int, fraction: float, cut: int) -> int:

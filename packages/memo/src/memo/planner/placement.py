@@ -172,13 +172,11 @@ def _missing(profile: StepProfile, budget: Budget, least: Footprint) -> str:
     advice = (
         f"a batch of about {int(room):,} tokens may fit"
         if room >= 1
-        else "parameters, gradients and optimizer states alone take more: shard them"
+        else f"{format_bytes(profile.fixed_bytes)} of them are there throughout (parameters, gradients, optimizer "
+        "states, the process itself): shard them"
     )
-    more = (
-        ""
-        if budget.store_bytes
-        else ", a store (Budget(store=...)) takes activations off the device"
-    )
+    has_advice = room < 1 or budget.store_bytes > 0
+    more = "" if has_advice else ", a store (Budget(store=...)) takes activations off the device"
     return (
         f"expected at most {format_bytes(budget.device_bytes)} on the device, got "
         f"{format_bytes(least.peak_bytes)} for {profile.num_tokens:,} tokens under the plan that takes least "

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from memo.config import check_store
 from memo.planner.explanation import explain
-from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
+from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan, check_fraction
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
 
@@ -45,14 +46,25 @@ class Plan:
     prediction: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ConfigError("plan.layers: expected at least one layer's plan, got none")
+        layers: object = self.layers
+        is_tuple = isinstance(layers, tuple) and all(isinstance(one, LayerPlan) for one in layers)
+        if not (is_tuple and layers):
+            raise ConfigError(
+                f"plan.layers: expected a tuple of one LayerPlan or more, got {layers!r:.60}; take Plan.fixed, or "
+                "plan by memo.autotune"
+            )
         for name in ("cut", "num_buffers", "max_sending"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"plan.{name}: expected a whole number above 0, got {value!r}")
-        if self.store not in ("memory", "pinned") and not self.store.removeprefix("file:"):
-            raise ConfigError(f"plan.store: expected a folder after 'file:', got {self.store!r}")
+                raise ConfigError(
+                    f"plan.{name}: expected a whole number above 0, got {value!r}; leave it out"
+                )
+        limit = self.store_limit_bytes
+        if limit is not None and not isinstance(limit, int):
+            raise ConfigError(
+                f"plan.store_limit_bytes: expected whole bytes or None, got {limit!r}; round it"
+            )
+        check_store("plan.store", self.store)
 
     @classmethod
     def fixed(cls, *, alpha: float, store: str = "memory", cut: int = CUT) -> Plan:
@@ -66,6 +78,7 @@ class Plan:
         Raises:
             ConfigError: a setting is out of range.
         """
+        check_fraction("alpha", alpha)
         layer = LayerPlan(
             mode="restore", stored={INPUT: 1.0, ATTENTION: 1.0}, default_fraction=alpha
         )
@@ -91,14 +104,24 @@ class Plan:
         return explain(self.layers, self.store, self.prediction, has_block_loss=self.has_block_loss)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON; the file appears whole or not at all."""
+        """Writes the plan as JSON; the file appears whole or not at all.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
         record = {
             "format": _FORMAT,
             "layers": [layer.to_json() for layer in self.layers],
             **{name: getattr(self, name) for name in _PLAIN},
             "prediction": dict(self.prediction),
         }
-        write_atomically(Path(path), json.dumps(record, indent=1) + "\n")
+        try:
+            write_atomically(Path(path), json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            raise DataError(
+                f"{path}: expected a file that can be written, got: {error.strerror}; name one in a folder that is "
+                "there"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -110,7 +133,10 @@ class Plan:
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(f"{path}: expected a plan, {error}; write one by Plan.save") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(
+                f"{path}: expected a file that Plan.save wrote, got: {reason}; write one by it"
+            ) from error
         found = record.get("format") if isinstance(record, dict) else None
         if found != _FORMAT or set(record) != {"format", "layers", "prediction", *_PLAIN}:
             raise DataError(

@@ -35,13 +35,11 @@ class Schedule:
     Attributes:
         before_forward, after_forward: around a layer's forward.
         before_backward: before its saved tensors are restored, which waits for the layer's own fetch.
-        num_buffers: layers whose fetched items are on the device at once.
     """
 
     before_forward: tuple[tuple[CopyStep, ...], ...]
     after_forward: tuple[tuple[CopyStep, ...], ...]
     before_backward: tuple[tuple[CopyStep, ...], ...]
-    num_buffers: int
 
 
 def schedule(
@@ -72,5 +70,4 @@ def schedule(
         before_forward=tuple(map(tuple, before)),
         after_forward=tuple(map(tuple, after)),
         before_backward=tuple(map(tuple, backward)),
-        num_buffers=num_buffers,
     )

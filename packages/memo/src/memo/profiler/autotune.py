@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memo.config import Budget
+from memo.config import Budget, read_bytes
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.placement import place
 from memo.planner.plan import Plan
@@ -32,13 +32,13 @@ from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import has_block_loss, offer_block_loss
 from memo.runtime.device_memory import give_back_at_once, resident_bytes
 from memo.runtime.host_memory import keep_within_host
-from memo.runtime.layers import attention_names, check_untouched, find_layers
+from memo.runtime.layers import attention_names, check_untouched, device_of, find_layers
+from memo.runtime.recording.arguments import input_of
 from memo.runtime.recording.calls import NotRepeatable
-from memo.runtime.stores import check_store
 from memo.simulator import simulate
 from shared.errors import ConfigError
 
-__all__ = ["autotune", "describe_layer", "measure_profile"]
+__all__ = ["autotune", "measure_profile"]
 
 _LEAST_TOKENS = 64
 """Of a sequence: seconds of fewer say little of longer ones."""
@@ -50,7 +50,7 @@ def autotune(
     budget: Budget,
     layers: Sequence[nn.Module] | None = None,
     *,
-    optimizer_bytes: int | None = None,
+    optimizer_bytes: int | str | None = None,
 ) -> Plan:
     """The fastest plan for a model, a batch and a budget.
 
@@ -65,16 +65,22 @@ def autotune(
         budget: hard limits; those of RAM are lowered to this process's share of its host, see
             `keep_within_host`.
         layers: see `memo.apply`.
-        optimizer_bytes: of optimizer states that are still to be made; by default AdamW's, two values a
-            trained parameter.
+        optimizer_bytes: of optimizer states that are still to be made, a number or a text such as "2GiB"; by
+            default AdamW's, two values a trained parameter.
 
     Raises:
         DoesNotFit: no plan is within the budget.
-        ConfigError: the model's layers cannot be told, have a plan applied or nothing to train; the store's name is
-            wrong; the batch is no mapping, or lies on another device than the model.
+        ConfigError: the budget is none; the model's layers cannot be told, have a plan applied or nothing to
+            train; the batch is no mapping, has no tokens, lies on another device than the model, or is none that
+            the model takes.
         DataError: the store cannot be opened.
     """
-    device = next(model.parameters()).device
+    if not isinstance(budget, Budget):
+        raise ConfigError(
+            f"budget: expected a memo.Budget, got {budget!r:.60}; give one, such as "
+            'memo.Budget(device="6GiB", store="40GiB")'
+        )
+    device = device_of(model)
     store = _store_name(budget, device)
     budget = keep_within_host(budget, device, store)
     profile = measure_profile(
@@ -82,7 +88,9 @@ def autotune(
         batch,
         store if budget.store_bytes else None,
         layers,
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=(
+            None if optimizer_bytes is None else read_bytes("optimizer_bytes", optimizer_bytes)
+        ),
         store_limit_bytes=budget.store_bytes,
         room_bytes=budget.device_bytes - resident_bytes(device),
     )
@@ -112,7 +120,7 @@ def measure_profile(
         room_bytes: what measuring may take on the device; None: no limit.
     """
     found = find_layers(model, layers)
-    device = next(model.parameters()).device
+    device = device_of(model)
     check_untouched(model, found, ())
     if not any(one.requires_grad for one in model.parameters()):
         raise ConfigError(
@@ -140,7 +148,7 @@ def _measure(
     undo = [offer_attention(name) for name in attention_names(found)]
     try:
         args, kwargs = capture_call(model, found, batch)
-        source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        source = input_of(args, kwargs)
         num_tokens = source.numel() // source.shape[-1]
         whole = _count_items(layer, args, kwargs)
         plain = count_bytes(layer, args, kwargs, LayerPlan())
@@ -149,7 +157,7 @@ def _measure(
         short, factor = _fitting(batch, needed, room_bytes)
         called = (args, kwargs) if factor == 1 else capture_call(model, found, short)
         times = measure_layer(layer, *called, list(whole.item_bytes))
-        described = describe_layer(
+        described = _describe_layer(
             whole,
             plain,
             times.scaled(factor),
@@ -197,8 +205,15 @@ def _check_batch(batch: Any, device: torch.device) -> None:
             f"batch: expected the model's arguments by name, got {type(batch).__name__}; give what your loop "
             'gives, such as {"input_ids": ids, "labels": ids}'
         )
-    for name, one in batch.items():
-        if isinstance(one, Tensor) and one.device != device:
+    tensors = {name: one for name, one in batch.items() if isinstance(one, Tensor)}
+    if tensors and not any(one.numel() for one in tensors.values()):
+        name, one = next(iter(tensors.items()))
+        raise ConfigError(
+            f"batch[{name!r}]: expected tokens, got a tensor of shape {list(one.shape)}; give the longest batch "
+            "that will come"
+        )
+    for name, one in tensors.items():
+        if one.device != device:
             raise ConfigError(
                 f"batch[{name!r}]: expected a tensor on the model's device, {device}, got one on {one.device}; "
                 f"move it by .to({str(device)!r})"
@@ -237,7 +252,7 @@ def _block_head(
     return seconds, num_bytes + grown * (factor - 1)
 
 
-def describe_layer(
+def _describe_layer(
     whole: LayerBytes,
     plain: LayerBytes,
     times: LayerTimes,
@@ -288,8 +303,7 @@ def _count_items(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return count_bytes(layer, args, kwargs, LayerPlan(mode="restore", resident=everything))
     except NotRepeatable:
         plain = count_bytes(layer, args, kwargs, LayerPlan())
-        source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-        return replace(plain, item_bytes={INPUT: source.nbytes})
+        return replace(plain, item_bytes={INPUT: input_of(args, kwargs).nbytes})
 
 
 def _weights(layer: nn.Module) -> list[str]:
@@ -298,7 +312,6 @@ def _weights(layer: nn.Module) -> list[str]:
 
 def _store_name(budget: Budget, device: torch.device) -> str:
     if budget.store_at is not None:
-        check_store(budget.store_at)
         return budget.store_at
     return "pinned" if device.type == "cuda" else f"file:{tempfile.gettempdir()}"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.storage_meter import StorageMeter
+from memo.runtime.recording.arguments import input_of
 from shared.errors import ConfigError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "loss_of",
     "measure_head",
     "pass_on",
+    "refuse_batch",
     "replaced",
     "shortened",
 ]
@@ -50,7 +52,7 @@ def capture_call(
     """What a model calls its first layer with; the layer's input needs a gradient, as that of later ones does.
 
     Raises:
-        ConfigError: the model does not call its layers on this batch.
+        ConfigError: the model fails on this batch, or does not call its layers.
     """
     found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -63,20 +65,29 @@ def capture_call(
             model(**batch)
         except _Captured:
             return _needing_gradient(*found[0])
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise refuse_batch(model, error) from error
     raise ConfigError(
         f"{type(model).__name__}: expected its forward to call its layers on this batch, got none called; "
         "name the layers, or give the batch that your loop gives"
     )
 
 
+def refuse_batch(module: nn.Module, error: Exception) -> ConfigError:
+    """The error that says that a model, or a layer of it, does not run on a batch."""
+    first, *_ = str(error).strip().splitlines() or [type(error).__name__]
+    return ConfigError(
+        f"batch: expected arguments that {type(module).__name__} runs on, got: {first}; give the batch that your "
+        "loop gives"
+    )
+
+
 def _needing_gradient(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    source = next(
-        one
-        for one in (*args, *kwargs.values())
-        if isinstance(one, Tensor) and one.is_floating_point()
-    )
+    source = input_of(args, kwargs)
     given = source.detach().requires_grad_(True)
     return (
         tuple(given if one is source else one for one in args),
@@ -164,12 +175,15 @@ class _Counted(nn.Module):
 
 def pass_on(*args: Any, **kwargs: Any) -> Tensor:
     """A layer's forward that returns its input."""
-    values = (*args, *kwargs.values())
-    return next(one for one in values if isinstance(one, Tensor) and one.is_floating_point())
+    return input_of(args, kwargs)
 
 
 def loss_of(out: Any) -> Tensor:
-    """What a model's result is run backward from: its loss, or the sum of its logits."""
+    """What a model's result is run backward from: its loss, or the sum of its logits or first tensor.
+
+    Raises:
+        ConfigError: it has none of them.
+    """
     loss = getattr(out, "loss", None)
     if loss is None and isinstance(out, Mapping):
         loss = out.get("loss")
@@ -180,4 +194,11 @@ def loss_of(out: Any) -> Tensor:
     logits = getattr(out, "logits", None)
     if isinstance(logits, Tensor):
         return logits.float().sum()
-    return next(one for one in tuple(out) if isinstance(one, Tensor)).float().sum()
+    values = out.values() if isinstance(out, Mapping) else out
+    for one in values if isinstance(values, Iterable) else ():
+        if isinstance(one, Tensor):
+            return one.float().sum()
+    raise ConfigError(
+        f"expected a model that returns a loss, logits or another tensor, got {type(out).__name__}; have its forward "
+        "return the loss that your loop runs backward"
+    )

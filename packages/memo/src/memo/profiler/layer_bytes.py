@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from memo.planner.layer_plan import CUT, LayerPlan
 from memo.planner.profile import PassBytes
 from memo.profiler.clock import untouched_gradients
+from memo.profiler.head import refuse_batch
 from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.layers import named_memory, without_cache
 from memo.runtime.recording.record import LayerRecord
@@ -128,6 +129,10 @@ def _count_real(
             for one in layer.parameters():
                 one.grad = torch.zeros_like(one) if one.requires_grad else None
             return count_passes(layer, args, kwargs, plan, proofs)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise refuse_batch(layer, error) from error
     finally:
         with torch.no_grad():
             for one, value in buffers:

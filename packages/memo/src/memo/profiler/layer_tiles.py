@@ -14,6 +14,7 @@ from memo.profiler.clock import now, untouched_gradients
 from memo.profiler.layer_bytes import count_bytes, first_tensor
 from memo.profiler.layer_times import LayerTimes, longer_s
 from memo.runtime.layers import without_cache
+from memo.runtime.recording.arguments import input_of
 from memo.runtime.tiling.record import TiledRecord
 from memo.runtime.tiling.row_locality import Proofs
 from shared.errors import ConfigError
@@ -47,7 +48,7 @@ def measure_tiles(
     if not times.can_replay:
         return None
     args, kwargs = called[0], without_cache(called[1])
-    source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    source = input_of(args, kwargs)
     num_rows = factor * source.numel() // source.shape[-1]
     most_rows = TILE_ROWS.get(source.device.type, TILE_ROWS["cpu"])
     tile_rows = max(_LEAST_ROWS, min(most_rows, num_rows // 4))

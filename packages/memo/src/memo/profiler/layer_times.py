@@ -17,6 +17,7 @@ from memo.profiler.layer_bytes import first_tensor
 from memo.profiler.stopwatch import Stopwatch
 from memo.runtime.attention import Answer, listening
 from memo.runtime.layers import named_memory, without_cache
+from memo.runtime.recording.arguments import input_of
 from memo.runtime.recording.calls import NotRepeatable, Products
 from memo.runtime.recording.record import LayerRecord
 
@@ -80,7 +81,7 @@ def measure_layer(
     """
     kwargs = without_cache(kwargs)
     buffers = {name: one.detach().clone() for name, one in layer.named_buffers()}
-    source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+    source = input_of(args, kwargs)
     device = source.device
     plan = LayerPlan(mode="restore", resident=frozenset([*names, INPUT, ATTENTION]))
     forward, backward, replay, calls = [], [], [], []

@@ -13,10 +13,35 @@ from torch._dynamo import OptimizedModule
 from memo.runtime.recording.calls import address
 from shared.errors import ConfigError
 
-__all__ = ["attention_names", "check_untouched", "find_layers", "named_memory", "without_cache"]
+__all__ = [
+    "attention_names",
+    "check_untouched",
+    "device_of",
+    "find_layers",
+    "named_memory",
+    "without_cache",
+]
 
 _log = logging.getLogger(__name__)
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of a model's parameters; RAM where it has none.
+
+    Raises:
+        ConfigError: it is no model, or lies elsewhere than in RAM or on a CUDA GPU.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model: expected a torch.nn.Module, got {model!r:.60}; build the model, and give it first"
+        )
+    device = next((one.device for one in model.parameters()), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"model: expected parameters in RAM or on a CUDA GPU, got device {device}; load them there first"
+        )
+    return device
 
 
 def find_layers(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> list[nn.Module]:
@@ -32,6 +57,10 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> 
     """
     own = set(model.modules())
     if layers is not None:
+        if not isinstance(layers, Iterable):
+            raise ConfigError(
+                f"layers: expected a list of submodules, got {type(layers).__name__}; put it into a list"
+            )
         found: list[nn.Module] = list(dict.fromkeys(layers))
         if not found or any(layer not in own for layer in found):
             raise ConfigError(

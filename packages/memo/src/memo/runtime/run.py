@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
@@ -22,6 +21,7 @@ from memo.runtime.layer_forward import LayerForward
 from memo.runtime.layers import (
     attention_names,
     check_untouched,
+    device_of,
     find_layers,
     named_memory,
     without_cache,
@@ -34,6 +34,7 @@ from memo.runtime.recording.whole import WholeRecord
 from memo.runtime.stores import open_store
 from memo.runtime.tiling.record import TiledRecord
 from memo.runtime.tiling.row_locality import Proofs
+from shared.errors import ConfigError
 
 __all__ = ["Run", "apply"]
 
@@ -92,10 +93,15 @@ class Run:
         self, model: nn.Module, plan: Plan, layers: Iterable[nn.Module] | None = None
     ) -> None:
         """See `apply`."""
+        if not isinstance(plan, Plan):
+            raise ConfigError(
+                f"plan: expected a memo.Plan, got {plan!r:.60}; give one from memo.autotune, Plan.fixed or "
+                "Plan.load"
+            )
+        self._device = device_of(model)
         found = find_layers(model, layers)
         self.plan = plan.for_layers(len(found))
         check_untouched(model, found, _applied)
-        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         self._store = open_store(
             plan.store, plan.store_limit_bytes, int(plan.prediction.get("store_bytes", 0))
         )

@@ -128,9 +128,12 @@ def test_nothing_needs_nothing():
         ((0, 2, 1.5), "interval 1: expected whole bytes"),
         ((0, 2, float("nan")), "interval 1: expected whole bytes"),
         ((0, 2, 2**62 - 1), "less than 2"),
-        ((0, 2), "interval 1: expected"),
+        ((0, 2), r"interval 1: expected numbers \(start, stop, bytes\), got \(0, 2\); give three"),
+        (7, r"interval 1: expected numbers \(start, stop, bytes\), got 7; give three"),
+        (("a", "b", "c"), "interval 1: expected numbers"),
     ],
 )
+@pytest.mark.unchecked
 def test_bad_intervals_are_refused_by_number(row, text):
     with pytest.raises(DataError, match=text):
         memo.pack([(0, 1, 1), row])

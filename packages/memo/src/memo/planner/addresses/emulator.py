@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from memo.planner.addresses.blocks import reserve_expandable, reserve_segments
@@ -61,9 +61,12 @@ def emulate(trace: Trace | Sequence[Trace], allocator: str = "caching") -> Emula
         ConfigError: there is no such allocator, or no trace.
     """
     ALLOCATORS.check(allocator)
-    traces = [trace] if isinstance(trace, Trace) else list(trace)
-    if not traces:
-        raise ConfigError("emulate: expected at least one trace, got none")
+    traces = list(trace) if isinstance(trace, Iterable) else [trace]
+    if not traces or not all(isinstance(one, Trace) for one in traces):
+        raise ConfigError(
+            f"emulate: expected at least one trace, each a memo.Trace, got {trace!r:.60}; read one by "
+            "Trace.from_csv or Trace.from_cuda_snapshot"
+        )
     return Emulation(
         allocator=allocator,
         reserved_bytes=ALLOCATORS.get(allocator)(traces),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from jaxtyping import Int
@@ -98,9 +99,12 @@ def _read(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rows = list(intervals)
     for number, row in enumerate(rows):
-        if len(row) != 3:
-            raise DataError(f"interval {number}: expected (start, stop, bytes), got {row!r}")
-        start, stop, size = row
+        numbers = row if isinstance(row, Sequence | np.ndarray) else ()
+        if len(numbers) != 3 or not all(isinstance(one, Real) for one in numbers):
+            raise DataError(
+                f"interval {number}: expected numbers (start, stop, bytes), got {row!r:.60}; give three"
+            )
+        start, stop, size = numbers
         if not start <= stop:
             raise DataError(
                 f"interval {number}: expected start <= stop, got {start!r} and {stop!r}; intervals "

@@ -16,6 +16,7 @@ from shared.errors import DataError
 __all__ = ["Trace"]
 
 _COLUMNS = ("lower", "upper", "size")
+_LARGEST = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,25 +83,38 @@ class Trace:
         An interval is alive in [lower, upper). Other columns are ignored.
 
         Raises:
-            DataError: a column is missing, or a row has no whole numbers or ends before it starts.
+            DataError: the file cannot be read, a column is missing, or a row has no whole numbers that 64 bits
+                hold, or ends before it starts.
         """
+        try:
+            with Path(path).open(newline="", encoding="utf-8-sig") as file:
+                reader = csv.DictReader(file, skipinitialspace=True)
+                names = [name.strip().lower() for name in reader.fieldnames or []]
+                reader.fieldnames = names
+                rows = [(reader.line_num, row) for row in reader]
+        except (OSError, ValueError, csv.Error) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise DataError(
+                f"{path}: expected a text file of intervals, got: {reason}; name a CSV file"
+            ) from error
         intervals = []
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
-            names = [name.strip().lower() for name in reader.fieldnames or []]
-            missing = [name for name in _COLUMNS if name not in names]
-            if missing:
-                raise DataError(f"{path}: expected columns id, lower, upper, size, got {names}")
-            reader.fieldnames = names
-            for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                try:
-                    lower, upper, size = (int(row[name]) for name in _COLUMNS)
-                except (TypeError, ValueError) as error:
-                    raise DataError(f"{where}: expected whole numbers, got {row}") from error
-                if lower > upper or size < 0:
-                    raise DataError(f"{where}: expected lower <= upper and size >= 0, got {row}")
-                intervals.append((lower, upper, size))
+        if any(name not in names for name in _COLUMNS):
+            raise DataError(
+                f"{path}: expected columns id, lower, upper, size, got {names}; name them in the first line"
+            )
+        for line, row in rows:
+            where = f"{path}, line {line}"
+            try:
+                lower, upper, size = (int(row[name]) for name in _COLUMNS)
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{where}: expected whole numbers, got {row}; mend it") from error
+            if max(abs(lower), abs(upper), size) >= _LARGEST:
+                raise DataError(f"{where}: expected numbers below 2^62, got {row}; mend it")
+            if lower > upper or size < 0:
+                raise DataError(
+                    f"{where}: expected lower <= upper and size >= 0, got {row}; mend it"
+                )
+            intervals.append((lower, upper, size))
         return cls(intervals=tuple(sorted(intervals)), dropped={})
 
     @classmethod

@@ -102,9 +102,11 @@ class Analysis:
             ("dtype", dtype, ("bfloat16", "float16", "float32")),
         ):
             if value not in known:
-                raise ConfigError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+                raise ConfigError(
+                    f"{name}: expected one of {', '.join(known)}, got {value!r}; take the nearest"
+                )
         if ranks < 1:
-            raise ConfigError(f"ranks: expected at least 1, got {ranks}")
+            raise ConfigError(f"ranks: expected at least 1, got {ranks}; count the devices")
         self.device: Device = PRESETS[device]
         self.ranks, self._dtype = ranks, getattr(torch, dtype)
         try:
@@ -138,12 +140,17 @@ class Analysis:
             has_tiles: whether passes by tiles are counted too, which takes a few seconds once.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: they cannot be shared.
         """
         rows, rest = divmod(num_tokens, self.ranks)
-        if rest or rows < 1:
+        if rows < 1:
             raise ConfigError(
-                f"tokens: expected a multiple of the {self.ranks} ranks, got {num_tokens}"
+                f"tokens: expected at least one a rank, got {num_tokens} for {self.ranks}; ask for a longer sequence"
+            )
+        if rest:
+            raise ConfigError(
+                f"tokens: expected a multiple of the {self.ranks} ranks, got {num_tokens}; ask for "
+                f"{rows * self.ranks} or {(rows + 1) * self.ranks}"
             )
         inner = self._heads[0].inner_bytes, self._heads[1].inner_bytes
         rows_at, columns = self._model.head_size

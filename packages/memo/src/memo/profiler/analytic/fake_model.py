@@ -29,6 +29,7 @@ from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.attention import Answer, listening, offer_attention
 from memo.runtime.block_loss import KNOWN
 from memo.runtime.layers import find_layers, named_memory
+from memo.runtime.recording.arguments import input_of
 from memo.runtime.recording.calls import Products
 from memo.runtime.recording.record import LayerRecord
 from memo.runtime.tiling.arguments import TileArguments
@@ -221,7 +222,7 @@ class FakeModel:
 
     def _proofs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Proofs:
         """What is known of layers of the known kinds: products before attention are queries, keys and values."""
-        source = next(one for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
+        source = input_of(args, kwargs)
         parts = SplitLayer(self._layer, self._layer.forward)
         tile = TileArguments(args, kwargs, source).tile(source[:, :1], 0)
         proofs = Proofs()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -158,7 +158,7 @@ def fit(analysis: Analysis, budget: Budget, lengths: Sequence[int] = LENGTHS) ->
 def describe(layers: Sequence[LayerPlan]) -> str:
     """What becomes of layers, in one line, in the order of the forward."""
     parts = []
-    for _, group in groupby(layers, key=id):
+    for _, group in groupby(layers):
         alike = list(group)
         parts.append(_say(alike[0], len(alike)))
     return "; ".join(parts)
@@ -180,15 +180,14 @@ def _say(layer: LayerPlan, count: int) -> str:
     return f"keep of {layers}: {_items(dict.fromkeys(sorted(layer.resident), 1.0))}"
 
 
-def _items(shares: Any) -> str:
+def _items(shares: Mapping[str, float]) -> str:
     """Names of items; the weights' without what all of them have."""
-    named = {INPUT: INPUT, ATTENTION: ATTENTION}
     found = []
     for name in sorted(shares, key=lambda one: (one != INPUT, one != ATTENTION)):
         share = shares[name]
-        short = named.get(name) or name.removesuffix(".weight").rsplit(".", 1)[-1]
+        short = name.removesuffix(".weight").rsplit(".", 1)[-1].removesuffix("_proj")
         if share > 0:
-            found.append(short.removesuffix("_proj") + ("" if share == 1 else f" {share:.0%}"))
+            found.append(short if share == 1 else f"{short} {share:.0%}")
     return ", ".join(found)
 
 

@@ -50,7 +50,8 @@ def read_config(model: str | Path) -> PretrainedConfig:
         tree = json.loads(path.read_text(encoding="utf-8"))
         return AutoConfig.for_model(**tree)
     except (OSError, ValueError, TypeError, StrictDataclassError) as error:
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
         raise ConfigError(
             f"{path}: expected a model's folder, its config.json with a model_type that transformers knows, "
-            f"or one of {', '.join(SHAPES)}; got: {' '.join(str(error).split())}"
+            f"or one of {', '.join(SHAPES)}, got: {reason}; name one of these"
         ) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from memo.runtime.recording.items import Watch
 from shared.errors import ConfigError
 
-__all__ = ["Arguments", "Outside"]
+__all__ = ["Arguments", "Outside", "input_of", "tensors_in"]
 
 
 class Outside:
@@ -37,8 +37,7 @@ class Arguments:
 
     Attributes:
         given: positional and by name.
-        source: the layer's input, the first floating-point tensor it is given by itself; None when it
-            was released.
+        source: the layer's input, see `input_of`; None when it was released.
     """
 
     source: Tensor | None
@@ -49,22 +48,14 @@ class Arguments:
         Raises:
             ConfigError: there is none.
         """
-        for one in (*args, *kwargs.values()):
-            if isinstance(one, Tensor) and one.is_floating_point():
-                self.source = one
-                break
-        else:
-            raise ConfigError(
-                "expected a layer that is given a floating-point tensor, got none among its arguments; "
-                "name the layers of your model in memo.apply(..., layers=[...])"
-            )
+        self.source = source = input_of(args, kwargs)
         self.given = args, kwargs
-        self._requires_grad = self.source.requires_grad
+        self._requires_grad = source.requires_grad
 
     def others(self) -> Iterator[Tensor]:
         """All tensors but the input."""
         return (
-            one for one in _tensors(self.given) if one is not self.source and one is not _SOURCE
+            one for one in tensors_in(self.given) if one is not self.source and one is not _SOURCE
         )
 
     def release_source(self) -> None:
@@ -88,15 +79,30 @@ _SOURCE: Any = Tensor()
 """Stands for a layer's input among its arguments."""
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """A layer's input: the first floating-point tensor that it is given by itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, Tensor) and one.is_floating_point():
+            return one
+    raise ConfigError(
+        "expected a layer that is given a floating-point tensor, got none among its arguments; "
+        "name the layers of your model in memo.apply(..., layers=[...])"
+    )
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
     """Tensors in nested tuples, lists and dictionaries."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, tuple | list):
         for one in values:
-            yield from _tensors(one)
+            yield from tensors_in(one)
     elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+        yield from tensors_in(list(values.values()))
 
 
 def _replaced(values: Any, change: Any) -> Any:

@@ -20,9 +20,9 @@ from memo.runtime.recording.calls import address
 from memo.runtime.recording.items import Item, Watch, is_plain
 from memo.runtime.recording.record import Memory, refuse_differentiation
 
-__all__ = ["SAVED", "WholeRecord"]
+__all__ = ["WholeRecord"]
 
-SAVED = "saved"
+_SAVED = "saved"
 """Name of the one item: all storages that autograd saved of."""
 
 
@@ -120,10 +120,12 @@ class WholeRecord:
         """The stretches of memory that the views lie in, one a storage."""
         extents: dict[int, tuple[int, int]] = {}
         for view in self._views:
+            assert view.tensor is not None
+            at = address(view.tensor)
             begin, end = _extent(view)
             begin -= begin % _WORD_BYTES
-            low, high = extents.get(address(view.tensor), (begin, end))  # type: ignore[arg-type]
-            extents[address(view.tensor)] = min(low, begin), max(high, end)  # type: ignore[arg-type]
+            low, high = extents.get(at, (begin, end))
+            extents[at] = min(low, begin), max(high, end)
         places = {at: number for number, at in enumerate(extents)}
         spans: dict[int, Tensor] = {}
         for view in self._views:
@@ -135,7 +137,7 @@ class WholeRecord:
                 spans[at] = memory.set_(view.tensor.untyped_storage(), low, (high - low,), (1,))
             view.span, view.offset_bytes = places[at], _extent(view)[0] - low
             view.tensor = None
-        return Item.of(SAVED, list(spans.values()))
+        return Item.of(_SAVED, list(spans.values()))
 
     def _unpack(self, packed: object) -> Tensor:
         if isinstance(packed, Outside):

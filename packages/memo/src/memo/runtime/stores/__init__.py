@@ -3,6 +3,6 @@
 from memo.runtime.stores.base import Store, StoreSlot
 from memo.runtime.stores.file import FileStore
 from memo.runtime.stores.memory import MemoryStore
-from memo.runtime.stores.opening import check_store, open_store
+from memo.runtime.stores.opening import open_store
 
-__all__ = ["FileStore", "MemoryStore", "Store", "StoreSlot", "check_store", "open_store"]
+__all__ = ["FileStore", "MemoryStore", "Store", "StoreSlot", "open_store"]

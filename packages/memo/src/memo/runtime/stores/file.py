@@ -85,9 +85,8 @@ class FileStore(Store):
 
     def _reserve(self, num_bytes: int) -> None:
         disk = os.statvfs(self._file)
-        if (
-            num_bytes > disk.f_bavail * disk.f_frsize
-        ):  # else the attempt would fill the disk for a while
+        # Asked first: the attempt would fill a disk that has too little for a while.
+        if num_bytes > disk.f_bavail * disk.f_frsize:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(self._file, 0, num_bytes)
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
+from memo.config import check_store
 from memo.runtime.stores.base import Store
 from memo.runtime.stores.file import FileStore
 from memo.runtime.stores.memory import MemoryStore
 from memo.runtime.stores.pinned import PinnedStore
-from shared.errors import ConfigError
 
-__all__ = ["check_store", "open_store"]
-
-
-def check_store(name: str) -> None:
-    """Refuses what names no store.
-
-    Raises:
-        ConfigError: with the names there are.
-    """
-    if name in ("memory", "pinned") or (name.startswith("file:") and name != "file:"):
-        return
-    raise ConfigError(f"store: expected 'memory', 'pinned' or 'file:DIR', got {name!r}")
+__all__ = ["open_store"]
 
 
 def open_store(name: str, limit_bytes: int | None = None, reserve_bytes: int = 0) -> Store:
@@ -34,7 +23,7 @@ def open_store(name: str, limit_bytes: int | None = None, reserve_bytes: int = 0
         ConfigError: no store has this name, or pinned memory is asked for without a GPU.
         DataError: the file cannot be made.
     """
-    check_store(name)
+    check_store("store", name)
     if name == "memory":
         return MemoryStore(limit_bytes)
     if name == "pinned":

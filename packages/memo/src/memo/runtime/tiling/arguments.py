@@ -1,17 +1,19 @@
-"""TileArguments of a layer's forward, whole and cut to a tile of tokens."""
+"""Arguments of a layer's forward, whole and cut to a tile of tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Tile", "TileArguments", "tensors_in"]
+from memo.runtime.recording.arguments import tensors_in
+
+__all__ = ["Tile", "TileArguments"]
 
 
 class Tile:
-    """TileArguments for some tokens.
+    """Arguments for some tokens.
 
     Attributes:
         args, kwargs: to call the layer's forward with.
@@ -30,7 +32,7 @@ class Tile:
 
 
 class TileArguments:
-    """TileArguments of one forward, apart from the layer's input.
+    """Arguments of one forward, apart from the layer's input.
 
     A tensor is cut where it has the input's number of tokens as its second dimension, and as its first one
     1 or the input's batch: cosines, sines and position ids for instance. Masks [batch, 1, tokens, tokens] are
@@ -57,11 +59,11 @@ class TileArguments:
         return list(tensors_in((self._args, self._kwargs)))
 
     def tile(self, rows: Tensor, start: int) -> Tile:
-        """TileArguments for tokens that begin at one.
+        """Arguments for the tokens of a tile.
 
         Args:
             rows: the input's, [batch, tile tokens, ...].
-            start: the first one's number.
+            start: number of the first one.
         """
         stop = start + rows.shape[1]
         cuts: list[tuple[Tensor, Tensor]] = []
@@ -80,17 +82,6 @@ class TileArguments:
 
 _INPUT: Any = object()
 """Stands for a layer's input among its arguments."""
-
-
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Tensors in nested tuples, lists and dictionaries."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, tuple | list):
-        for one in values:
-            yield from tensors_in(one)
-    elif isinstance(values, dict):
-        yield from tensors_in(list(values.values()))
 
 
 def _mapped(values: Any, rows: Tensor, cut: Callable[[Tensor], Tensor]) -> Any:

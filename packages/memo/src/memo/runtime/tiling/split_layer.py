@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from memo.runtime.attention import Answer, listening
+from memo.runtime.recording.arguments import tensors_in
 from memo.runtime.recording.calls import PRODUCTS, Products
-from memo.runtime.tiling.arguments import Tile, tensors_in
+from memo.runtime.tiling.arguments import Tile
 from shared.errors import ConfigError
 
 __all__ = ["AttentionCall", "SplitLayer", "refuse"]
