@@ -86,15 +86,18 @@ def test_a_host_that_is_cut_off_is_replaced_and_fences_its_ranks(whole, tmp_path
     assert longest_stall_s(folder) <= HEARTBEAT_S + 0.2
 
 
-@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
-def test_a_host_that_is_cut_off_in_one_direction_is_replaced_too(whole, tmp_path, sender, receiver):
+# Where the first host sends in vain, heartbeats reach it until TCP waits for acknowledgements that are lost.
+@pytest.mark.parametrize(("sender", "receiver", "more_s"), [(0, 1, 0.5), (1, 0, 0.2)])
+def test_a_host_that_is_cut_off_in_one_direction_is_replaced_too(
+    whole, tmp_path, sender, receiver, more_s
+):
     with two_hosts(tmp_path) as (lab, processes):
         lose_frames(lab, sender, receiver)
         printed, _ = processes[0].communicate(timeout=launching.LIMIT_S)
         assert processes[0].returncode == 0, printed
         assert launching.count_ranks(processes[1].pid) == 0
     assert launching.states(tmp_path) == whole
-    assert longest_stall_s(tmp_path) <= HEARTBEAT_S + 0.2
+    assert longest_stall_s(tmp_path) <= HEARTBEAT_S + more_s
 
 
 def test_when_the_first_supervisor_ends_all_end(tmp_path):
