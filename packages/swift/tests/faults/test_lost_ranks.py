@@ -170,7 +170,10 @@ def test_fewer_ranks_go_on_where_that_is_allowed(driver, tmp_path, undisturbed):
     )
     found, expected = launching.states(tmp_path), undisturbed()
     assert all(len(states) == 1 for states in found.values())
-    assert [found[step] == expected[step] for step in range(STEPS + 1)] == [True] * 4 + [False] * 13
+    same = [found[step] == expected[step] for step in range(STEPS + 1)]
+    # A survivor may not have ended step 2 yet, which fewer ranks then repeat.
+    assert all(same[:3])
+    assert not any(same[4:])
     (told,) = launching.failures(tmp_path)
     assert told["world_size"] == 2
 
