@@ -183,8 +183,10 @@ def _stopped(job: Job) -> Iterator[Job]:
 
 
 @contextmanager
-def swift(folder: Path, kind: str, steps: int, mode: str = "exact") -> Iterator[Job]:
-    """Ours, with a warm spare."""
+def swift(
+    folder: Path, kind: str, steps: int, mode: str = "exact", spares: int = 1
+) -> Iterator[Job]:
+    """Ours, with warm spares."""
     script = [str(HERE / "swift_train.py"), *_args(folder, kind, steps), "--mode", mode]
     command = [
         sys.executable,
@@ -194,7 +196,7 @@ def swift(folder: Path, kind: str, steps: int, mode: str = "exact") -> Iterator[
         "-n",
         str(RANKS),
         "--spares",
-        "1",
+        str(spares),
         script[0],
         "--",
         *script[1:],
