@@ -125,6 +125,7 @@ def bench_simulated_seconds(benchmark, record_claim):
         found = compare(training, ways, 3600.0 * hours, MACHINES, SEEDS)
         totals = {name: [one.total_s for one in outcomes] for name, (_, outcomes) in found.items()}
         interval = found["checkpoints"][0]
+        assert interval is not None, "restarts repeat steps"
         every = [b / a for a, b in zip(totals["swift"], totals["checkpoints"], strict=True)]
 
         def at(steps, hours=hours):
