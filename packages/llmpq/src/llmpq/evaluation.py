@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-# Plans that are tried until one keeps its limit where it is measured; two are enough as a rule.
+# Plans that are tried until one keeps its limit where it is measured: each loads the whole model.
 _MOST_PLANS = 4
 
 
