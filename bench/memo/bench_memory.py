@@ -27,7 +27,7 @@ from shared.units import format_bytes
 
 COMMAND = "hatch run bench memo/memory"
 REVISION = 2
-STEP_TOKENS, LAST_TOKENS = 256, 16_384
+LAST_TOKENS = 16_384
 PEERS = [
     {
         "peer": "transformers' full checkpointing",
@@ -137,22 +137,24 @@ def runs(setting):
     return True
 
 
-def longest(setting):
-    """The longest text that runs, in steps of STEP_TOKENS; 0: none."""
-    low, high = 0, LAST_TOKENS // STEP_TOKENS + 1
+def longest(setting, step_tokens):
+    """The longest text that runs, in steps of `step_tokens`; 0: none."""
+    low, high = 0, LAST_TOKENS // step_tokens + 1
     guess = 4
     while high - low > 1:
         middle = min((low + high) // 2, max(guess, low + 1))
-        if runs(replace(setting, num_tokens=middle * STEP_TOKENS)):
+        if runs(replace(setting, num_tokens=middle * step_tokens)):
             low, guess = middle, 2 * middle
         else:
             high = middle
-    return low * STEP_TOKENS
+    return low * step_tokens
 
 
-def bench_longest_text(tmp_path, benchmark, record_claim):
+@pytest.mark.parametrize("num_tokens", (1024, 4096))
+def bench_longest_text(num_tokens, tmp_path, benchmark, record_claim):
     """The longest text under one limit, ours beside full checkpointing and no checkpointing."""
-    base = Setting(way="checkpoint", hidden_size=128, num_tokens=1024)
+    base = Setting(way="checkpoint", hidden_size=128, num_tokens=num_tokens)
+    step_tokens = num_tokens // 4
 
     def measure():
         with Contender(base) as one:
@@ -161,7 +163,7 @@ def bench_longest_text(tmp_path, benchmark, record_claim):
         full = replace(base, allowance_bytes=limit)
         ours = replace(full, way="memo", store=f"file:{tmp_path}")
         ways = (full, replace(full, way="tiled_mlp"), replace(full, way="plain"))
-        found = [longest(one) for one in (ours, *ways)]
+        found = [longest(one, step_tokens) for one in (ours, *ways)]
         beyond = int(found[0] * 1.1) // 16 * 16
         return limit, found, runs(replace(ours, num_tokens=beyond))
 
@@ -174,18 +176,18 @@ def bench_longest_text(tmp_path, benchmark, record_claim):
     ):
         record_claim(
             Claim(
-                name="longest text under the limit of full checkpointing at 1,024 tokens",
+                name=f"longest text under the limit of full checkpointing at {num_tokens:,} tokens",
                 unit="tokens",
                 ours=ours,
                 baseline=peer,
                 baseline_name=name,
                 higher_is_better=True,
-                correct=ours > 0 and is_beyond is None and plain < 1024,
+                correct=ours > 0 and is_beyond is None and plain < num_tokens,
                 detail="16 layers of hidden size 128, two sequences; "
-                f"limit {format_bytes(limit)}, planning included; bisected in steps of {STEP_TOKENS} tokens; "
+                f"limit {format_bytes(limit)}, planning included; bisected in steps of {step_tokens} tokens; "
                 f"without checkpointing {plain}; at 1.1 times ours autotune says before any step that it does "
                 f"not fit: {is_beyond is None}",
-                source=f"{COMMAND} -k longest",
+                source=f'{COMMAND} -k "longest and {num_tokens}"',
             ),
             aim=aim,
         )
