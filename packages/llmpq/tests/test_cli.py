@@ -236,9 +236,10 @@ def mistakes():
     """Arguments by what the message has to say."""
     planning = ["plan", "MODEL", "--cluster", "CLUSTER", "--prompts", "PROMPTS"]
     return {
-        "expected the config.json": ["plan", "nowhere", *planning[2:]],
+        "nowhere: expected a folder of a Hugging Face model or its config.json, got No such file or "
+        "directory; name the folder": ["plan", "nowhere", *planning[2:]],
         "No such file": [*planning[:3], "nowhere.yaml", *planning[4:]],
-        "expected prompts as JSON Lines": [*planning[:5], "nowhere.jsonl"],
+        "expected prompts as JSON Lines, got No such file or directory; name": [*planning[:5], "nowhere.jsonl"],
         "nats a token": [*planning, "--max-kl", "-1"],
         "group_size: expected at least 1": [*planning, "--group-size", "0"],
         "num_prompts: expected at least 1": [*planning, "--batch", "0"],

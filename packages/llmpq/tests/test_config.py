@@ -105,7 +105,10 @@ def test_mixtures_of_experts_are_refused_by_name(family):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"expected the config\.json of a Hugging Face model"):
+    with pytest.raises(ConfigError, match=r"expected a folder of .*, got No such file.*; name"):
+        ModelSpec.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: expected .*, got no JSON \(.*; save"):
         ModelSpec.from_hf(tmp_path)
     with pytest.raises(ConfigError, match=r"one of llama, mistral.*got 'gpt2'"):
         ModelSpec.from_hf(transformers.GPT2Config())

@@ -109,8 +109,13 @@ def test_tokens_that_the_model_does_not_know_are_named(tmp_path):
 def test_a_file_without_prompts_is_refused(tmp_path):
     with pytest.raises(DataError, match="at least one prompt, got none"):
         read_prompts(write(tmp_path, "", " "))
-    with pytest.raises(DataError, match="expected prompts as JSON Lines"):
+    with pytest.raises(
+        DataError, match=r"none.jsonl: expected prompts as .*, got No such file.*; name"
+    ):
         read_prompts(tmp_path / "none.jsonl")
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"bytes.jsonl: expected .*no UTF-8 \(.*; save it as UTF-8"):
+        read_prompts(tmp_path / "bytes.jsonl")
 
 
 def test_a_folder_that_is_there_is_not_written_again(tmp_path, monkeypatch):

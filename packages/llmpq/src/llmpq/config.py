@@ -199,9 +199,15 @@ def _read_config(source: Any) -> tuple[dict[str, Any], str]:
     path = path / "config.json" if path.is_dir() else path
     try:
         tree = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
         raise ConfigError(
-            f"{path}: expected the config.json of a Hugging Face model: {error}"
+            f"{source}: expected a folder of a Hugging Face model or its config.json, got "
+            f"{error.strerror}; name the folder that holds config.json and *.safetensors"
+        ) from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"{path}: expected the config.json of a Hugging Face model, got no JSON ({error}); "
+            f"save the model anew by save_pretrained"
         ) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(tree).__name__}")

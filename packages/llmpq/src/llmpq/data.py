@@ -293,8 +293,16 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # texts may have other line ends
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: expected prompts as JSON Lines: {error}") from error
+    except OSError as error:
+        raise DataError(
+            f"{path}: expected prompts as JSON Lines, got {error.strerror}; name a file with a "
+            f"prompt a line"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: expected prompts as JSON Lines, got bytes that are no UTF-8 ({error}); save "
+            f"it as UTF-8"
+        ) from error
     prompts, seen = [], {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
