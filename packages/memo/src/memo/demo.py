@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -228,7 +228,12 @@ def _outcome(job: Contender) -> Outcome:
 
     import memo
     from memo.data import bible_bytes
-    from memo.runtime.device_memory import give_back_at_once
+    from memo.runtime.device_memory import (
+        data_bytes,
+        give_back_at_once,
+        peak_bytes,
+        resident_bytes,
+    )
 
     give_back_at_once()  # for all ways alike
     torch.manual_seed(0)
@@ -244,9 +249,12 @@ def _outcome(job: Contender) -> Outcome:
     optimizer.zero_grad(set_to_none=False)
     if job.way == "memo":  # code that planning loads is no activation
         memo.autotune(model, {"input_ids": short, "labels": short}, memo.Budget(device="4GiB"))
-    before = _status("VmRSS")
+    ram = torch.device("cpu")
+    before = resident_bytes(ram)
     if job.limit_bytes is not None:
-        allowed = _status("VmData") + job.limit_bytes
+        mapped = data_bytes()
+        assert mapped is not None
+        allowed = mapped + job.limit_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
     if job.way == "full recomputation":
         with warnings.catch_warnings():  # its name changes between versions of transformers
@@ -265,7 +273,7 @@ def _outcome(job: Contender) -> Outcome:
         applied = memo.apply(model, plan)
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is not a step's
     losses, seconds = [], []
-    with applied, _sampled(before) as samples:
+    with applied, _sampled(lambda: resident_bytes(ram) - before) as samples:
         for ids in text[:, None]:
             started = time.perf_counter()
             samples.clear()
@@ -276,10 +284,12 @@ def _outcome(job: Contender) -> Outcome:
             del loss
             optimizer.zero_grad(set_to_none=False)
         shown = tuple(samples)
+    peak = peak_bytes(ram)
+    assert peak is not None
     return Outcome(
         losses=tuple(losses),
         step_s=tuple(seconds),
-        growth_bytes=_status("VmHWM") - before,
+        growth_bytes=peak - before,
         samples=shown,
         plan="" if plan is None else plan.explain(),
         predicted_bytes=0 if plan is None else int(plan.prediction["peak_bytes"]) - before,
@@ -287,8 +297,8 @@ def _outcome(job: Contender) -> Outcome:
 
 
 @contextmanager
-def _sampled(before: int) -> Iterator[list[tuple[float, float]]]:
-    """Resident bytes beyond those before, a hundred times a second, since the list was last cleared."""
+def _sampled(growth_bytes: Callable[[], int]) -> Iterator[list[tuple[float, float]]]:
+    """Seconds and bytes, a hundred times a second, since the list was last cleared."""
     found: list[tuple[float, float]] = []
     stop = threading.Event()
     started = [time.perf_counter()]
@@ -298,7 +308,7 @@ def _sampled(before: int) -> Iterator[list[tuple[float, float]]]:
             now = time.perf_counter()
             if not found:
                 started[0] = now
-            found.append((now - started[0], float(_status("VmRSS") - before)))
+            found.append((now - started[0], float(growth_bytes())))
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
@@ -307,11 +317,3 @@ def _sampled(before: int) -> Iterator[list[tuple[float, float]]]:
     finally:
         stop.set()
         thread.join()
-
-
-def _status(name: str) -> int:
-    """A size of this process in bytes, from the kernel."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(name)

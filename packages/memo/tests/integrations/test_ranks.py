@@ -15,10 +15,17 @@ from ..runtime.models import make_batch, make_model
 PLANS = [Plan.fixed(alpha=alpha) for alpha in (0.0, 0.5, 1.0)]
 PLANS.append(Plan(layers=(LayerPlan(mode="whole"),)))
 
+_MODULES = (
+    "memo.runtime.run",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+)
+"""What both ranks import, here once for both."""
+
 
 @pytest.fixture(scope="module")
 def ranks():
-    with RankPool(2) as pool:
+    with RankPool(2, modules=_MODULES) as pool:
         yield pool
 
 

@@ -1,5 +1,6 @@
 """Measured profiles and the plans that follow, on small real models: bytes against real ones, seconds by their sums."""
 
+import errno
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +18,10 @@ from memo.profiler.layer_times import LayerTimes, longer_s
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import offer_block_loss
 from memo.runtime.device_memory import peak_bytes, resident_bytes
+from memo.runtime.stores import FileStore
 from memo.runtime.tiling.row_locality import Proofs
 from memo.simulator import simulate
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 from ..runtime.models import make_batch, make_model, train
 
@@ -341,6 +343,55 @@ def test_a_model_that_returns_no_tensor_is_refused(out):
 def test_without_a_loss_or_logits_the_first_tensor_counts():
     states = torch.ones(2, 3)
     assert loss_of({"name": "x", "states": states}) == loss_of((states, None)) == 6
+
+
+@pytest.mark.parametrize("inside", ["model", "batch", "call"])
+def test_what_inference_mode_made_or_runs_is_refused(inside):
+    with torch.inference_mode(inside == "model"):
+        model = make_model("llama", num_layers=1)
+    with torch.inference_mode(inside == "batch"):
+        batch = {"input_ids": torch.zeros(1, 16, dtype=torch.int64), "use_cache": False}
+    with torch.inference_mode(inside == "call"), pytest.raises(ConfigError) as caught:
+        memo.autotune(model, batch, memo.Budget(device="1TiB"))
+    assert str(caught.value) == (
+        "batch['input_ids']: expected a tensor that a backward may use, got one from torch.inference_mode(); make it "
+        "outside, or give a clone"
+        if inside == "batch"
+        else "LlamaForCausalLM: expected a model and a call outside of torch.inference_mode(), in which nothing runs "
+        "backward, got one inside; leave it, and load the model outside of it"
+    )
+
+
+def test_a_store_that_cannot_be_opened_is_told_before_anything_is_measured(
+    model, tmp_path, monkeypatch
+):
+    measured = []
+    monkeypatch.setattr("memo.profiler.autotune.capture_call", lambda *_: measured.append(1))
+    (tmp_path / "file").write_text("no folder")
+    budget = memo.Budget("1TiB", store="1GiB", store_at=f"file:{tmp_path}/file")
+    with pytest.raises(DataError, match=f"{tmp_path}/file: expected a folder with room for its"):
+        memo.autotune(model, batch_of(16), budget)
+    assert measured == []
+
+
+def test_a_disk_that_is_full_while_it_is_measured_raises_here(model, tmp_path, monkeypatch):
+    """What fails in the thread that copies is raised to whoever asked, and the file is closed."""
+    closed, close = [], FileStore.close
+
+    def note(store):
+        closed.append(store)
+        close(store)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileStore, "close", note)
+    monkeypatch.setattr("memo.runtime.stores.file.os.pwrite", full)
+    budget = memo.Budget("1TiB", store="1GiB", store_at=f"file:{tmp_path}")
+    with pytest.raises(DataError, match="with room for its activations, got No space left"):
+        memo.autotune(model, batch_of(16), budget)
+    assert len(closed) == 1
+    assert all("forward" not in vars(one) for one in model.modules())
 
 
 def test_models_with_a_plan_and_models_without_parameters_to_train_are_refused():

@@ -19,7 +19,7 @@ def test_longer_sequences_pay_until_nothing_fits_and_the_longest_is_told(analysi
     budget = Budget(device="500MiB", store="60MiB")
     found = fit(analysis, budget, [1024, 16_384, 1 << 20])
     short, *_, long = found.rows
-    assert describe(short.plan.layers) == f"keep {LAYERS} layers"
+    assert describe(short.plan.layers) == f"{LAYERS} x keep all that autograd saves"
     assert short.plan.prediction["store_bytes"] == 0
     assert long.plan is None
     assert long.to_json() == {"num_tokens": 1 << 20, "fits": False, "missing": long.missing}
@@ -56,8 +56,8 @@ def test_plans_are_said_in_words():
     whole = LayerPlan(mode="whole")
     layers = [swap] * 29 + [again] * 2 + [some] + [whole] * 2 + [keep] * 3
     assert describe(layers) == (
-        "swap 29 layers: input, attention, gate 40%; recompute 2 layers; "
-        "keep of 1 layer: input, attention; swap 2 layers whole; keep 3 layers"
+        "29 x store input, attention, gate_proj 40%, then 2 x keep input, then 1 x keep input, attention, then "
+        "2 x store all that autograd saves, then 3 x keep all that autograd saves"
     )
 
 
@@ -87,7 +87,7 @@ def test_the_command_prints_a_table_or_json(analysis, tmp_path, capsys, monkeypa
     text = capsys.readouterr().out
     assert "simulated from the data sheet" in text
     assert "1K" in text
-    assert f"keep {LAYERS} layers" in text
+    assert f"{LAYERS} x keep all that autograd saves" in text
     assert "does not fit" in text
     assert "longest: " in text
     assert main([*argv, "--json", "--device", "A800", "--dtype", "float32"]) == 0

@@ -1,15 +1,14 @@
 """What copies take while work runs beside them, and what becomes of errors in the thread that copies."""
 
-import errno
 import itertools
 import threading
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 
 from memo.profiler.store_rate import measure_store
 from memo.runtime.stores import FileStore, MemoryStore
-from shared.errors import DataError
 
 MB = 1_000_000
 
@@ -35,7 +34,7 @@ def test_rates_are_those_of_the_store_and_slowdown_that_of_work_beside_copies(mo
     monkeypatch.setattr("memo.profiler.store_rate.time", SimpleNamespace(perf_counter=now))
     monkeypatch.setattr(MemoryStore, "write", copy_at(200 * MB))
     monkeypatch.setattr(MemoryStore, "read", copy_at(800 * MB))
-    found = measure_store("memory", work)
+    found = measure_store(MemoryStore(), work)
     assert found.send.time_s(32 << 20) == pytest.approx((32 << 20) / (200 * MB))
     assert found.fetch.time_s(32 << 20) == pytest.approx((32 << 20) / (800 * MB))
     assert found.slowdown == pytest.approx(1.5)
@@ -77,7 +76,7 @@ def test_work_that_outlasts_the_copies_is_not_counted(monkeypatch):
         "memo.profiler.store_rate.time", SimpleNamespace(perf_counter=lambda: clock[0])
     )
     monkeypatch.setattr("memo.profiler.store_rate.ThreadPoolExecutor", lambda *_: copies)
-    assert measure_store("memory", work).slowdown == 1.5
+    assert measure_store(MemoryStore(), work).slowdown == 1.5
 
 
 def test_a_latency_too_small_to_be_seen_is_no_news(monkeypatch, caplog):
@@ -93,13 +92,14 @@ def test_a_latency_too_small_to_be_seen_is_no_news(monkeypatch, caplog):
     monkeypatch.setattr(MemoryStore, "write", copy)
     monkeypatch.setattr(MemoryStore, "read", copy)
     monkeypatch.setattr("memo.profiler.store_rate.ThreadPoolExecutor", lambda *_: Copies([True]))
-    found = measure_store("memory", lambda: None)
+    found = measure_store(MemoryStore(), lambda: None)
     assert found.send.time_s(0) == 0
     assert caplog.text == ""
 
 
 def test_a_files_own_memory_is_told(tmp_path):
-    found = measure_store(f"file:{tmp_path}", lambda: None)
+    with closing(FileStore(tmp_path)) as store:
+        found = measure_store(store, lambda: None)
     assert found.own_bytes == 4 << 20, "direct I/O copies through memory that begins at a page"
 
 
@@ -111,29 +111,9 @@ def test_no_more_is_stored_than_the_limit(monkeypatch):
         write(store, offset, data)
 
     monkeypatch.setattr(MemoryStore, "write", note)
-    measure_store("memory", lambda: None, limit_bytes=5 << 20)
+    measure_store(MemoryStore(), lambda: None, limit_bytes=5 << 20)
     assert sizes == {1 << 20, 4 << 20}
     sizes.clear()
-    found = measure_store("memory", lambda: None, limit_bytes=100)
+    found = measure_store(MemoryStore(), lambda: None, limit_bytes=100)
     assert sizes == {4096}
     assert found.send.time_s(1 << 20) > 0
-
-
-def test_a_disk_that_is_full_raises_here(tmp_path, monkeypatch):
-    """What fails in the thread that copies is raised to whoever asked, and the file is closed."""
-    closed, close = [], FileStore.close
-
-    def note(store):
-        closed.append(store)
-        close(store)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(FileStore, "close", note)
-    monkeypatch.setattr("memo.runtime.stores.file.os.pwrite", full)
-    with pytest.raises(
-        DataError, match="expected a folder with room for its activations, got No space"
-    ):
-        measure_store(f"file:{tmp_path}", lambda: None)
-    assert len(closed) == 1

@@ -1,6 +1,7 @@
 """What applying a plan leaves as it was, and what it measures."""
 
 import gc
+import logging
 import threading
 
 import pytest
@@ -13,7 +14,17 @@ from memo.planner.layer_plan import LayerPlan
 from memo.runtime.moving.threads import ThreadMover
 from shared.errors import ConfigError
 
-from .models import Block, assert_same_step, make_model, make_stack, train, train_stack
+from .models import (
+    Block,
+    assert_same_gradients,
+    assert_same_step,
+    gradients,
+    make_batch,
+    make_model,
+    make_stack,
+    train,
+    train_stack,
+)
 
 HALF = Plan.fixed(alpha=0.5)
 
@@ -65,6 +76,27 @@ def test_attention_functions_are_restored(name):
     if name == "mine":
         assert len(calls) == 2 * 9, "answered in the backward, not called again"
         del ALL_ATTENTION_FUNCTIONS["mine"]
+
+
+@pytest.mark.unchecked
+def test_layers_run_without_a_cache_of_keys_and_values_which_is_said_once(caplog):
+    """A layer that runs again would fill it twice."""
+    caplog.set_level(logging.INFO, "memo")
+    model = make_model("llama")
+    ids, found = make_batch(), []
+    with apply(model, HALF):
+        for use_cache in (True, True, False):
+            model.zero_grad()
+            out = model(input_ids=ids, labels=ids, use_cache=use_cache)
+            out.loss.backward()
+            found.append(gradients(model))
+            if use_cache:
+                assert out.past_key_values.get_seq_length() == 0
+    assert_same_gradients(found[0], found[2])
+    assert_same_gradients(found[1], found[2])
+    assert [one for one in caplog.messages if "no cache" in one] == [
+        "memo: training needs no cache of keys and values; layers are run without it"
+    ]
 
 
 @pytest.mark.unchecked

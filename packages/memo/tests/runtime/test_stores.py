@@ -4,14 +4,15 @@ import mmap
 import os
 import stat
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from memo import DoesNotFit
+from memo.runtime.device_memory import data_bytes
 from memo.runtime.stores import FileStore, MemoryStore, open_store
 from memo.runtime.stores.base import ALIGN, make_pages
 from shared.errors import ConfigError, DataError
@@ -176,11 +177,16 @@ def test_unknown_stores_are_refused(name):
         open_store(name)
 
 
-def test_pages_count_towards_a_limit_of_the_process_s_data():
-    def data_bytes():
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
+def test_a_file_for_a_gpu_is_refused_before_it_is_made(tmp_path):
+    text = (
+        f"expected 'pinned' or 'memory' for a model on a GPU, got 'file:{tmp_path}/new'; plan again"
+    )
+    with pytest.raises(ConfigError, match=text):
+        open_store(f"file:{tmp_path}/new", device=torch.device("cuda"))
+    assert list(tmp_path.iterdir()) == []
 
+
+def test_pages_count_towards_a_limit_of_the_process_s_data():
     before = data_bytes()
     pages = make_pages(64 << 20)
     assert data_bytes() - before >= 64 << 20

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby
 from typing import Any
 
-from memo.planner.layer_plan import LayerPlan
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan, runs_of
 from shared.units import format_bytes, format_s
 
-__all__ = ["describe_layers", "explain"]
+__all__ = ["describe_layer", "describe_layers", "explain"]
 
 
 def explain(
@@ -57,37 +56,36 @@ def explain(
 def describe_layers(layers: tuple[LayerPlan, ...]) -> list[str]:
     """A line for each run of layers with one plan."""
     lines, first = [], 0
-    for _, group in groupby(layers):
-        alike = list(group)
-        last = first + len(alike) - 1
+    for layer, count in runs_of(layers):
+        last = first + count - 1
         name = f"layer {first}" if first == last else f"layers {first}-{last}"
-        lines.append(f"{name:<14}{_describe(alike[0])}")
+        line = f"{name:<14}{describe_layer(layer)}"
+        if layer.mode in ("restore", "tiles"):
+            line += "; compute the rest again"
+        if layer.mode == "tiles":
+            line += f", {layer.tile_rows:,} rows at a time"
+        lines.append(line)
         first = last + 1
     return lines
 
 
-def _describe(layer: LayerPlan) -> str:
-    if layer.mode == "keep":
-        return "keep all that autograd saves"
-    if layer.mode == "whole":
-        return "store all that autograd saves"
-    parts = []
-    if layer.resident:
-        parts.append(f"keep {', '.join(map(_short, sorted(layer.resident)))}")
-    stored = [
-        _short(name) + ("" if fraction == 1 else f" {fraction:.0%}")
-        for name, fraction in layer.stored.items()
-        if fraction
-    ]
+def describe_layer(layer: LayerPlan) -> str:
+    """What of a layer is kept on the device and what is stored; an input that has no place is kept."""
+    if layer.mode in ("keep", "whole"):
+        return f"{'keep' if layer.mode == 'keep' else 'store'} all that autograd saves"
+    kept = layer.resident if layer.stored.get(INPUT) else {*layer.resident, INPUT}
+    stored = _items(layer.stored)
     if layer.default_fraction:
         stored.append(f"products {layer.default_fraction:.0%}")
-    if stored:
-        parts.append(f"store {', '.join(stored)}")
-    again = "compute the rest again"
-    if layer.mode == "tiles":
-        again += f", {layer.tile_rows:,} rows at a time"
-    return "; ".join([*parts, again])
+    parts = {"keep": _items(dict.fromkeys(kept, 1.0)), "store": stored}
+    return "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts.items() if names)
 
 
-def _short(name: str) -> str:
-    return name.removesuffix(".weight").rsplit(".", 1)[-1]
+def _items(shares: Mapping[str, float]) -> list[str]:
+    """The input first and attention next, then products by their weights."""
+    found = []
+    for name in sorted(shares, key=lambda one: (one != INPUT, one != ATTENTION, one)):
+        short = name.removesuffix(".weight").rsplit(".", 1)[-1]
+        if shares[name]:
+            found.append(short if shares[name] == 1 else f"{short} {shares[name]:.0%}")
+    return found

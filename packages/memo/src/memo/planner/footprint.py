@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan, rows_of
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan, rows_of, runs_of
 from memo.planner.plan import Plan
 from memo.planner.profile import LayerProfile, StepProfile
 from shared.errors import ConfigError
@@ -72,8 +71,9 @@ def footprint(plan: Plan, profile: StepProfile) -> Footprint:
     Raises:
         ConfigError: the plan has tiles, and the profile none.
     """
-    runs = [(next(group), 1 + sum(1 for _ in group)) for _, group in groupby(plan.layers)]
-    known = [(layer_footprint(one, profile, plan.cut), count) for one, count in runs]
+    known = [
+        (layer_footprint(one, profile, plan.cut), count) for one, count in runs_of(plan.layers)
+    ]
     return add_up(
         known,
         profile,

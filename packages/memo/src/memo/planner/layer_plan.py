@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from numbers import Real
 from typing import Any
 
 from shared.errors import ConfigError
 
-__all__ = ["ATTENTION", "CUT", "INPUT", "LayerPlan", "check_fraction", "rows_of"]
+__all__ = ["ATTENTION", "CUT", "INPUT", "LayerPlan", "check_fraction", "rows_of", "runs_of"]
 
 INPUT, ATTENTION = "input", "attention"
 """Items that go whole or not at all; the others are products, named by their weight."""
@@ -126,6 +127,11 @@ def check_fraction(where: str, value: object) -> None:
         raise ConfigError(
             f"{where}: expected a fraction in [0, 1], got {value!r}; give a number such as 0.5"
         )
+
+
+def runs_of(layers: Sequence[LayerPlan]) -> list[tuple[LayerPlan, int]]:
+    """Plans of layers that follow one another and are alike, and how many there are."""
+    return [(plan, sum(1 for _ in alike)) for plan, alike in groupby(layers)]
 
 
 def rows_of(num_rows: int, fraction: float, cut: int) -> int:

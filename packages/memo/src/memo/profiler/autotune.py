@@ -35,6 +35,7 @@ from memo.runtime.host_memory import keep_within_host
 from memo.runtime.layers import attention_names, check_untouched, device_of, find_layers
 from memo.runtime.recording.arguments import input_of
 from memo.runtime.recording.calls import NotRepeatable
+from memo.runtime.stores import open_store
 from memo.simulator import simulate
 from shared.errors import ConfigError
 
@@ -70,9 +71,9 @@ def autotune(
 
     Raises:
         DoesNotFit: no plan is within the budget.
-        ConfigError: the budget is none; the model's layers cannot be told, have a plan applied or nothing to
-            train; the batch is no mapping, has no tokens, lies on another device than the model, or is none that
-            the model takes.
+        ConfigError: the budget is none, or its store is none for this device; the model's layers cannot be told,
+            have a plan applied or nothing to train; the batch is no mapping, has no tokens, lies on another device
+            than the model, or is none that the model takes; inference mode is on.
         DataError: the store cannot be opened.
     """
     if not isinstance(budget, Budget):
@@ -122,6 +123,11 @@ def measure_profile(
     found = find_layers(model, layers)
     device = device_of(model)
     check_untouched(model, found, ())
+    if torch.is_inference_mode_enabled() or any(one.is_inference() for one in model.parameters()):
+        raise ConfigError(
+            f"{type(model).__name__}: expected a model and a call outside of torch.inference_mode(), in which nothing "
+            "runs backward, got one inside; leave it, and load the model outside of it"
+        )
     if not any(one.requires_grad for one in model.parameters()):
         raise ConfigError(
             f"{type(model).__name__}: expected parameters to train, got none that requires a gradient; plan for the "
@@ -145,6 +151,8 @@ def _measure(
 ) -> StepProfile:
     """See `measure_profile`; fixed bytes are those of the store alone."""
     layer = found[0]
+    # One that cannot be opened is told before anything is measured.
+    opened = None if store is None else open_store(store, device=device_of(model))
     undo = [offer_attention(name) for name in attention_names(found)]
     try:
         args, kwargs = capture_call(model, found, batch)
@@ -171,13 +179,15 @@ def _measure(
 
         limits = [one for one in (store_limit_bytes, room_bytes) if one is not None]
         rate = None
-        if store is not None:
-            rate = measure_store(store, work, limit_bytes=min(limits, default=None))
+        if opened is not None:
+            rate = measure_store(opened, work, limit_bytes=min(limits, default=None))
         head_s = measure_head(model, found, short) * factor
         block_head_s, block_head_bytes = _block_head(model, found, short, factor)
     finally:
         for one in undo:
             one()
+        if opened is not None:
+            opened.close()
     return StepProfile(
         layer=described,
         num_layers=len(found),
@@ -213,6 +223,11 @@ def _check_batch(batch: Any, device: torch.device) -> None:
             "that will come"
         )
     for name, one in tensors.items():
+        if one.is_inference():
+            raise ConfigError(
+                f"batch[{name!r}]: expected a tensor that a backward may use, got one from torch.inference_mode(); "
+                "make it outside, or give a clone"
+            )
         if one.device != device:
             raise ConfigError(
                 f"batch[{name!r}]: expected a tensor on the model's device, {device}, got one on {one.device}; "

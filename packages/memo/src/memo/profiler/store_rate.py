@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from memo.runtime.moving.buffers import Buffers
-from memo.runtime.stores import open_store
+from memo.runtime.stores.base import Store
 from shared.topology.link import Link, fit_link
 
 __all__ = ["StoreRate", "measure_store"]
@@ -37,18 +36,18 @@ class StoreRate:
 
 
 def measure_store(
-    store: str, work: Callable[[], None], *, repeats: int = 3, limit_bytes: int | None = None
+    store: Store, work: Callable[[], None], *, repeats: int = 3, limit_bytes: int | None = None
 ) -> StoreRate:
     """Copies buffers out and back in a thread while work is repeated in this one.
 
     Args:
-        store: "memory", "pinned" or "file:DIR".
+        store: open and empty.
         work: what copies are to hide behind, a layer's forward.
         repeats: copies of each size and way.
         limit_bytes: of the store; sizes above it are left out.
 
     Raises:
-        DataError: the store cannot be opened, or the disk is full.
+        DataError: the disk is full, or fails.
     """
     sizes = [one for one in _SIZES if limit_bytes is None or one <= limit_bytes] or [4096]
     work()
@@ -59,16 +58,16 @@ def measure_store(
     sent: list[tuple[int, float]] = []
     fetched: list[tuple[int, float]] = []
     beside_s = []
-    with closing(open_store(store, None)) as opened, ThreadPoolExecutor(1, "memo-rate") as thread:
+    with ThreadPoolExecutor(1, "memo-rate") as thread:
         memory = Buffers(1, torch.device("cpu")).take(max(sizes)).memory.numpy()
         memory[:] = np.arange(len(memory), dtype=np.uint8)
-        slot = opened.allocate(max(sizes))
+        slot = store.allocate(max(sizes))
 
         def copy() -> None:
             for _ in range(repeats):
                 for size in sizes:
-                    sent.append((size, _timed(opened.write, slot.offset, memory[:size])))
-                    fetched.append((size, _timed(opened.read, slot.offset, memory[:size])))
+                    sent.append((size, _timed(store.write, slot.offset, memory[:size])))
+                    fetched.append((size, _timed(store.read, slot.offset, memory[:size])))
 
         copies = thread.submit(copy)
         while not copies.done():
@@ -78,7 +77,7 @@ def measure_store(
                 beside_s.append(time.perf_counter() - started)
         copies.result()
     slowdown = max(1.0, sum(beside_s) / len(beside_s) / alone_s) if beside_s else 1.0
-    return StoreRate(_fit(sent), _fit(fetched), slowdown, opened.own_bytes)
+    return StoreRate(_fit(sent), _fit(fetched), slowdown, store.own_bytes)
 
 
 def _timed(call: Callable[[int, np.ndarray], None], offset: int, data: np.ndarray) -> float:

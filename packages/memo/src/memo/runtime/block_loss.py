@@ -31,7 +31,7 @@ _IGNORED = -100
 
 def has_block_loss(model: nn.Module) -> bool:
     """Whether a model's loss can be computed in blocks: see `offer_block_loss`."""
-    return not isinstance(_find(model), str)
+    return _reason_against(_causal_of(model)) is None
 
 
 def offer_block_loss(model: nn.Module) -> Callable[[], None]:
@@ -46,9 +46,10 @@ def offer_block_loss(model: nn.Module) -> Callable[[], None]:
     Returns:
         What undoes it.
     """
-    causal = _find(model)
-    if isinstance(causal, str):
-        _log.info("memo: the loss of %s is left as it is: %s", type(model).__name__, causal)
+    causal = _causal_of(model)
+    reason = _reason_against(causal)
+    if reason is not None:
+        _log.info("memo: the loss of %s is left as it is: %s", type(model).__name__, reason)
         return lambda: None
     own = causal.forward
 
@@ -74,17 +75,18 @@ def offer_block_loss(model: nn.Module) -> Callable[[], None]:
     return undo
 
 
-def _find(model: nn.Module) -> Any:
-    """The causal model of a known family inside of a model; a text where its loss is left as it is."""
+def _causal_of(model: nn.Module) -> Any:
+    """The causal model of a known family inside of a model; None where there is none, or several."""
     found = [
         one for one in model.modules() if KNOWN & {kind.__name__ for kind in type(one).__mro__}
     ]
-    if len(found) != 1:
-        return "it is of no known family"
-    return _reason_against(found[0]) or found[0]
+    return found[0] if len(found) == 1 else None
 
 
 def _reason_against(model: Any) -> str | None:
+    """Why a causal model's loss is left as it is; None where it can be computed in blocks."""
+    if model is None:
+        return "it is of no known family"
     head = model.get_output_embeddings()
     if "forward" in vars(model):
         return "its forward was replaced"

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-__all__ = ["give_back_at_once", "hole_bytes", "peak_bytes", "resident_bytes"]
+__all__ = ["data_bytes", "give_back_at_once", "hole_bytes", "peak_bytes", "resident_bytes"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt's parameters
 _OWN_PAGES_BYTES = 256 * 1024
@@ -57,8 +57,17 @@ def peak_bytes(device: torch.device) -> int | None:
     """Most bytes that it held on it so far; None where the system does not say."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
+    return _status_bytes("VmHWM")
+
+
+def data_bytes() -> int | None:
+    """Bytes that RLIMIT_DATA limits, mapped ones that are not resident among them; None where nothing says."""
+    return _status_bytes("VmData")
+
+
+def _status_bytes(name: str) -> int | None:
     with open("/proc/self/status", encoding="ascii") as file:
         for line in file:
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return None

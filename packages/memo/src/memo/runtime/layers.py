@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -22,7 +21,6 @@ __all__ = [
     "without_cache",
 ]
 
-_log = logging.getLogger(__name__)
 _CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
@@ -149,7 +147,6 @@ def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     caches = [key for key in _CACHES if kwargs.get(key) is not None]
     if not caches:
         return kwargs
-    _log.info("memo: training needs no cache of keys and values; layers are run without it")
     return {
         **kwargs,
         **dict.fromkeys(caches),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -37,6 +38,8 @@ from memo.runtime.tiling.row_locality import Proofs
 from shared.errors import ConfigError
 
 __all__ = ["Run", "apply"]
+
+_log = logging.getLogger(__name__)
 
 
 def apply(model: nn.Module, plan: Plan, layers: Iterable[nn.Module] | None = None) -> Run:
@@ -103,7 +106,10 @@ class Run:
         self.plan = plan.for_layers(len(found))
         check_untouched(model, found, _applied)
         self._store = open_store(
-            plan.store, plan.store_limit_bytes, int(plan.prediction.get("store_bytes", 0))
+            plan.store,
+            plan.store_limit_bytes,
+            int(plan.prediction.get("store_bytes", 0)),
+            device=self._device,
         )
         self._buffers = Buffers(plan.num_buffers, self._device)
         self._mover = open_mover(self._device, self._store, self._buffers)
@@ -114,7 +120,7 @@ class Run:
         self._passes: weakref.WeakSet[Pass] = weakref.WeakSet()
         self._current, self._last_number = Pass(), len(found)
         self._in_backward: weakref.ref[ForwardRecord] | None = None
-        self._is_closed = False
+        self._is_closed = self._has_said_caches = False
         self._proofs = Proofs()
         self.num_restored = 0
         self._changed = [
@@ -245,7 +251,10 @@ class Run:
         memory = partial(named_memory, layer)
         fetch = partial(self._before_backward, number, current)
         args = tuple(None if isinstance(one, Cache) else one for one in args)
-        kwargs = without_cache(kwargs)
+        given, kwargs = kwargs, without_cache(kwargs)
+        if kwargs is not given and not self._has_said_caches:
+            self._has_said_caches = True
+            _log.info("memo: training needs no cache of keys and values; layers are run without it")
         if plan.mode == "tiles":
             return TiledRecord(
                 layer, forward, args, kwargs, plan=plan, proofs=self._proofs, fetch=fetch

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from memo.config import Budget, DoesNotFit
-from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.planner.explanation import describe_layer
+from memo.planner.layer_plan import LayerPlan, runs_of
 from memo.planner.placement import fits, place
 from memo.planner.plan import Plan
 from memo.profiler.analytic.analysis import Analysis
@@ -83,7 +83,9 @@ class FitTable:
 
     def table(self) -> str:
         """The rows as text."""
-        cells = [("tokens", "step", "tokens/s", "device", "store", "layers")]
+        cells = [
+            ("tokens", "step", "tokens/s", "device", "store", "layers; the rest is computed again")
+        ]
         for row in self.rows:
             if row.plan is None:
                 cells.append((_tokens(row.num_tokens), "does not fit", "", "", "", ""))
@@ -157,38 +159,7 @@ def fit(analysis: Analysis, budget: Budget, lengths: Sequence[int] = LENGTHS) ->
 
 def describe(layers: Sequence[LayerPlan]) -> str:
     """What becomes of layers, in one line, in the order of the forward."""
-    parts = []
-    for _, group in groupby(layers):
-        alike = list(group)
-        parts.append(_say(alike[0], len(alike)))
-    return "; ".join(parts)
-
-
-def _say(layer: LayerPlan, count: int) -> str:
-    layers = f"{count} layer" + "s" * (count != 1)
-    if layer.mode == "keep":
-        return f"keep {layers}"
-    if layer.mode == "whole":
-        return f"swap {layers} whole"
-    if layer.mode == "tiles":
-        kept = layer.stored or dict.fromkeys(sorted(layer.resident), 1.0)
-        return f"tiles in {layers}, {'swap' if layer.stored else 'keep'} {_items(kept)}"
-    if any(layer.stored.values()):
-        return f"swap {layers}: {_items(layer.stored)}"
-    if layer.resident == {INPUT}:
-        return f"recompute {layers}"
-    return f"keep of {layers}: {_items(dict.fromkeys(sorted(layer.resident), 1.0))}"
-
-
-def _items(shares: Mapping[str, float]) -> str:
-    """Names of items; the weights' without what all of them have."""
-    found = []
-    for name in sorted(shares, key=lambda one: (one != INPUT, one != ATTENTION)):
-        share = shares[name]
-        short = name.removesuffix(".weight").rsplit(".", 1)[-1].removesuffix("_proj")
-        if share > 0:
-            found.append(short if share == 1 else f"{short} {share:.0%}")
-    return ", ".join(found)
+    return ", then ".join(f"{count} x {describe_layer(layer)}" for layer, count in runs_of(layers))
 
 
 def _tokens(count: int) -> str:

@@ -10,22 +10,13 @@ from memo.runtime.moving.streams import CudaStreams, StreamMover
 from memo.runtime.moving.threads import ThreadMover
 from memo.runtime.stores.base import Store
 from memo.runtime.stores.memory import MemoryStore
-from shared.errors import ConfigError
 
 __all__ = ["Buffers", "Cargo", "Mover", "Times", "open_mover"]
 
 
 def open_mover(device: torch.device, store: Store, buffers: Buffers) -> Mover:
-    """What moves items of a device: threads in RAM, streams on a GPU.
-
-    Raises:
-        ConfigError: the device is a GPU and the store a file.
-    """
+    """What moves items of a device: threads in RAM, streams on a GPU, whose store is one in memory."""
     if device.type != "cuda":
         return ThreadMover(store, buffers)
-    if not isinstance(store, MemoryStore):
-        raise ConfigError(
-            f"plan.store: expected 'pinned' or 'memory' for a model on a GPU, got a {store.name}; plan "
-            "again with Budget(store_at='pinned')"
-        )
+    assert isinstance(store, MemoryStore)
     return StreamMover(store, buffers, CudaStreams(device))

@@ -24,6 +24,7 @@ from memo.planner.layer_plan import INPUT, LayerPlan
 from memo.runtime.recording.calls import address
 from memo.runtime.recording.items import Item
 from memo.runtime.recording.random_state import Autocast, random_state
+from memo.runtime.recording.record import refuse_differentiation
 from memo.runtime.tiling.arguments import TileArguments
 from memo.runtime.tiling.kept_attention import Heads, KeptAttention
 from memo.runtime.tiling.row_locality import Proofs
@@ -251,11 +252,7 @@ class _Tiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "memo: expected a backward that is not differentiated again, got create_graph=True; run it "
-                "outside of memo.apply"
-            )
+        refuse_differentiation()
         (kept,) = ctx.saved_tensors  # autograd's own error where these were freed
         record = ctx.record()
         source = kept.detach().requires_grad_(ctx.needs_source)
