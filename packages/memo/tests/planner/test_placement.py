@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,9 +12,10 @@ from step_profiles import ITEMS, TILES, UNIT, step_profile
 
 from memo.config import Budget, DoesNotFit
 from memo.planner.footprint import footprint
-from memo.planner.layer_plan import LayerPlan
-from memo.planner.placement import fits, place
+from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
+from memo.planner.placement import check_possible, fits, place
 from memo.planner.plan import Plan
+from memo.planner.profile import ItemProfile, PassBytes, least_layer
 from memo.simulator import simulate
 from shared.errors import ConfigError, DataError
 
@@ -157,6 +159,33 @@ def test_whether_anything_fits_is_asked_of_both_limits():
         DoesNotFit, match=r"at most 4\.00 MiB in the store, got 6\.00 MiB for 1,600"
     ):
         planned(profile, 131, 4)
+
+
+@given(data=st.data(), store=st.integers(0, 80))
+def test_what_fits_is_never_refused_by_what_every_plan_takes_at_least(data, store):
+    """Of layers that have all they save when their backward begins, and something beside."""
+    sizes = st.integers(1, 12)
+    items = tuple(
+        ItemProfile(name=name, num_bytes=data.draw(sizes) * UNIT, recompute_s=0.1)
+        for name in (INPUT, ATTENTION, "query", "up")
+    )
+    saved = sum(one.num_bytes for one in items) + data.draw(sizes) * UNIT
+    there = itertools.accumulate(one.num_bytes for one in items)
+    levels = tuple(
+        PassBytes(
+            forward=data.draw(sizes) * UNIT,
+            backward=max(0, saved - one) + data.draw(st.integers(0, 4)) * UNIT,
+        )
+        for one in there
+    )
+    profile = step_profile(rate=1e9, num_layers=data.draw(st.integers(1, 5)))
+    layer = replace(profile.layer, items=items, saved_bytes=saved, levels=levels)
+    real = replace(profile, layer=layer)
+    known = {one.name: one.num_bytes for one in items}
+    least = replace(profile, layer=least_layer(known, saved, layer.kept))
+    budget = Budget(data.draw(st.integers(100, 400)) * UNIT, store * UNIT)
+    if fits(real, budget):
+        check_possible(least, budget)
 
 
 def test_tiles_are_chosen_where_nothing_else_fits():

@@ -18,6 +18,7 @@ from memo.profiler.layer_times import LayerTimes, longer_s
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import offer_block_loss
 from memo.runtime.device_memory import peak_bytes, resident_bytes
+from memo.runtime.layers import find_layers
 from memo.runtime.stores import FileStore
 from memo.runtime.tiling.row_locality import Proofs
 from memo.simulator import simulate
@@ -248,6 +249,58 @@ def test_with_room_nothing_that_rounds_otherwise_is_chosen(model, profile):
     model.zero_grad()
     assert losses == expected[0]
     assert all(torch.equal(found[name], one) for name, one in expected[1].items())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_whichever_items_are_there_all_that_is_saved_is_there_in_the_backward(name):
+    """What `least_layer` is made of."""
+    model = make_model(name, num_layers=1)
+    (layer,) = find_layers(model)
+    undo = offer_attention("sdpa")
+    args, kwargs = capture_call(model, [layer], batch_of(64))
+
+    def count(names):
+        return count_bytes(layer, args, kwargs, LayerPlan(mode="restore", resident=names))
+
+    weights = [one for one, parameter in layer.named_parameters() if parameter.ndim > 1]
+    items = count(frozenset([INPUT, ATTENTION, *weights])).item_bytes
+    saved = count_bytes(layer, args, kwargs, LayerPlan()).held_bytes
+    for kept in ([], [ATTENTION], weights[::2], weights, [ATTENTION, *weights]):
+        names = frozenset([INPUT, *kept])
+        there = sum(num_bytes for one, num_bytes in items.items() if one in names)
+        assert there + count(names).passes.backward >= saved
+    undo()
+
+
+@pytest.mark.parametrize("store", ["0", "1GiB"])
+def test_what_no_plan_can_do_is_told_before_anything_is_measured(
+    model, store, tmp_path, monkeypatch
+):
+    def measure(*_):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("memo.profiler.autotune.measure_layer", measure)
+    budget = memo.Budget("1MiB", store=store, store_at=f"file:{tmp_path}")
+    with pytest.raises(memo.DoesNotFit, match=r"expected at most 1 MiB .* got at least .*shard"):
+        memo.autotune(model, batch_of(64), budget)
+    with pytest.raises(AssertionError, match="measured"):
+        memo.autotune(model, batch_of(64), memo.Budget("1TiB"))
+    assert all("forward" not in vars(one) for one in model.modules())
+
+
+def test_tiles_are_not_measured_where_something_fits_without(model, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        "memo.profiler.autotune.count_tiles", lambda *_: found.append("counted") or None
+    )
+    profile = measure_profile(model, batch_of(64), None, budget=memo.Budget("1TiB"))
+    assert profile.layer.tiles is None
+    assert found == []
+    # What is resident may differ a little between two looks: near the limit they are counted.
+    budget = memo.Budget(profile.fixed_bytes + 4 * UNIT)
+    monkeypatch.setattr("memo.profiler.autotune.check_possible", lambda *_: None)
+    measure_profile(model, batch_of(64), None, budget=budget)
+    assert found
 
 
 def test_what_does_not_fit_raises_before_any_step(model, profile, monkeypatch):

@@ -9,12 +9,11 @@ from typing import Protocol, runtime_checkable
 
 from memo.config import Budget, DoesNotFit
 from memo.planner.candidates import Candidate, Candidates
-from memo.planner.footprint import Footprint
 from memo.planner.plan import Plan
 from memo.planner.profile import StepProfile
 from shared.units import format_bytes
 
-__all__ = ["Predicted", "fits", "place"]
+__all__ = ["Predicted", "check_possible", "fits", "place"]
 
 _WORTH = 0.95
 """Of the step's seconds: what rounds otherwise than plain training is chosen if it takes no more."""
@@ -76,19 +75,14 @@ def place(
         DoesNotFit: no plan is within the budget; says by how much, and what would help.
     """
     best: tuple[Candidate, Predicted] | None = None
-    least: Footprint | None = None
     for alike in _kinds(profile, budget):
         for candidates in alike:
             below_s = inf if best is None else _WORTH * best[1].step_s
             best = _fastest(candidates, below_s, profile, budget, store, predict) or best
-            least = min(
-                filter(None, (least, candidates.smallest())), key=lambda one: one.peak_bytes
-            )
         if best is not None:
             break
     if best is None:
-        assert least is not None
-        raise DoesNotFit(_missing(profile, budget, least))
+        raise DoesNotFit(_missing(profile, budget, "got"))
     return _described(best[0], best[0].plan(store, budget), best[1], profile)
 
 
@@ -101,6 +95,20 @@ def fits(profile: StepProfile, budget: Budget) -> bool:
         for family in reversed(candidates.families())  # slow ones take least
         for one in candidates.of(family)
     )
+
+
+def check_possible(least: StepProfile, budget: Budget) -> None:
+    """Refuses a step of which even the least is too much.
+
+    Args:
+        least: what each plan takes at least, see `least_layer`.
+        budget: hard limits.
+
+    Raises:
+        DoesNotFit: no plan is within the budget.
+    """
+    if not fits(least, budget):
+        raise DoesNotFit(_missing(least, budget, "got at least"))
 
 
 def _kinds(profile: StepProfile, budget: Budget) -> Iterator[list[Candidates]]:
@@ -159,11 +167,13 @@ def _described(one: Candidate, plan: Plan, prediction: Predicted, profile: StepP
     )
 
 
-def _missing(profile: StepProfile, budget: Budget, least: Footprint) -> str:
+def _missing(profile: StepProfile, budget: Budget, got: str) -> str:
+    smallest = [one.smallest() for alike in _kinds(profile, budget) for one in alike]
+    least = min(smallest, key=lambda one: one.peak_bytes)
     short = least.peak_bytes - budget.device_bytes
     if short <= 0:
         return (
-            f"expected at most {format_bytes(budget.store_bytes)} in the store, got {format_bytes(least.store_bytes)} "
+            f"expected at most {format_bytes(budget.store_bytes)} in the store, {got} {format_bytes(least.store_bytes)} "
             f"for {profile.num_tokens:,} tokens under the plan that takes least of the device; give a larger store, "
             f"or more of the device than {format_bytes(budget.device_bytes)}"
         )
@@ -178,7 +188,7 @@ def _missing(profile: StepProfile, budget: Budget, least: Footprint) -> str:
     has_advice = room < 1 or budget.store_bytes > 0
     more = "" if has_advice else ", a store (Budget(store=...)) takes activations off the device"
     return (
-        f"expected at most {format_bytes(budget.device_bytes)} on the device, got "
+        f"expected at most {format_bytes(budget.device_bytes)} on the device, {got} "
         f"{format_bytes(least.peak_bytes)} for {profile.num_tokens:,} tokens under the plan that takes least "
         f"({format_bytes(short)} too many, in the {least.peak_at}); {advice}{more}"
     )

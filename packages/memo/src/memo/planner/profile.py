@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memo.planner.layer_plan import INPUT
+from memo.planner.layer_plan import ATTENTION, INPUT
 from shared.errors import DataError
 from shared.topology.link import Link
 
-__all__ = ["ItemProfile", "LayerProfile", "PassBytes", "StepProfile", "TilesProfile"]
+__all__ = ["ItemProfile", "LayerProfile", "PassBytes", "StepProfile", "TilesProfile", "least_layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,3 +130,37 @@ class StepProfile:
     fetch: Link | None = None
     slowdown: float = 1.0
     details: Mapping[str, str] | None = None
+
+
+def least_layer(
+    item_bytes: Mapping[str, int],
+    saved_bytes: int,
+    kept: PassBytes,
+    tiles: TilesProfile | None = None,
+) -> LayerProfile:
+    """A layer no plan of which takes more bytes than that plan of the real one; its seconds are 0.
+
+    When the backward of a layer begins that ran again, all that autograd saves of it is there, whichever items
+    stayed or came back. So none takes less than one with the input alone that has, for a moment, what is saved.
+
+    Args:
+        item_bytes: of each item, by name.
+        saved_bytes, kept, tiles: see `LayerProfile`.
+    """
+    names = [name for name in (INPUT, ATTENTION) if name in item_bytes]
+    there, levels = 0, []
+    for name in names:
+        there += item_bytes[name]
+        levels.append(PassBytes(forward=0, backward=max(0, saved_bytes - there)))
+    return LayerProfile(
+        items=tuple(
+            ItemProfile(name=name, num_bytes=item_bytes[name], recompute_s=0.0) for name in names
+        ),
+        saved_bytes=saved_bytes,
+        forward_s=0.0,
+        backward_s=0.0,
+        replay_s=0.0,
+        kept=kept,
+        levels=tuple(levels),
+        tiles=tiles,
+    )

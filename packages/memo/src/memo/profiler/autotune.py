@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +15,15 @@ from torch import Tensor, nn
 
 from memo.config import Budget, read_bytes
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
-from memo.planner.placement import place
+from memo.planner.placement import check_possible, fits, place
 from memo.planner.plan import Plan
-from memo.planner.profile import ItemProfile, LayerProfile, StepProfile, TilesProfile
+from memo.planner.profile import (
+    ItemProfile,
+    LayerProfile,
+    StepProfile,
+    TilesProfile,
+    least_layer,
+)
 from memo.profiler.head import (
     capture_call,
     count_block_head,
@@ -24,7 +32,7 @@ from memo.profiler.head import (
     shortened,
 )
 from memo.profiler.layer_bytes import LayerBytes, count_bytes
-from memo.profiler.layer_tiles import measure_tiles
+from memo.profiler.layer_tiles import count_tiles, measure_tiles
 from memo.profiler.layer_times import LayerTimes, measure_layer
 from memo.profiler.process_memory import fixed_bytes
 from memo.profiler.store_rate import measure_store
@@ -36,13 +44,18 @@ from memo.runtime.layers import attention_names, check_untouched, device_of, fin
 from memo.runtime.recording.arguments import input_of
 from memo.runtime.recording.calls import NotRepeatable
 from memo.runtime.stores import open_store
+from memo.runtime.tiling.row_locality import Proofs
 from memo.simulator import simulate
 from shared.errors import ConfigError
+from shared.topology.link import Link
 
 __all__ = ["autotune", "measure_profile"]
 
 _LEAST_TOKENS = 64
 """Of a sequence: seconds of fewer say little of longer ones."""
+
+_NOISE_BYTES = 8 << 20
+"""By which what is resident may differ between two looks, steps apart."""
 
 
 def autotune(
@@ -94,6 +107,7 @@ def autotune(
         ),
         store_limit_bytes=budget.store_bytes,
         room_bytes=budget.device_bytes - resident_bytes(device),
+        budget=budget,
     )
     return place(profile, budget, store, predict=simulate)
 
@@ -107,6 +121,7 @@ def measure_profile(
     optimizer_bytes: int | None = None,
     store_limit_bytes: int | None = None,
     room_bytes: int | None = None,
+    budget: Budget | None = None,
 ) -> StepProfile:
     """What a step takes on this machine: see `autotune`.
 
@@ -119,6 +134,11 @@ def measure_profile(
         store: "memory", "pinned" or "file:DIR"; None: none is measured.
         store_limit_bytes: most bytes that are stored while it is measured.
         room_bytes: what measuring may take on the device; None: no limit.
+        budget: for which the profile is asked: tiles are left out where something fits without them. None: they
+            are measured in any case.
+
+    Raises:
+        DoesNotFit: no plan is within the budget, as bytes show that are counted before anything is measured.
     """
     found = find_layers(model, layers)
     device = device_of(model)
@@ -135,10 +155,12 @@ def measure_profile(
         )
     _check_batch(batch, device)
     if device.type == "cpu":
+        gc.collect()  # what nobody holds any more does not count
         give_back_at_once()
-    profile = _measure(model, found, batch, store, store_limit_bytes, room_bytes)
+    fixed = partial(fixed_bytes, model, optimizer_bytes)
+    profile = _measure(model, found, batch, store, store_limit_bytes, room_bytes, budget, fixed)
     # The layers' arguments are gone; what measuring imported and cached is there from now on.
-    return replace(profile, fixed_bytes=profile.fixed_bytes + fixed_bytes(model, optimizer_bytes))
+    return replace(profile, fixed_bytes=profile.fixed_bytes + fixed())
 
 
 def _measure(
@@ -148,9 +170,12 @@ def _measure(
     store: str | None,
     store_limit_bytes: int | None,
     room_bytes: int | None,
+    budget: Budget | None,
+    fixed: Callable[[], int],
 ) -> StepProfile:
     """See `measure_profile`; fixed bytes are those of the store alone."""
-    layer = found[0]
+    layer, fixed_before, proofs = found[0], fixed(), Proofs()
+    tiles: TilesProfile | None = None
     # One that cannot be opened is told before anything is measured.
     opened = None if store is None else open_store(store, device=device_of(model))
     undo = [offer_attention(name) for name in attention_names(found)]
@@ -161,6 +186,22 @@ def _measure(
         whole = _count_items(layer, args, kwargs)
         plain = count_bytes(layer, args, kwargs, LayerPlan())
         head_bytes = count_head(model, found, batch)
+        link = None if store is None else Link.from_rate(1.0)
+        least = StepProfile(
+            layer=least_layer(whole.item_bytes, plain.held_bytes, plain.passes),
+            num_layers=len(found),
+            num_tokens=num_tokens,
+            head_s=0.0,
+            head_bytes=head_bytes,
+            block_head_s=0.0,
+            block_head_bytes=0 if has_block_loss(model) else None,
+            fixed_bytes=fixed_before - _NOISE_BYTES,
+            send=link,
+            fetch=link,
+        )
+        if budget is not None and not fits(least, budget):
+            tiles = count_tiles(layer, (args, kwargs), proofs)
+            check_possible(replace(least, layer=replace(least.layer, tiles=tiles)), budget)
         needed = max(plain.held_bytes + plain.passes.forward + plain.passes.backward, head_bytes)
         short, factor = _fitting(batch, needed, room_bytes)
         called = (args, kwargs) if factor == 1 else capture_call(model, found, short)
@@ -169,7 +210,6 @@ def _measure(
             whole,
             plain,
             times.scaled(factor),
-            measure_tiles(layer, called, (args, kwargs), times, factor),
             lambda plan: count_bytes(layer, args, kwargs, plan),
         )
 
@@ -183,30 +223,37 @@ def _measure(
             rate = measure_store(opened, work, limit_bytes=min(limits, default=None))
         head_s = measure_head(model, found, short) * factor
         block_head_s, block_head_bytes = _block_head(model, found, short, factor)
+        profile = StepProfile(
+            layer=described,
+            num_layers=len(found),
+            num_tokens=num_tokens,
+            head_s=head_s,
+            head_bytes=head_bytes,
+            block_head_s=block_head_s,
+            block_head_bytes=block_head_bytes,
+            fixed_bytes=0 if rate is None else rate.own_bytes,
+            send=None if rate is None else rate.send,
+            fetch=None if rate is None else rate.fetch,
+            slowdown=1.0 if rate is None else rate.slowdown,
+            details={
+                "device": _device_name(source.device),
+                "torch": str(torch.__version__),
+                "store": store or "none",
+                "seconds": f"measured at {num_tokens // factor:,} tokens",
+            },
+        )
+        as_found = replace(profile, fixed_bytes=profile.fixed_bytes + fixed() + _NOISE_BYTES)
+        if times.can_replay and (budget is None or not fits(as_found, budget)):
+            tiles = tiles or count_tiles(layer, (args, kwargs), proofs)
+            if tiles is not None:
+                tiles = measure_tiles(layer, called, tiles, times, factor, proofs)
+            profile = replace(profile, layer=replace(described, tiles=tiles))
     finally:
         for one in undo:
             one()
         if opened is not None:
             opened.close()
-    return StepProfile(
-        layer=described,
-        num_layers=len(found),
-        num_tokens=num_tokens,
-        head_s=head_s,
-        head_bytes=head_bytes,
-        block_head_s=block_head_s,
-        block_head_bytes=block_head_bytes,
-        fixed_bytes=0 if rate is None else rate.own_bytes,
-        send=None if rate is None else rate.send,
-        fetch=None if rate is None else rate.fetch,
-        slowdown=1.0 if rate is None else rate.slowdown,
-        details={
-            "device": _device_name(source.device),
-            "torch": str(torch.__version__),
-            "store": store or "none",
-            "seconds": f"measured at {num_tokens // factor:,} tokens",
-        },
-    )
+    return profile
 
 
 def _check_batch(batch: Any, device: torch.device) -> None:
@@ -271,7 +318,6 @@ def _describe_layer(
     whole: LayerBytes,
     plain: LayerBytes,
     times: LayerTimes,
-    tiles: TilesProfile | None,
     count: Callable[[LayerPlan], LayerBytes],
 ) -> LayerProfile:
     """A layer's profile from its counted bytes and measured seconds.
@@ -280,7 +326,6 @@ def _describe_layer(
         whole: counted with every item kept.
         plain: counted without a plan.
         times: measured.
-        tiles: of its passes by tiles.
         count: counts the layer under another plan.
     """
     items = [
@@ -307,7 +352,6 @@ def _describe_layer(
         kept=plain.passes,
         levels=tuple(levels),
         can_replay=times.can_replay,
-        tiles=tiles,
     )
 
 

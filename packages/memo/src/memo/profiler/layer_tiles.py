@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -19,7 +20,7 @@ from memo.runtime.tiling.record import TiledRecord
 from memo.runtime.tiling.row_locality import Proofs
 from shared.errors import ConfigError
 
-__all__ = ["TILE_ROWS", "measure_tiles", "tile_plan"]
+__all__ = ["TILE_ROWS", "count_tiles", "measure_tiles", "tile_plan"]
 
 TILE_ROWS = {"cpu": 512, "cuda": 8192}
 """Of a tile: few beside a long sequence, enough for products at full rate."""
@@ -30,43 +31,64 @@ _REPEATS = 3
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def count_tiles(layer: nn.Module, whole: _Call, proofs: Proofs) -> TilesProfile | None:
+    """Counts a layer's bytes by tiles; its seconds are 0 until they are measured.
+
+    Args:
+        layer: as it is in the model; it runs on a few of its rows, to prove them independent.
+        whole: what it is called with, at the batch's own length.
+        proofs: take down what is proven.
+
+    Returns:
+        None where the layer cannot go by tiles.
+    """
+    args, kwargs = whole[0], without_cache(whole[1])
+    source = input_of(args, kwargs)
+    num_rows = source.numel() // source.shape[-1]
+    most_rows = TILE_ROWS.get(source.device.type, TILE_ROWS["cpu"])
+    tile_rows = max(_LEAST_ROWS, min(most_rows, num_rows // 4))
+    plans = [tile_plan(tile_rows, num) for num in (1, 2)]
+    try:
+        _record(layer, args, kwargs, plans[0], proofs)
+        low, high = (count_bytes(layer, *whole, plan, proofs).passes for plan in plans)
+    except ConfigError:
+        return None
+    return TilesProfile(tile_rows=tile_rows, forward_s=0.0, backward_s=0.0, levels=(low, high))
+
+
 def measure_tiles(
-    layer: nn.Module, called: _Call, whole: _Call, times: LayerTimes, factor: int
+    layer: nn.Module,
+    called: _Call,
+    counted: TilesProfile,
+    times: LayerTimes,
+    factor: int,
+    proofs: Proofs,
 ) -> TilesProfile | None:
     """Measures a layer by tiles; parameters and their gradients are left as they were.
 
     Args:
         layer: as it is in the model.
         called: what it is called with where seconds are measured.
-        whole: the same at the batch's own length, at which bytes are counted.
+        counted: from `count_tiles`, at the batch's own length.
         times: of its passes without tiles, where seconds are measured.
         factor: how many times longer the batch is.
+        proofs: of `count_tiles`.
 
     Returns:
         None where the layer cannot go by tiles.
     """
-    if not times.can_replay:
-        return None
     args, kwargs = called[0], without_cache(called[1])
     source = input_of(args, kwargs)
-    num_rows = factor * source.numel() // source.shape[-1]
-    most_rows = TILE_ROWS.get(source.device.type, TILE_ROWS["cpu"])
-    tile_rows = max(_LEAST_ROWS, min(most_rows, num_rows // 4))
-    proofs = Proofs()
     try:
         forward_s, backward_s = _seconds(
-            layer, args, kwargs, source, tile_plan(tile_rows, 2), proofs
+            layer, args, kwargs, source, tile_plan(counted.tile_rows, 2), proofs
         )
     except ConfigError:
         return None
-    levels = [
-        count_bytes(layer, *whole, tile_plan(tile_rows, num), proofs).passes for num in (1, 2)
-    ]
-    return TilesProfile(
-        tile_rows=tile_rows,
+    return replace(
+        counted,
         forward_s=longer_s(forward_s, times.call_s.get(ATTENTION, 0.0), factor),
         backward_s=longer_s(backward_s, times.attention_backward_s, factor),
-        levels=(levels[0], levels[1]),
     )
 
 
@@ -74,6 +96,19 @@ def tile_plan(tile_rows: int, num_items: int) -> LayerPlan:
     """A layer by tiles that keeps its input, and with two items attention's result too."""
     kept = [INPUT, ATTENTION][:num_items]
     return LayerPlan(mode="tiles", tile_rows=tile_rows, resident=frozenset(kept))
+
+
+def _record(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], plan: LayerPlan, proofs: Proofs
+) -> TiledRecord:
+    """One forward by tiles, not run yet; the layer is proven row-local.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    return TiledRecord(
+        layer, layer.forward, args, kwargs, plan=plan, proofs=proofs, fetch=lambda _: None
+    )
 
 
 def _seconds(
@@ -88,9 +123,7 @@ def _seconds(
     forward, backward = [], []
     with untouched_gradients(layer, source), torch.enable_grad():
         for _ in range(_REPEATS):
-            record = TiledRecord(
-                layer, layer.forward, args, kwargs, plan=plan, proofs=proofs, fetch=lambda _: None
-            )
+            record = _record(layer, args, kwargs, plan, proofs)
             started = now(source.device)
             out = first_tensor(record.run())
             forward.append(now(source.device) - started)
