@@ -281,7 +281,7 @@ def test_what_no_plan_can_do_is_told_before_anything_is_measured(
 
     monkeypatch.setattr("memo.profiler.autotune.measure_layer", measure)
     budget = memo.Budget("1MiB", store=store, store_at=f"file:{tmp_path}")
-    with pytest.raises(memo.DoesNotFit, match=r"expected at most 1 MiB .* got at least .*shard"):
+    with pytest.raises(memo.DoesNotFit, match=r"expected at most 1.00 MiB .* got at least .*shard"):
         memo.autotune(model, batch_of(64), budget)
     with pytest.raises(AssertionError, match="measured"):
         memo.autotune(model, batch_of(64), memo.Budget("1TiB"))
