@@ -12,7 +12,9 @@ import gc
 import os
 import random
 import shutil
+import subprocess
 import sys
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -99,6 +101,24 @@ def _patient_pools():
     before, pool.GRACE_S = pool.GRACE_S, 60.0
     yield
     pool.GRACE_S = before
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mounts a disk of so many bytes and gives its folder; where that is not allowed, skips the test."""
+    with ExitStack() as mounted:
+
+        def mount(num_bytes: int) -> Path:
+            folder = tmp_path / f"disk-of-{num_bytes}"
+            folder.mkdir()
+            words = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"mounting a small disk needs root: {done.stderr.strip()}")
+            mounted.callback(subprocess.run, ["umount", "--lazy", str(folder)], check=True)
+            return folder
+
+        yield mount
 
 
 if find_spec("hypothesis"):

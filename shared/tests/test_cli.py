@@ -9,8 +9,8 @@ from typing import Annotated
 
 import pytest
 
-from shared.cli import JsonOption, choice, run_command
-from shared.errors import DataError
+from shared.cli import CheckpointOption, JsonOption, choice, run_command
+from shared.errors import CommError, ConfigError, DataError, RankFailure
 from shared.registry import Registry
 
 POLICIES = Registry("policy")
@@ -21,7 +21,7 @@ WIDTHS.add(4, object(), "half a byte")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fail:
+class Fail(CheckpointOption):
     """Ends as it is told to."""
 
     how: str = "not"
@@ -34,11 +34,44 @@ class Fail:
             "memory": MemoryError(),
             "interrupt": KeyboardInterrupt(),
             "fault": ZeroDivisionError("a fault of ours"),
+            "full": OSError(28, "No space left on device", "/dev/full"),
+            "peer": CommError("rank 1 did not answer"),
+            "rank": RankFailure("rank 1 of 2 failed: Traceback ...", 1, "lr: expected less, got 9"),
+            "dead": RankFailure("rank 1 of 2 failed: killed by SIGKILL", 1),
             "pipe": BrokenPipeError(32, "Broken pipe"),
         }
         if self.how in errors:
             raise errors[self.how]
         return 1 if self.how == "differs" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A part of the settings that refuses some."""
+
+    layers: int = 1
+    """How many."""
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ConfigError(f"model.layers: expected 1 or more, got {self.layers}; give 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """Has settings that refuse some values."""
+
+    model: Model
+    """A part."""
+    steps: int = 1
+    """How many."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"steps: expected 1 or more, got {self.steps}; give 1")
+
+    def execute(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +91,13 @@ class Show(JsonOption):
 
 
 def run(*argv):
-    commands = {"fail": Fail, "show": Show}
+    commands = {"fail": Fail, "show": Show, "build": Build}
     return run_command(commands, prog="yard", about="Does things.", argv=list(argv))
+
+
+INTERRUPTED = (
+    "yard: interrupted; nothing was saved: give --checkpoint DIR, and the same command can resume\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +108,15 @@ def run(*argv):
         ("data", 1, "yard: rows: expected 3, got 4; give 3\n"),
         ("missing", 1, "yard: [Errno 2] No such file or directory: 'a.csv'\n"),
         ("memory", 1, "yard: MemoryError\n"),
-        ("interrupt", 130, "yard: interrupted\n"),
+        ("peer", 1, "yard: rank 1 did not answer\n"),
+        # What a user can mend is told alone; what killed a rank is found by its report.
+        ("rank", 1, "yard: lr: expected less, got 9\n"),
+        ("dead", 1, "yard: rank 1 of 2 failed: killed by SIGKILL\n"),
+        (
+            "interrupt",
+            130,
+            INTERRUPTED,
+        ),
         # Not our output broke, but something else: that is a failure like others.
         ("pipe", 1, "yard: [Errno 32] Broken pipe\n"),
     ],
@@ -78,6 +124,80 @@ def run(*argv):
 def test_how_a_command_ends(capfd, how, status, message):
     assert run("fail", "--how", how) == status
     assert capfd.readouterr() == ("", message)
+
+
+def test_a_full_disk_is_named_with_the_bytes_free(capfd):
+    assert run("fail", "--how", "full") == 1
+    told = capfd.readouterr().err
+    start = "yard: /dev/full: expected room on the disk for what is written there, got "
+    assert told.startswith(start)
+    assert told.endswith(" bytes free; free some, or write to another disk\n")
+    disk = os.statvfs("/dev/full")
+    free = int(told.removeprefix(start).split()[0].replace(",", ""))
+    assert 0 <= free <= disk.f_blocks * disk.f_frsize
+
+
+def test_an_interrupt_says_how_to_resume(capfd, tmp_path):
+    folder = tmp_path / "saved"
+    argv = ("fail", "--how", "interrupt", "--checkpoint", str(folder))
+    told = f"yard: interrupted; {folder} has no checkpoint yet: start again by the same command\n"
+    assert (run(*argv), capfd.readouterr().err) == (130, told)
+    folder.mkdir()
+    assert (run(*argv), capfd.readouterr().err) == (130, told)
+    (folder / "state.json").touch()
+    told = f"yard: interrupted; resume from {folder} by the same command\n"
+    assert (run(*argv), capfd.readouterr().err) == (130, told)
+    # A kill between two renames leaves the checkpoint that was about to be replaced.
+    folder.rename(folder.with_name("saved.replaced"))
+    assert (run(*argv), capfd.readouterr().err) == (130, told)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--model.layers", "0"], "model.layers: expected 1 or more, got 0; give 1"),
+        (["--steps", "0"], "steps: expected 1 or more, got 0; give 1"),
+    ],
+)
+def test_settings_that_are_refused_are_one_sentence_and_status_2(capfd, argv, told):
+    with pytest.raises(SystemExit) as caught:
+        run("build", *argv)
+    assert caught.value.code == 2
+    assert capfd.readouterr() == ("", f"yard: {told}\n")
+    assert run("build") == 0
+
+
+TOLD = """
+import os
+import sys
+from dataclasses import dataclass
+from shared.cli import run_command
+from shared.errors import CommError, DataError
+
+@dataclass(frozen=True)
+class Fail:
+    "Fails on every rank."
+    def execute(self):
+        # The rank that lost a message is quicker than the one whose mistake it was.
+        if os.environ["RANK"] == "0":
+            raise CommError("rank 1 did not answer")
+        raise DataError("rows: expected 3, got 4; give 3")
+
+if __name__ == "__main__":
+    sys.exit(run_command({"fail": Fail, "other": Fail}, prog="yard", about="Fails."))
+"""
+
+
+@pytest.mark.slow
+def test_of_torchruns_ranks_one_tells_what_is_to_be_mended(tmp_path):
+    (tmp_path / "yard.py").write_text(TOLD)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+         tmp_path / "yard.py", "fail"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    ours = [line for line in done.stderr.splitlines() if line.startswith("yard:")]
+    assert ours == ["yard: rows: expected 3, got 4; give 3"], done.stderr
 
 
 def test_a_fault_of_ours_keeps_its_traceback():

@@ -8,13 +8,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from shared import files
+from shared.errors import DiskFullError, RankFailure
 from shared.files import (
     atomic_file,
     atomic_folder,
     find_folders,
+    naming_full_disk,
     publish,
     recover_folders,
     remove_folder,
@@ -115,10 +119,10 @@ def test_a_failing_disk_leaves_what_was_there(tmp_path, monkeypatch, call):
     (tmp_path / "a").write_text("old")
 
     def fail(*args):
-        raise OSError(28, "No space left on device")
+        raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(files.os, call, fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="Input/output error"):
         write_atomically(tmp_path / "a", b"new")
     assert (tmp_path / "a").read_text() == "old"
     assert os.listdir(tmp_path) == ["a"]
@@ -336,3 +340,74 @@ def test_the_umask_is_found_where_the_kernel_does_not_tell_it(tmp_path, monkeypa
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+
+
+ROOM, MORE = 65_536, 200_000
+
+
+def save_by_numpy(path):
+    with atomic_file(path) as partial, partial.open("wb") as file:
+        np.save(file, np.zeros(MORE, np.uint8))
+
+
+def save_by_safetensors(path):
+    numpy_forms = pytest.importorskip("safetensors.numpy", reason="safetensors is a package's need")
+    with atomic_file(path) as partial:
+        numpy_forms.save_file({"a": np.zeros(MORE, np.uint8)}, partial)
+
+
+def save_by_torch(path):
+    with atomic_file(path) as partial, partial.open("wb") as file:
+        torch.save({"a": torch.zeros(MORE, dtype=torch.uint8)}, file)
+
+
+def save_a_folder(path):
+    with atomic_folder(path) as partial:
+        (partial / "a").write_bytes(bytes(MORE))
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        lambda path: write_atomically(path, bytes(MORE)),
+        *(save_by_numpy, save_by_safetensors, save_by_torch, save_a_folder),
+    ],
+)
+def test_a_full_disk_is_named_with_its_free_bytes_and_left_as_it_was(small_disk, save):
+    folder = small_disk(ROOM)
+    path = folder / "saved"
+    with pytest.raises(DiskFullError) as caught:
+        save(path)
+    assert str(caught.value) == (
+        f"{path}: expected room on the disk for what is written there, got 65,536 bytes free; free "
+        "some, or write to another disk"
+    )
+    assert caught.value.errno == 28
+    assert isinstance(caught.value, OSError)
+    assert os.listdir(folder) == []
+
+
+def test_other_errors_of_a_writer_stay_what_they_are(tmp_path):
+    with pytest.raises(ValueError, match="rows"), atomic_file(tmp_path / "a"):
+        raise ValueError("rows: got 3")
+    with pytest.raises(FileNotFoundError) as caught:
+        write_atomically(tmp_path / "nowhere" / "a", "text")
+    assert not isinstance(caught.value, DiskFullError)
+
+
+def test_a_guess_leaves_the_name_that_an_error_has(tmp_path):
+    with (
+        pytest.raises(DiskFullError, match=f"^{tmp_path}/a: expected room"),
+        naming_full_disk("out", is_guess=True),
+    ):
+        raise OSError(28, "No space left on device", f"{tmp_path}/a")
+    with (
+        pytest.raises(DiskFullError, match=r"^out: expected room"),
+        naming_full_disk("out", is_guess=True),
+    ):
+        raise OSError(28, "No space left on device")
+    told = RankFailure("rank 1 of 2 failed: No space left on device")
+    with pytest.raises(RankFailure), naming_full_disk("out", is_guess=True):
+        raise told
+    with pytest.raises(DiskFullError), naming_full_disk("out"):
+        raise told

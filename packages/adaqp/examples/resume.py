@@ -1,7 +1,7 @@
-"""Trains with checkpoints; started again after an interruption, it goes on where it was.
+"""Trains with checkpoints; started again after an interruption, it resumes where it was.
 
 python resume.py --stop-at 4     # stops after four epochs, as a killed process would
-python resume.py                 # goes on from the checkpoint to the end
+python resume.py                 # resumes from the checkpoint to the end
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -104,6 +105,56 @@ def test_an_error_of_a_process_is_one_sentence_and_status_1(tmp_path):
     text = adaqp_cli("train", tmp_path / "nowhere", expect=1)
     assert text.startswith("adaqp: ")
     assert text.count("\n") == 1
+
+
+def test_settings_of_a_command_line_are_refused_in_one_sentence(parts):
+    text = run_here("train", parts, "--epochs", 0, expect=2)
+    assert text == ("adaqp: epochs, eval_every: expected 1 or more and 0 or more, got 0 and 10\n")
+    text = run_here("train", parts, "--model.dropout", 1, expect=2)
+    assert text == "adaqp: model.dropout: expected a share in [0, 1), got 1.0\n"
+
+
+@pytest.fixture(scope="module")
+def one_part(tmp_path_factory, sbm):
+    folder = tmp_path_factory.mktemp("cli") / "one"
+    partition(sbm, 1, method="random", out=folder)
+    return folder
+
+
+def test_a_resumed_run_says_from_where(one_part, tmp_path):
+    argv = ("train", one_part, "--model.hidden", 8, "--checkpoint", tmp_path / "run1", "--epochs")
+    assert "resumed" not in run_here(*argv, 2)
+    text = run_here(*argv, 3)
+    assert text.startswith(f"adaqp: resumed from step 2 of {tmp_path}/run1\nepoch 3: ")
+
+
+def test_a_checkpoint_of_another_width_is_one_sentence_of_all_ranks(parts, tmp_path):
+    argv = ("train", parts, "--epochs", 1, "--checkpoint", tmp_path / "run1", "--model.hidden")
+    run_here(*argv, 8)
+    assert run_here(*argv, 12, expect=1) == (
+        f"adaqp: {tmp_path}/run1: expected model.0.weight of shape [128, 12] as in this run, got "
+        "shape [128, 8]; resume with the model's settings that it was written with, or give "
+        "another folder\n"
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 32])
+def test_a_learning_rate_that_diverges_is_told_with_the_epoch(parts, bits):
+    argv = ("--policy.name", "fixed", "--policy.width", bits, "--lr", 1e30, "--epochs", 9)
+    text = run_here("train", parts, *argv, expect=1)
+    assert re.fullmatch(r"adaqp: epoch \d: .*lower the learning rate.*\n", text), text
+    assert ("expected a finite loss, got nan" in text) == (bits == 32)
+
+
+def test_a_full_disk_is_one_sentence_of_all_ranks(parts, small_disk):
+    folder = small_disk(65_536) / "run1"
+    argv = ("--model.hidden", 64, "--epochs", 1, "--checkpoint", folder)
+    text = run_here("train", parts, *argv, expect=1)
+    assert re.fullmatch(
+        rf"adaqp: {folder}: expected room on the disk for what is written there, got [\d,]+ bytes "
+        r"free; free some, or write to another disk\n",
+        text,
+    ), text
 
 
 def test_settings_out_of_range_are_refused():

@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -217,6 +218,18 @@ def test_reshard_of_a_hugging_face_folder_loads_under_the_models_key(tmp_path, c
         assert torch.equal(other.state_dict()[name], value)
     out_of(capsys, "convert", tmp_path / "two", tmp_path / "back", "--to", "safetensors")
     assert "differences: 0" in out_of(capsys, "diff", tmp_path, tmp_path / "back").out
+
+
+@pytest.mark.parametrize("command", [["convert", "--to", "torch"], ["reshard", "--world", "2"]])
+def test_a_full_disk_is_one_sentence(run, small_disk, capsys, command):
+    name, *options = command
+    target = small_disk(16_384) / "new"
+    told = out_of(capsys, name, run / "step_00000010", target, *options, code=1).err
+    assert re.fullmatch(
+        rf"bytecheckpoint: {target}\S*: expected room on the disk for what is written there, got "
+        r"[\d,]+ bytes free; free some, or write to another disk\n",
+        told,
+    ), told
 
 
 def test_convert_takes_files_of_torch(tmp_path, capsys):

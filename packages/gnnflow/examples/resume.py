@@ -1,7 +1,7 @@
-"""Trains on a stream with checkpoints; started again after an interruption, it goes on where it was.
+"""Trains on a stream with checkpoints; started again after an interruption, it resumes where it was.
 
 python resume.py --rounds 2     # stops after two rounds, as a killed process would
-python resume.py                # goes on from the checkpoint to the end
+python resume.py                # resumes from the checkpoint to the end
 """
 
 import argparse

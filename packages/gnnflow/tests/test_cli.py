@@ -1,4 +1,5 @@
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,52 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(tmp_path, capsys):
 def test_numbers_out_of_range_name_their_option(args, told, capsys):
     assert main(args) == 1
     assert told in capsys.readouterr().err
+
+
+SMALL = ["zipf:60:900", "--dim", "8", "--fanouts", "3", "3"]
+
+
+def test_a_resumed_run_says_from_where(tmp_path, capsys):
+    given = ["train", *SMALL, "--epochs", "1", "--checkpoint", str(tmp_path / "run1")]
+    assert main(given) == 0
+    assert "resumed" not in capsys.readouterr().err
+    assert main(given) == 0
+    assert f"gnnflow: resumed from step 2 of {tmp_path}/run1\n" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_width_is_one_sentence(tmp_path, capsys):
+    given = ["train", *SMALL, "--epochs", "1", "--checkpoint", str(tmp_path / "run1")]
+    assert main(given) == 0
+    capsys.readouterr()
+    assert main([*given, "--dim", "12"]) == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"gnnflow: {tmp_path}/run1: expected model\.\S+ of shape \[.*12.*\] as in this run, got shape "
+        r"\[.*8.*\]; resume with the model's settings that it was written with, or give another "
+        r"folder\n",
+        told,
+    ), told
+
+
+def test_a_full_disk_is_one_sentence(small_disk, capsys):
+    folder = small_disk(16_384) / "run1"
+    assert main(["train", *SMALL, "--epochs", "1", "--checkpoint", str(folder)]) == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"gnnflow: {folder}/after-\d+\.safetensors: expected room on the disk for what is written "
+        r"there, got [\d,]+ bytes free; free some, or write to another disk\n",
+        told,
+    ), told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.delenv("MESHYARD_KERNELS", raising=False)
+    assert main(["train", *SMALL, "--placement", "cuda"]) == 1
+    assert capsys.readouterr().err == (
+        "gnnflow: placement: expected a GPU for 'cuda', got 0 that torch can use; give cpu, or "
+        "install a driver and a build of torch with CUDA\n"
+    )
 
 
 def test_a_table_without_rows_is_a_stream_without_events(tmp_path, capsys):

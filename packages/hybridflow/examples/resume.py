@@ -1,4 +1,4 @@
-"""Train with checkpoints: started again after an interruption, it goes on where it was.
+"""Train with checkpoints: started again after an interruption, it resumes where it was.
 
     python resume.py --folder runs/sort --steps 200
 
@@ -35,7 +35,7 @@ def main() -> None:
         start = 0
         if checkpoint.latest() is not None:
             start = checkpoint.load(groups)["next_step"]
-            print(f"goes on at step {start}")
+            print(f"resumed from step {start}")
         algorithm = hy.algos.GRPO(
             actor=actor, score=score, sampling=hy.Sampling(max_new_tokens=2, num_samples=8)
         )

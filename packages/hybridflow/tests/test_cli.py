@@ -47,7 +47,10 @@ def test_map_explains_its_choice(capsys):
     [
         (["plan", "1-3-2", "1-2"], "tensor shards do not divide"),
         (["plan", "1-4", "1-2"], "expected a layout p-t-d"),
-        (["plan", "1-4-2", "1-2", "--model", "nowhere"], "nowhere/config.json is not there"),
+        (
+            ["plan", "1-4-2", "1-2", "--model", "nowhere"],
+            "config.json, got 'nowhere', where none is",
+        ),
         (["map", "--device", "H1000"], "device: expected one of"),
         (["map", "--gpus", "12"], "expected whole hosts"),
         (["train", "nothing"], "built in are"),

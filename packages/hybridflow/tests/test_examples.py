@@ -49,8 +49,8 @@ def test_interrupted_run_ends_with_the_same_numbers(example, tmp_path):
     assert len(rewards_of(whole)) == 6
     first = example("resume.py", "--folder", "parts", "--stop-after", "2")
     second = example("resume.py", "--folder", "parts")
-    assert "goes on at step 2\n" in second
-    assert first + second.replace("goes on at step 2\n", "") == whole
+    assert "resumed from step 2\n" in second
+    assert first + second.replace("resumed from step 2\n", "") == whole
     assert sorted(path.name for path in (tmp_path / "parts").glob("step-*")) == [
         "step-000004",
         "step-000006",

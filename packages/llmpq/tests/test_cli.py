@@ -232,6 +232,32 @@ def test_nothing_is_loaded_where_all_is_answered(home, tmp_path):
     assert (tmp_path / "answers.jsonl").read_text() == told
 
 
+def test_what_was_answered_is_resumed_and_a_full_disk_is_named(home, tmp_path, small_disk, capsys):
+    plan = Plan(
+        stages=(Stage(rank=0, layers=(0, 5)),), bits=(16,) * 5, prefill_size=1, decode_size=1,
+        folder=str(home / "model"),
+    )  # fmt: skip
+    plan.save(tmp_path / "one.json")
+    run = ["run", tmp_path / "one.json", "--prompts", home / "prompts.jsonl", "--new-tokens", 2]
+    run = [*map(str, run), "--out"]
+    out = tmp_path / "answers.jsonl"
+    assert main([*run, str(out)]) == 0
+    assert "resumed" not in capsys.readouterr().err
+    first, *_ = out.read_text().splitlines(keepends=True)
+    out.write_text(first)
+    assert main([*run, str(out)]) == 0
+    told = capsys.readouterr()
+    assert f"llmpq: resumed from prompt 1 of {out}\n" in told.err
+    assert "answered 2 of 3 prompts in " in told.out
+    disk = small_disk(4096)
+    (disk / "rest").write_bytes(bytes(4096))
+    assert main([*run, str(disk / "answers.jsonl")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"llmpq: {disk}/answers.jsonl: expected room on the disk for what is written there, got 0 "
+        "bytes free; free some, or write to another disk"
+    )
+
+
 def mistakes():
     """Arguments by what the message has to say."""
     planning = ["plan", "MODEL", "--cluster", "CLUSTER", "--prompts", "PROMPTS"]

@@ -1,7 +1,7 @@
-"""Trains with checkpoints; started again after an interruption, it goes on to the same losses, to the bit.
+"""Trains with checkpoints; started again after an interruption, it resumes to the same losses, to the bit.
 
 python resume.py --stop-after 1     # leaves after one pass, as a killed process would
-python resume.py                    # goes on from the checkpoint
+python resume.py                    # resumes from the checkpoint
 """
 
 import argparse

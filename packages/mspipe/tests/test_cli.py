@@ -1,8 +1,10 @@
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from mspipe.cli import main
 from mspipe.data.batching import uniform_bounds
@@ -179,6 +181,60 @@ def test_what_cannot_be_done_says_why(args, told, capsys):
     assert told in capsys.readouterr().err
 
 
+def test_a_resumed_run_says_from_where(tmp_path, capsys):
+    given = ["train", *SMALL, "--checkpoint", str(tmp_path / "run1"), "--epochs"]
+    assert main([*given, "1"]) == 0
+    assert "resumed" not in capsys.readouterr().err
+    assert main([*given, "2"]) == 0
+    # 70 % of 900 events in batches of 100.
+    assert capsys.readouterr().err == f"mspipe: resumed from step 7 of {tmp_path}/run1\n"
+
+
+def test_a_checkpoint_of_another_width_is_one_sentence(tmp_path, capsys):
+    given = ["train", *SMALL, "--checkpoint", str(tmp_path / "run1"), "--epochs", "1"]
+    assert main(given) == 0
+    capsys.readouterr()
+    assert main([*given, "--dim", "12"]) == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"mspipe: {tmp_path}/run1: expected model\.\S+ of shape \[.*12.*\] as in this run, got shape "
+        r"\[.*8.*\]; resume with the model's settings that it was written with, or give another "
+        r"folder\n",
+        told,
+    ), told
+
+
+def test_a_full_disk_is_one_sentence(small_disk, capsys):
+    folder = small_disk(16_384) / "run1"
+    assert main(["train", *SMALL, "--epochs", "1", "--checkpoint", str(folder)]) == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(
+        rf"mspipe: {folder}/training\.pt: expected room on the disk for what is written there, got "
+        r"[\d,]+ bytes free; free some, or write to another disk\n",
+        told,
+    ), told
+
+
+def test_a_learning_rate_that_diverges_is_told_with_the_batch(capsys):
+    assert main(["train", *SMALL, "--rate", "1e30"]) == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(
+        r"mspipe: epoch 1, batch \d: expected a finite loss, got (nan|inf); lower the learning "
+        r"rate, .*\n",
+        told,
+    ), told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("option", ["device", "place"])
+def test_a_gpu_that_is_not_there_is_one_sentence(option, capsys):
+    assert main(["train", *SMALL, f"--{option}", "cuda"]) == 1
+    assert capsys.readouterr().err == (
+        f"mspipe: {option}: expected a GPU for 'cuda', got 0 that torch can use; give cpu, or "
+        "install a driver and a build of torch with CUDA\n"
+    )
+
+
 def test_clients_are_accepted_in_one_thread(capsys, monkeypatch):
     def refused(server):
         raise AssertionError("a second thread would accept beside the command's own")
@@ -188,10 +244,13 @@ def test_clients_are_accepted_in_one_thread(capsys, monkeypatch):
 
     monkeypatch.setattr(MemoryServer, "start", refused)
     monkeypatch.setattr(MemoryServer, "serve_forever", stopped)
-    assert main(["serve-memory", "--bind", "127.0.0.1:0"]) == 0
+    assert main(["serve-memory", "--bind", "127.0.0.1:0"]) == 130
     told = capsys.readouterr()
     assert "serving at tcp://127.0.0.1:" in told.out
-    assert "stopped" in told.err
+    assert told.err == (
+        "mspipe: interrupted; its tables are gone: start again by the same command, and resume the "
+        "training\n"
+    )
 
 
 @pytest.mark.slow

@@ -5,10 +5,12 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from swift.cli import main
+from swift.membership import client
 
 SCRIPT = """
 import sys
@@ -52,6 +54,10 @@ MISTAKES = {
     "reads more than there is": (
         "import swift\nrun = swift.join()\nswift.StepData([1, 2], 4)",
         ["train.py, line 3: global_batch: expected at most the dataset's 2 samples, got 4"],
+    ),
+    "diverges": (
+        SCRIPT.replace(".sum())", ".sum())\n    return torch.tensor(float('nan')) if i else 1.0"),
+        ["train.py, line ..: step 1: expected a finite loss, got nan; lower the learning rate, "],
     ),
     "leaves a parameter without its step": (
         stepping("return"), ["train.py, line ..: step 0: expected one dp.backward"],
@@ -100,6 +106,45 @@ def test_wrong_values_are_refused_before_anything_starts(
 def test_without_a_run_status_says_so(capsys):
     assert main(["status", "--at", "127.0.0.1:1"]) == 1
     assert capsys.readouterr().err.startswith("meshyard-swift: ")
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "b'HTTP/1.1 400 Bad Request"),
+        (b"", "no answer in 0.2 s"),
+    ],
+)
+@pytest.mark.parametrize("is_run", [False, True])
+def test_something_else_that_listens_is_told_within_seconds(
+    tmp_path, monkeypatch, capsys, sent, told, is_run
+):
+    monkeypatch.setattr(client, "_WAIT_S", 0.2)
+    (tmp_path / "train.py").write_text("import swift")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        held = []
+
+        def answer():
+            held.append(listener.accept()[0])
+            held[0].sendall(sent)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        argv = ["status", "--at", f"127.0.0.1:{port}"]
+        if is_run:
+            if not sent:
+                pytest.skip("a first supervisor may be silent for long: it starts its processes")
+            argv = ["run", "--nnodes", "2", "--node-rank", "1", "--master-port", str(port)]
+            argv += ["--spares", "0", str(tmp_path / "train.py")]
+        assert main(argv) == 1
+        thread.join()
+        held[0].close()
+    text = capsys.readouterr().err
+    start = f"meshyard-swift: 127.0.0.1:{port}: expected a run's first supervisor, something else "
+    assert text.startswith(f"{start}listens there and gave {told}")
+    assert text.endswith("; give the address of `meshyard-swift run`\n")
+    assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize("argv", [["demo", "--fast"], ["inject", "burn", "1"], ["run", "-n", "x"]])

@@ -3,27 +3,39 @@
 A command is a frozen dataclass whose fields are its options, with a method `execute` that prints
 results to stdout and progress to stderr. Parsing is tyro's. Nothing heavy is imported here.
 
+What a user can mend is one sentence on stderr, also where several ranks of torchrun meet it.
+
 Exit statuses: 0 done; 1 failed; 2 wrong usage; 130 interrupted; 141 broken pipe at stdout.
 """
 
+import io
 import json
 import math
 import os
 import select
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from typing import Any, Protocol
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from shared.errors import ConfigError, MeshyardError
+from shared.errors import CommError, ConfigError, MeshyardError, describe_mistake
+from shared.files import find_folders, naming_full_disk
 from shared.registry import Registry
+from shared.training import show_resumed
 
-__all__ = ["Choice", "Command", "JsonOption", "choice", "run_command"]
+__all__ = ["CheckpointOption", "Choice", "Command", "JsonOption", "choice", "run_command"]
 
 _INTERRUPTED, _NOBODY_READS = 130, 141
+
+# Seconds to wait for torchrun's store, and for another rank to tell what led to a lost message.
+_STORE_S, _OTHERS_S = 5.0, 1.0
 
 
 class Command(Protocol):
@@ -38,6 +50,15 @@ class Command(Protocol):
         ...
 
 
+@runtime_checkable
+class Resumable(Protocol):
+    """A subcommand that can resume what was interrupted."""
+
+    def how_to_resume(self) -> str:
+        """What to do after Ctrl-C, as the end of a sentence."""
+        ...
+
+
 def run_command(
     commands: Mapping[str, Callable[..., Command]],
     *,
@@ -48,8 +69,8 @@ def run_command(
     """Parses arguments into a command and executes it.
 
     Errors that a user can fix are printed to stderr without a traceback: Meshyard's own, those of
-    the operating system (a missing file) and a lack of memory. Any other error is a bug in the
-    program and keeps its traceback.
+    the operating system (a missing file, a full disk) and a lack of memory; of several ranks that
+    torchrun started, one prints it. Any other error is a bug in the program and keeps its traceback.
 
     Args:
         commands: dataclasses by the names of subcommands, in the order of the help.
@@ -63,21 +84,94 @@ def run_command(
     Raises:
         SystemExit: usage is wrong (status 2), or help was asked for (status 0).
     """
-    command: Command = tyro.extras.subcommand_cli_from_dict(
-        dict(commands), prog=prog, description=about, args=argv
-    )
+    with _telling_settings(prog):
+        command: Command = tyro.extras.subcommand_cli_from_dict(
+            dict(commands), prog=prog, description=about, args=argv
+        )
     try:
-        status = command.execute()
+        # Writers that do not name what they write belong to the command's output.
+        output = getattr(command, "out", None) or Path()
+        with show_resumed(prog), naming_full_disk(output, is_guess=True):
+            status = command.execute()
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr)
+        advice = "start again by the same command"
+        if isinstance(command, Resumable):
+            advice = command.how_to_resume()
+        _tell(prog, f"interrupted; {advice}")
         return _INTERRUPTED
-    except (MeshyardError, OSError, MemoryError) as error:
+    except Exception as error:
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
             return _NOBODY_READS
-        print(f"{prog}: {str(error) or type(error).__name__}", file=sys.stderr)
+        mistake = describe_mistake(error)
+        if mistake is None and not isinstance(error, MeshyardError):
+            raise
+        _tell(prog, mistake or str(error), is_consequence=isinstance(error, CommError))
         return 1
     return status or 0
+
+
+@contextmanager
+def _telling_settings(prog: str) -> Iterator[None]:
+    """Makes a ConfigError of a command's settings one sentence, in place of tyro's box of it."""
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):
+            yield
+    except (MeshyardError, SystemExit) as ending:
+        cause: BaseException | None = ending
+        # tyro ends the process while it handles the error.
+        while cause is not None and not isinstance(cause, MeshyardError):
+            cause = cause.__context__
+        if cause is None:
+            sys.stderr.write(told.getvalue())
+            raise
+        _tell(prog, str(cause))
+        raise SystemExit(2) from None
+
+
+def _tell(prog: str, sentence: str, *, is_consequence: bool = False) -> None:
+    """Prints to stderr, unless another rank of torchrun's has.
+
+    Args:
+        prog: name of the program.
+        sentence: what is printed.
+        is_consequence: that of another rank's error, which is given a second to tell its own.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and _has_been_told(is_consequence):
+        return
+    print(f"{prog}: {sentence}", file=sys.stderr)
+
+
+def _has_been_told(is_consequence: bool) -> bool:
+    from shared.comms.init import open_torchrun_store
+
+    try:
+        store = open_torchrun_store("told", timedelta(seconds=_STORE_S))
+        if is_consequence:
+            time.sleep(_OTHERS_S)
+        return store.add("sentences", 1) > 1
+    except (OSError, RuntimeError, ValueError):
+        return False  # torchrun's own process has ended
+
+
+# Without slots, so that a command can inherit from this and from JsonOption.
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOption:
+    """A command that inherits from this has `--checkpoint`, and says at Ctrl-C how to resume."""
+
+    checkpoint: Path | None = None
+    """Folder to write checkpoints to, and to resume from."""
+
+    def how_to_resume(self) -> str:
+        """What to do after Ctrl-C, as the end of a sentence."""
+        folder = self.checkpoint
+        if folder is None:
+            return "nothing was saved: give --checkpoint DIR, and the same command can resume"
+        found = find_folders(folder.parent, folder.name).values()
+        if any(any(path.iterdir()) for path in found):
+            return f"resume from {folder} by the same command"
+        return f"{folder} has no checkpoint yet: start again by the same command"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

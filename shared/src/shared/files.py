@@ -15,12 +15,15 @@ After an error nothing is left over. After a kill there may be left, beside `pat
 What a process of another machine or container left is removed once a day has passed in which nothing
 was written to it.
 
+A full disk is told as a DiskFullError, with the path and the bytes free.
+
 Several processes may write the same file or folder, each under its own temporary name; the last one
 wins. Of two that publish a folder at the same moment one may be refused with an OSError; the folder
 that remains is complete. A symbolic link is kept and its target replaced. A path that is not a
 regular file (a pipe, a device) is written to directly.
 """
 
+import errno
 import glob
 import os
 import shutil
@@ -30,12 +33,15 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+from shared.errors import DataError, DiskFullError, MeshyardError
 from shared.process_mark import is_alive, mark
 
 __all__ = [
     "atomic_file",
     "atomic_folder",
+    "check_not_empty",
     "find_folders",
+    "naming_full_disk",
     "publish",
     "recover_folders",
     "remove_folder",
@@ -45,6 +51,9 @@ __all__ = [
 
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 _ABANDONED_S = 24 * 3600.0
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Libraries that do not write through Python keep the number from us: safetensors and NumPy.
+_FULL_IN_WORDS = (*(os.strerror(number) for number in _FULL), " requested and ")
 _numbers = count()
 
 
@@ -62,6 +71,44 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
         partial.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
+def check_not_empty(path: str | os.PathLike[str], what: str) -> None:
+    """Refuses a file without content; what is no file, or not there, passes.
+
+    Args:
+        path: the file.
+        what: it should hold, as in "a table".
+
+    Raises:
+        DataError: the file is empty.
+    """
+    path = Path(path)
+    if path.is_file() and not path.stat().st_size:
+        raise DataError(f"{path}: expected {what}, the file is empty; check what wrote it")
+
+
+@contextmanager
+def naming_full_disk(path: str | os.PathLike[str], *, is_guess: bool = False) -> Iterator[None]:
+    """Has a full disk raise a DiskFullError that names `path`, whatever library writes in the block.
+
+    Args:
+        path: what is written, as the user named it.
+        is_guess: the block may write elsewhere: an error that names a file keeps that name.
+
+    Raises:
+        DiskFullError: the block met a full disk, or a quota.
+    """
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except Exception as error:
+        # Our own errors say already where that was.
+        if not _is_of_full_disk(error) or (is_guess and isinstance(error, MeshyardError)):
+            raise
+        named = getattr(error, "filename", None) if is_guess else None
+        raise DiskFullError.at(named or path) from error
+
+
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path, which is renamed to `path` when the block ends without an error.
@@ -76,7 +123,12 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         FileNotFoundError: its folder does not exist, or the block has written nothing.
         OSError: the file cannot be synced or renamed; `path` is unchanged.
     """
-    path = Path(os.path.realpath(path))
+    with naming_full_disk(path), _partial_file(Path(os.path.realpath(path))) as partial:
+        yield partial
+
+
+@contextmanager
+def _partial_file(path: Path) -> Iterator[Path]:
     if path.exists() and not path.is_file():
         yield path
         return
@@ -100,7 +152,12 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         OSError: the folder cannot be created, synced or renamed; `path` is unchanged.
     """
-    path = Path(os.path.realpath(path))
+    with naming_full_disk(path), _partial_folder(Path(os.path.realpath(path))) as partial:
+        yield partial
+
+
+@contextmanager
+def _partial_folder(path: Path) -> Iterator[Path]:
     # Releases up to 0.1.0 gave all writers of a folder one name.
     for leftover in (_beside(path, _PARTIAL), *_leftovers(path, path.name)):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -230,6 +287,20 @@ def _read_umask() -> int:
         umask = os.umask(0o077)
         os.umask(umask)
         return umask
+
+
+def _is_of_full_disk(error: BaseException) -> bool:
+    """Whether an error, or one that led to it, says so: by its number, or in words."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, OSError) and cause.errno in _FULL:
+            return True
+        if any(words in str(cause) for words in _FULL_IN_WORDS):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _set_mode(file: Path, mode: int) -> None:

@@ -25,7 +25,7 @@ from shared.comms import (
     scatter_v,
 )
 from shared.comms.courier import run_rounds
-from shared.errors import ConfigError, RankFailure
+from shared.errors import CommError, ConfigError, DataError, RankFailure
 
 LIMIT = timedelta(seconds=60)
 
@@ -75,6 +75,14 @@ def wait_for(path: Path) -> None:
 def raising() -> None:
     if dist.get_rank() == 1:
         raise KeyError("the reason")
+    barrier(Group.world())
+
+
+def mistaken(errors: list[Exception]) -> None:
+    """Each rank raises its own error, but None: then it waits for the others."""
+    own = errors[dist.get_rank()]
+    if own is not None:
+        raise own
     barrier(Group.world())
 
 
@@ -187,6 +195,22 @@ def unpicklable():
 def with_child() -> None:
     child = subprocess.Popen(["sleep", "1000"])
     raise RuntimeError("child", child.pid)
+
+
+@pytest.mark.parametrize(
+    ("errors", "mistake"),
+    [
+        ([None, DataError("rows: expected 3, got 4")], "rows: expected 3, got 4"),
+        ([FileNotFoundError(2, "gone", "a.csv"), None], "[Errno 2] gone: 'a.csv'"),
+        # A lost message follows from something else, and a KeyError is a fault of ours.
+        ([CommError("rank 1 did not answer"), ConfigError("lr: got -1")], "lr: got -1"),
+        ([CommError("rank 1 did not answer"), KeyError("ours")], None),
+    ],
+)
+def test_what_a_user_can_mend_is_told_apart_from_the_traceback(errors, mistake):
+    failure = failure_of(2, mistaken, errors)
+    assert failure.mistake == mistake
+    assert "Traceback" in str(failure)
 
 
 def test_raising_rank():

@@ -8,7 +8,7 @@ import tyro
 
 from adaqp.planner.widths import WIDTHS
 from adaqp.training.config import POLICIES, ModelConfig, PolicyConfig, RunConfig
-from shared.cli import choice, run_command
+from shared.cli import CheckpointOption, choice, run_command
 
 __all__ = ["main"]
 
@@ -88,13 +88,12 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train:
+class Train(CheckpointOption):
     """Train on a partition with one rank per part, started here or by torchrun.
 
     Args:
         folder: folder written by `adaqp partition`.
         run_config: model, policy and settings of the training.
-        checkpoint: folder of the checkpoint; a run resumes from the one it finds there.
         save_every: epochs between checkpoints.
         history: JSON file to write losses, accuracies, bytes and seconds to.
         links: JSON file of link costs, written by `adaqp probe-links --out`. Runs with the same
@@ -103,7 +102,6 @@ class Train:
 
     folder: Annotated[Path, tyro.conf.Positional]
     run_config: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
-    checkpoint: Path | None = None
     save_every: int = 50
     history: Path | None = None
     links: Path | None = None

@@ -31,6 +31,7 @@ from adaqp.training.trainer import History, Trainer
 from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
+from shared.training import show_resumed
 from shared.units import parse_rate
 
 __all__ = ["bench", "plan", "probe_links", "profile_in_rank", "train"]
@@ -115,7 +116,8 @@ def _train_in_rank(
         optimizer = torch.optim.Adam(model.parameters(), config.lr)
         trainer = Trainer(dg, model, optimizer, seed=config.seed, on_epoch=on_epoch)
         if checkpoint is not None and _has_checkpoint(checkpoint):
-            trainer.resume(checkpoint)
+            with show_resumed("adaqp"):
+                trainer.resume(checkpoint)
         while trainer.epoch < config.epochs:
             left = config.epochs - trainer.epoch
             trainer.fit(min(save_every, left) if checkpoint else left, config.eval_every)

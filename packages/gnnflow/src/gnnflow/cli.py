@@ -15,7 +15,7 @@ from gnnflow.features.policies import CACHE_POLICIES
 from gnnflow.partitioning.methods import PARTITION_METHODS
 from gnnflow.sampling.policies import SAMPLING_POLICIES
 from gnnflow.training.replay_policies import REPLAY_POLICIES
-from shared.cli import JsonOption, choice, run_command
+from shared.cli import CheckpointOption, JsonOption, choice, run_command
 from shared.errors import ConfigError
 from shared.files import atomic_file, write_atomically
 
@@ -38,7 +38,7 @@ _Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Training(JsonOption):
+class _Training(JsonOption, CheckpointOption):
     """Options of both `train` and `continual`."""
 
     model: Annotated[str, choice(MODELS)] = "tgat"
@@ -67,8 +67,6 @@ class _Training(JsonOption):
     """Seed of weights, draws and everything else that is random."""
     placement: Literal["cpu", "cuda", "hybrid"] = "cpu"
     """Where the graph is stored and sampled; hybrid: edges in host memory that the GPU reads."""
-    checkpoint: Path | None = None
-    """Folder to write checkpoints to, and to resume from."""
 
     def make_trainer(self, events: Events, **options: Any) -> ContinualTrainer:
         """A trainer of a new graph, with these and other settings of `ContinualTrainer`."""

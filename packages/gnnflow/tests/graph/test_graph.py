@@ -374,7 +374,7 @@ def test_a_gpu_that_is_not_there_is_asked_for(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     monkeypatch.delenv("MESHYARD_KERNELS", raising=False)
-    with pytest.raises(ConfigError, match="needs a GPU and torch sees none"):
+    with pytest.raises(ConfigError, match=r"placement: expected a GPU for '.*', got 0"):
         gf.TemporalGraph(placement="cuda")
 
 
@@ -447,3 +447,12 @@ def test_a_waiting_writer_comes_before_new_readers():
 def test_regions_grow_by_half():
     sizes = [blocks_compiled.region_size(kind) for kind in range(12)]
     assert sizes == [1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48]
+
+
+def test_sparse_ids_are_refused_before_a_petabyte_is_allocated():
+    graph = gf.TemporalGraph()
+    with pytest.raises(
+        DataError, match=r"got ids up to 1,000,000,000,000 at 56 bytes each; number"
+    ):
+        graph.add_edges([0], [10**12], [1])
+    assert graph.num_edges == 0

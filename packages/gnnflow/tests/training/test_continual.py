@@ -16,7 +16,7 @@ from gnnflow.sampling.sampler import TemporalSampler
 from gnnflow.training.continual import ContinualTrainer
 from gnnflow.training.settings import Settings
 from shared.data.events import Events
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DataError, DivergenceError
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,10 @@ def test_a_loss_that_is_not_finite_is_told(toy):
         return torch.optim.SGD(params, lr=1e30)
 
     trainer = toy.trainer_of(toy.clubs(400), optimizer=wild)
-    with pytest.raises(DataError, match=r"the loss is nan|expected numbers, got NaN"):
+    told = (
+        r"round \d: .*(expected a finite loss, got nan|expected numbers, got NaN).*lower the learn"
+    )
+    with pytest.raises(DivergenceError, match=told):
         list(trainer.run(toy.clubs(400)))
 
 

@@ -13,7 +13,7 @@ from hybridflow.mapping.models import LLAMA_SIZES
 from hybridflow.mapping.steps import STEPS
 from hybridflow.training.config import built_in
 from hybridflow.training.placement import ENGINES
-from shared.cli import JsonOption, choice, run_command
+from shared.cli import CheckpointOption, JsonOption, choice, run_command
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Train:
+class Train(CheckpointOption):
     """Train by a recipe: a YAML file, or the name of a built-in one.
 
     Example: hybridflow train ppo-sort --set steps=200 optimizer.lr=5e-4 --out run1
@@ -56,8 +56,6 @@ class Train:
     """KEY=VALUE pairs that replace the recipe's, such as optimizer.lr=1e-4."""
     out: Path | None = None
     """Folder for metrics.jsonl and TensorBoard's files."""
-    checkpoint: Path | None = None
-    """Folder to resume from, and to save checkpoints to."""
     every: int = 50
     """Steps between saved checkpoints."""
 

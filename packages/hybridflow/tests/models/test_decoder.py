@@ -233,7 +233,9 @@ def test_windows_that_cut_nothing_off_are_taken():
 def test_sources_that_are_no_model_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no preset 'x'; there are tiny-llama, small-llama"):
         read_config("config:x")
-    with pytest.raises(ConfigError, match=r"config\.json is not there"):
+    with pytest.raises(
+        ConfigError, match=r"expected a folder with config\.json, got .*, where none is"
+    ):
         read_config(tmp_path)
     with pytest.raises(ConfigError, match=r"expected config:NAME, a folder.*got a int"):
         read_config(3)

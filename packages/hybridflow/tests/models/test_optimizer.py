@@ -13,7 +13,7 @@ from hybridflow.models.optimizer import AdamW, Optimizer
 from hybridflow.models.pieces import initialize, pieces
 from hybridflow.models.pipeline import train
 from shared.comms.group import Group
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DivergenceError
 
 TREE = {
     "model_type": "qwen3",
@@ -138,7 +138,8 @@ def test_gradients_that_are_not_finite_change_nothing_and_are_counted(wrong):
     for name, values in state.items():
         now = ours.state_of(name)
         assert all(torch.equal(value, now[key]) for key, value in values.items())
-    with pytest.raises(DataError, match=r"not finite in 3 steps in a row; .* rate of 0\.01"):
+    told = r"step 4: expected finite gradients, got (nan|inf) in 3 steps in a row, .* rate of 0\.01"
+    with pytest.raises(DivergenceError, match=told):
         ours.step()
 
 
@@ -152,7 +153,7 @@ def test_a_step_that_succeeds_begins_the_count_anew():
     assert ours.counters == {"num_steps": 4, "num_skipped": 2, "num_skipped_in_a_row": 0}
     strict = Optimizer(decoder(), AdamW(max_skipped=0))
     strict.model.get_parameter("norm").grad[0] = math.nan
-    with pytest.raises(DataError, match="not finite in 1 steps"):
+    with pytest.raises(DivergenceError, match="got nan in 1 steps in a row"):
         strict.step()
 
 

@@ -138,7 +138,7 @@ def test_long_prompts_are_left_out_and_counted(caplog):
         (['{"prompt": ""}'], r"x\.jsonl:1: expected a prompt of at least one token"),
         (['{"prompt": "a", "group": 1}'], "column 'group' has a name that batches use"),
         (['{"prompt": [{"role": "user"}]}'], "needs a tokenizer with a chat template"),
-        ([], r"x\.jsonl has 0 rows"),
+        ([], r"x\.jsonl: expected prompts, the file is empty; check what wrote it"),
         ([json.dumps({"prompt": "a" * 101})], "has 1 rows, 1 of them too long"),
     ],
 )

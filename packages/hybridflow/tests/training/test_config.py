@@ -1,6 +1,7 @@
 """Recipes: what comes with the package is valid, and mistakes are told by name."""
 
 import json
+import re
 
 import pytest
 
@@ -129,7 +130,7 @@ def rewards_of(folder):
     return {line["step"]: (line["reward"], line["loss"], line["grad_norm"]) for line in told}
 
 
-def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
+def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path, capsys):
     arguments = ["train", "ppo-sort", "--set", "steps=4", "batch_size=16"]
     kept = ["--checkpoint", str(tmp_path / "kept"), "--out", str(tmp_path / "parts")]
     constant = ["optimizer.schedule=constant"]
@@ -137,10 +138,54 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path):
     assert main(whole) == 0
     short = [text.replace("steps=4", "steps=2") for text in arguments]
     assert main([*short, *constant, *kept]) == 0
+    capsys.readouterr()
     assert main([*arguments, *constant, *kept]) == 0
+    told = capsys.readouterr().err
+    assert f"hybridflow: resumed from step 2 of {tmp_path}/kept\n" in told
     assert rewards_of(tmp_path / "parts") == rewards_of(tmp_path / "constant")
     assert main([*arguments, "optimizer.lr=1", *kept]) == 1
     out = ["--checkpoint", str(tmp_path / "kept"), "--out", str(tmp_path / "model")]
     changes = [*arguments[2:], *constant]
     assert main(["export", "ppo-sort", *changes, *out]) == 0
     assert (tmp_path / "model" / "config.json").is_file()
+    # The folder is a model of the next run, of the same task.
+    begun = [f"model={tmp_path}/model", "steps=1"]
+    assert main(["train", "ppo-sort", "--set", "batch_size=16", *begun]) == 0
+    # A preset's prompts are bytes, and no file says so.
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "say 1"}\n')
+    begun += [f"task={tmp_path}/prompts.jsonl", "max_new_tokens=2"]
+    capsys.readouterr()
+    assert main(["train", "grpo-sort", "--set", *begun]) == 1
+    assert capsys.readouterr().err == (
+        f"hybridflow: model: expected a tokenizer beside the weights in '{tmp_path}/model', got none "
+        "of tokenizer_config.json, tokenizer.json, tokenizer.model; copy the tokenizer's files there, "
+        "or train on a task\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["bench"], ["export", "--checkpoint", "a", "--out", "b"]]
+)
+def test_a_model_that_is_not_there_is_one_sentence(command, tmp_path, capsys):
+    model = ["--set", f"model={tmp_path}/nowhere"]
+    assert main([command[0], "grpo-sort", *command[1:], *model]) == 1
+    assert capsys.readouterr().err == (
+        f"hybridflow: model: expected a folder with config.json, got '{tmp_path}/nowhere', where none "
+        "is; give a folder that save_pretrained or `hybridflow export` wrote, or config:NAME for one "
+        "of tiny-llama, small-llama; nothing is downloaded\n"
+    )
+
+
+def test_a_full_disk_is_one_sentence(small_disk, capsys):
+    folder = small_disk(65_536) / "run1"
+    arguments = ["train", "grpo-sort", "--set", "steps=1", "batch_size=16"]
+    assert main([*arguments, "--checkpoint", str(folder)]) == 1
+    told = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("hybridflow: ")
+    ]
+    assert len(told) == 1
+    assert re.fullmatch(
+        rf"hybridflow: {folder}/step-000001: expected room on the disk for what is written there, got "
+        r"[\d,]+ bytes free; free some, or write to another disk",
+        told[0],
+    )

@@ -11,7 +11,7 @@ from hydraulis.config import Cost, SequenceTooLong
 from hydraulis.runtime.engine import Engine
 from hydraulis.runtime.step_loader import StepLoader
 from shared.comms import Group
-from shared.errors import CommError, ConfigError, DataError
+from shared.errors import CommError, ConfigError, DataError, DivergenceError
 
 from .test_attention import documents, make_model, one_by_one
 
@@ -99,6 +99,20 @@ def test_nothing_is_learned_without_next_tokens():
     result = engine.step(documents((1, 1)))
     assert (result.loss, result.num_losses) == (0.0, 0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_loss_that_diverged_is_told_with_its_step_and_nothing_is_learned_of_it():
+    engine = Engine(make_model("llama"), SGD, max_tokens=64)
+    engine.step(documents((3, 8)))
+    with torch.no_grad():
+        next(engine.model.parameters()).fill_(torch.inf)
+    before = engine.state_dict()
+    before = {name: value.clone() for name, value in before.items()}
+    with pytest.raises(
+        DivergenceError, match=r"^step 2: expected a finite loss, got nan; lower the"
+    ):
+        engine.step(documents((3, 8)))
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
 
 
 def disagreeing():

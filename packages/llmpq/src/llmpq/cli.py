@@ -156,7 +156,7 @@ class Run:
     Example: torchrun --nproc-per-node 2 -m llmpq run plan.json --prompts prompts.jsonl --out
     answers.jsonl
 
-    After an interruption the same command goes on with the prompts not yet answered.
+    After an interruption the same command resumes with the prompts not yet answered.
     """
 
     plan: tyro.conf.Positional[Path]
@@ -192,6 +192,7 @@ class Run:
         from llmpq.runtime.pipeline import Pipeline
         from shared.comms import tree
         from shared.comms.init import joined
+        from shared.training import log_resumed
 
         plan = Plan.load(self.plan)
         folder = _folder(plan, self.plan, self.model)
@@ -213,6 +214,8 @@ class Run:
                 if is_first:
                     print(f"answered 0 of {len(requests)} prompts: all are in {self.out} already")
                 return
+            if is_first and num_left < len(requests):
+                log_resumed(len(requests) - num_left, self.out, unit="prompt")
             pipe = stack.enter_context(Pipeline(plan, folder))
             progress = Progress(console=Console(stderr=True), disable=not is_first)
             bar = stack.enter_context(progress).add_task("answering", total=num_left)
@@ -225,6 +228,12 @@ class Run:
             taken_s = time.perf_counter() - begun
         if is_first:
             print(f"answered {count} of {len(requests)} prompts in {taken_s:.3g} s: {self.out}")
+
+    def how_to_resume(self) -> str:
+        """What to do after Ctrl-C, as the end of a sentence."""
+        if not self.out.exists():
+            return "nothing was answered yet: start again by the same command"
+        return f"resume from {self.out} by the same command"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

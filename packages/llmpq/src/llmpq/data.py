@@ -15,7 +15,7 @@ import numpy as np
 
 from llmpq.config import ModelSpec
 from shared.errors import ConfigError, DataError
-from shared.files import atomic_folder
+from shared.files import atomic_folder, check_not_empty
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -291,6 +291,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             names the line from 1.
     """
     path = Path(path)
+    check_not_empty(path, "prompts as JSON Lines")
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # texts may have other line ends
     except OSError as error:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from mspipe.registry import CUTS, MODELS, MODES
-from shared.cli import Command, JsonOption, choice, run_command
+from shared.cli import CheckpointOption, Command, JsonOption, choice, run_command
 from shared.errors import ConfigError
+from shared.files import write_atomically
+from shared.training import check_device
 from shared.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class _Run(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Train(_Run):
+class Train(_Run, CheckpointOption):
     """Train on the first part of a stream, and evaluate on the rest.
 
     Example: mspipe train flights --limit 60000 --epochs 3 --checkpoint run1
@@ -83,8 +85,6 @@ class Train(_Run):
     """Passes over the first part."""
     cut: Annotated[str, choice(CUTS)] = "uniform"
     """How the stream is cut into batches; adaptive ones grow as long as memory stays as fresh."""
-    checkpoint: Path | None = None
-    """Folder of the checkpoint, from which an interrupted run resumes."""
     num_negatives: int = 100
     """Negatives per event in the test, for MRR."""
 
@@ -242,7 +242,7 @@ class Simulate(JsonOption):
         record = {"period": found.period_s, "stall_share": found.stall_share, "idle_share": idle}
         self.print_result(record | {"staleness": found.histogram}, "\n".join(lines))
         if self.trace is not None:
-            self.trace.write_text(json.dumps(found.timeline.to_chrome_trace()))
+            write_atomically(self.trace, json.dumps(found.timeline.to_chrome_trace()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,10 +278,12 @@ class ServeMemory:
         print(f"serving at {server.address}", flush=True)
         try:
             server.serve_forever()
-        except KeyboardInterrupt:
-            print("stopped", file=sys.stderr)
         finally:
             server.close()
+
+    def how_to_resume(self) -> str:
+        """What to do after Ctrl-C, which is how a server ends."""
+        return "its tables are gone: start again by the same command, and resume the training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,6 +370,7 @@ def _make_pipeline(
     from mspipe.memory.node_memory import NodeMemory
     from mspipe.pipeline.pipeline import Pipeline
 
+    check_device("device", settings.device)
     if not len(events):
         raise ConfigError("expected a stream with events, got an empty one")
     if ":" in settings.device:

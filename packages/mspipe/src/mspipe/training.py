@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from mspipe.pipeline.pipeline import Pipeline
 from shared.errors import ConfigError, DataError
 from shared.files import atomic_file
 from shared.kernels.philox import stream_key
+from shared.training import check_loss, check_shapes, log_resumed
 
 __all__ = ["Epoch", "Settings", "fit"]
 
@@ -102,8 +102,8 @@ def fit(
         progress: show a progress bar if standard error is a terminal.
 
     Raises:
-        DataError: there are no events, a loss is NaN or infinite, or the checkpoint is damaged or of another
-            run.
+        DataError: there are no events, or the checkpoint is damaged or of another run.
+        DivergenceError: a loss is NaN or infinite.
     """
     settings = settings or Settings()
     if not len(train):
@@ -134,11 +134,7 @@ def fit(
                     optimizer.step()
                     losses.append(pipe.workers.gather(out.loss.detach()[None]).mean().item())
                     advance(len(out.batch.events), losses)
-                    if not math.isfinite(losses[-1]):
-                        raise DataError(
-                            f"epoch {index + 1}, batch {len(losses) - 1}: expected a finite loss, got "
-                            f"{losses[-1]}; lower the learning rate, or clip gradients"
-                        )
+                    check_loss(losses[-1], f"epoch {index + 1}, batch {len(losses) - 1}")
                 seconds += pipe.report().elapsed_s
                 done = stop
                 if saved and done < len(cut):
@@ -221,8 +217,9 @@ class _Checkpoint:
             "memory": self._pipe.memory.snapshot(),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(self._path) as partial:
-            torch.save(state, partial)
+        # torch tells why it cannot write where Python has opened the file.
+        with atomic_file(self._path) as partial, partial.open("wb") as file:
+            torch.save(state, file)
 
     def resume(self) -> tuple[int, list[float], list[Epoch]]:
         """Number of finished batches in the current pass, their losses, and the finished passes."""
@@ -235,15 +232,19 @@ class _Checkpoint:
                     f"{self._path} was written with {name} {state['run'].get(name)!r}, this run has "
                     f"{here!r}; resume with the same stream and settings, or give another folder"
                 )
-        try:
-            self._pipe.model.load_state_dict(state["model"])
-        except RuntimeError as error:
-            raise DataError(
-                f"{self._path}: expected weights of this model, got {error}; give another folder"
-            ) from error
+        model = self._pipe.model
+        saved, here = (
+            {f"model.{key}": one.shape for key, one in tensors.items()}
+            for tensors in (state["model"], model.state_dict())
+        )
+        check_shapes(self._path.parent, saved, here)
+        model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._pipe.memory.restore(state["memory"])
         epochs = [Epoch(**row) for row in json.loads(state["epochs"])]
+        if not self._pipe.workers.rank:
+            num_steps = sum(len(epoch.losses) for epoch in epochs) + state["done"]
+            log_resumed(num_steps, self._path.parent)
         return state["done"], state["losses"], epochs
 
     def _read(self) -> dict[str, Any]:

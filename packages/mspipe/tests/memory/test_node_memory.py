@@ -208,7 +208,7 @@ def test_places_and_sizes_that_make_no_sense(unchecked):
             NodeMemory(**({"num_nodes": 2, "dim": 2, "mail_dim": 1} | given_))
     if not torch.cuda.is_available():
         for place_ in ("pinned", "cuda", "cuda:1"):
-            with pytest.raises(ConfigError, match="expected a GPU"):
+            with pytest.raises(ConfigError, match=f"place: expected a GPU for '{place_}', got 0"):
                 NodeMemory(2, 2, 1, place=place_)
 
 
@@ -280,3 +280,10 @@ def test_no_row_is_read_half_written(request, where):
         assert torch.equal(rows, rows[:, :1].expand(-1, words))
     writer.join()
     memory.close()
+
+
+def test_sparse_ids_are_refused_before_a_petabyte_is_allocated():
+    with pytest.raises(
+        DataError, match=r"got ids up to 999,999,999,999 at [\d,]+ bytes each; number"
+    ):
+        NodeMemory(10**12, 100, 100)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from mspipe.memory import remote_rows
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.memory.remote_rows import RemoteRows
 from mspipe.memory.rows import LocalRows
@@ -293,7 +294,7 @@ def check_killed(process, address):
 
 
 class Silent:
-    """Says hello and nothing more."""
+    """Answers a greeting and hello and nothing more."""
 
     def __init__(self):
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -307,6 +308,8 @@ class Silent:
         for _ in range(2):
             sock, _ = self.listener.accept()
             self.accepted.append(sock)
+            sock.recv(24, socket.MSG_WAITALL)
+            sock.sendall(header(Op.OK, 0, 0))
             sock.recv(24 + 4 * len(FRESH), socket.MSG_WAITALL)
             sock.sendall(header(Op.OK, 20, 0))
         self.accepted[0].recv(24)
@@ -379,6 +382,44 @@ def test_no_server_there():
     told = r"127.0.0.1:{}.*is `mspipe serve-memory` running"
     with kept_port() as port, pytest.raises(CommError, match=told.format(port)):
         RemoteRows(f"tcp://127.0.0.1:{port}", 20, FRESH, patience_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "expected a header of mspipe's protocol, got b'HTTP"),
+        (None, "no answer in 0.5 s"),
+        (b"", "the other end hung up"),
+    ],
+)
+def test_something_else_that_listens_is_told_within_seconds(monkeypatch, sent, told):
+    monkeypatch.setattr(remote_rows, "_GREETING_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            sock, _ = listener.accept()
+            sock.recv(24, socket.MSG_WAITALL)
+            if sent is None:
+                ended.wait(60)
+            else:
+                sock.sendall(sent)
+            sock.close()
+
+        ended = threading.Event()
+        thread = threading.Thread(target=answer)
+        thread.start()
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        begin = time.monotonic()
+        with pytest.raises(CommError) as caught:
+            RemoteRows(address, 20, FRESH)
+        assert time.monotonic() - begin < 25, "an answer to hello is waited for for 30 s"
+        ended.set()
+        thread.join()
+    text = str(caught.value)
+    assert text.startswith(
+        f"{address}: expected a memory server, something else listens there and gave {told}"
+    )
+    assert text.endswith("; give the address that `mspipe serve-memory` prints")
 
 
 def test_server_that_comes_late_is_met():

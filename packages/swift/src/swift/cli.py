@@ -54,7 +54,7 @@ class RunScript:
     master_port: int = 0
     """Port of the first supervisor; any free one on a single host, 29500 on several."""
     min_ranks: int | None = None
-    """Go on with fewer ranks, but at least these, when no spare comes; never by default, as the result differs."""
+    """Continue with fewer ranks, but at least these, when no spare comes; never by default, as the result differs."""
     wait: float = 300.0
     """Seconds to wait for a spare, or for the first supervisor."""
     backend: Literal["gloo", "nccl"] = "gloo"

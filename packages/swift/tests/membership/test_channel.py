@@ -17,6 +17,15 @@ def test_messages_arrive_whole_in_order_however_they_are_cut():
     assert channel.is_closed
 
 
+def test_a_peer_that_speaks_otherwise_is_a_stranger():
+    ours, theirs = socket.socketpair()
+    channel = ControlChannel(ours)
+    theirs.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    assert channel.receive() == []
+    assert channel.is_closed
+    assert channel.stray == b"HTTP/1.1 400 Bad Request\r"
+
+
 def test_what_is_sent_to_a_peer_that_has_ended_is_lost():
     ours, theirs = socket.socketpair()
     theirs.close()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DataError, DivergenceError
 
 __all__ = ["auc", "average_precision", "hits", "mrr"]
 
@@ -99,7 +99,10 @@ def _array(name: str, values: Any) -> np.ndarray:
     if array.dtype.kind not in "buif":
         raise DataError(f"{name}: expected numbers, got {array.dtype}")
     if np.isnan(array).any():
-        raise DataError(f"{name}: expected numbers, got NaN at {np.argwhere(np.isnan(array))[0]}")
+        raise DivergenceError(
+            f"{name}: expected numbers, got NaN at {np.argwhere(np.isnan(array))[0]}; lower the "
+            "learning rate that the model is trained with"
+        )
     return array.astype(np.float64)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from adaqp.graphs.graph import MASKS, Graph, from_dgl, from_edge_index, from_pyg
 from shared.errors import DataError
+from shared.files import check_not_empty
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -53,6 +54,7 @@ def read(path: str | os.PathLike[str]) -> Graph:
         raise DataError(
             f"{path}: expected {', '.join(readers)} or a folder of tables, got {path.suffix!r}"
         )
+    check_not_empty(path, "a graph")
     return readers[path.suffix](path)
 
 
@@ -164,6 +166,7 @@ def _table(folder: Path, name: str) -> "DataFrame":
 
 
 def _read_table(file: Path, **options: Any) -> "DataFrame":
+    check_not_empty(file, "a table")
     try:
         import pandas
 

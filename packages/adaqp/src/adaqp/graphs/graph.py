@@ -78,7 +78,7 @@ class Graph:
                 raise DataError(
                     f"edge {edge} ({int(self.src[edge])} -> {int(self.dst[edge])}): "
                     f"expected node ids from 0 to {self.num_nodes - 1}; "
-                    "correct the edge or num_nodes"
+                    "correct the edge or num_nodes, or number the nodes from 0, as pandas.factorize does"
                 )
 
     def _check_feat(self) -> None:

@@ -17,7 +17,7 @@ from adaqp.messages.wire import BufferLayout, pack, unpack
 from adaqp.partitioning.part import RowRoute
 from shared.comms.collectives import PendingRounds, Round, post_rounds
 from shared.comms.group import Group
-from shared.errors import CommError, DataError
+from shared.errors import CommError, DataError, DivergenceError
 from shared.kernels.philox import stream_key
 
 __all__ = ["Flight", "send"]
@@ -108,7 +108,7 @@ def send(
             step without the network's transfer times, in which ranks still wait for each other.
 
     Raises:
-        DataError: a row to be quantised holds NaN or infinity.
+        DivergenceError: a row to be quantised holds NaN or infinity.
     """
     out = x.new_empty(route.num_recv, x.shape[1])
     spread = torch.zeros(len(route.send_rows), device=x.device)
@@ -151,7 +151,7 @@ def send(
                 )
             except DataError as error:
                 name = int(row_names[rows[error.args[1]]])
-                failure = DataError(
+                failure = DivergenceError(
                     f"rank {group.rank}: the row of node {name} holds NaN or infinity in {phase}; "
                     "lower the learning rate or clip gradients, or send rows as they are with "
                     "Exact() or Fixed(32)"

@@ -9,17 +9,21 @@ import glob
 import json
 import os
 import shutil
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shared.comms import Group, barrier, broadcast
 from shared.errors import DataError
-from shared.files import atomic_folder, find_folders
+from shared.files import atomic_folder, find_folders, naming_full_disk
+from shared.training import check_shapes
 
 __all__ = ["find", "load", "save"]
 
@@ -43,9 +47,11 @@ def save(folder: Path, state: dict[str, Any], about: dict[str, Any], group: Grou
         OSError: the folder cannot be written.
     """
     is_first = group is None or group.rank == 0
-    with atomic_folder(folder) if is_first else nullcontext() as partial:
+    owned = atomic_folder(folder) if is_first else nullcontext()
+    with naming_full_disk(folder), owned as partial:
         fresh = _tell_path(partial, group)
-        dcp.save(state, checkpoint_id=str(fresh), no_dist=group is None)
+        with _first_cause():
+            dcp.save(state, checkpoint_id=str(fresh), no_dist=group is None)
         if is_first:
             (fresh / _ABOUT).write_text(json.dumps(about))
     if is_first:
@@ -54,6 +60,19 @@ def save(folder: Path, state: dict[str, Any], about: dict[str, Any], group: Grou
             shutil.rmtree(folder.with_name(folder.name + ending), ignore_errors=True)
     if group is not None:
         barrier(group)
+
+
+@contextmanager
+def _first_cause() -> Iterator[None]:
+    """Raises what the first rank that failed has raised, in place of torch's report of all ranks."""
+    try:
+        with warnings.catch_warnings():
+            # Of a single process torch says that it is alone.
+            warnings.filterwarnings("ignore", message="torch.distributed is ")
+            yield
+    except CheckpointException as error:
+        _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        raise cause from error
 
 
 def _tell_path(partial: Path | None, group: Group | None) -> Path:
@@ -93,7 +112,7 @@ def load(
         The checkpoint's description of its run.
 
     Raises:
-        DataError: no checkpoint there, or one of another run.
+        DataError: no checkpoint there, or one of another run or of a model of other shapes.
     """
     found = find(folder)
     if found is None:
@@ -106,8 +125,18 @@ def load(
                 "with the same graph, partition and policy"
             )
     saved = dcp.FileSystemReader(str(found)).read_metadata().state_dict_metadata
+    check_shapes(
+        folder,
+        {
+            name: item.size
+            for name, item in saved.items()
+            if name.startswith("model.") and isinstance(item, TensorStorageMetadata)
+        },
+        {f"model.{name}": tensor.shape for name, tensor in state["model"].items()},
+    )
     for name, item in saved.items():
         if name.startswith(own) and isinstance(item, TensorStorageMetadata):
             state[name] = torch.empty(item.size, dtype=item.properties.dtype)
-    dcp.load(state, checkpoint_id=str(found), no_dist=group is None)
+    with _first_cause():
+        dcp.load(state, checkpoint_id=str(found), no_dist=group is None)
     return saved_about

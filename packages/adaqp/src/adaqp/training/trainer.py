@@ -18,7 +18,8 @@ from adaqp.messages.clock import PHASES
 from adaqp.messages.distgraph import DistGraph
 from adaqp.planner.widths import AS_IS
 from shared.comms import all_reduce, broadcast
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DivergenceError
+from shared.training import check_loss, log_resumed
 
 __all__ = ["History", "Trainer"]
 
@@ -134,10 +135,13 @@ class Trainer:
 
         Raises:
             CommError: a peer died or sent nothing within the timeout.
-            DataError: the loss or a message is not finite.
+            DivergenceError: the loss or a quantised message is not finite.
         """
         for _ in range(epochs):
-            self._step()
+            try:
+                self._step()
+            except DivergenceError as error:
+                raise DivergenceError(f"epoch {self.epoch + 1}: {error}") from error
             if eval_every and self.epoch % eval_every == 0:
                 self.record_evaluation()
             if self.on_epoch:
@@ -157,11 +161,7 @@ class Trainer:
             (local + 0 * logits.sum()).backward()
             with messages.clock.phase("reduce"):
                 loss = self._reduce_gradients(local.detach())
-            if not torch.isfinite(torch.tensor(loss)):
-                raise DataError(
-                    f"rank {dg.rank}: the loss of epoch {self.epoch} is {loss}; lower the learning "
-                    "rate, or look for non-finite features"
-                )
+            check_loss(loss)
             self.optimizer.step()
         self.epoch += 1
         self.history.loss.append(loss)
@@ -243,7 +243,7 @@ class Trainer:
         """Continues from a checkpoint of `save` with the same graph, partition, model and policy.
 
         Raises:
-            DataError: no checkpoint there, or one of another graph, partition or policy.
+            DataError: no checkpoint there, or one of another graph, partition, policy or model.
         """
         from torch.distributed.checkpoint.state_dict import (
             set_model_state_dict,
@@ -277,6 +277,8 @@ class Trainer:
         )
         self.dg.current_messages.load_state_dict({k: v.to(device) for k, v in own.items()})
         self.epoch = about["epoch"]
+        if not self.dg.rank:
+            log_resumed(self.epoch, folder)
 
     @property
     def _own_prefix(self) -> str:

@@ -70,10 +70,10 @@ def run(out: Path, *, is_full: bool) -> bool:
             ):
                 args = (size.num_layers, saved, size.every_n, size.kill_at)
                 pool.run(training.train_until_killed, *args)
-        with console.status("bytecheckpoint: going on in one process"):
+        with console.status("bytecheckpoint: resuming in one process"):
             alone = training.train(size.num_layers, size.num_steps, saved)
         with (
-            console.status("bytecheckpoint: going on on four ranks"),
+            console.status("bytecheckpoint: resuming on four ranks"),
             RankPool(4, timeout=_TIMEOUT) as pool,
         ):
             four = pool.run(training.train, size.num_layers, size.num_steps, saved).results[0]
@@ -112,7 +112,7 @@ def _claim_resumption(
         correct=furthest <= _TOLERANCE
         and len(losses) == len(expected)
         and first in (newest, newest - size.every_n),
-        detail=f"killed at step {size.kill_at}, went on from step {first}; losses of all later "
+        detail=f"killed at step {size.kill_at}, resumed from step {first}; losses of all later "
         f"steps within {furthest:.1e}, at most {_TOLERANCE:g} allowed",
         source=_SOURCE,
     )

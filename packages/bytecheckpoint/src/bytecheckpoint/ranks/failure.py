@@ -11,12 +11,20 @@ import re
 
 import msgspec
 
-from shared.errors import CommError, ConfigError, DataError, RankFailure, TopologyError
+from shared.errors import (
+    CommError,
+    ConfigError,
+    DataError,
+    DiskFullError,
+    RankFailure,
+    TopologyError,
+)
 
 __all__ = ["Failure"]
 
 _KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (CommError, ConfigError, DataError, TopologyError)
+    kind.__name__: kind
+    for kind in (CommError, ConfigError, DataError, DiskFullError, TopologyError)
 }
 
 
@@ -42,6 +50,8 @@ class Failure(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Failure:
         """Describes an exception."""
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename:
+            error = DiskFullError.at(error.filename)
         is_os_error = isinstance(error, OSError) and not isinstance(error, (*_KINDS.values(),))
         kind = "OSError" if is_os_error else type(error).__name__
         text = str(error) or type(error).__name__

@@ -22,6 +22,7 @@ from gnnflow.graph.device_readers import DeviceReaders
 from shared.errors import ConfigError
 from shared.kernels.registry import SWITCH, select
 from shared.kernels.temporal import Adjacency, count_before
+from shared.training import check_gpu, check_num_nodes
 
 __all__ = ["BlockStore", "Placement", "Sizing", "find_device", "watch_readers"]
 
@@ -29,6 +30,8 @@ Placement = Literal["cpu", "cuda", "hybrid"]
 
 # Smallest factor by which arrays grow; pages that are never touched take no memory.
 _GROWTH = 1.6
+_NODE_BYTES = 56
+"""Of a node's entries in the tables that grow with the largest id."""
 _SMALL = 2**31 - 1
 
 
@@ -72,10 +75,8 @@ def find_device(placement: Placement) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
 
     if os.environ.get(SWITCH) != "triton":
-        raise ConfigError(
-            f"placement={placement!r} needs a GPU and torch sees none; use placement='cpu', or, to "
-            f"try the GPU's code on the CPU, set TRITON_INTERPRET=1 and {SWITCH}=triton"
-        )
+        check_gpu("placement", placement)
+    # The GPU's code runs on the CPU, under Triton's interpreter.
     select("temporal", "cpu")  # raises, naming what is missing
     return torch.device("cpu")
 
@@ -127,13 +128,14 @@ class BlockStore:
         have = len(self.table)
         if num_nodes <= have:
             return
+        check_num_nodes(num_nodes, _NODE_BYTES)
         size = max(num_nodes, int(have * _GROWTH))
         names = ("table", "num_blocks", "_numbers", "_rank")
         try:
             grown = [_copy_grown(getattr(self, name), size) for name in names]
         except MemoryError as error:
             raise MemoryError(
-                f"no memory for node ids up to {num_nodes - 1} at 56 bytes each; renumber "
+                f"no memory for node ids up to {num_nodes - 1} at {_NODE_BYTES} bytes each; renumber "
                 f"sparse ids, for instance with pandas.factorize"
             ) from error
         for name, array in zip(names, grown, strict=True):

@@ -66,10 +66,13 @@ class Checkpoint:
     Args:
         folder: made when something is written.
         run: what `describe_run` gave.
+
+    Attributes:
+        folder: as given.
     """
 
     def __init__(self, folder: Path, run: dict[str, Any]) -> None:
-        self._folder, self._run = folder, run
+        self.folder, self._run = folder, run
 
     def write(self, done: int, state: dict[str, Any]) -> None:
         """Replaces the checkpoint.
@@ -90,16 +93,16 @@ class Checkpoint:
             optimizer, kept = _split_optimizer(state["optimizer"])
             tensors |= _add_prefix("optimizer", kept)
         rest = {name: value for name, value in state.items() if name not in _MODULES}
-        self._folder.mkdir(parents=True, exist_ok=True)
-        file = self._folder / f"after-{done}.safetensors"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f"after-{done}.safetensors"
         # safetensors refuses tensors that share memory, as tied weights do.
         whole = {name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()}
         with atomic_file(file) as partial:
             save_file(whole, partial)
         about = {"format": _FORMAT, "tensors": file.name, "done": done, "run": self._run}
         text = json.dumps(about | rest | {"optimizer": optimizer}, allow_nan=False)
-        write_atomically(self._folder / "state.json", text)
-        for old in self._folder.glob("after-*.safetensors"):
+        write_atomically(self.folder / "state.json", text)
+        for old in self.folder.glob("after-*.safetensors"):
             if old != file:
                 old.unlink()
 
@@ -118,7 +121,7 @@ class Checkpoint:
         for name, here in self._run.items():
             if written.get(name) != here:
                 raise DataError(
-                    f"{self._folder} was written with {name} {written.get(name)!r}, this run has "
+                    f"{self.folder} was written with {name} {written.get(name)!r}, this run has "
                     f"{here!r}; resume with the same stream, settings and an equally new graph, or "
                     "give another folder"
                 )
@@ -131,14 +134,14 @@ class Checkpoint:
         return state.pop("done"), state
 
     def _read_files(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        path = self._folder / "state.json"
+        path = self.folder / "state.json"
         if not path.exists():
             return None
         try:
             about = json.loads(path.read_text())
             if not isinstance(about, dict) or about.get("format") != _FORMAT:
                 raise DataError(f"{path}: expected the format {_FORMAT!r}; give another folder")
-            tensors = self._folder / about["tensors"]
+            tensors = self.folder / about["tensors"]
             with tensors.open("rb"):  # safetensors does not say why a file cannot be read
                 return about, load_file(tensors)
         except PermissionError as error:
@@ -148,7 +151,7 @@ class Checkpoint:
             ) from error
         except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError, OSError) as error:
             raise DataError(
-                f"{self._folder}: damaged ({error}); remove the folder to begin again"
+                f"{self.folder}: damaged ({error}); remove the folder to begin again"
             ) from error
 
 

@@ -35,8 +35,9 @@ from gnnflow.training.rounds import Round, StageClock, cut_increments
 from gnnflow.training.settings import Settings
 from gnnflow.training.subnormal import flush_subnormals
 from shared.data.events import Events
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DataError, DivergenceError
 from shared.kernels.philox import stream_key
+from shared.training import check_loss, check_shapes, log_resumed
 
 __all__ = ["ContinualTrainer", "OptimizerMaker", "Round"]
 
@@ -116,8 +117,8 @@ class ContinualTrainer:
         Raises:
             ConfigError: the trainer has run already.
             DataError: there are no events; times are no seconds where `every` or `window` has a unit;
-                a checkpoint is damaged or of another run; the loss is not
-                finite; or graph or features refuse an event.
+                a checkpoint is damaged or of another run; or graph or features refuse an event.
+            DivergenceError: the loss is not finite, or a score is NaN.
         """
         if self.rounds or self.warmed:
             raise ConfigError("expected a trainer that has not run; make another, with a new graph")
@@ -187,7 +188,10 @@ class ContinualTrainer:
         new, index = events[start:end], len(self.rounds) + 1
         self.history.insert(new, since=self.history.bound(new))
         with self.clock.stage("evaluate"):
-            scores = self.evaluate(new)
+            try:
+                scores = self.evaluate(new)
+            except DivergenceError as error:
+                raise DivergenceError(f"round {index}: {error}") from error
         replayed = self.history.draw_replayed(events, start, index)
         about: dict[str, Any] = {"num_events": len(new), "num_replayed": len(replayed)}
         about |= {"loss": self._learn(replayed, new, index)} | scores._asdict()
@@ -210,11 +214,7 @@ class ContinualTrainer:
                 if memory is not None and before is not None and epoch:
                     memory.load_state(before)
                 loss = self._pass(replayed, new, stream_key(index, epoch))
-        if not math.isfinite(loss):
-            raise DataError(
-                f"round {index}: the loss is {loss}; lower the learning rate, or look for features "
-                "of extreme size"
-            )
+        check_loss(loss, f"round {index}")
         return loss
 
     def _pass(self, replayed: Events, new: Events, stream: int) -> float:
@@ -247,15 +247,16 @@ class ContinualTrainer:
         """Restores what `state_dict` returned; graph and features stay.
 
         Raises:
-            DataError: the state is of another model or head.
+            DataError: the state is of another model or head; nothing is restored then.
         """
-        for name, module in (("model", self.model), ("head", self.head)):
-            try:
-                module.load_state_dict(state[name])
-            except RuntimeError as error:
-                raise DataError(
-                    f"expected the state of this {name}, it is of another {name}: {error}"
-                ) from error
+        modules = {"model": self.model, "head": self.head}
+        saved, here = (
+            {f"{name}.{key}": one.shape for name in modules for key, one in tensors[name].items()}
+            for tensors in (state, {name: one.state_dict() for name, one in modules.items()})
+        )
+        check_shapes(self._folder or "the state", saved, here)
+        for name, module in modules.items():
+            module.load_state_dict(state[name])
         if self.task.memory is not None:
             self.task.memory.load_state(state["memory"])
         if state["optimizer"] is not None:
@@ -270,10 +271,8 @@ class ContinualTrainer:
         if found is None:
             return 0
         done, state = found
-        try:
-            self.load_state_dict(state)
-        except DataError as error:
-            raise DataError(f"{self._folder}: {error}") from error
+        self.load_state_dict(state)
+        log_resumed(len(self.rounds), saved.folder)
         last = self.rounds[-1].num_events if self.rounds else done
         bound = self.history.bound(events[done - last : done])
         self.history.insert(events[:done], since=bound)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,10 +152,18 @@ def read_config(model: Any) -> DecoderConfig:
         path = Path(model) / "config.json"
         if not path.is_file():
             raise ConfigError(
-                f"model: {path} is not there; pass a local folder that save_pretrained wrote, or "
-                f"config:NAME for one of {', '.join(PRESETS)}. Nothing is downloaded"
+                f"model: expected a folder with config.json, got {os.fspath(model)!r}, where none is; "
+                "give a folder that save_pretrained or `hybridflow export` wrote, or config:NAME for "
+                f"one of {', '.join(PRESETS)}; nothing is downloaded"
             )
-        return DecoderConfig.parse(json.loads(path.read_text()), str(path))
+        try:
+            return DecoderConfig.parse(json.loads(path.read_text()), str(path))
+        except json.JSONDecodeError as error:
+            raise ConfigError(
+                f"{path}: expected JSON, got {error}; write the file again"
+            ) from error
+        except KeyError as error:
+            raise ConfigError(f"{path}: expected the key {error}, got none; add it") from error
     if isinstance(model, Mapping):
         return DecoderConfig.parse(model, "model")
     found = getattr(model, "config", model)

@@ -18,7 +18,7 @@ from hybridflow.models.pieces import local
 from hybridflow.models.sharding import is_sharded
 from shared.comms.collectives import all_reduce
 from shared.comms.group import Group
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DivergenceError
 
 __all__ = ["AdamW", "Optimizer"]
 
@@ -153,7 +153,7 @@ class Optimizer:
             "grad_norm", "lr", and "is_skipped" as 0 or 1.
 
         Raises:
-            DataError: if more steps in a row were skipped than `max_skipped`.
+            DivergenceError: if more steps in a row were skipped than `max_skipped`.
         """
         for name in self._named:
             leaf = name.rpartition(".")[2]
@@ -181,10 +181,10 @@ class Optimizer:
             self.num_skipped += 1
             self._in_a_row += 1
             if self._in_a_row > self.settings.max_skipped:
-                raise DataError(
-                    f"gradients were not finite in {self._in_a_row} steps in a row; the weights are "
-                    f"those before them. Check rewards and log-probabilities, or lower the "
-                    f"learning rate of {rate:g}"
+                raise DivergenceError(
+                    f"step {self.num_steps}: expected finite gradients, got {norm} in "
+                    f"{self._in_a_row} steps in a row, whose weights stay; lower the learning rate "
+                    f"of {rate:g}, or look at rewards and log-probabilities"
                 )
         return {"grad_norm": norm, "lr": rate, "is_skipped": float(not is_finite)}
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from hybridflow.tasks.tokenizers import ChatTokenizer, Tokenizer, as_tokenizer
 from hybridflow.workers.batch.batch import Batch
 from shared.errors import ConfigError, DataError
+from shared.files import check_not_empty
 from shared.kernels.philox import philox, stream_key
 
 __all__ = ["Prompts", "prompt_batch"]
@@ -201,6 +202,7 @@ def _read(source: Any, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ConfigError(f"{path}: expected {' or '.join(readers)}, got {path.suffix!r}")
     if not path.is_file():
         raise DataError(f"{path}: expected a file, and there is none; check the path")
+    check_not_empty(path, "prompts")
     yield from readers[path.suffix](path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridflow.algorithms.registry import LOOPS
-from hybridflow.models.config import PRESETS
+from hybridflow.models.config import PRESETS, read_config
 from hybridflow.models.optimizer import AdamW
 from hybridflow.roles.actor import Actor
 from hybridflow.roles.critic import Critic
@@ -29,8 +29,10 @@ def start_workers(recipe: Recipe) -> Workers:
     """Starts the ranks that a recipe asks for.
 
     Raises:
-        ConfigError: if they are not available, or torchrun started another number of processes.
+        ConfigError: if a model's folder has no usable configuration; if ranks are not available, or
+            torchrun started another number of processes.
     """
+    read_config(recipe.model)  # before ranks are started
     place = recipe.placement
     return ENGINES.get(place.engine)(place.num_ranks_in_all, place.address)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 from hybridflow.algorithms.registry import ALGORITHMS, LOOPS
 from hybridflow.training.placement import Loop, Placement, Server, is_set
 from shared.errors import ConfigError
+from shared.files import check_not_empty, write_atomically
 
 if TYPE_CHECKING:
     from hybridflow.algorithms.dataflow import AlgorithmSpec
@@ -234,6 +235,7 @@ def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) ->
             f"recipe: there is no file {path}, nor a built-in recipe of that name; built in are "
             f"{', '.join(built_in())}"
         )
+    check_not_empty(path, "a recipe as YAML")
     tree = _yaml(path.read_text(), str(path)) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected keys and values, got a {type(tree).__name__}")
@@ -263,7 +265,7 @@ def write_recipe(recipe: Recipe, path: str | Path) -> None:
     """Writes a recipe as YAML; fields at their defaults are left out."""
     import yaml
 
-    Path(path).write_text(yaml.safe_dump(_changed(recipe), sort_keys=False))
+    write_atomically(path, yaml.safe_dump(_changed(recipe), sort_keys=False))
 
 
 def _changed(record: Any) -> dict[str, Any]:

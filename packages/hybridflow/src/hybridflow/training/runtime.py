@@ -24,6 +24,7 @@ from hybridflow.workers.controller import Workers
 from hybridflow.workers.timeline import Span, seconds_by_method
 from hybridflow.workers.worker_group import WorkerGroup
 from shared.errors import ConfigError
+from shared.training import log_resumed
 
 __all__ = ["Run", "start_workers"]
 
@@ -129,6 +130,7 @@ class Run:
             # The recipe is compared before anything is loaded.
             start = self._resume(checkpoint.load({}))
             checkpoint.load(self.groups)
+            log_resumed(start, checkpoint.folder)
         total = self.recipe.steps
         self.workers.take_spans()
         begun = time.perf_counter()

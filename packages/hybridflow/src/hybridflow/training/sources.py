@@ -18,6 +18,9 @@ from shared.errors import ConfigError
 __all__ = ["find_reward", "find_task", "find_tokenizer", "is_model"]
 
 
+_TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+
+
 def find_task(recipe: Recipe) -> Task | None:
     """A recipe's task; None if prompts come from a file.
 
@@ -39,7 +42,7 @@ def find_tokenizer(model: str) -> Any:
     """A model's tokenizer: bytes for a preset, else the tokenizer in the model's folder.
 
     Raises:
-        ConfigError: if transformers, which reads the folder, is not installed.
+        ConfigError: if the folder has no tokenizer, or transformers, which reads it, is not installed.
     """
     if model.startswith("config:"):
         from hybridflow.tasks.tokenizers import ByteTokenizer
@@ -52,7 +55,13 @@ def find_tokenizer(model: str) -> Any:
             "model: the tokenizer of a Hugging Face folder is read by transformers; "
             "pip install 'meshyard-hybridflow[transformers]'"
         ) from error
-    return as_tokenizer(AutoTokenizer.from_pretrained(model))
+    # Asked first: transformers would take a folder without one for a name to download.
+    if not any((Path(model) / name).is_file() for name in _TOKENIZERS):
+        raise ConfigError(
+            f"model: expected a tokenizer beside the weights in {model!r}, got none of "
+            f"{', '.join(_TOKENIZERS)}; copy the tokenizer's files there, or train on a task"
+        )
+    return as_tokenizer(AutoTokenizer.from_pretrained(model, local_files_only=True))
 
 
 def is_model(target: str) -> bool:

@@ -227,7 +227,7 @@ class Call:
             + f"{first.message}\n\n{first.trace}"
         ]
         lines += [f"rank {places[r]} too: {other.kind}: {other.message}" for r, other in told[1:]]
-        return RankFailure("\n".join(lines), rank=rank)
+        return RankFailure("\n".join(lines), rank=rank, mistake=first.mistake)
 
 
 def _segments(parts: Sequence[ResultPart], rows: range, window: range) -> list[Segment]:

@@ -29,6 +29,7 @@ from hydraulis.runtime.replicas import ReplicaRunner
 from hydraulis.runtime.steps import PlannedStep, to_tokens
 from shared.comms import Group, all_gather, all_reduce
 from shared.errors import ConfigError, DataError
+from shared.training import check_loss
 
 __all__ = ["Engine", "PlannedStep", "StepResult"]
 
@@ -173,6 +174,7 @@ class Engine:
             CommError: ranks disagree on the plan or one of them cannot read its documents, before anything
                 is computed; or one died.
             DataError: this rank cannot read its documents, see `PlannedStep.tokens`.
+            DivergenceError: the loss is NaN or infinite, on every rank; parameters are as they were.
             ConfigError: memory ran out again and again, though with fewer tokens each time.
             torch.OutOfMemoryError: memory ran out where other ranks wait; see `DegreeRunner.compute`.
         """
@@ -196,6 +198,7 @@ class Engine:
         if num_short and isinstance(self._runner, DegreeRunner):
             self._lower_cap(self._runner)
             return self.step(step)
+        check_loss(float(total), f"step {len(self._records) + 1}")
         grad_norm = self._clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

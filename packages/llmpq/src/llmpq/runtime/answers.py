@@ -1,4 +1,4 @@
-"""Answers a file of prompts in waves, and goes on after an interruption with those not yet answered."""
+"""Answers a file of prompts in waves, and resumes after an interruption with those not yet answered."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from llmpq.planner.plan import Plan
 from llmpq.runtime.pipeline import Pipeline
 from shared.comms import Group, tree
 from shared.errors import ConfigError, DataError
+from shared.files import naming_full_disk
 
 __all__ = ["Request", "answer", "digest", "find_unanswered", "pad_left", "read_requests"]
 
@@ -246,7 +247,7 @@ def _append(
             record["answer"] = decode(row[: last + 1])
         lines.append(json.dumps(record, ensure_ascii=False) + "\n")
     out.parent.mkdir(parents=True, exist_ok=True)
-    with open(out, "ab") as file:
+    with naming_full_disk(out), open(out, "ab") as file:
         file.write("".join(lines).encode())
         file.flush()
         os.fsync(file.fileno())

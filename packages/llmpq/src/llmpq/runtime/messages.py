@@ -121,7 +121,7 @@ class StageLinks:
             self._at_fault = self._find_silent()
             found = CommError(
                 f"expected rank {self._at_fault} to go on with its stage; nothing came of it for "
-                f"{self._timeout_s:.0f} s: it stands still; start all ranks anew to go on"
+                f"{self._timeout_s:.0f} s: it stands still; start all ranks anew to resume"
             )
         if isinstance(found, BaseException):
             # The stages after this one wait for what will not come; the rank at fault goes round.
@@ -180,7 +180,7 @@ class StageLinks:
                     self._at_fault = number
                     raise CommError(
                         f"expected rank {number} to go on with its stage; it died or stands still, "
-                        f"as the stages behind it say; start all ranks anew to go on"
+                        f"as the stages behind it say; start all ranks anew to resume"
                     )
                 hidden = None
                 if num_tokens:
@@ -274,6 +274,6 @@ class Progress:
             elif time.monotonic() - heard_s > self._timeout_s:
                 raise CommError(
                     f"expected rank {self._worker} to go on answering; nothing was heard of it for "
-                    f"{self._timeout_s:.0f} s; start all ranks anew to go on"
+                    f"{self._timeout_s:.0f} s; start all ranks anew to resume"
                 )
             time.sleep(0.02)

@@ -16,6 +16,7 @@ from mspipe.memory.row_layout import NO_MAIL, RowLayout, State
 from mspipe.memory.rows import RowStore, open_rows
 from shared.errors import ConfigError, DataError
 from shared.files import atomic_file
+from shared.training import check_num_nodes
 
 __all__ = ["NodeMemory", "latest"]
 
@@ -43,7 +44,8 @@ class NodeMemory:
 
     Raises:
         ConfigError: a size is out of range, or the place is unknown.
-        DataError: a memory of that name or address has other sizes.
+        DataError: a memory of that name or address has other sizes, or there are more rows than this
+            machine's memory holds.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class NodeMemory:
         self.layout.unpack(fresh).mail_times.fill_(NO_MAIL)
         if cache_bytes < 0:
             raise ConfigError(f"expected cache_bytes of at least 0, got {cache_bytes}")
+        if not place.startswith(("tcp:", "cuda")):
+            check_num_nodes(num_nodes, self.layout.row_bytes)
         self.rows: RowStore = open_rows(place, num_nodes, fresh[0])
         self.cache: NodeRowCache | None = None
         if cache_bytes:

@@ -120,13 +120,27 @@ class RemoteRows:
             line.close()
 
 
+# A server answers a greeting at once; making its table may take longer.
+_GREETING_S = 5.0
+
+
 class _Line:
     """A connection with one request at a time."""
 
     def __init__(self, place: str, timeout_s: float, patience_s: float) -> None:
         self._place, self._timeout_s = place, timeout_s
         self._lock, self._is_closed = threading.Lock(), False
-        self._wire = Wire(_connect(place, timeout_s, patience_s), timeout_s)
+        sock = _connect(place, timeout_s, patience_s)
+        self._wire = Wire(sock, min(timeout_s, _GREETING_S))
+        try:
+            self.ask("greeting", Op.PING)
+        except CommError as error:
+            self.close()
+            raise CommError(
+                f"{place}: expected a memory server, something else listens there and gave "
+                f"{_describe(error.__cause__)}; give the address that `mspipe serve-memory` prints"
+            ) from error
+        self._wire = Wire(sock, timeout_s)
 
     def ask(
         self,
@@ -172,6 +186,10 @@ class _Line:
         self._wire.shut()
         with self._lock:
             self._wire.close()
+
+
+def _describe(error: BaseException | None) -> str:
+    return f"no answer in {_GREETING_S:g} s" if isinstance(error, BlockingIOError) else str(error)
 
 
 def _connect(place: str, timeout_s: float, patience_s: float) -> socket.socket:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shared.errors import ConfigError
 from shared.kernels.gather import gather
+from shared.training import check_device, check_gpu
 
 __all__ = ["LocalRows", "RowStore", "open_rows"]
 
@@ -70,8 +71,10 @@ def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> RowS
     if place == "cpu":
         return LocalRows(num_rows, fresh, torch.device("cpu"))
     if place == "pinned" or place.split(":")[0] == "cuda":
-        if not torch.cuda.is_available():
-            raise ConfigError(f"place={place!r}: expected a GPU, torch finds none; use place='cpu'")
+        if place == "pinned":
+            check_gpu("place", place)
+        else:
+            check_device("place", place)
         device = torch.device("cpu" if place == "pinned" else place)
         return LocalRows(num_rows, fresh, device, is_pinned=place == "pinned")
     if place.startswith("shm:") and len(place) > 4:

@@ -217,7 +217,7 @@ class _Table:
         Raises:
             ConnectionError: the message is not a valid request, so that its end is unknown.
         """
-        if op != Op.HELLO and self._fresh is None:
+        if op not in (Op.HELLO, Op.PING) and self._fresh is None:
             raise ConnectionError(f"expected hello first, got {op.name}")
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
         if op == Op.HELLO:
@@ -227,7 +227,7 @@ class _Table:
         elif op == Op.WRITE:
             assert self._fresh is not None, "checked above"
             shapes = [((first,), torch.int64), ((first, len(self._fresh)), torch.float32)]
-        elif op not in (Op.RESET, Op.GROW):
+        elif op not in (Op.RESET, Op.GROW, Op.PING):
             raise ConnectionError(f"expected a request, got {op.name}")
         num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         most = min(MAX_BYTES, self._max_bytes or MAX_BYTES)
@@ -241,6 +241,8 @@ class _Table:
         Raises:
             DataError: the request is invalid; nothing has changed.
         """
+        if op == Op.PING:
+            return iter(())
         if op == Op.READ:
             self._check(tensors[0])
             return map(self._rows.read, tensors[0].split(_ROWS_AT_ONCE))

@@ -4,7 +4,7 @@ A message is a header of 24 bytes and the raw bytes of tensors; both ends are li
 
     HELLO num_rows, words; the fresh row     READ  n, 0; ids
     WRITE n, 0; ids, rows                    RESET 0, 0
-    GROW  num_rows, 0
+    GROW  num_rows, 0                        PING  0, 0
 
 The answer is OK num_rows, version, and after READ the rows; or ERROR bytes, 0 and a text. Nothing is
 pickled, and rows are received straight into the tensor that the caller gets.
@@ -43,6 +43,7 @@ class Op(enum.IntEnum):
     GROW = 5
     OK = 6
     ERROR = 7
+    PING = 8
 
 
 _OPS = frozenset(Op)

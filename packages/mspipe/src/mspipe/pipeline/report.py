@@ -10,6 +10,7 @@ from statistics import median
 
 from mspipe.planner import STAGES, Plan, plan
 from mspipe.registry import MODES
+from shared.files import write_atomically
 
 __all__ = ["Report", "Span"]
 
@@ -164,4 +165,4 @@ class Report:
         ]
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

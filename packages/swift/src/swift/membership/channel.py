@@ -15,13 +15,19 @@ _SEND_S = 5.0
 
 
 class ControlChannel:
-    """A socket that sends and receives dictionaries; sending is safe from several threads."""
+    """A socket that sends and receives dictionaries; sending is safe from several threads.
+
+    Attributes:
+        is_closed: whether the peer has ended, or is none of ours.
+        stray: what a peer has sent that is none of ours.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._lock = threading.Lock()
         self._unread = b""
         self.is_closed = False
+        self.stray = b""
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
@@ -35,7 +41,7 @@ class ControlChannel:
     def receive(self) -> list[dict[str, Any]]:
         """Waits for bytes and returns the messages that they complete.
 
-        At the peer's end, `is_closed` is true afterwards.
+        At the peer's end, and when it is none of ours, `is_closed` is true afterwards.
         """
         try:
             data = self._socket.recv(1 << 16)
@@ -43,7 +49,11 @@ class ControlChannel:
             data = b""
         self.is_closed = not data
         *lines, self._unread = (self._unread + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:
+            self.is_closed, self.stray = True, lines[0]
+            return []
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """All messages until the peer's end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from shared.errors import CommError, ConfigError
 from shared.process_mark import is_alive
 from swift.membership.channel import ControlChannel
 
-__all__ = ["RUN_PREFIX", "ask"]
+__all__ = ["RUN_PREFIX", "ask", "describe_stranger"]
 
 RUN_PREFIX = "meshyard-swift-"
 """Folders of runs, in the folder for temporary files, begin with it."""
@@ -29,7 +30,7 @@ def ask(address: str | None, request: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: there is no such run, or it cannot do what was asked.
-        CommError: it does not answer.
+        CommError: it does not answer, or something else does.
     """
     host, _, port = (address or _newest()).rpartition(":")
     try:
@@ -39,12 +40,24 @@ def ask(address: str | None, request: dict[str, Any]) -> dict[str, Any]:
             f"expected a run's first supervisor at {host}:{port}, got {error}; is it running?"
         ) from error
     channel.send(request)
+    if not select.select([channel], [], [], _WAIT_S)[0]:
+        raise CommError(describe_stranger(host, port, f"no answer in {_WAIT_S:g} s"))
     for answer in channel.messages():
         channel.close()
         if "error" in answer:
             raise ConfigError(answer["error"])
         return answer
-    raise CommError(f"the run at {host}:{port} ended before it answered; ask again if it goes on")
+    if channel.stray:
+        raise CommError(describe_stranger(host, port, repr(channel.stray[:40])))
+    raise CommError(f"the run at {host}:{port} ended before it answered; ask again if it runs")
+
+
+def describe_stranger(host: str, port: int | str, gave: str) -> str:
+    """The sentence on a port where something else listens than a run's first supervisor."""
+    return (
+        f"{host}:{port}: expected a run's first supervisor, something else listens there and gave "
+        f"{gave}; give the address of `meshyard-swift run`"
+    )
 
 
 def _newest() -> str:

@@ -193,7 +193,7 @@ class Coordinator:
             self.ended = (
                 f"no spare came{within} for rank "
                 f"{', '.join(str(one['rank']) for one in self.lost)}; start the run again, and it "
-                f"goes on from its last checkpoint, or give more --spares"
+                f"resumes from its last checkpoint, or give more --spares"
             )
             return []
         for rank, process in enumerate(left):

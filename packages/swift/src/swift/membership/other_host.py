@@ -10,6 +10,7 @@ from typing import Any
 
 from shared.errors import CommError
 from swift.membership.channel import ControlChannel
+from swift.membership.client import describe_stranger
 from swift.membership.host_loop import HostLoop, disturb
 from swift.membership.supervisor import Launch
 
@@ -34,7 +35,7 @@ class OtherHost(HostLoop):
         """Runs until the first supervisor ends; returns the exit status.
 
         Raises:
-            CommError: the first supervisor cannot be reached.
+            CommError: the first supervisor cannot be reached, or something else listens there.
         """
         self._connect()
         self.start_all()
@@ -115,6 +116,8 @@ class OtherHost(HostLoop):
                 self._status = message["status"]
             elif message["kind"] in ("kill", "stop", "cut"):
                 disturb(self.local, message)
+        if channel.stray:
+            raise CommError(describe_stranger(*self._address, repr(channel.stray[:40])))
         if channel.is_closed and self._status is None:
             sys.stderr.write(
                 "meshyard-swift: the first supervisor has ended, and the run with it\n"

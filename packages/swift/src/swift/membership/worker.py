@@ -10,6 +10,7 @@ import sys
 import traceback
 
 from shared.errors import MeshyardError
+from shared.training import show_resumed
 from swift.membership.channel import ControlChannel
 
 __all__ = ["main"]
@@ -45,7 +46,8 @@ def main(args: list[str]) -> None:
     sys.argv = script
     sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
     try:
-        runpy.run_path(script[0], run_name="__main__")
+        with show_resumed("meshyard-swift"):
+            runpy.run_path(script[0], run_name="__main__")
         status = 0
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)

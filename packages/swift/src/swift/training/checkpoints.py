@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shared.comms import Group, barrier
 from shared.errors import CommError, ConfigError
-from shared.files import write_atomically
+from shared.files import naming_full_disk, write_atomically
 from swift.injection import reach
 from swift.training.trainable import Fillable, Trainable
 
@@ -65,6 +65,7 @@ class Every:
 
         Raises:
             CommError: a rank was lost; what was written does not count.
+            DiskFullError: the disk has no room for it; the checkpoint before stays.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -72,17 +73,18 @@ class Every:
         path = self._path(step)
         reach("checkpoint")
         writer = None if self.writer is None else self.writer(str(path))
-        try:
-            dcp.save(
-                _collect(trainable, _place(trainable, group)),
-                checkpoint_id=None if writer else path,
-                storage_writer=writer,
-                process_group=group.process_group,
-            )
-        except dcp.api.CheckpointException as error:
-            raise CommError(
-                f"rank {group.rank}: the checkpoint of step {step} failed: {error}"
-            ) from error
+        with naming_full_disk(path):
+            try:
+                dcp.save(
+                    _collect(trainable, _place(trainable, group)),
+                    checkpoint_id=None if writer else path,
+                    storage_writer=writer,
+                    process_group=group.process_group,
+                )
+            except dcp.api.CheckpointException as error:
+                raise CommError(
+                    f"rank {group.rank}: the checkpoint of step {step} failed: {error}"
+                ) from error
         barrier(group)
         reach("commit")
         if group.rank == 0:

@@ -18,6 +18,7 @@ from shared.comms.init import abandon
 from shared.comms.init import join as join_world
 from shared.errors import DataError
 from shared.kernels.digest import digest
+from shared.training import check_loss, log_resumed
 from swift import injection
 from swift.membership.fingerprint import describe_process
 from swift.membership.member import Membership, NewWorld
@@ -82,7 +83,7 @@ class Run:
 
         Args:
             step_fn: one step: a pure function of the step, the rank and the trainable's state, as
-                a torn step is repeated.
+                a torn step is repeated. A loss that it returns, a number, is checked.
             trainable: `DataParallel`, `Sharded` or `Stage`.
             until: number of steps.
             checkpoint: when and where; the newest one is where the loop begins.
@@ -90,6 +91,7 @@ class Run:
 
         Raises:
             DataError: states that must be equal differ after a recovery.
+            DivergenceError: a step's loss is NaN or infinite.
             CommError: a message failed, and no rank was lost.
         """
         trainable.warm()
@@ -128,7 +130,9 @@ class Run:
             reseed(seed, step, self.rank)
             trainable.begin(step)
             injection.reach("forward")
-            step_fn(step)
+            loss = step_fn(step)
+            if isinstance(loss, float) or (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+                check_loss(float(loss), f"step {step}")
             trainable.finish(step)
             self._step = step + 1
             self._member.report_step(step + 1)
@@ -259,6 +263,8 @@ class Run:
                 f"checkpoint=swift.Every(steps, folder)"
             )
         checkpoint.load(group, trainable, table.checkpoint)
+        if not group.rank:
+            log_resumed(table.checkpoint, checkpoint.folder)
         return table.checkpoint
 
 

@@ -73,6 +73,7 @@ class _Report:
     rank: int
     order: int
     text: str
+    mistake: str | None = None
 
 
 _DIED, _RAISED, _COMM_ERROR, _HUNG = range(4)
@@ -312,7 +313,9 @@ class RankPool:
                 else:
                     if message[0] == "error":
                         order = _COMM_ERROR if message[1] == "CommError" else _RAISED
-                        reports.append(_Report(rank=rank, order=order, text=message[2]))
+                        text, mistake = message[2:]
+                        report = _Report(rank=rank, order=order, text=text, mistake=mistake)
+                        reports.append(report)
                     else:
                         messages[rank] = message
             if reports:
@@ -348,7 +351,7 @@ class RankPool:
         cause, *others = sorted(reports, key=lambda report: report.order)
         lines = [f"rank {cause.rank} of {self.num_ranks} failed {doing}: {cause.text}"]
         lines += [f"\nrank {other.rank} of {self.num_ranks}: {other.text}" for other in others]
-        return RankFailure("\n".join(lines), rank=cause.rank)
+        return RankFailure("\n".join(lines), rank=cause.rank, mistake=cause.mistake)
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Stacks of ranks that did not answer; faulthandler writes them on a signal."""

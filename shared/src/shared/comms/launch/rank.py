@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from shared.comms.launch.shipping import found
+from shared.errors import describe_mistake
 
 __all__ = ["die_with_parent", "main"]
 
@@ -124,7 +125,7 @@ def main(args: list[str]) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-        control.send(("error", type(error).__name__, text))
+        control.send(("error", type(error).__name__, text, describe_mistake(error)))
         sys.stdout.flush()
         # Without a teardown: peers detect the failure by the closed connections.
         os._exit(1)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shared.errors import ConfigError
-from shared.files import publish
+from shared.files import naming_full_disk, publish
 
 __all__ = ["make_new"]
 
@@ -26,7 +26,14 @@ def make_new(path: Path) -> Iterator[Path]:
 
     Raises:
         ConfigError: there is something at `path`.
+        DiskFullError: the disk has no room for what is written.
     """
+    with naming_full_disk(path), _making(path) as making:
+        yield making
+
+
+@contextmanager
+def _making(path: Path) -> Iterator[Path]:
     _check_is_free(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     making = path.with_name(f".{path.name}.{secrets.token_hex(6)}")

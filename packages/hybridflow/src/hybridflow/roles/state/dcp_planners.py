@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from shared.errors import DataError
 from shared.topology.boxes import Box
+from shared.training import check_shapes
 
 __all__ = ["BoxLoadPlanner", "BoxSavePlanner", "TensorPart"]
 
@@ -130,13 +131,13 @@ class BoxLoadPlanner(DefaultLoadPlanner):
             DataError: if stored names, shapes or dtypes differ from the model's; raised before
                 any read.
         """
-        for name, shape in self._shapes.items():
-            found = self._tensor(name)
-            if tuple(found.size) != shape:
-                raise self._differs(f"{name} of shape {list(shape)}", f"{list(found.size)}")
-        for name in self._stored:
-            if name not in self._shapes and not name.startswith(self._may_skip):
-                raise self._differs(f"no {name}", "one")
+        stored = {
+            name: item.size
+            for name, item in self._stored.items()
+            if isinstance(item, TensorStorageMetadata)
+            and (name in self._shapes or not name.startswith(self._may_skip))
+        }
+        check_shapes(self._path, stored, self._shapes)
         items = []
         for part in self._parts.values():
             found, dtype = self._tensor(part.name), part.values.dtype

@@ -7,11 +7,9 @@ All state is stored as tensors, even counters, so that any reader of the format 
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -102,11 +100,9 @@ class ShardedState:
                     no_dist=group is None,
                 )
         except CheckpointException as error:
-            # torch's error does not mention a full disk.
-            free = shutil.disk_usage(Path(path).parent).free
             raise DataError(
-                f"{path} cannot be written: {_cause(error)}. {free} bytes are free there: free "
-                f"more or save elsewhere; earlier checkpoints are unchanged"
+                f"{path} cannot be written: {_cause(error)}; save elsewhere, earlier checkpoints are "
+                "unchanged"
             ) from error
 
     def load(self, path: str, reader_of: ReaderOf, group: Group | None) -> int:

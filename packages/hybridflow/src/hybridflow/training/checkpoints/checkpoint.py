@@ -23,7 +23,7 @@ from hybridflow.roles.state.sharded_state import ReaderOf, WriterOf
 from hybridflow.training.checkpoints import loop_state
 from hybridflow.workers.future import Future
 from hybridflow.workers.worker_group import WorkerGroup
-from shared.errors import ConfigError, DataError, RankFailure
+from shared.errors import ConfigError, DataError, DiskFullError, RankFailure
 from shared.files import atomic_folder, find_folders, recover_folders, remove_folder
 
 __all__ = ["Checkpoint"]
@@ -94,7 +94,8 @@ class Checkpoint:
         Raises:
             ConfigError: if step or a name cannot be part of a file name.
             DataError: if `extra` holds other values, or cannot be written.
-            RankFailure: if a rank cannot write. Earlier checkpoints are unchanged.
+            DiskFullError: if the disk has no room for it.
+            RankFailure: if a rank cannot write. Earlier checkpoints are unchanged in any case.
         """
         bad = [name for name in groups if not re.fullmatch(r"\w[\w.-]*", name)]
         if step < 0 or bad:
@@ -120,10 +121,11 @@ class Checkpoint:
                 }
                 head = {"format": _FORMAT, "step": step, "groups": list(groups), "files": sizes}
                 (partial / _INDEX).write_text(json.dumps(head | {"extra": tree}))
+        except DiskFullError:
+            raise
         except OSError as error:
             raise DataError(
-                f"{path} cannot be written: {error}; free space there or save elsewhere, earlier "
-                f"checkpoints are unchanged"
+                f"{path} cannot be written: {error}; save elsewhere, earlier checkpoints are unchanged"
             ) from error
         self._remove_oldest(step)
         return path
@@ -181,7 +183,7 @@ class Checkpoint:
         later = [other for other in steps if other > step]
         if later:
             _log.warning(
-                "%s: steps %s, of a run that went on from before step %d, are newer than what was "
+                "%s: steps %s, of a run that resumed from before step %d, are newer than what was "
                 "saved now, and latest() is one of them; remove them or save elsewhere",
                 self.folder, later, step,
             )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 
 from hybridflow.workers.batch.batch import PADDING, Batch
 from hybridflow.workers.worker import Context, Worker
-from shared.errors import ConfigError
+from shared.errors import ConfigError, describe_mistake
 
 __all__ = [
     "Failure",
@@ -100,6 +100,7 @@ class Failure:
     kind: str
     message: str
     trace: str
+    mistake: str | None = None
 
 
 class Reply(NamedTuple):
@@ -147,7 +148,8 @@ class RankExecutor:
             trace = error.__traceback__
             trace = trace.tb_next if trace is not None else None  # leaves this frame out
             text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-            failure = Failure(type(error).__name__, str(error), text)
+            mistake = describe_mistake(error)
+            failure = Failure(type(error).__name__, str(error), text, mistake)
             taken = time.perf_counter() - begun
             return Reply(task.call, self._rank, failure=failure, seconds=taken)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shared.errors import DataError
+from shared.files import check_not_empty
 
 __all__ = ["Trace"]
 
@@ -86,6 +87,7 @@ class Trace:
             DataError: the file cannot be read, a column is missing, or a row has no whole numbers that 64 bits
                 hold, or ends before it starts.
         """
+        check_not_empty(path, "intervals")
         try:
             with Path(path).open(newline="", encoding="utf-8-sig") as file:
                 reader = csv.DictReader(file, skipinitialspace=True)
@@ -134,6 +136,7 @@ class Trace:
         """
         from memo.planner.addresses.snapshot import read_events
 
+        check_not_empty(path, "a CUDA memory snapshot")
         return cls.from_events(*read_events(Path(path), device))
 
     @classmethod
