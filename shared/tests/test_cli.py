@@ -42,6 +42,11 @@ class Fail(CheckpointOption):
         }
         if self.how in errors:
             raise errors[self.how]
+        if self.how == "interrupted writer":
+            try:
+                raise KeyboardInterrupt
+            finally:
+                raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 3 vs 2")
         return 1 if self.how == "differs" else None
 
 
@@ -117,6 +122,7 @@ INTERRUPTED = (
             130,
             INTERRUPTED,
         ),
+        ("interrupted writer", 130, INTERRUPTED),
         # Not our output broke, but something else: that is a failure like others.
         ("pipe", 1, "yard: [Errno 32] Broken pipe\n"),
     ],

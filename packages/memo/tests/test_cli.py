@@ -30,6 +30,16 @@ def test_pack_prints_the_peak_beside_the_bound(trace, tmp_path, capsys):
     }  # fmt: skip
 
 
+def test_a_full_disk_is_one_sentence(trace, small_disk, capsys):
+    disk = small_disk(4096)
+    (disk / "rest").write_bytes(bytes(4096))
+    assert main(["pack", str(trace), "--out", str(disk / "offsets.txt")]) == 1
+    assert capsys.readouterr().err == (
+        f"memo: {disk}/offsets.txt: expected room on the disk for what is written there, got 0 bytes "
+        "free; free some, or write to another disk\n"
+    )
+
+
 def test_replay_prints_three_allocators(trace, capsys):
     assert main(["replay", str(trace), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

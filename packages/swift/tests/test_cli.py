@@ -117,9 +117,9 @@ def test_without_a_run_status_says_so(capsys):
 )
 @pytest.mark.parametrize("is_run", [False, True])
 def test_something_else_that_listens_is_told_within_seconds(
-    tmp_path, monkeypatch, capsys, sent, told, is_run
+    tmp_path, monkeypatch, capfd, sent, told, is_run
 ):
-    monkeypatch.setattr(client, "_WAIT_S", 0.2)
+    monkeypatch.setattr(client, "WAIT_S", 0.2)
     (tmp_path / "train.py").write_text("import swift")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -140,7 +140,7 @@ def test_something_else_that_listens_is_told_within_seconds(
         assert main(argv) == 1
         thread.join()
         held[0].close()
-    text = capsys.readouterr().err
+    text = capfd.readouterr().err
     start = f"meshyard-swift: 127.0.0.1:{port}: expected a run's first supervisor, something else "
     assert text.startswith(f"{start}listens there and gave {told}")
     assert text.endswith("; give the address of `meshyard-swift run`\n")

@@ -25,7 +25,7 @@ from typing import Any, Protocol, runtime_checkable
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from shared.errors import CommError, ConfigError, MeshyardError, describe_mistake
+from shared.errors import CommError, ConfigError, MeshyardError, describe_mistake, list_causes
 from shared.files import find_folders, naming_full_disk
 from shared.registry import Registry
 from shared.training import show_resumed
@@ -94,13 +94,14 @@ def run_command(
         with show_resumed(prog), naming_full_disk(output, is_guess=True):
             status = command.execute()
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        advice = "start again by the same command"
-        if isinstance(command, Resumable):
-            advice = command.how_to_resume()
-        _tell(prog, f"interrupted; {advice}")
-        return _INTERRUPTED
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
+        # Libraries that are interrupted may raise an error of their own.
+        if any(isinstance(cause, KeyboardInterrupt) for cause in list_causes(error)):
+            advice = "start again by the same command"
+            if isinstance(command, Resumable):
+                advice = command.how_to_resume()
+            _tell(prog, f"interrupted; {advice}")
+            return _INTERRUPTED
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader():
             return _NOBODY_READS
         mistake = describe_mistake(error)
@@ -119,14 +120,12 @@ def _telling_settings(prog: str) -> Iterator[None]:
         with redirect_stderr(told):
             yield
     except (MeshyardError, SystemExit) as ending:
-        cause: BaseException | None = ending
         # tyro ends the process while it handles the error.
-        while cause is not None and not isinstance(cause, MeshyardError):
-            cause = cause.__context__
-        if cause is None:
+        ours = [cause for cause in list_causes(ending) if isinstance(cause, MeshyardError)]
+        if not ours:
             sys.stderr.write(told.getvalue())
             raise
-        _tell(prog, str(cause))
+        _tell(prog, str(ours[0]))
         raise SystemExit(2) from None
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "RankFailure",
     "TopologyError",
     "describe_mistake",
+    "list_causes",
 ]
 
 
@@ -98,3 +99,13 @@ def describe_mistake(error: BaseException) -> str | None:
     ):
         return str(error) or type(error).__name__
     return None
+
+
+def list_causes(error: BaseException) -> list[BaseException]:
+    """An error, and those that led to it or were being handled when it came up, newest first."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and not any(cause is one for one in chain):
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return chain

@@ -33,7 +33,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from shared.errors import DataError, DiskFullError, MeshyardError
+from shared.errors import DataError, DiskFullError, MeshyardError, list_causes
 from shared.process_mark import is_alive, mark
 
 __all__ = [
@@ -52,8 +52,12 @@ __all__ = [
 _PARTIAL, _REPLACED = ".partial", ".replaced"
 _ABANDONED_S = 24 * 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Libraries that do not write through Python keep the number from us: safetensors and NumPy.
-_FULL_IN_WORDS = (*(os.strerror(number) for number in _FULL), " requested and ")
+# Libraries that do not write through Python keep the number from us: safetensors, NumPy and torch,
+# whose writer finds that less was written than it gave.
+_FULL_IN_WORDS = (
+    *(os.strerror(number) for number in _FULL),
+    *(" requested and ", "] . unexpected pos "),
+)
 _numbers = count()
 
 
@@ -291,16 +295,14 @@ def _read_umask() -> int:
 
 def _is_of_full_disk(error: BaseException) -> bool:
     """Whether an error, or one that led to it, says so: by its number, or in words."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
-        if isinstance(cause, OSError) and cause.errno in _FULL:
-            return True
-        if any(words in str(cause) for words in _FULL_IN_WORDS):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
+    chain = list_causes(error)
+    if any(isinstance(cause, KeyboardInterrupt) for cause in chain):
+        return False  # what was being written then is short for that reason
+    return any(
+        (isinstance(cause, OSError) and cause.errno in _FULL)
+        or any(words in str(cause) for words in _FULL_IN_WORDS)
+        for cause in chain
+    )
 
 
 def _set_mode(file: Path, mode: int) -> None:

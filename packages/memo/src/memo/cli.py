@@ -225,11 +225,13 @@ def _read_trace(path: Path) -> Trace:
 
 
 def _write(path: Path, text: str) -> None:
-    from shared.errors import DataError
+    from shared.errors import DataError, DiskFullError
     from shared.files import write_atomically
 
     try:
         write_atomically(path, text)
+    except DiskFullError:
+        raise
     except OSError as error:
         raise DataError(
             f"out: expected a file that can be written, got {path}: {error.strerror}; name one in a folder that is there"

@@ -393,7 +393,7 @@ def test_no_server_there():
     ],
 )
 def test_something_else_that_listens_is_told_within_seconds(monkeypatch, sent, told):
-    monkeypatch.setattr(remote_rows, "_GREETING_S", 0.5)
+    monkeypatch.setattr(remote_rows, "GREETING_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer():

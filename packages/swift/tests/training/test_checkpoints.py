@@ -26,6 +26,7 @@ class OneTensor:
         return [[0]]
 
 
+@pytest.mark.unchecked  # the tensor is no trainable of ours
 def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(tmp_path, small_disk):
     folder = small_disk(300_000)
     every = Every(1, folder)

@@ -14,6 +14,7 @@ import numpy as np
 
 from shared.data.events import Events
 from shared.errors import DataError
+from shared.files import check_not_empty
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -193,6 +194,7 @@ def _read_pandas(path: Path, **options: Any) -> DataFrame:
     suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
     if suffix not in (".parquet", ".csv", ".csv.gz"):
         raise DataError(f"{path}: expected .parquet, .csv, .csv.gz or a folder, got {suffix!r}")
+    check_not_empty(path, "a table")
     try:
         import pandas
 

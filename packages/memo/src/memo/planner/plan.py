@@ -12,7 +12,7 @@ from typing import Any
 from memo.config import check_store
 from memo.planner.explanation import explain
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan, check_fraction
-from shared.errors import ConfigError, DataError
+from shared.errors import ConfigError, DataError, DiskFullError
 from shared.files import write_atomically
 
 __all__ = ["Plan"]
@@ -117,6 +117,8 @@ class Plan:
         }
         try:
             write_atomically(Path(path), json.dumps(record, indent=1) + "\n")
+        except DiskFullError:
+            raise
         except OSError as error:
             raise DataError(
                 f"{path}: expected a file that can be written, got: {error.strerror}; name one in a folder that is "

@@ -121,7 +121,7 @@ class RemoteRows:
 
 
 # A server answers a greeting at once; making its table may take longer.
-_GREETING_S = 5.0
+GREETING_S = 5.0
 
 
 class _Line:
@@ -131,7 +131,7 @@ class _Line:
         self._place, self._timeout_s = place, timeout_s
         self._lock, self._is_closed = threading.Lock(), False
         sock = _connect(place, timeout_s, patience_s)
-        self._wire = Wire(sock, min(timeout_s, _GREETING_S))
+        self._wire = Wire(sock, min(timeout_s, GREETING_S))
         try:
             self.ask("greeting", Op.PING)
         except CommError as error:
@@ -189,7 +189,7 @@ class _Line:
 
 
 def _describe(error: BaseException | None) -> str:
-    return f"no answer in {_GREETING_S:g} s" if isinstance(error, BlockingIOError) else str(error)
+    return f"no answer in {GREETING_S:g} s" if isinstance(error, BlockingIOError) else str(error)
 
 
 def _connect(place: str, timeout_s: float, patience_s: float) -> socket.socket:

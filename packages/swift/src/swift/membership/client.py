@@ -15,7 +15,7 @@ __all__ = ["RUN_PREFIX", "ask", "describe_stranger"]
 
 RUN_PREFIX = "meshyard-swift-"
 """Folders of runs, in the folder for temporary files, begin with it."""
-_WAIT_S = 5.0
+WAIT_S = 5.0
 
 
 def ask(address: str | None, request: dict[str, Any]) -> dict[str, Any]:
@@ -34,14 +34,14 @@ def ask(address: str | None, request: dict[str, Any]) -> dict[str, Any]:
     """
     host, _, port = (address or _newest()).rpartition(":")
     try:
-        channel = ControlChannel.connect((host, int(port)), _WAIT_S)
+        channel = ControlChannel.connect((host, int(port)), WAIT_S)
     except (OSError, ValueError) as error:
         raise CommError(
             f"expected a run's first supervisor at {host}:{port}, got {error}; is it running?"
         ) from error
     channel.send(request)
-    if not select.select([channel], [], [], _WAIT_S)[0]:
-        raise CommError(describe_stranger(host, port, f"no answer in {_WAIT_S:g} s"))
+    if not select.select([channel], [], [], WAIT_S)[0]:
+        raise CommError(describe_stranger(host, port, f"no answer in {WAIT_S:g} s"))
     for answer in channel.messages():
         channel.close()
         if "error" in answer:
