@@ -38,6 +38,7 @@ def test_files_of_the_first_rank_are_enough(tmp_path):
         pool.run(measured_by_rank, model, tmp_path, tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 def test_what_int8_costs_is_counted_where_it_was_chosen(tmp_path, monkeypatch):
     model = add_tokenizer(make("llama", tmp_path / "model"))
     Cluster(hosts=(Host(name="x", devices=(CPU,)),)).to_yaml(tmp_path / "cluster.yaml")
@@ -77,6 +78,7 @@ def test_calibration_takes_the_beginnings_of_prompts_from_all_over_the_file():
     assert calibration_batches([[1]], num_tokens=100) == []
 
 
+@pytest.mark.slow
 def test_prompts_beyond_learned_positions_are_refused_when_planned(tmp_path):
     model = add_tokenizer(make("opt", tmp_path / "model"))
     longest = json.loads((model / "config.json").read_text())["max_position_embeddings"]

@@ -75,7 +75,9 @@ def by_transformers(model, ids, mask, num_new):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "mistral", pytest.param("qwen3", marks=pytest.mark.slow)]
+)
 def test_layers_with_a_sliding_window_keep_their_own(family, tmp_path, three):
     changed = {"sliding_window": 4}
     if family != "mistral":
