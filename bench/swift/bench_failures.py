@@ -1,4 +1,4 @@
-"""A rank of three is killed: seconds until three are at work again, beside torchft and torchrun.
+"""A rank is killed: seconds until all are at work again, beside torchft and torchrun.
 
 All train the same model with AdamW, one thread a rank, over gloo on loopback: 8 linear layers (25 MB of
 parameters and states), or a MiniLM of 22 million parameters from a config (270 MB), with dropout. A rank
@@ -6,7 +6,8 @@ drawn at random is killed by SIGKILL at a random moment of a step. The time ends
 live have finished the step that was under way, or a later one. Contenders take turns: a job each,
 killed in several times, turn after turn. Ours must end with the weights and states of its run that was
 never disturbed, to the bit; torchft, whose dead replica's share of a step is dropped, must not: were its
-result the same, the task would not tell them apart.
+result the same, the task would not tell them apart. A Llama of 14 million parameters, sharded by FSDP2 over
+two ranks in two replicas, takes turns with the same under torchrun.
 """
 
 import random
@@ -178,3 +179,57 @@ def bench_killed_rank(kind, aim_s, benchmark, record_claim):
         aim=1.0,
         spread=(0.2 / max(stalls), 0.2 / max(min(stalls), 1e-3)),
     )
+
+
+def bench_killed_sharded(benchmark, record_claim):
+    """One of 2 x 2 ranks of a Llama under FSDP2; the aim is 1.5 s."""
+    root, aim_s, steps_a_kill = Path("/dev/shm"), 1.5, 40
+    ways = {"swift": contest.swift, "torchrun": contest.torchrun}
+
+    def measure():
+        failures, final = defaultdict(list), []
+        draw = random.Random(0)
+        for turn in TURNS:
+            for name, way in ways.items():
+                steps = steps_a_kill * turn if name == "swift" else 10**6
+                with (
+                    tempfile.TemporaryDirectory(dir=root) as folder,
+                    way(Path(folder), "llama", steps) as job,
+                ):
+                    failures[name] += [job.fail(draw) for _ in range(turn)]
+                    if name == "swift":
+                        job.wait(300.0)
+                        final.append((steps, job.digests()))
+        quiet = {
+            steps: digests(contest.swift, "llama", steps, root)
+            for steps in {steps for steps, _ in final}
+        }
+        return failures, final, quiet
+
+    failures, final, quiet = benchmark.pedantic(measure, rounds=1)
+    is_equal = all(len(found) == 2 and found == quiet[steps] for steps, found in final)
+    ours = [one.back_s for one in failures["swift"]]
+    stalls = [one.stall_s for one in failures["swift"] if one.stall_s is not None]
+    for words, theirs in (
+        ("torchrun, a checkpoint every step", [one.back_s for one in failures["torchrun"]]),
+        ("the aim", [aim_s] * len(ours)),
+    ):
+        every = [b / a for a, b in zip(ours, theirs, strict=True)]
+        record_claim(
+            Claim(
+                name="rank of 2 x 2 killed until all are at work again, sharded Llama",
+                unit="s",
+                ours=median(ours),
+                baseline=median(theirs),
+                baseline_name=words,
+                higher_is_better=False,
+                correct=is_equal,
+                detail=f"{len(ours)} kills each; ours {min(ours):.3f} to {max(ours):.3f} s, a step "
+                f"{median(one.step_s for one in failures['swift']):.3f} s, the longest a survivor went "
+                f"without a step, less a step: {max(stalls):.3f} s; final states equal to the undisturbed "
+                f"run's: {is_equal}; theirs {min(theirs):.3f} to {max(theirs):.3f} s",
+                source=f"{COMMAND} -k sharded",
+            ),
+            aim=1.0,
+            spread=(min(every), max(every)),
+        )

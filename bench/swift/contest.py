@@ -19,7 +19,8 @@ from peer import HOME
 __all__ = ["Failure", "Job", "Lost", "swift", "torchft", "torchrun"]
 
 HERE = Path(__file__).parent
-RANKS = 3
+RANKS = {"linear": 3, "minilm": 3, "llama": 4}
+"""By kind of model."""
 _LOOK_S = 0.002
 _START_S, _RECOVER_S = 90.0, 60.0
 _REST_S = 8.0
@@ -35,7 +36,7 @@ class Failure:
     """What one killed rank cost.
 
     Attributes:
-        back_s: seconds from the signal until three ranks that live have finished the step that was under way
+        back_s: seconds from the signal until as many ranks that live have finished the step that was under way
             or a later one.
         stall_s: the longest that a survivor went without finishing a step, less its usual step; None if no
             rank survived.
@@ -48,16 +49,23 @@ class Failure:
 
 
 class Job:
-    """A running job of three ranks.
+    """A running job.
 
     Args:
         commands: what to run, by name; one that fails is started again if `is_restarted`.
         folder: where its ranks leave their lines.
+        num_ranks: how many are at work.
     """
 
     def __init__(
-        self, commands: Mapping[str, list[str]], folder: Path, *, is_restarted: bool = False
+        self,
+        commands: Mapping[str, list[str]],
+        folder: Path,
+        num_ranks: int,
+        *,
+        is_restarted: bool = False,
     ) -> None:
+        self._num_ranks = num_ranks
         self._commands, self._folder, self._is_restarted = dict(commands), folder, is_restarted
         self._running = {name: self._start(name) for name in commands}
         self._read: dict[Path, int] = {}
@@ -87,7 +95,7 @@ class Job:
                 self._running[name] = self._start(name)
 
     def wait_for(self, step: int, dead: set[int], limit_s: float, since: int = 0) -> float:
-        """The second at which three ranks that live had finished `step` or a later one.
+        """The second at which as many ranks that live had finished `step` or a later one.
 
         Args:
             step: the step.
@@ -105,16 +113,16 @@ class Job:
             for line in self.lines[since:]:
                 if line["step"] >= step and line["pid"] not in dead and line.get("is_part", True):
                     first.setdefault(line["rank"], line["at_s"])
-            if len(first) >= RANKS:
-                return sorted(first.values())[RANKS - 1]
+            if len(first) >= self._num_ranks:
+                return sorted(first.values())[self._num_ranks - 1]
             time.sleep(_LOOK_S)
         words = [
             path.read_text(errors="replace")[-600:] for path in sorted(self._folder.glob("*.log"))
         ]
-        raise Lost(f"no three ranks finished step {step} in {limit_s:g} s; {words}")
+        raise Lost(f"no {self._num_ranks} ranks finished step {step} in {limit_s:g} s; {words}")
 
     def fail(self, draw: random.Random, settle_steps: int = 12) -> Failure:
-        """Kills a rank at a random moment of a step, and waits until three are at work again."""
+        """Kills a rank at a random moment of a step, and waits until all are at work again."""
         self.look()
         at = max((line["step"] for line in self.lines), default=0)
         known = {line["pid"] for line in self.lines}
@@ -187,31 +195,40 @@ def swift(
     folder: Path, kind: str, steps: int, mode: str = "exact", spares: int = 1
 ) -> Iterator[Job]:
     """Ours, with warm spares."""
-    script = [str(HERE / "swift_train.py"), *_args(folder, kind, steps), "--mode", mode]
+    name = "swift_sharded.py" if kind == "llama" else "swift_train.py"
+    script = [str(HERE / name), *_args(folder, kind, steps), "--mode", mode]
     command = [
         sys.executable,
         "-m",
         "swift",
         "run",
         "-n",
-        str(RANKS),
+        str(RANKS[kind]),
         "--spares",
         str(spares),
         script[0],
         "--",
         *script[1:],
     ]
-    with _stopped(Job({"run": command}, folder)) as job:
+    with _stopped(Job({"run": command}, folder, RANKS[kind])) as job:
         yield job
 
 
 @contextmanager
 def torchrun(folder: Path, kind: str, steps: int) -> Iterator[Job]:
     """torchrun, looking for dead ranks ten times a second, a checkpoint of every step."""
-    options = ["--nproc-per-node", str(RANKS), "--max-restarts", "100", "--monitor-interval", "0.1"]
+    options = [
+        "--nproc-per-node",
+        str(RANKS[kind]),
+        "--max-restarts",
+        "100",
+        "--monitor-interval",
+        "0.1",
+    ]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
-    command += [str(HERE / "torchrun_train.py"), *_args(folder, kind, steps)]
-    with _stopped(Job({"run": command}, folder)) as job:
+    name = "torchrun_sharded.py" if kind == "llama" else "torchrun_train.py"
+    command += [str(HERE / name), *_args(folder, kind, steps)]
+    with _stopped(Job({"run": command}, folder, RANKS[kind])) as job:
         yield job
 
 
@@ -249,12 +266,19 @@ def torchft(
         address = house.stdout.readline().strip()
         beat = max(1, min(100, heartbeat_timeout_ms // 10))
         commands = {}
-        for replica in range(RANKS + has_spare):
+        for replica in range(RANKS[kind] + has_spare):
             script = [str(HERE / "torchft_rank.py"), *_args(folder, kind, steps)]
-            script += ["--lighthouse", address, "--replica", str(replica), "--replicas", str(RANKS)]
+            script += [
+                "--lighthouse",
+                address,
+                "--replica",
+                str(replica),
+                "--replicas",
+                str(RANKS[kind]),
+            ]
             script += ["--heartbeat-ms", str(beat), *(["--has-spare"] if has_spare else [])]
             commands[f"group{replica}"] = [python, *script]
-        with _stopped(Job(commands, folder, is_restarted=True)) as job:
+        with _stopped(Job(commands, folder, RANKS[kind], is_restarted=True)) as job:
             yield job
     finally:
         house.kill()

@@ -38,6 +38,21 @@ def test_ranks_share_a_step_and_a_repeated_step_is_the_same():
     assert not torch.equal(parts[1][5][0], parts[1][6][0])
 
 
+def test_neighbours_may_share_samples():
+    dataset = torch.utils.data.TensorDataset(torch.arange(100))
+
+    def part(rank, world_size=4):
+        run = SimpleNamespace(rank=rank, world_size=world_size, reads_whole_batches=False)
+        return StepData(dataset, 6, seed=1, run=run, shared_by=2)
+
+    read = [part(rank)[5][0].tolist() for rank in range(4)]
+    assert read[0] == read[1] == step_positions(100, 6, 1, 5)[:3]
+    assert read[2] == read[3] == step_positions(100, 6, 1, 5)[3:]
+    for world_size, shared in ((3, "3 ranks, 2 of which share"), (8, "8 ranks, 2 of")):
+        with pytest.raises(ConfigError, match=shared):
+            part(0, world_size)[5]
+
+
 def draw():
     return torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()
 

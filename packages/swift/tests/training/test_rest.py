@@ -23,14 +23,14 @@ def disturb(module, optimizer, scheduler):
 def test_restoring_puts_everything_back():
     module, optimizer, scheduler, rest = parts()
     before = rest.pack()
-    rest.keep()
+    rest.keep(3)
     disturb(module, optimizer, scheduler)
     assert not torch.equal(rest.pack(), before)
-    rest.restore()
+    rest.restore(3)
     assert torch.equal(rest.pack(), before)
     assert optimizer.param_groups[0]["momentum"] == 0.9
     disturb(module, optimizer, scheduler)
-    rest.restore()  # what is kept was not changed by the first
+    rest.restore(3)  # what is kept was not changed by the first
     assert torch.equal(rest.pack(), before)
 
 
@@ -49,11 +49,24 @@ def test_another_rank_takes_it_and_packs_the_same_bytes():
 
 def test_buffers_of_the_state_dict_are_shared():
     module, *_, rest = parts()
-    assert [id(one) for one in rest.shared_buffers] == [
-        id(module[1].running_mean),
-        id(module[1].running_var),
-        id(module[1].num_batches_tracked),
+    assert [one.data_ptr() for one in rest.shared_buffers] == [
+        module[1].running_mean.data_ptr(),
+        module[1].running_var.data_ptr(),
+        module[1].num_batches_tracked.data_ptr(),
     ]
+
+
+def test_the_step_before_can_be_put_back_too():
+    module, *_, rest = parts()
+    for version in range(3):
+        module[1].running_mean.fill_(version)
+        rest.keep(version)
+    rest.restore(1)
+    assert module[1].running_mean.tolist() == [1, 1, 1]
+    rest.restore(2)
+    assert module[1].running_mean.tolist() == [2, 2, 2]
+    with pytest.raises(KeyError):
+        rest.restore(0)
 
 
 @pytest.mark.parametrize(

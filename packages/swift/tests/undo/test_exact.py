@@ -385,3 +385,23 @@ def test_foreign_optimizers_keep_what_they_keep():
     assert opt.optimizer.state[opt.parameters[0]]["count"] == 3
     with pytest.raises(ConfigError, match="int 'count' in KeepsNumbers"):
         opt.state_of(0)
+
+
+@pytest.mark.parametrize("name", [*INVERTED, *COPIED])
+def test_other_tensors_take_the_parameters_places(name):
+    opt, undisturbed = (undoable((INVERTED | COPIED)[name](make_parameters())) for _ in range(2))
+    schedules = [
+        torch.optim.lr_scheduler.StepLR(one.optimizer, 1, 0.5) for one in (opt, undisturbed)
+    ]
+    run_steps(opt, [0, 1])
+    run_steps(undisturbed, [0, 1])
+    others = [torch.nn.Parameter(one.detach().clone()) for one in opt.parameters]
+    opt.rebind(others, [opt.optimizer.state[one] for one in opt.parameters])
+    assert opt.marks == [2] * len(others)
+    with pytest.raises(DataError, match="to undo, got none"):
+        opt.undo()
+    for one, schedule in zip((opt, undisturbed), schedules, strict=True):
+        schedule.step()
+        run_steps(one, [2])
+    assert all(one is other for one, other in zip(opt.parameters, others, strict=True))
+    assert bits(opt.optimizer) == bits(undisturbed.optimizer)

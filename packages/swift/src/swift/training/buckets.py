@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swift.undo.torch_step import local, part_of
+
 __all__ = ["Bucket", "plan_buckets"]
 
 
@@ -19,13 +21,15 @@ class Bucket:
         indices: places of its parameters in the optimizer's order.
         buffer: gradients one behind another, then one element a parameter: 1 where this rank has a
             gradient of it.
-        views: the gradients in `buffer`, each in its parameter's shape.
+        views: the gradients in `buffer`, each in the shape of its parameter on this rank.
+        grads: what `grad` of the parameters is then: the views, of a DTensor as its local part.
         used: the elements behind them.
     """
 
     indices: tuple[int, ...]
     buffer: Tensor
     views: tuple[Tensor, ...]
+    grads: tuple[Tensor, ...]
     used: Tensor
 
 
@@ -42,7 +46,7 @@ def plan_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Bucket
     groups: list[list[int]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for index in reversed(range(len(parameters))):
-        one = parameters[index]
+        one = local(parameters[index])
         key = (one.dtype, one.device)
         num_bytes = one.numel() * one.element_size()
         group, filled = open_groups.get(key, ([], 0))
@@ -55,14 +59,18 @@ def plan_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Bucket
 
 
 def _allocate(parameters: Sequence[Tensor], indices: Sequence[int]) -> Bucket:
-    numels = [parameters[i].numel() for i in indices]
-    first = parameters[indices[0]]
+    parts = [local(parameters[i]) for i in indices]
+    numels = [one.numel() for one in parts]
+    first = parts[0]
     buffer = torch.zeros(sum(numels) + len(indices), dtype=first.dtype, device=first.device)
     *grads, used = buffer.split([*numels, len(indices)])
-    views = tuple(
-        _shaped(grad, parameters[i].detach()) for grad, i in zip(grads, indices, strict=True)
+    views = tuple(_shaped(grad, one) for grad, one in zip(grads, parts, strict=True))
+    wholes = [parameters[i] for i in indices]
+    whole_grads = tuple(
+        part_of(one, view, getattr(one, "device_mesh", None))
+        for one, view in zip(wholes, views, strict=True)
     )
-    return Bucket(tuple(indices), buffer, views, used)
+    return Bucket(tuple(indices), buffer, views, whole_grads, used)
 
 
 def _shaped(grad: Tensor, like: Tensor) -> Tensor:

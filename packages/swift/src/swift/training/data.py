@@ -80,6 +80,7 @@ class StepData:
         seed: int = 0,
         *,
         run: Placed | None = None,
+        shared_by: int = 1,
         collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         """Describes the data; nothing is read yet.
@@ -89,11 +90,13 @@ class StepData:
             global_batch: samples of a step, of all ranks together; a multiple of the ranks.
             seed: of the order.
             run: of `swift.join`; None: the one this process has joined.
+            shared_by: neighbouring ranks that read the same samples, as those of one tensor parallel
+                replica do.
             collate: makes a batch from a list of samples; torch's `default_collate` when None.
 
         Raises:
-            ConfigError: the dataset has no length or less samples than a batch, or the batch is no
-                positive number.
+            ConfigError: the dataset has no length or less samples than a batch, or a number is not
+                positive.
         """
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
@@ -101,10 +104,10 @@ class StepData:
                 f"{type(dataset).__name__}; a step that is repeated must read the same samples again, "
                 f"so read a stream into a list or a file first"
             )
-        if len(dataset) < 1 or global_batch < 1:
+        if len(dataset) < 1 or global_batch < 1 or shared_by < 1:
             raise ConfigError(
-                f"expected at least one sample and a positive global_batch, got {len(dataset)} "
-                f"samples and global_batch={global_batch}"
+                f"expected at least one sample and a positive global_batch and shared_by, got "
+                f"{len(dataset)} samples, global_batch={global_batch} and shared_by={shared_by}"
             )
         if len(dataset) < global_batch:
             raise ConfigError(
@@ -115,6 +118,7 @@ class StepData:
         self.global_batch = global_batch
         self.seed = seed
         self._run = run
+        self._shared_by = shared_by
         self._collate = collate
 
     def __getitem__(self, step: int) -> Any:
@@ -133,14 +137,17 @@ class StepData:
         run = self._run or _current()
         if run.rank is not None and run.reads_whole_batches:
             return step_positions(len(self.dataset), self.global_batch, self.seed, step)
-        if run.rank is None or self.global_batch % run.world_size:
+        readers, odd = divmod(run.world_size, self._shared_by)
+        if run.rank is None or odd or self.global_batch % readers:
+            shared = f", {self._shared_by} of which share samples" if self._shared_by > 1 else ""
             raise ConfigError(
-                f"global_batch: expected a multiple of the {run.world_size} ranks on a rank, got "
-                f"{self.global_batch} on rank {run.rank}"
+                f"global_batch: expected a multiple of the {run.world_size} ranks{shared}, on a rank, "
+                f"got {self.global_batch} on rank {run.rank}"
             )
-        share = self.global_batch // run.world_size
+        share = self.global_batch // readers
         every = step_positions(len(self.dataset), self.global_batch, self.seed, step)
-        return every[run.rank * share : (run.rank + 1) * share]
+        place = run.rank // self._shared_by
+        return every[place * share : (place + 1) * share]
 
 
 _joined: list[Placed] = []

@@ -23,6 +23,7 @@ from swift.training.data import Placed
 from swift.training.entries import Entries
 from swift.training.rest import Rest, Stateful
 from swift.training.trainable import Load, Repeat
+from swift.undo.torch_step import local
 from swift.undo.undoable import Undoable, undoable
 
 __all__ = ["DataParallel"]
@@ -96,18 +97,13 @@ class DataParallel:
         self._rest = Rest(module, optimizer.optimizer, (*stateful, *more))
         self._entries = Entries(self._names, optimizer, self._rest)
         self._is_in_step = False
-        self._group: Group | None = None
-        self._buckets = plan_buckets(optimizer.parameters, int(bucket_mb * 1e6))
+        self._world: Group | None = None
+        self._replicas: Group | None = None
+        self._bucket_bytes = int(bucket_mb * 1e6)
         self._reductions: list[Reduction] = []
         self._is_last = True
         self._missing: list[int] = []
-        self._place: dict[int, tuple[int, int]] = {}
-        for at, bucket in enumerate(self._buckets):
-            for slot, index in enumerate(bucket.indices):
-                self._place[index] = (at, slot)
-                parameter = optimizer.parameters[index]
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._hook(index))
+        self._take_gradients()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass."""
@@ -125,10 +121,10 @@ class DataParallel:
             CommError: a rank was lost; `run.loop` recovers from it.
             ConfigError: a gradient is sparse.
         """
-        group = self._grouped()
+        replicas = _joined(self._replicas)
         self._is_last = update
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        (scaled / group.world_size).backward()
+        (scaled / replicas.world_size).backward()
         if not update:
             return
         for at in range(len(self._buckets)):
@@ -151,20 +147,29 @@ class DataParallel:
             return "a scaler"
         return "the vote of mode='commit'" if self.optimizer.mode == "commit" else None
 
-    def _hook(self, index: int) -> Any:
+    def _take_gradients(self) -> None:
+        """Has the gradients of the parameters that there are now come into buckets."""
+        self._buckets = plan_buckets(self.optimizer.parameters, self._bucket_bytes)
+        for at, bucket in enumerate(self._buckets):
+            for slot, index in enumerate(bucket.indices):
+                parameter = self.optimizer.parameters[index]
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._hook(at, slot))
+
+    def _hook(self, at: int, slot: int) -> Any:
+        bucket = self._buckets[at]
+        name = self._names[bucket.indices[slot]]
+
         def arrived(parameter: Tensor) -> None:
-            at, slot = self._place[index]
-            bucket = self._buckets[at]
-            view = bucket.views[slot]
             assert parameter.grad is not None, "the hook runs behind its accumulation"
             if parameter.grad.layout is not torch.strided:
                 raise ConfigError(
-                    f"{self._names[index]}: expected a dense gradient, got {parameter.grad.layout}, "
+                    f"{name}: expected a dense gradient, got {parameter.grad.layout}, "
                     f"which cannot be summed in a bucket; make its module with sparse=False"
                 )
-            if parameter.grad is not view:
-                view.copy_(parameter.grad)
-                parameter.grad = view
+            if parameter.grad is not bucket.grads[slot]:
+                bucket.views[slot].copy_(_part(parameter, parameter.grad))
+                parameter.grad = bucket.grads[slot]
                 bucket.used[slot] = 1
             if self._is_last:
                 self._missing[at] -= 1
@@ -174,18 +179,18 @@ class DataParallel:
 
     def _start_reductions(self) -> None:
         # All ranks start their sums in the order of the buckets, whatever order gradients come in.
-        group = self._grouped()
+        replicas = _joined(self._replicas)
         while len(self._reductions) < len(self._buckets):
             at = len(self._reductions)
             if self._missing[at] > 0:
                 return
             bucket = self._buckets[at]
             for slot, index in enumerate(bucket.indices):
-                if self.optimizer.parameters[index].grad is not bucket.views[slot]:
+                if self.optimizer.parameters[index].grad is not bucket.grads[slot]:
                     bucket.views[slot].zero_()
                     bucket.used[slot] = 0
             reach("start", bucket=at)
-            self._reductions.append(start_all_reduce(group, bucket.buffer))
+            self._reductions.append(start_all_reduce(replicas, bucket.buffer))
 
     def _await(self, at: int) -> None:
         reach("reduce", bucket=at)
@@ -196,14 +201,14 @@ class DataParallel:
         bucket = self._buckets[at]
         used = bucket.used.tolist()
         for slot, index in enumerate(bucket.indices):
-            self.optimizer.parameters[index].grad = bucket.views[slot] if used[slot] else None
+            self.optimizer.parameters[index].grad = bucket.grads[slot] if used[slot] else None
 
     def _update(self, at: int) -> None:
         self.optimizer.update(self._buckets[at].indices)
         reach("update", bucket=at)
 
     def _update_together(self) -> None:
-        group = self._grouped()
+        world = _joined(self._world)
         is_finite = True
         if self.scaler is not None:
             is_finite = self._unscale(self.scaler)
@@ -213,7 +218,7 @@ class DataParallel:
             # Behind the vote nothing is sent: who has it has the whole step.
             self._share_buffers(self._rest.shared_buffers)
             reach("vote")
-            all_reduce(group, torch.zeros(1, device=group.device))
+            all_reduce(world, torch.zeros(1, device=world.device))
         if not is_finite:
             for parameter in self.optimizer.parameters:
                 parameter.grad = None
@@ -246,9 +251,13 @@ class DataParallel:
 
     def warm(self) -> None:
         """See `Trainable`."""
-        optimizer = self.optimizer.optimizer
         first = self.optimizer.parameters[0]
-        sample = torch.nn.Parameter(torch.zeros(2, 4, dtype=first.dtype, device=first.device))
+        self._try(torch.zeros(2, 4, dtype=first.dtype, device=first.device))
+
+    def _try(self, value: Tensor) -> None:
+        """Steps a parameter of its own and takes the step back."""
+        optimizer = self.optimizer.optimizer
+        sample = torch.nn.Parameter(value)
         group = {name: one for name, one in optimizer.param_groups[0].items() if name != "params"}
         make: Any = type(optimizer)
         # An optimizer with a constructor of its own starts cold.
@@ -272,10 +281,10 @@ class DataParallel:
             with suppress(CommError):
                 reduction.wait()  # gloo may still write to the bucket until then
         self._reductions = []
-        self._group = group
+        self._world = self._replicas = group
         if self._is_in_step:
             self._is_in_step = False
-            self._rest.restore()
+            self._rest.restore(self._entries.rest_version)
 
     def versions(self) -> list[int]:
         """See `Trainable`."""
@@ -283,11 +292,7 @@ class DataParallel:
 
     def undo(self, entries: Sequence[int]) -> None:
         """See `Trainable`."""
-        last = self._entries.last
-        self.optimizer.undo_only([entry for entry in entries if entry != last])
-        if last in entries:
-            self._rest.restore()
-            self._entries.rest_version -= 1
+        self._entries.undo(entries)
 
     def state_of(self, entry: int) -> dict[str, Tensor]:
         """See `Trainable`."""
@@ -303,7 +308,7 @@ class DataParallel:
 
     def begin(self, step: int) -> None:
         """See `Trainable`."""
-        self._rest.keep()
+        self._rest.keep(step)
         self._is_in_step = True
         self._reductions = []
         for parameter in self.optimizer.parameters:
@@ -348,14 +353,22 @@ class DataParallel:
         if not buffers:
             return
         flat = torch.cat([one.reshape(-1).view(torch.uint8) for one in buffers])
-        broadcast(self._grouped(), flat, 0)
+        broadcast(_joined(self._world), flat, 0)
         sizes = [one.numel() * one.element_size() for one in buffers]
         for buffer, part in zip(buffers, flat.split(sizes), strict=True):
             buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
-    def _grouped(self) -> Group:
-        if self._group is None:
-            raise ConfigError(
-                "expected dp.backward inside run.loop, got it before; call run.loop(step, dp, ...)"
-            )
-        return self._group
+
+def _part(parameter: Any, grad: Any) -> Tensor:
+    """This rank's part of a gradient, placed as its parameter is."""
+    if getattr(grad, "placements", None) != getattr(parameter, "placements", None):
+        grad = grad.redistribute(placements=parameter.placements)
+    return local(grad)
+
+
+def _joined(group: Group | None) -> Group:
+    if group is None:
+        raise ConfigError(
+            "expected backward inside run.loop, got it before; call run.loop(step_fn, trainable, ...)"
+        )
+    return group

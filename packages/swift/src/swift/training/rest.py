@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swift.undo.torch_step import local
+
 __all__ = ["Rest", "Stateful", "pack", "unpack"]
 
 
@@ -32,7 +34,7 @@ class Stateful(Protocol):
 
 
 class Rest:
-    """The rest of a rank's state, and its copy as of the step's beginning.
+    """The rest of a rank's state, and its copies as of the beginning of this step and the one before.
 
     Attributes:
         shared_buffers: those of the module's state dict, which forward passes change, as BatchNorm
@@ -45,21 +47,30 @@ class Rest:
         optimizer: torch.optim.Optimizer,
         stateful: Sequence[Stateful] = (),
     ) -> None:
-        self._buffers = dict(module.named_buffers())
-        saved = module.state_dict().keys()
-        self.shared_buffers = [one for name, one in self._buffers.items() if name in saved]
         self._optimizer = optimizer
         self._stateful = tuple(stateful)
-        self._kept: Any = None
+        self._kept: dict[int, Any] = {}
+        self.rebind(module)
 
-    def keep(self) -> None:
-        """Keeps a copy for `restore`."""
-        self._kept = _copied(self._live())
+    def rebind(self, module: torch.nn.Module) -> None:
+        """Takes the buffers of a module like the one before, as they are."""
+        self._buffers = {name: local(one) for name, one in module.named_buffers()}
+        saved = module.state_dict().keys()
+        self.shared_buffers = [one for name, one in self._buffers.items() if name in saved]
 
-    def restore(self) -> None:
-        """Puts back what `keep` kept."""
-        assert self._kept is not None, "kept at the beginning of every step"
-        self._load(_copied(self._kept))
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """All buffers by name, of DTensors the parts on this rank."""
+        return dict(self._buffers)
+
+    def keep(self, version: int) -> None:
+        """Keeps a copy for `restore`, as of `version` steps, and that of the version before."""
+        before = {at: kept for at, kept in self._kept.items() if at == version - 1}
+        self._kept = {**before, version: _copied(self._live())}
+
+    def restore(self, version: int) -> None:
+        """Puts back what `keep` kept of a version."""
+        self._load(_copied(self._kept[version]))
 
     def pack(self) -> Tensor:
         """Everything as bytes, equal where the values are equal."""

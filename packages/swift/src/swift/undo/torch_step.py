@@ -11,17 +11,28 @@ from torch.optim import Optimizer
 
 from shared.errors import ConfigError
 
-__all__ = ["local", "new_state", "numbers", "state_tensors", "step_only"]
+__all__ = ["local", "new_state", "numbers", "part_of", "state_tensors", "step_only"]
 
 Group = dict[str, Any]
 
 
 def local(tensor: Tensor) -> Tensor:
     """The memory of a tensor, without autograd; of a DTensor this rank's part."""
-    tensor = tensor.detach()
     # DTensor has it; importing torch.distributed to ask for the class takes longer than a recovery.
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    return (tensor if to_local is None else to_local()).detach()
+
+
+def part_of(whole: Tensor, memory: Tensor, mesh: Any) -> Tensor:
+    """`memory` as the kind of tensor that `whole` is: of a DTensor, as this rank's part of one over `mesh`."""
+    if not hasattr(whole, "to_local"):
+        return memory
+    from torch.distributed.tensor import DTensor
+
+    like: Any = whole
+    return DTensor.from_local(
+        memory, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def numbers(group: Group) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal, get_args
 
 import torch
@@ -234,6 +235,25 @@ class Undoable:
             if state:
                 self.optimizer.state[parameter] = state
         return self.state_of(index)
+
+    def rebind(self, parameters: Sequence[Parameter], states: Sequence[dict[str, Any]]) -> None:
+        """Step other parameters from now on, as many and in the same order; marks stay.
+
+        What undoing the last step needs is let go.
+
+        Args:
+            parameters: In the optimizer's order.
+            states: Torch's state of each; empty where it has none.
+        """
+        self.confirm()
+        self._parameters = list(parameters)
+        ordered = iter(parameters)
+        for group in self.optimizer.param_groups:
+            group["params"] = list(islice(ordered, len(group["params"])))
+        self.optimizer.state.clear()
+        for parameter, state in zip(parameters, states, strict=True):
+            if state:
+                self.optimizer.state[parameter] = state
 
     def mark(self, index: int, steps: int) -> None:
         """Say that parameter `index` has had `steps` steps; its last one cannot be undone.
