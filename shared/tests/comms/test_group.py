@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.comms import Group, RankPool, all_reduce, init_from_env
-from shared.comms.init import joined
+from shared.comms.init import alone, joined
 from shared.errors import ConfigError
 
 SCRIPT = """
@@ -43,6 +43,16 @@ def test_unknown_backend(monkeypatch):
         monkeypatch.setenv(key, "0")
     with pytest.raises(ConfigError, match="'nccl', 'gloo' or None, got 'mpi'"):
         init_from_env(backend="mpi")
+
+
+def test_a_world_of_this_process_is_left_whatever_happens():
+    for _ in range(2):
+        with alone() as group:
+            assert (group.world_size, group.device_mesh().size()) == (1, 1)
+        assert not Group.exists()
+    with pytest.raises(KeyError, match="mistake"), alone():
+        raise KeyError("mistake")
+    assert not Group.exists()
 
 
 def test_a_command_alone_leaves_the_world_that_it_joined(monkeypatch):

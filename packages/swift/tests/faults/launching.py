@@ -12,7 +12,7 @@ from pathlib import Path
 SCRIPT = Path(__file__).with_name("small_training.py")
 TESTS = Path(__file__).parents[1]
 STEPS = 16
-PRELOADED = ["transformers.models.llama.modeling_llama"]
+PRELOADED = ["transformers.models.llama.modeling_llama", "torch.distributed.fsdp"]
 LIMIT_S = 100.0
 
 

@@ -101,16 +101,17 @@ def split(model, mesh):
         return out.full_tensor()
 
     distribute_module(model, mesh, place, replicate, gather)
+    model.head.weight = model.table.weight  # it makes two of them
 
 
 def join_parts(name, parts, whole):
     """A parameter from what the ranks of a replica hold of it."""
     if parts[0].shape == whole.shape:
         return parts[0]
-    for dim in range(whole.dim()):
-        if torch.cat(parts, dim).shape == whole.shape:
-            return torch.cat(parts, dim)
-    raise AssertionError(f"{name}: {[one.shape for one in parts]} do not make {whole.shape}")
+    (dim,) = {at for one in parts for at in range(whole.dim()) if one.shape[at] != whole.shape[at]}
+    joined = torch.cat(parts, dim)
+    assert joined.shape == whole.shape, name
+    return joined
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ from shared.errors import ConfigError
 
 __all__ = [
     "abandon",
+    "alone",
     "init_from_env",
     "join",
     "joined",
@@ -236,6 +237,16 @@ def _shut_down(descriptor: int, inode: int) -> None:
 def leave() -> None:
     """Leaves the world; all ranks call this, when no messages are under way."""
     dist.destroy_process_group()
+
+
+@contextmanager
+def alone() -> Iterator[Group]:
+    """A gloo world of this process, which is left when the block ends; there is no other world meanwhile."""
+    store = dist.HashStore()
+    try:
+        yield join(0, 1, store, backend="gloo", timeout=timedelta(minutes=1))
+    finally:
+        abandon()
 
 
 @contextmanager

@@ -12,18 +12,16 @@ meta device, in no time, and the local tensors that the rank has move into it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from datetime import timedelta
+from contextlib import nullcontext, suppress
 from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shared.comms import Group
 from shared.comms.collectives import Reduction, start_all_reduce
-from shared.comms.init import abandon, join, recorded
+from shared.comms.init import alone, recorded
 from shared.errors import CommError, ConfigError
 from swift.injection import reach
 from swift.training.data import Placed, reseed
@@ -102,7 +100,7 @@ class Sharded(DataParallel):
         self._is_placed = False
         self._fresh: tuple[nn.Module, Undoable] | None = None
         self._begun: Reduction | None = None
-        with _alone() as group:
+        with alone() as group:
             module, optimizer = self._make(group, on_meta=True)
         if optimizer.mode == "commit":
             raise ConfigError(
@@ -146,7 +144,7 @@ class Sharded(DataParallel):
 
     def warm(self) -> None:
         """See `Trainable`."""
-        with _alone() as group:
+        with alone() as group:
             value = torch.zeros(2, 4, dtype=self.optimizer.parameters[0].dtype)
             self._try(group.shard_rows(value, value))
 
@@ -234,7 +232,7 @@ class Sharded(DataParallel):
             _moved(source.optimizer.state.get(held, {}), new, device)
             for held, new in zip(source.parameters, optimizer.parameters, strict=True)
         ]
-        pairs = chain(
+        pairs: Iterator[tuple[Tensor, Tensor]] = chain[tuple[Tensor, Tensor]](
             zip(optimizer.parameters, self.optimizer.parameters, strict=True),
             ((new, own.constants[name]) for name, new in constants.items()),
             ((new, own.rest.buffers[name]) for name, new in buffers.items()),
@@ -271,13 +269,3 @@ def _fill(place: Tensor, memory: Tensor) -> None:
     if isinstance(place, nn.Parameter):
         filled = nn.Parameter(filled, requires_grad=place.requires_grad)
     torch.utils.swap_tensors(place, filled)
-
-
-@contextmanager
-def _alone() -> Iterator[Group]:
-    """A world of this process, for what is done before it has a rank."""
-    timeout = timedelta(minutes=1)
-    try:
-        yield join(0, 1, dist.HashStore(), backend="gloo", timeout=timeout)
-    finally:
-        abandon()

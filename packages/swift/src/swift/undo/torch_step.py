@@ -16,21 +16,20 @@ __all__ = ["local", "new_state", "numbers", "part_of", "state_tensors", "step_on
 Group = dict[str, Any]
 
 
-def local(tensor: Tensor) -> Tensor:
+def local(tensor: Any) -> Tensor:
     """The memory of a tensor, without autograd; of a DTensor this rank's part."""
     # DTensor has it; importing torch.distributed to ask for the class takes longer than a recovery.
-    to_local = getattr(tensor, "to_local", None)
-    return (tensor if to_local is None else to_local()).detach()
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.detach()
 
 
 def part_of(whole: Tensor, memory: Tensor, mesh: Any) -> Tensor:
     """`memory` as the kind of tensor that `whole` is: of a DTensor, as this rank's part of one over `mesh`."""
-    if not hasattr(whole, "to_local"):
-        return memory
-    from torch.distributed.tensor import DTensor
-
     like: Any = whole
-    return DTensor.from_local(
+    if not hasattr(like, "to_local"):
+        return memory
+    kind: Any = type(like)
+    return kind.from_local(
         memory, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
