@@ -1,5 +1,6 @@
 """A world whose peer hangs is left from outside, and the next one is joined under its epoch."""
 
+import itertools
 import threading
 import time
 from datetime import timedelta
@@ -13,7 +14,7 @@ from shared.comms.collectives import start_all_reduce
 from shared.comms.init import abandon, join, sever
 from shared.errors import CommError
 
-LIMIT = timedelta(seconds=60)
+LIMIT, SHORT = timedelta(seconds=60), timedelta(seconds=10)
 
 
 def next_world(store, epoch: int, rank: int | None = None, size: int | None = None) -> Group:
@@ -119,6 +120,37 @@ def test_a_join_under_way_is_freed(tmp_path):
     with RankPool(1, timeout=LIMIT) as pool:
         (waited,) = pool.run(freed_from_a_join, str(tmp_path / "store")).results
     assert waited < 5
+
+
+def freed_from_peers_that_died_joining() -> list[float]:
+    """Rank 1 says where it listens and is gone; rank 0 then waits for its connection, or connects to it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    abandon()
+    waited = []
+    # Who connects to whom depends on ports, which the system draws.
+    for epoch, (rank, size) in itertools.product(range(8), [(1, 3), (0, 2)]):
+        is_free = threading.Event()
+
+        def keep_severing(is_free: threading.Event = is_free) -> None:
+            while not is_free.wait(0.05):
+                sever()
+
+        thread = threading.Thread(target=keep_severing)
+        thread.start()
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            join(rank, size, ("127.0.0.1", store.port), backend="gloo", timeout=SHORT, epoch=epoch)
+        waited.append(time.monotonic() - start)
+        is_free.set()
+        thread.join()
+        abandon()
+    return waited
+
+
+def test_a_rank_whose_peer_died_while_both_joined_is_freed():
+    with RankPool(1, timeout=LIMIT) as pool:
+        (waited,) = pool.run(freed_from_peers_that_died_joining).results
+    assert max(waited) < SHORT.total_seconds() / 2
 
 
 def severed_with_connections_of_its_own() -> str:

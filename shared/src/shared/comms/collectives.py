@@ -19,6 +19,7 @@ from torch import Tensor
 from shared.comms.courier import post_rounds, run_rounds
 from shared.comms.group import Group
 from shared.comms.rounds import PendingRounds, Round
+from shared.comms.waiting import wait
 from shared.errors import CommError, ConfigError
 
 __all__ = [
@@ -101,8 +102,12 @@ class Reduction:
         Raises:
             CommError: if a peer died, the timeout passed or the world was left.
         """
-        if self._work is not None:
-            with _failures_named(self._group, "all_reduce"):
+        if self._work is None:
+            return
+        with _failures_named(self._group, "all_reduce"):
+            if self._group.backend == "gloo":
+                wait(self._work, self._group.checked())
+            else:
                 self._work.wait()
 
 

@@ -35,6 +35,7 @@ __all__ = [
     "abandon",
     "channels",
     "connect",
+    "fail",
     "peer_died",
     "post_rounds",
     "run_rounds",
@@ -151,11 +152,16 @@ def channels() -> list[dist.ProcessGroup]:
     return [one.channel for couriers in list(_couriers.values()) for one in list(couriers.values())]
 
 
-def abandon() -> None:
-    """Fail all rounds under way and forget all connections, as the world that they join is left."""
+def fail() -> None:
+    """Fail all rounds under way, as the world that they join is left."""
     for couriers in list(_couriers.values()):
-        for courier in couriers.values():
+        for courier in list(couriers.values()):
             courier.abandon()
+
+
+def abandon() -> None:
+    """Fail all rounds under way and forget all connections."""
+    fail()
     _couriers.clear()
     _num_couriers.clear()  # the ranks of the next world count from the same number
 

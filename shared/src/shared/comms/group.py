@@ -224,7 +224,8 @@ def _join_equally_many(world: Group, ranks: Sequence[int]) -> None:
     torch names a group made by its members alone after its ranks and the number of groups that the
     process is in: members that differ in this number would wait forever under different names.
     """
-    me, board = dist.get_rank(), world.board(f"members/{list(ranks)}")
+    store: Any = world.checked().get_group_store()
+    me, board = dist.get_rank(), dist.PrefixStore(f"members/{list(ranks)}", store)
     count = len(dist.distributed_c10d._world.pg_names)
     board.set(str(me), str(count))
     most = max(int(board.get(str(rank))) for rank in ranks)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from shared.comms import courier
 from shared.comms.courier import connect
 from shared.comms.group import Group
+from shared.comms.waiting import note_severed
 from shared.errors import ConfigError
 
 __all__ = [
@@ -136,9 +138,11 @@ def join(
     Returns:
         The group of all ranks.
     """
+    global _num_peers
+    _num_peers = world_size
+    if isinstance(store, tuple):
+        store = _reached(store, timeout)
     with recorded():
-        if isinstance(store, tuple):
-            store = dist.TCPStore(*store, timeout=timeout)
         if epoch is not None:
             store = dist.PrefixStore(f"epoch/{epoch}", store)
         dist.init_process_group(
@@ -146,6 +150,18 @@ def join(
         )
         connect(Group.world())
     return Group.world()
+
+
+def _reached(address: tuple[str, int], timeout: timedelta) -> Any:
+    """The store that another process opened, over a connection of this world.
+
+    It is recorded once it is whole: torch opens one anew that is shut down while it is made, waits
+    longer each time, and may each time ask a name server, which can take it seconds.
+    """
+    before = _connections()
+    store = dist.TCPStore(*address, timeout=timeout)
+    _recorded.update(_connections() - before)
+    return store
 
 
 @contextmanager
@@ -171,12 +187,21 @@ def sever() -> None:
     Connections that `recorded` has not seen stay, and so do listening sockets, without which gloo
     would end the process.
     """
+    process_groups = [*dist.distributed_c10d._world.pg_map, *courier.channels()]
     before = _before
     under_way = set() if before is None else _connections() - before
-    for descriptor, inode in _recorded | under_way:
+    connections = _recorded | under_way
+    # Whoever waits may go on to the next world from here on.
+    note_severed(process_groups)
+    courier.fail()
+    for process_group in process_groups:
+        _close_pairs(process_group)
+    for descriptor, inode in connections:
         with suppress(OSError):
             _shut_down(descriptor, inode)
-    _close_pairs()
+    for descriptor, inode in under_way:
+        with suppress(OSError):
+            _stand_in(descriptor, inode)
 
 
 def abandon() -> None:
@@ -194,23 +219,27 @@ def abandon() -> None:
     dist.distributed_c10d._world.group_count = 0
 
 
-def _close_pairs() -> None:
-    """Has gloo close all connections of all groups from within, by a message that times out.
+def _close_pairs(process_group: dist.ProcessGroup) -> None:
+    """Has gloo close all connections of a group from within, by a message that times out.
 
     A message that arrives for a buffer that a failed sum has freed stays unread, and gloo then sees
-    neither later messages nor the end of that connection: whoever waits for it waits on.
+    neither later messages nor the end of that connection: whoever waits for it waits on. From without
+    they are shut down only afterwards: an answer that gloo sends meanwhile would be queued, and forgotten.
     """
-    for process_group in [*dist.distributed_c10d._world.pg_map, *courier.channels()]:
-        # NCCL has no such receive.
-        with suppress(RuntimeError):
-            process_group.recv_anysource([torch.empty(1)], _UNUSED_TAG).wait(_AT_ONCE)
+    # NCCL has no such receive.
+    with suppress(RuntimeError):
+        process_group.recv_anysource([torch.empty(1)], _UNUSED_TAG).wait(_AT_ONCE)
 
 
 _UNUSED_TAG = (1 << 31) - 1
 _AT_ONCE = timedelta(milliseconds=1)
+_PEER = struct.Struct("q")
+"""What a peer that connects to gloo says first: its rank in the group."""
+_CONNECT_S = 1.0
 _DESCRIPTORS = "/proc/self/fd"
 _recorded: set[tuple[int, int]] = set()  # descriptor and inode: descriptors are used again
 _before: set[tuple[int, int]] | None = None
+_num_peers = 0
 
 
 def _connections() -> set[tuple[int, int]]:
@@ -224,14 +253,40 @@ def _connections() -> set[tuple[int, int]]:
 
 
 def _shut_down(descriptor: int, inode: int) -> None:
+    with _duplicated(descriptor, inode) as connection:
+        if connection is not None and not _listens(connection):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _stand_in(descriptor: int, inode: int) -> None:
+    """Connects to a socket where gloo waits for peers, in place of all of them, and leaves at once.
+
+    A group that is made waits for its peers' connections as long as for a message. One that has died
+    meanwhile sends none, and there is nothing to shut down.
+    """
+    with _duplicated(descriptor, inode) as listener:
+        if listener is None or not _listens(listener):
+            return
+        for number in range(_num_peers):
+            with socket.create_connection(listener.getsockname()[:2], _CONNECT_S) as connection:
+                connection.sendall(_PEER.pack(number))
+
+
+@contextmanager
+def _duplicated(descriptor: int, inode: int) -> Iterator[socket.socket | None]:
+    """A TCP socket of this process; None: the descriptor is another's by now, or of another kind."""
     copy = os.dup(descriptor)
     if os.fstat(copy).st_ino != inode:
         os.close(copy)
+        yield None
         return
-    with socket.socket(fileno=copy) as connection:
-        is_tcp = connection.family != socket.AF_UNIX and connection.type == socket.SOCK_STREAM
-        if is_tcp and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            connection.shutdown(socket.SHUT_RDWR)
+    with socket.socket(fileno=copy) as found:
+        is_tcp = found.family != socket.AF_UNIX and found.type == socket.SOCK_STREAM
+        yield found if is_tcp else None
+
+
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def leave() -> None:
