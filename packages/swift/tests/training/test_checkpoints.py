@@ -1,13 +1,86 @@
-"""Checkpoints of a run that cannot be written."""
+"""What a checkpoint holds: what torch's optimizer has, and no more; and one that cannot be written."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-from shared.comms.init import joined
-from shared.errors import DiskFullError
-from swift import Every
+import swift
+from shared.comms.init import alone
+from shared.errors import CommError, DiskFullError
+
+
+class Net(torch.nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.used = torch.nn.Linear(4, 3)
+        self.later = torch.nn.Linear(4, 3)
+        self.norm = torch.nn.BatchNorm1d(3)
+
+
+def make(group, seed=0):
+    """A trainable, and its step; `later` has a gradient from step 2 on."""
+    model = Net(seed)
+    run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
+    dp = swift.DataParallel(
+        model, swift.undoable(torch.optim.AdamW(model.parameters(), 0.05)), run
+    )
+    dp.regroup(group)
+
+    def step(at):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(at))
+        hidden = model.used(x) + (model.later(x) if at >= 2 else 0)
+        dp.begin(at)
+        dp.backward(model.norm(hidden).square().mean() + hidden.square().mean())
+        dp.finish(at)
+
+    return dp, step
+
+
+def values(dp):
+    return [
+        (name, one.clone()) for at in range(len(dp.versions())) for name, one in dp.state_of(at).items()
+    ]
+
+
+@pytest.mark.parametrize("saved_at", [1, 3])
+def test_it_holds_the_state_that_torch_has_and_training_goes_on_from_it(tmp_path, saved_at):
+    every = swift.Every(1, tmp_path)
+    with alone() as group:
+        dp, step = make(group)
+        for at in range(5):
+            if at == saved_at:
+                every.save(group, dp, at)
+                before = values(dp)
+            step(at)
+        keys = dcp.FileSystemReader(tmp_path / f"step-{saved_at}").read_metadata().state_dict_metadata
+        with_state = {name.split("/")[0] for name in keys if name.endswith("/exp_avg")}
+        layers = ("used", "later") if saved_at == 3 else ("used",)
+        assert with_state == {f"{at}.{name}" for at in (*layers, "norm") for name in ("weight", "bias")}
+
+        other, other_step = make(group, seed=1)
+        for at in range(4):
+            other_step(at)
+        every.load(group, other, saved_at)
+        assert [name for name, _ in values(other)] == [name for name, _ in before]
+        for at in range(saved_at, 5):
+            other_step(at)
+        for (name, one), (_, expected) in zip(values(other), values(dp), strict=True):
+            assert torch.equal(one, expected), name
+
+
+def test_one_that_is_damaged_is_named(tmp_path):
+    every = swift.Every(1, tmp_path)
+    with alone() as group:
+        dp, step = make(group)
+        step(0)
+        every.save(group, dp, 1)
+        (tmp_path / "step-1" / ".metadata").write_bytes(b"")
+        with pytest.raises(CommError, match=r"reading .*step-1 failed: "):
+            every.load(group, dp, 1)
 
 
 class OneTensor:
@@ -16,10 +89,9 @@ class OneTensor:
     def versions(self):
         return [1, 1]
 
-    def prepare(self, entry):
-        return {"weight": torch.zeros(50_000)}
-
     def state_of(self, entry):
+        if entry == 0:
+            return {"weight": torch.zeros(50_000)}
         return {"rest": torch.zeros(4, dtype=torch.uint8)}
 
     def replica_sets(self, world_size):
@@ -29,8 +101,8 @@ class OneTensor:
 @pytest.mark.unchecked  # the tensor is no trainable of ours
 def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(tmp_path, small_disk):
     folder = small_disk(300_000)
-    every = Every(1, folder)
-    with joined() as group:
+    every = swift.Every(1, folder)
+    with alone() as group:
         every.save(group, OneTensor(), 1)
         with pytest.raises(DiskFullError) as caught:
             every.save(group, OneTensor(), 2)

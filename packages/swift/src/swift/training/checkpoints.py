@@ -117,19 +117,23 @@ class Every:
 
         path = self._path(step)
         last = len(trainable.versions()) - 1
-        places = [trainable.prepare(entry) for entry in range(last)]
-        state: dict[str, Any] = {name: one for entry in places for name, one in entry.items()}
-        state[f"rest{place}"] = rest = _PackedBytes()
-        reader = None if self.reader is None else self.reader(str(path))
+        reader = dcp.FileSystemReader(path) if self.reader is None else self.reader(str(path))
         try:
+            # A parameter that has had no gradient has no state in it.
+            saved = reader.read_metadata().state_dict_metadata
+            places = [
+                {name: one for name, one in trainable.prepare(entry).items() if name in saved}
+                for entry in range(last)
+            ]
+            state: dict[str, Any] = {name: one for entry in places for name, one in entry.items()}
+            state[f"rest{place}"] = rest = _PackedBytes()
             dcp.load(
                 state,
-                checkpoint_id=None if reader else path,
                 storage_reader=reader,
                 process_group=None if group is None else group.process_group,
                 no_dist=group is None,
             )
-        except dcp.api.CheckpointException as error:
+        except (dcp.api.CheckpointException, OSError, EOFError) as error:
             raise CommError(f"reading {path} failed: {error}") from error
         for entry, tensors in enumerate(places):
             trainable.fill(entry, tensors, step)
@@ -166,8 +170,7 @@ def _place(trainable: Trainable, group: Group) -> int:
 
 def _collect(trainable: Trainable, place: int) -> dict[str, Any]:
     last = len(trainable.versions()) - 1
-    # Also what a parameter without gradients has no state of: the reader cannot know.
     state: dict[str, Any] = {
-        name: one for entry in range(last) for name, one in trainable.prepare(entry).items()
+        name: one for entry in range(last) for name, one in trainable.state_of(entry).items()
     }
     return {**state, f"rest{place}": _PackedBytes(trainable.state_of(last)["rest"])}
