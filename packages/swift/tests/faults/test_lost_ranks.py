@@ -81,7 +81,11 @@ def test_a_hundred_kills(driver, tmp_path, undisturbed, seed, optimizer):
     assert sum(len(one["lost"]) for one in launching.failures(tmp_path)) == 7
 
 
-@pytest.mark.parametrize("given", [{"clip_norm": 0.1}, {"mode": "commit"}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [pytest.param({"clip_norm": 0.1}, marks=pytest.mark.slow), {"mode": "commit"}],
+    ids=str,
+)
 def test_updates_that_wait_for_all_sums(driver, tmp_path, undisturbed, given):
     points = ["vote", "update"] if "mode" in given else ["update", "reduce"]
     faults = [

@@ -116,17 +116,17 @@ def undisturbed(folder, chunk):
 @pytest.mark.parametrize(
     ("lost", "chunk", "logged", "num_helpers"),
     [
-        ({0}, 2, None, 0),
-        ({1}, 2, None, 0),
+        pytest.param({0}, 2, None, 0, marks=pytest.mark.slow),
+        pytest.param({1}, 2, None, 0, marks=pytest.mark.slow),
         ({3}, 6, None, 0),
         ({0, 2}, 2, None, 0),
         ({1, 2}, 4, None, 0),
-        ({0, 1, 2, 3}, 2, None, 0),
+        pytest.param({0, 1, 2, 3}, 2, None, 0, marks=pytest.mark.slow),
         ({2}, 2, [True, False, True], 0),
         ({0}, 2, None, 1),
-        ({1}, 2, None, 1),
+        pytest.param({1}, 2, None, 1, marks=pytest.mark.slow),
         ({3}, 1, None, 2),
-        ({3}, 4, None, 2),
+        pytest.param({3}, 4, None, 2, marks=pytest.mark.slow),
     ],
 )
 def test_lost_stages_come_back_bit_for_bit(pool, tmp_path, lost, chunk, logged, num_helpers):

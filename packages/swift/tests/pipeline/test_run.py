@@ -56,7 +56,9 @@ def check(driver, folder, undisturbed, faults, replayed, **options):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["middle", *(pytest.param(one, marks=pytest.mark.slow) for one in list(CASES)[1:])]
+)
 def test_a_lost_stage_is_replayed_bit_for_bit(driver, tmp_path, undisturbed, case):
     check(driver, tmp_path / "b", undisturbed, *CASES[case])
 
