@@ -25,6 +25,7 @@ FOREIGN = {
     "._replace": "namedtuple",
     "atexit._run_exitfuncs": "a rank that leaves by os._exit still runs its exit functions",
     "os._exit": "a forked process leaves without its parent's exit functions",
+    "sys._current_frames": "whether the main thread waits for a message, asked by another one",
     "sys._getframe": "a test looks at who calls, to stop a save at each of its lines",
     "ray._private": "a test counts the references that a worker holds",
     "torch._C": "hooks in force, whether torch.compile is at work, and who holds a storage",

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -39,10 +40,29 @@ def stepping(line, until=2):
     return found.replace("until=2", f"until={until}")
 
 
+OVERFLOWS = """
+import torch
+import swift
+from swift.injection import Fault, arm
+arm([Fault(rank=1, recovery=0, step=0, point="start", bucket=1, after_s=0.3)])
+run = swift.join()
+model = torch.nn.ParameterList([torch.full((2,), 1e38) for _ in range(2)])
+opt = swift.undoable(torch.optim.SGD(model.parameters(), 1.0), mode="arith")
+dp = swift.DataParallel(model, opt, run, bucket_mb=1e-6)
+run.loop(lambda i: dp.backward(sum((one * -3e38).sum() for one in model)), dp, until=2)
+"""
 MISTAKES = {
+    "overflows where a step is undone": (
+        OVERFLOWS,
+        ["train.py, line 10: expected finite values after undoing in 'arith', .*, or use mode='exact'"],
+    ),
     "raises at step 3": (
         stepping("assert i < 3, f'bad batch {i}'", until=9),
         ["AssertionError: bad batch 3", "rank . ended with status 1 before all steps were done"],
+    ),
+    "multiplies shapes that do not fit": (
+        stepping("torch.ones(2, 3) @ torch.ones(2, 3)"),
+        ["train.py\", line 9", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"],
     ),
     "has an error of syntax": ("import swift\nrun = = swift", ["SyntaxError: ", "train.py.*line 2"]),
     "exits with words": ("raise SystemExit('no data in /none')", ["no data in /none"]),
@@ -65,11 +85,17 @@ MISTAKES = {
 }  # fmt: skip
 
 
+LONG_S = 40
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_scripts_mistake_is_said_once_for_all_ranks(driver, tmp_path, mistake):
     text, expected = MISTAKES[mistake]
     (tmp_path / "train.py").write_text(text)
-    printed = driver.run(tmp_path, "-n", 2, "--spares", 1, "train.py", status=1)
+    start_s = time.monotonic()
+    options = ("-n", 2, "--spares", 1, "--heartbeat", LONG_S)
+    printed = driver.run(tmp_path, *options, "train.py", status=1)
+    assert time.monotonic() - start_s < LONG_S  # nobody waited for a rank to be found lost
     for sentence in expected:
         assert len(re.findall(sentence, printed)) == 1, printed
     assert printed.count("Traceback") <= 1

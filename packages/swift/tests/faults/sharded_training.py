@@ -5,7 +5,9 @@ Arguments: the folder for what it tells; JSON with steps, faults, optimizer, mod
 
 import json
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn import functional
 import swift
 from shared.kernels.digest import digest
 from swift.injection import Fault, arm
+from swift.membership.member import StuckWatch
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, 1e-2, weight_decay=0.1),
@@ -114,6 +117,16 @@ def join_parts(name, parts, whole):
     return joined
 
 
+def hang(marker):
+    """Once: a message from which nothing frees this process, as a fault in gloo would leave one."""
+    if not marker.exists():
+        marker.touch()
+        StuckWatch.limit_s = 0.5
+        wait = (lambda: threading.Event().wait()).__code__
+        there = {"threading": threading, "__name__": "shared.comms.collectives"}
+        types.FunctionType(wait, there)()
+
+
 def main() -> None:
     folder, given = Path(sys.argv[1]), json.loads(sys.argv[2])
     arm(Fault(**fault) for fault in given.get("faults", ()))
@@ -145,6 +158,8 @@ def main() -> None:
 
     def step(i: int) -> None:
         tell(i)
+        if [run.rank, i] == given.get("hangs"):
+            hang(folder / "hung")
         ids, targets = data[i]
         for half in (slice(0, None, 2), slice(1, None, 2)):
             loss = loss_of(sharded, ids[half], targets[half]) / 2

@@ -128,10 +128,15 @@ def test_tensor_parallel_replicas(driver, tmp_path, undisturbed):
 
 
 @pytest.mark.slow
-def test_arithmetic_undo_is_told_by_its_digest(driver, tmp_path):
-    """The control: a replica that has rounded is seen, and the step does not go on."""
-    printed = run(driver, tmp_path, 4, faults=draw_faults(0, 7), mode="arith", status=1)
-    assert "differ from rank" in printed
+def test_arithmetic_undo_differs(driver, tmp_path, undisturbed):
+    """The control: what rounds is seen."""
+    fault = {"rank": 0, "recovery": 0, "step": 5, "point": "start", "bucket": 3, "after_s": 1.0}
+    faults = [fault]  # its replica has updated three buckets by then, the other column all
+    expected = undisturbed(mode="arith")
+    run(driver, tmp_path, 1, faults=faults, mode="arith")
+    found = launching.states(tmp_path)
+    assert count_undone(launching.failures(tmp_path)) > 0
+    assert [found[step] == expected[step] for step in (4, 5, STEPS)] == [True, False, False]
 
 
 @pytest.mark.slow
@@ -147,6 +152,21 @@ def test_a_shard_without_a_survivor_goes_back_to_the_checkpoint(driver, tmp_path
 def test_without_a_checkpoint_it_is_said_which_shard_is_lost(driver, tmp_path):
     faults = [{"rank": rank, "recovery": 0, "step": 2, "point": "forward"} for rank in (1, 3)]
     printed = run(driver, tmp_path, 2, 5, faults=faults, status=1)
+    assert "expected a checkpoint to go back to, got none: replica set 1 (ranks 1, 3)" in printed
+
+
+@pytest.mark.slow
+def test_where_the_last_holder_of_a_shard_hangs_the_checkpoint_decides(
+    driver, tmp_path, undisturbed
+):
+    # Rank 1 hangs by then.
+    faults = [{"rank": 3, "recovery": 0, "step": 6, "point": "forward", "after_s": 0.3}]
+    given = {"faults": faults, "hangs": [1, 6]}
+    printed = run(driver, tmp_path / "a", 2, checkpoint=4, **given)
+    assert "was not free of lost ranks in 0.5 s and ends" in printed
+    told = check(tmp_path / "a", undisturbed(checkpoint=4), [3, 1])
+    assert told[-1]["target"] == 4
+    printed = run(driver, tmp_path / "b", 2, status=1, **given)
     assert "expected a checkpoint to go back to, got none: replica set 1 (ranks 1, 3)" in printed
 
 

@@ -3,11 +3,12 @@ import pytest
 from shared.errors import ConfigError
 from swift.membership.coordinator import Coordinator, Process, Settings
 
-PRINT = {"code": "a", "training": {"parameters": ["w [2]"]}}
+PRINT = {"code": "a", "training": {"parameters": ["w [2]"], "can_shrink": True}}
+PART = {**PRINT, "training": {"can_shrink": False}}
 KILLED = "was killed by signal 9 (SIGKILL)"
 
 
-def started(num_ranks=3, num_spares=1, hosts=1, **settings):
+def started(num_ranks=3, num_spares=1, hosts=1, fingerprint=PRINT, **settings):
     """A coordinator whose ranks are all ready, and what it said last."""
     settings = {"min_ranks": num_ranks, "wait_s": 10.0, **settings}
     found = Coordinator(Settings(num_ranks=num_ranks, **settings), store=("h", 1))
@@ -17,7 +18,7 @@ def started(num_ranks=3, num_spares=1, hosts=1, **settings):
         found.add(Process(f"s{at}", at % hosts, None))
     said = []
     for name in list(found.processes):
-        said += ready(found, name)
+        said += ready(found, name, fingerprint)
     return found, said
 
 
@@ -114,6 +115,14 @@ def test_fewer_ranks_go_on_where_that_is_allowed():
     coordinator.lose(["r2"], KILLED, None, 20.0)
     coordinator.tick(30.0)
     assert "no spare came" in coordinator.ended
+
+
+@pytest.mark.parametrize(("min_ranks", "is_refused"), [(2, True), (3, False)])
+def test_fewer_ranks_are_refused_where_each_holds_a_part(min_ranks, is_refused):
+    coordinator, _ = started(min_ranks=min_ranks, fingerprint=PART)
+    assert (coordinator.epoch == -1) == is_refused
+    text = "--min-ranks: expected it for replicas of whole models only, got 2 for a model of which"
+    assert (coordinator.ended or "").startswith(text) == is_refused
 
 
 def test_a_whole_host_is_lost_at_once():

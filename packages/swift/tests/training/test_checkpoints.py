@@ -25,9 +25,7 @@ def make(group, seed=0):
     """A trainable, and its step; `later` has a gradient from step 2 on."""
     model = Net(seed)
     run = SimpleNamespace(rank=0, world_size=1, reads_whole_batches=False)
-    dp = swift.DataParallel(
-        model, swift.undoable(torch.optim.AdamW(model.parameters(), 0.05)), run
-    )
+    dp = swift.DataParallel(model, swift.undoable(torch.optim.AdamW(model.parameters(), 0.05)), run)
     dp.regroup(group)
 
     def step(at):
@@ -42,7 +40,9 @@ def make(group, seed=0):
 
 def values(dp):
     return [
-        (name, one.clone()) for at in range(len(dp.versions())) for name, one in dp.state_of(at).items()
+        (name, one.clone())
+        for at in range(len(dp.versions()))
+        for name, one in dp.state_of(at).items()
     ]
 
 
@@ -51,15 +51,20 @@ def test_it_holds_the_state_that_torch_has_and_training_goes_on_from_it(tmp_path
     every = swift.Every(1, tmp_path)
     with alone() as group:
         dp, step = make(group)
-        for at in range(5):
-            if at == saved_at:
-                every.save(group, dp, at)
-                before = values(dp)
+        for at in range(saved_at):
             step(at)
-        keys = dcp.FileSystemReader(tmp_path / f"step-{saved_at}").read_metadata().state_dict_metadata
+        every.save(group, dp, saved_at)
+        before = values(dp)
+        for at in range(saved_at, 5):
+            step(at)
+        keys = (
+            dcp.FileSystemReader(tmp_path / f"step-{saved_at}").read_metadata().state_dict_metadata
+        )
         with_state = {name.split("/")[0] for name in keys if name.endswith("/exp_avg")}
         layers = ("used", "later") if saved_at == 3 else ("used",)
-        assert with_state == {f"{at}.{name}" for at in (*layers, "norm") for name in ("weight", "bias")}
+        assert with_state == {
+            f"{at}.{name}" for at in (*layers, "norm") for name in ("weight", "bias")
+        }
 
         other, other_step = make(group, seed=1)
         for at in range(4):

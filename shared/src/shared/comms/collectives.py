@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shared.comms.courier import post_rounds, run_rounds
 from shared.comms.group import Group
+from shared.comms.init import wait
 from shared.comms.rounds import PendingRounds, Round
-from shared.comms.waiting import wait
 from shared.errors import CommError, ConfigError
 
 __all__ = [

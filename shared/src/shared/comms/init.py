@@ -15,24 +15,27 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from shared.comms import courier
 from shared.comms.courier import connect
 from shared.comms.group import Group
-from shared.comms.waiting import note_severed
-from shared.errors import ConfigError
+from shared.errors import CommError, ConfigError
 
 __all__ = [
     "abandon",
     "alone",
     "init_from_env",
+    "is_message_failure",
     "join",
     "joined",
     "leave",
@@ -40,6 +43,8 @@ __all__ = [
     "open_torchrun_store",
     "recorded",
     "sever",
+    "wait",
+    "wait_in",
 ]
 
 _TORCHRUN_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -192,7 +197,9 @@ def sever() -> None:
     under_way = set() if before is None else _connections() - before
     connections = _recorded | under_way
     # Whoever waits may go on to the next world from here on.
-    note_severed(process_groups)
+    now_s = time.monotonic()
+    for process_group in process_groups:
+        _severed.setdefault(process_group, now_s)
     courier.fail()
     for process_group in process_groups:
         _close_pairs(process_group)
@@ -237,6 +244,11 @@ _PEER = struct.Struct("q")
 """What a peer that connects to gloo says first: its rank in the group."""
 _CONNECT_S = 1.0
 _DESCRIPTORS = "/proc/self/fd"
+_LOOK = timedelta(milliseconds=50)
+_GRACE_S = 0.1
+"""What gloo does not forget has failed this long after its group was severed."""
+_severed: weakref.WeakKeyDictionary[dist.ProcessGroup, float] = weakref.WeakKeyDictionary()
+_unended: list[tuple[dist.ProcessGroup, dist.Work]] = []
 _recorded: set[tuple[int, int]] = set()  # descriptor and inode: descriptors are used again
 _before: set[tuple[int, int]] | None = None
 _num_peers = 0
@@ -332,3 +344,90 @@ def joined(timeout: timedelta = timedelta(minutes=5)) -> Iterator[Group]:
             leave()
         raise
     leave()
+
+
+def wait(work: dist.Work, process_group: dist.ProcessGroup) -> None:
+    """Waits for the end of a collective of a gloo group, or of its world.
+
+    When a connection ends, gloo fails the messages that wait for the other side, but forgets a send
+    that is queued because the socket did not take it: whoever waits for it waits for its timeout.
+
+    Raises:
+        RuntimeError: gloo's, if a peer died or the timeout passed.
+        CommError: the world was left.
+    """
+    while True:
+        try:
+            work.wait(_LOOK)
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # it may have ended between; else it raises what happened
+                return
+            since_s = _severed.get(process_group)
+            if since_s is not None and time.monotonic() - since_s > _GRACE_S:
+                # A group that nobody refers to waits for its threads, one of which never ends.
+                _unended.append((process_group, work))
+                raise CommError("the world was left while a message was under way") from None
+        else:
+            return
+
+
+def wait_in(module: nn.Module) -> None:
+    """Has FSDP2 wait for the messages of a module, and of those in it, by `wait`; over gloo only."""
+    from torch.distributed.fsdp import FSDPModule  # slow, and whoever has such a module has it
+
+    gather: Any = _AllGather()
+    scatter: Any = _ReduceScatter()
+    for one in module.modules():
+        if isinstance(one, FSDPModule):
+            # Not where a module has several meshes.
+            with suppress(ValueError):
+                one.set_custom_all_gather(gather)
+                one.set_custom_reduce_scatter(scatter)
+
+
+class _Allocates:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a message."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocates):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Gathers, at once."""
+        work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        wait(work, group)
+
+
+class _ReduceScatter(_Allocates):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Reduces and scatters, at once."""
+        work = dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        wait(work, group)
+
+
+def is_message_failure(error: BaseException | None) -> bool:
+    """Whether an error, or one that it follows from, is a message's that failed.
+
+    gloo's are plain RuntimeErrors, which name the line of gloo's code that they come from.
+    """
+    while error is not None:
+        if isinstance(error, CommError | dist.DistError) or "gloo" in str(error).lower():
+            return True
+        error = error.__cause__ or error.__context__
+    return False

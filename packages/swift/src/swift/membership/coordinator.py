@@ -7,7 +7,7 @@ wait, and after a deadline the run stops, or goes on with fewer ranks where that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -231,6 +231,12 @@ class Coordinator:
                 f"start all ranks alike"
             )
             return []
+        if self.settings.min_ranks < self.settings.num_ranks and not _can_shrink(fingerprint):
+            self.ended = (
+                f"--min-ranks: expected it for replicas of whole models only, got {self.settings.min_ranks} "
+                f"for a model of which each rank holds a part that others lack; start without it"
+            )
+            return []
         process.is_ready = True
         if self.epoch < 0:
             ready = [one for one in self._ranks() if one.is_ready]
@@ -294,6 +300,10 @@ class Coordinator:
                 f"ranks were lost {self._failures} times at step {step} and none got past it; find "
                 f"out what kills them (out of memory?) and start again from the last checkpoint"
             )
+
+
+def _can_shrink(fingerprint: Mapping[str, Any]) -> bool:
+    return bool(fingerprint["training"]["can_shrink"])
 
 
 def _stop(reason: str, status: int = 0) -> dict[str, Any]:

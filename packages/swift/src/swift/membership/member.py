@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from shared.comms.init import sever
 from shared.errors import ConfigError
@@ -24,7 +24,11 @@ from swift.membership.channel import ControlChannel
 __all__ = ["Membership", "NewWorld", "StuckWatch"]
 
 _SEVER_AGAIN_S = 0.02
-_STUCK_S, _LEAST_CPU_S = 5.0, 0.02
+_LEAST_CPU_S = 0.02
+_MESSAGES = ("shared.comms.", "torch.distributed.")
+"""Modules whose code waits for messages, ..."""
+_WAITING = ("threading", "torch._ops")
+"""... by these ones' means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +143,14 @@ class Membership:
                 self._changed.wait()
         return None
 
-    def is_superseded(self, world: NewWorld) -> bool:
-        """Waits until the supervisor has had time to see a loss; whether a world follows this one."""
-        limit_s = 2 * self._heartbeat_s + 1
+    def is_superseded(self, world: NewWorld, *, waits: bool) -> bool:
+        """Whether a world follows this one.
+
+        Args:
+            world: this one.
+            waits: gives the supervisor time to see that a rank is lost.
+        """
+        limit_s = 2 * self._heartbeat_s + 1 if waits else 0.0
         with self._changed:
             return self._changed.wait_for(lambda: self._announced > world.epoch, limit_s)
 
@@ -204,29 +213,43 @@ class Membership:
 
 
 class StuckWatch:
-    """Ends this process when its main thread has computed nothing for some seconds.
+    """Ends this process when its main thread has waited in a message of a broken world for seconds.
 
-    Where torch does not let go of a broken world, a spare takes the place, and the run goes on.
+    Where torch does not let go of it, a spare takes the place, filled by replicas, and the run goes
+    on. A main thread that waits elsewhere, as for data, comes back by itself.
+
+    Attributes:
+        limit_s: the seconds.
     """
+
+    limit_s: ClassVar[float] = 5.0
 
     def __init__(self) -> None:
         ident = threading.main_thread().ident
         assert ident is not None, "the main thread runs"
+        self._ident = ident
         self._clock = time.pthread_getcpuclockid(ident)
         self._cpu_s, self._since_s = time.clock_gettime(self._clock), time.monotonic()
 
     def check(self) -> None:
-        """Looks at the main thread's seconds of computing."""
+        """Looks at where the main thread is, and at its seconds of computing."""
         cpu_s, now_s = time.clock_gettime(self._clock), time.monotonic()
-        if cpu_s - self._cpu_s > _LEAST_CPU_S:
+        if cpu_s - self._cpu_s > _LEAST_CPU_S or not self._is_in_message():
             self._cpu_s, self._since_s = cpu_s, now_s
-        elif now_s - self._since_s > _STUCK_S:
+        elif now_s - self._since_s > self.limit_s:
             sys.stderr.write(
-                f"meshyard-swift: process {os.getpid()} was not free of lost ranks in {_STUCK_S:g} s "
-                f"and ends; a spare takes its place\n"
+                f"meshyard-swift: process {os.getpid()} was not free of lost ranks in {self.limit_s:g} s "
+                f"and ends; a spare takes its place, filled from a replica or else a checkpoint\n"
             )
             sys.stderr.flush()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_in_message(self) -> bool:
+        frame = sys._current_frames().get(self._ident)
+        while frame is not None and frame.f_globals.get("__name__") in _WAITING:
+            frame = frame.f_back
+        name = "" if frame is None else str(frame.f_globals.get("__name__"))
+        return name.startswith(_MESSAGES) and not name.startswith("torch.distributed.checkpoint")
 
 
 _started: list[Membership] = []

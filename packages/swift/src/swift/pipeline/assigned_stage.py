@@ -126,6 +126,7 @@ class Stage:
             "logged": None if logged is None else list(logged),
             "helpers": self._helpers,
             "seed": self._seed,
+            "can_shrink": False,
         }
 
     def warm(self) -> None:

@@ -247,6 +247,7 @@ class DataParallel:
             "optimizer": f"{type(optimizer).__name__}, {self.optimizer.mode}",
             "clip_norm": self.clip_norm,
             "waits_for": self._waits_for(),
+            "can_shrink": True,
         }
 
     def warm(self) -> None:

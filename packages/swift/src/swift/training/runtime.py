@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shared.comms import Group, all_gather
-from shared.comms.init import abandon
+from shared.comms.init import abandon, is_message_failure
 from shared.comms.init import join as join_world
 from shared.errors import DataError
 from shared.kernels.digest import digest
@@ -104,9 +104,9 @@ class Run:
                 group = self._recover(world, trainable, checkpoint, step_fn, seed)
                 self._train(group, step_fn, trainable, until, checkpoint, seed)
                 self._member.report_finished()
-            except RuntimeError:
+            except RuntimeError as error:
                 # Peers that are lost fail our messages. What fails otherwise is the user's.
-                if not self._member.is_superseded(world):
+                if not self._member.is_superseded(world, waits=is_message_failure(error)):
                     raise
         abandon()
         self._is_filled = False

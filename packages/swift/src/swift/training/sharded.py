@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shared.comms import Group
 from shared.comms.collectives import Reduction, start_all_reduce
-from shared.comms.init import alone, recorded
+from shared.comms.init import alone, recorded, wait_in
 from shared.errors import CommError, ConfigError
 from swift.injection import reach
 from swift.training.data import Placed, reseed
@@ -95,7 +95,6 @@ class Sharded(DataParallel):
             )
         self.shards = shards
         self._build, self._seed = build, seed
-        self._num_ranks = run.world_size
         self._has_values = run.rank is not None  # a spare's come from others
         self._is_placed = False
         self._fresh: tuple[nn.Module, Undoable] | None = None
@@ -140,7 +139,8 @@ class Sharded(DataParallel):
 
     def describe(self) -> Mapping[str, Any]:
         """See `Trainable`."""
-        return {**super().describe(), "shards": self.shards, "bucket bytes": self._bucket_bytes}
+        own = {"shards": self.shards, "bucket_bytes": self._bucket_bytes, "can_shrink": False}
+        return {**super().describe(), **own}
 
     def warm(self) -> None:
         """See `Trainable`."""
@@ -154,11 +154,6 @@ class Sharded(DataParallel):
 
     def assign(self, rank: int, world_size: int) -> None:
         """See `Trainable`."""
-        if world_size != self._num_ranks:
-            raise ConfigError(
-                f"expected the {self._num_ranks} ranks that the run began with, each with its shard, got "
-                f"{world_size}; start it without --min-ranks, or with more spares"
-            )
         self._entries.prefix = f"shard{rank % self.shards}/"
 
     def regroup(self, group: Group) -> None:
@@ -200,6 +195,8 @@ class Sharded(DataParallel):
         reseed(self._seed, 0, 0)
         with torch.device("meta") if on_meta else nullcontext():
             module, optimizer = self._build(mesh)
+        if row.backend == "gloo" and row.world_size > 1:
+            wait_in(module)
         for name, one in module.named_parameters():
             if one.requires_grad and getattr(one, "device_mesh", None) != mesh:
                 raise ConfigError(

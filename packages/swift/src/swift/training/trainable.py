@@ -49,7 +49,7 @@ class Trainable(Protocol):
         """What a rank or spare must have in common with the others: JSON by name, compared for equality.
 
         Shapes and types of parameters, optimizer and mode, bucket sizes, ... not code or machine, which
-        the runtime adds.
+        the runtime adds; `can_shrink`: whether training can go on with fewer ranks.
         """
         ...
 
