@@ -107,7 +107,8 @@ def test_test_extra_holds_what_the_root_settings_use(home):
 
 def test_features_asked_of_members_exist():
     envs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]
-    asked = {f for member in envs["default"]["workspace"]["members"] for f in member["features"]}
+    members = [member for env in envs.values() for member in env["workspace"]["members"]]
+    asked = {f for member in members for f in member.get("features", [])}
     known = set()
     for home in HOMES:
         project = tomllib.loads((home / "pyproject.toml").read_text())["project"]
@@ -115,13 +116,14 @@ def test_features_asked_of_members_exist():
     assert asked <= known, "hatch ignores a misspelt feature silently"
 
 
-def test_constraint_is_the_release_the_environment_pins():
+def test_constraint_is_the_release_the_environments_pin():
     envs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
-    assert [pin for pin in pins if pin.startswith("torch==")] == [
-        line for line in envs["default"]["dependencies"] if line.startswith("torch==")
-    ]
+    for env in envs.values():
+        assert [pin for pin in pins if pin.startswith("torch==")] == [
+            line for line in env["dependencies"] if line.startswith("torch==")
+        ]
 
 
 class Index(ThreadingHTTPServer):

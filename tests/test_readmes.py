@@ -18,7 +18,15 @@ READMES = [ROOT / "README.md", *(home / "README.md" for home in HOMES)]
 PAGES = [
     *READMES,
     *(page for home in HOMES for page in sorted(home.glob("docs/*.md"))),
-    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "bench/peers/README.md")),
+    *(
+        ROOT / name
+        for name in (
+            "CONTRIBUTING.md",
+            "CHANGELOG.md",
+            "bench/peers/README.md",
+            "tools/docs/which.md",
+        )
+    ),
 ]
 
 

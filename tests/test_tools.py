@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(
     *(".git", "__pycache__", ".*_cache", ".hypothesis", ".results", ".peers", "report", "dist"),
-    ".venv*",
+    *(".venv*", "site"),
 )
 sys.path.insert(0, str(ROOT / "bench"))
 

@@ -2,7 +2,8 @@
 
 `python tools/new_package.py NAME` copies tools/template, a complete package with a placeholder
 job, to packages/NAME under its new name, and enters it wherever packages are listed: the layers
-and the type checker's search path in pyproject.toml, the table in README.md and CHANGELOG.md.
+and the type checker's search path in pyproject.toml, the tables in README.md and
+tools/docs/which.md, and CHANGELOG.md.
 """
 
 import argparse
@@ -86,17 +87,21 @@ def entries(root: Path, name: str) -> dict[Path, str]:
         (r"^(search-path = \[.*)\]$", rf'\1, "packages/{name}/src"]'),
     ):
         text = replace_once(text, pattern, replacement, project)
-    readme = root / "README.md"
+    readme, which = root / "README.md", root / "tools" / "docs" / "which.md"
+    pain = f"| Sums of many ranges (placeholder) | [{name}](../../packages/{name}/README.md) |"
     row = rf"| [`{name}`](packages/{name}/README.md) | sums of many ranges (placeholder) | |"
     changelog = root / "CHANGELOG.md"
     return {
         project: text,
-        readme: replace_once(
-            readme.read_text(encoding="utf-8"),
-            r"^<!-- new packages above this line -->$",
-            f"{row}\n<!-- new packages above this line -->",
-            readme,
-        ),
+        **{
+            page: replace_once(
+                page.read_text(encoding="utf-8"),
+                r"^<!-- new packages above this line -->$",
+                f"{line}\n<!-- new packages above this line -->",
+                page,
+            )
+            for page, line in ((readme, row), (which, pain))
+        },
         changelog: replace_once(
             changelog.read_text(encoding="utf-8"),
             r"^## Unreleased$",

@@ -20,6 +20,7 @@ __all__ = ["KERNELS", "SWITCH", "Kernel", "select"]
 log = logging.getLogger(__name__)
 
 SWITCH = "MESHYARD_KERNELS"
+"""Name of the environment variable that forces one form of every kernel."""
 _FORMS = ("reference", "cpu", "triton")
 
 
@@ -60,6 +61,7 @@ KERNELS = {
         "weight_matmul",
     )
 }
+"""The operators by name."""
 chosen_forms: dict[tuple[Kernel, str, str], ModuleType] = {}
 
 

@@ -291,7 +291,7 @@ class TemporalGraph:
 
     @property
     def reading(self) -> AbstractContextManager[Adjacency]:
-        """`with graph.reading as adjacency:` the edges as kernels read them; blocks writers."""
+        """The edges as kernels read them, by `with graph.reading as adjacency`; blocks writers."""
         return _Reading(self)
 
     def block_capacities(self, node: int) -> list[int]:

@@ -45,7 +45,7 @@ class Arithmetic(QuestionTask):
 
     Attributes:
         max_number: both numbers are drawn uniformly from 0 to this number.
-        operations: some of + - *, drawn uniformly.
+        operations: some of `+ - *`, drawn uniformly.
         seed: of the training prompts.
 
     Raises:

@@ -70,7 +70,6 @@ class Analysis:
     Attributes:
         device: one of them.
         ranks: how many.
-        num_parameters: of the whole model.
     """
 
     def __init__(

@@ -1,0 +1,1 @@
+"""The site of the yard: pages and docstrings, put together for Sphinx."""
