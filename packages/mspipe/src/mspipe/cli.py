@@ -277,7 +277,9 @@ class ServeMemory:
     """
 
     bind: str = "127.0.0.1:7000"
-    """Address and port; anyone who can connect can read and write: use a private network."""
+    """Address and port. Without a key, anyone who can connect can read and write."""
+    key_file: Path | None = None
+    """File with a key that clients must have too, by MSPIPE_KEY_FILE or MSPIPE_KEY. Default: those."""
     max_bytes: str | None = None
     """Largest table, and largest request, as 64GiB. Default: what the machine has."""
     max_clients: int = 1024
@@ -288,6 +290,7 @@ class ServeMemory:
     def execute(self) -> None:
         """Prints the address, and serves."""
         from mspipe.memory.server import MemoryServer
+        from mspipe.memory.shared_key import read_key
 
         host, _, port = self.bind.rpartition(":")
         if not host or not port.isdecimal():
@@ -298,6 +301,7 @@ class ServeMemory:
             max_bytes=None if self.max_bytes is None else parse_bytes(self.max_bytes),
             max_clients=self.max_clients,
             timeout_s=self.timeout_s,
+            key=read_key(self.key_file),
         )
         print(f"serving at {server.address}", flush=True)
         try:

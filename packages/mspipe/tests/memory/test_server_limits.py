@@ -164,7 +164,7 @@ def test_the_command_line_passes_its_limits_on(monkeypatch, capsys):
     monkeypatch.setattr("mspipe.memory.server.MemoryServer", Made)
     args = ["--max-bytes", "2KiB", "--max-clients", "7", "--timeout-s", "5"]
     assert cli.main(["serve-memory", "--bind", "127.0.0.1:0", *args]) == 1
-    limits = {"max_bytes": 2048, "max_clients": 7, "timeout_s": 5.0}
+    limits = {"max_bytes": 2048, "max_clients": 7, "timeout_s": 5.0, "key": None}
     assert made == [(("127.0.0.1", 0), limits)]
     assert cli.main(["serve-memory", "--max-bytes", "many"]) == 1
     assert "expected a size" in capsys.readouterr().err

@@ -31,7 +31,8 @@ class NodeMemory:
         slots: number of messages that a node keeps; a model's `slots`.
         place: where the rows are stored: "cpu"; "pinned", host memory that a GPU reads fastest;
             "cuda" or "cuda:1"; "shm:NAME", memory that all processes of the machine share by name;
-            or "tcp://host:port" of an `mspipe serve-memory`.
+            or "tcp://host:port" of an `mspipe serve-memory`, whose key, if it has one, is in the
+            environment variable MSPIPE_KEY, or in the file that MSPIPE_KEY_FILE names.
         start: time of states before their first write, in the unit of the events' times.
         cache_bytes: size of an LRU cache of rows on this machine, for a place behind a slow link
             that no other process writes to; 0 for none.

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from mspipe.memory import shared_key
 from mspipe.memory.wire import MAX_BYTES, Op, Wire
 from shared.errors import CommError, ConfigError, DataError
 
@@ -34,6 +35,7 @@ class RemoteRows:
         fresh: float32 [words], the initial value of each row.
         timeout_s: seconds to wait for an answer of the server at most.
         patience_s: seconds to keep trying to connect while no server listens.
+        key: what the server asks its clients to prove; None for a server without one.
 
     Attributes:
         num_rows, version: the server's values at the latest connection or change by this client.
@@ -41,7 +43,7 @@ class RemoteRows:
     Raises:
         ConfigError: the address is malformed.
         CommError: there is no server, or it does not answer; only `close` may be called then.
-        DataError: the table has other sizes or initial values.
+        DataError: the table has other sizes or initial values, or the server has another key.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class RemoteRows:
         fresh: Float[Tensor, " words"],
         timeout_s: float = 30.0,
         patience_s: float = 5.0,
+        key: bytes | None = None,
     ) -> None:
         if timeout_s <= 0:
             raise ConfigError(f"timeout_s: expected more than 0, got {timeout_s}")
@@ -61,6 +64,8 @@ class RemoteRows:
         try:
             for _ in range(2):
                 self._lines.append(_Line(place, timeout_s, patience_s))
+                if key is not None:
+                    self._lines[-1].prove(key)
                 hello = Op.HELLO, num_rows, len(fresh), [fresh.to("cpu", torch.float32)]
                 self.num_rows, self.version = self._lines[-1].ask("hello", *hello)
         except BaseException:
@@ -141,6 +146,13 @@ class _Line:
                 f"{_describe(error.__cause__)}; give the address that `mspipe serve-memory` prints"
             ) from error
         self._wire = Wire(sock, timeout_s)
+
+    def prove(self, key: bytes) -> None:
+        """Shows the server that this client has its key."""
+        challenge = torch.empty(shared_key.DIGEST_BYTES, dtype=torch.uint8)
+        self.ask("a challenge", Op.CHALLENGE, answer=challenge)
+        answer = shared_key.answer_to(challenge, key)
+        self.ask("a proof of the key", Op.PROOF, len(answer), payload=[answer])
 
     def ask(
         self,

@@ -66,7 +66,7 @@ def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> RowS
         fresh: float32 [words], the initial value of each row.
 
     Raises:
-        ConfigError: there is no such place.
+        ConfigError: there is no such place, or the key of a server cannot be read.
     """
     if place == "cpu":
         return LocalRows(num_rows, fresh, torch.device("cpu"))
@@ -83,8 +83,9 @@ def open_rows(place: str, num_rows: int, fresh: Float[Tensor, " words"]) -> RowS
         return SharedRows(place[4:], num_rows, fresh)
     if place.startswith("tcp://"):
         from mspipe.memory.remote_rows import RemoteRows
+        from mspipe.memory.shared_key import read_key
 
-        return RemoteRows(place, num_rows, fresh)
+        return RemoteRows(place, num_rows, fresh, key=read_key())
     raise ConfigError(
         f"place: expected 'cpu', 'pinned', 'cuda', 'shm:NAME' or 'tcp://host:port', got {place!r}"
     )

@@ -20,6 +20,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from mspipe.memory import shared_key
 from mspipe.memory.rows import LocalRows
 from mspipe.memory.wire import MAX_BYTES, Op, Wire
 from shared.errors import CommError, ConfigError, DataError
@@ -29,6 +30,7 @@ __all__ = ["MemoryServer"]
 _log = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 1024  # copied before they are sent
+_LONGEST_ROW = 1 << 16  # words that are received of a client that is refused
 
 # Raised by torch and numpy, among others for sizes that do not fit in memory; sent to the client.
 _REFUSALS = (ValueError, OverflowError, RuntimeError, MemoryError)
@@ -37,8 +39,8 @@ _REFUSALS = (ValueError, OverflowError, RuntimeError, MemoryError)
 class MemoryServer:
     """Server of one table, which the first client creates and which is kept until `close`.
 
-    Clients are trusted: there is no authentication and no encryption. The limits keep one of them,
-    or a stranger, from taking the machine's memory or keeping others away.
+    Clients are trusted, those that prove a key where the server has one; nothing is encrypted. The
+    limits keep one of them, or a stranger, from taking the machine's memory or keeping others away.
 
     Args:
         host: hostname or address of this machine to listen on; "0.0.0.0" for all its addresses.
@@ -48,12 +50,14 @@ class MemoryServer:
         timeout_s: seconds in which a new connection must say hello, in which a header must arrive
             once it has begun (at most twice that), and for which a message may stand still. A
             client that has said hello may be silent between requests for as long as it likes.
+        key: what clients must prove to have before anything else, of `shared_key.read_key`; None
+            serves whoever connects.
 
     Attributes:
         address: "tcp://host:port", for the clients' `place`.
 
     Raises:
-        ConfigError: the port is not in 0 to 65535, or a limit is not above 0.
+        ConfigError: the port is not in 0 to 65535, a limit is not above 0, or the key is short.
         CommError: the address cannot be listened on.
 
     Example:
@@ -69,6 +73,7 @@ class MemoryServer:
         max_bytes: int | None = None,
         max_clients: int = 1024,
         timeout_s: float = 30.0,
+        key: bytes | None = None,
     ) -> None:
         if not 0 <= port < 1 << 16:
             raise ConfigError(f"port: expected 0 to 65535, got {port}")
@@ -77,6 +82,7 @@ class MemoryServer:
                 f"expected max_bytes and max_clients of at least 1 and timeout_s above 0, got "
                 f"{max_bytes}, {max_clients} and {timeout_s}"
             )
+        self._key = None if key is None else shared_key.check_key(key, "key")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, port), family=family)
@@ -138,9 +144,13 @@ class MemoryServer:
     def _serve(self, wire: Wire) -> None:
         has_met = False
         try:
-            while True:
+            while self._key is None or has_met or self._prove(wire, self._key):
                 op, first, second = wire.receive_header(may_idle=has_met)
                 has_met = True
+                if op == Op.CHALLENGE:
+                    text = "this server has no key; start it with --key-file, or come without one"
+                    _send_error(wire, text)
+                    continue
                 tensors = [wire.receive(part) for part in self._table.parts(op, first, second)]
                 try:
                     answer = self._table.apply(op, first, tensors)
@@ -162,6 +172,36 @@ class MemoryServer:
                 self._wires.discard(wire)
             wire.shut()
             wire.close()
+
+    def _prove(self, wire: Wire, key: bytes) -> bool:
+        """Whether a client proves the key; one that does not is told what is missing."""
+        op, _, num_words = wire.receive_header()
+        if op == Op.PING:  # tells that a memory server listens here, and nothing else
+            wire.send(Op.OK)
+            op, _, num_words = wire.receive_header()
+        if op == Op.CHALLENGE:
+            challenge = shared_key.new_challenge()
+            wire.send(Op.OK, 0, 0, [challenge])
+            op, _, _ = wire.receive_header()
+            if op != Op.PROOF:
+                raise ConnectionError(f"expected a proof, got {op.name}")
+            answer = wire.receive(torch.empty_like(challenge))
+            if shared_key.is_answer(answer, challenge, key):
+                wire.send(Op.OK)
+                return True
+            got = "another"
+        elif op == Op.HELLO and num_words <= _LONGEST_ROW:
+            wire.receive(torch.empty(num_words))  # bytes left unread would reset the connection
+            got = "none"
+        else:
+            raise ConnectionError(f"expected a challenge or hello first, got {op.name}")
+        _log.warning("%s: refused a client: its key is %s", self.address, got)
+        _send_error(
+            wire,
+            f"expected this server's key, got {got}; put it into the environment variable "
+            f"{shared_key.KEY}, or its file's path into {shared_key.KEY_FILE}",
+        )
+        return False
 
     def close(self) -> None:
         """Disconnects all clients and stops serving; the rows are lost. May be called twice."""

@@ -5,9 +5,11 @@ A message is a header of 24 bytes and the raw bytes of tensors; both ends are li
     HELLO num_rows, words; the fresh row     READ  n, 0; ids
     WRITE n, 0; ids, rows                    RESET 0, 0
     GROW  num_rows, 0                        PING  0, 0
+    CHALLENGE 0, 0                           PROOF 32, 0; the answer to a challenge
 
-The answer is OK num_rows, version, and after READ the rows; or ERROR bytes, 0 and a text. Nothing is
-pickled, and rows are received straight into the tensor that the caller gets.
+The answer is OK num_rows, version, and after READ the rows, after CHALLENGE 32 random bytes; or ERROR
+bytes, 0 and a text. Nothing is pickled, and rows are received straight into the tensor that the caller
+gets.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ class Op(enum.IntEnum):
     OK = 6
     ERROR = 7
     PING = 8
+    CHALLENGE = 9
+    PROOF = 10
 
 
 _OPS = frozenset(Op)
