@@ -91,12 +91,13 @@ def test_linter_breaks_the_contract_when_a_floor_is_crossed(tmp_path, file, line
     assert f"{contract} BROKEN" in " ".join(done.stdout.split())
 
 
-def test_shared_has_three_rooms_of_substance_and_a_small_one():
+def test_shared_has_three_rooms_of_substance_and_two_small_ones():
     home = ROOT / "shared/src/shared"
     names = {path.name for path in home.iterdir() if path.name != "__pycache__"}
     assert names == {
         *("topology", "comms", "kernels", "data"),
-        *("claims.py", "cli.py", "errors.py", "files.py", "process_mark.py", "registry.py"),
+        *("claims.py", "cli.py", "errors.py", "files.py", "pictures.py"),
+        *("process_mark.py", "registry.py"),
         *("__init__.py", "py.typed", "training", "units.py"),
     }
 
@@ -142,6 +143,20 @@ def test_no_pyplot_in_library_code():
     assert [str(path) for path in SOURCES if "matplotlib.pyplot" in imported(path)] == []
 
 
+def test_pictures_are_begun_where_they_get_their_width_and_text_size():
+    """Another width has the picture of seconds by rank and stage, whose columns are many."""
+    offenders = {path.name for path in SOURCES if "matplotlib.figure.Figure" in imported(path)} - {
+        "pictures.py"
+    }
+    assert offenders == {"report.py"}
+    (other,) = [
+        path
+        for path in SOURCES
+        if path.name == "report.py" and "matplotlib.figure" in imported(path)
+    ]
+    assert other == ROOT / "packages/bytecheckpoint/src/bytecheckpoint/tools/report.py"
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_module_says_what_it_is_and_what_is_public(path):
     tree = parsed(path)
@@ -171,4 +186,5 @@ def test_top_level_is_what_it_should_be():
     assert {name for name in top if not name.startswith(".")} == {
         *("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
         *("constraints.txt", "conftest.py", "packages", "shared", "tests", "bench", "tools"),
+        "examples",
     }

@@ -6,7 +6,7 @@ import pytest
 from shared.claims import Claim, faults, finish, read_demo, write_demo
 from shared.errors import ConfigError, DataError
 
-PICTURE = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"></svg>'
+PICTURE = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"><title>One</title></svg>'
 
 
 def claim(**changes):
@@ -127,6 +127,11 @@ def test_each_fault_is_named(tmp_path):
         tmp_path, [claim(), claim(), claim(name="x", ours=0.0)]
     )
     assert "picture epoch.svg is empty or no SVG" in found(tmp_path, [claim()] * 3, picture="")
+
+
+def test_picture_without_words_is_a_fault(tmp_path):
+    (fault,) = found(tmp_path, [claim()] * 3, picture=PICTURE.replace("title", "desc"))
+    assert fault.startswith("picture epoch.svg has no <title>")
 
 
 def test_missing_picture_is_a_fault(tmp_path):

@@ -263,7 +263,7 @@ def faults(demo: Demo, *, min_claims: int = 3) -> list[str]:
 
     Returns:
         One sentence per fault: too few claims, a claim that is not correct, a figure or ratio
-        that is not finite, a missing or empty picture.
+        that is not finite, a missing or empty picture, one without words for it.
     """
     found = []
     if len(demo.claims) < min_claims:
@@ -280,9 +280,13 @@ def faults(demo: Demo, *, min_claims: int = 3) -> list[str]:
     pictures = demo.pictures()
     if not pictures:
         found.append("no picture: expected at least one *.svg beside demo.json")
-    found.extend(
-        f"picture {picture.name} is empty or no SVG"
-        for picture in pictures
-        if "<svg" not in picture.read_text(encoding="utf-8", errors="replace")
-    )
+    for picture in pictures:
+        text = picture.read_text(encoding="utf-8", errors="replace")
+        if "<svg" not in text:
+            found.append(f"picture {picture.name} is empty or no SVG")
+        elif "<title>" not in text:
+            found.append(
+                f"picture {picture.name} has no <title>, which is read out where it is not seen; "
+                "write it with shared.pictures.save_picture"
+            )
     return found

@@ -112,7 +112,9 @@ def run(out: Path, *, is_full: bool) -> bool:
                 args = (parts, _MODEL, _TIMED, size.blocks, 1)
                 timings = pool.run(compare_in_rank, *args).results[0]
     claims = claim_accuracy(scores, size) + _claim_epochs(timings, scores, size, not unavailable)
-    title = f"GCN on a block model of {size.num_nodes:,} nodes, random cut, {where}"
+    title = (
+        f"Seconds of an epoch by phase, and widths chosen: GCN, {size.num_nodes:,} nodes, {where}"
+    )
     draw(timings, title, out / "epoch.svg")
     figures = {"timings": [asdict(t) for t in timings], "scores": [asdict(s) for s in scores]}
     return finish(out, "adaqp", claims, figures)

@@ -45,6 +45,7 @@ _SOURCE = "gnnflow demo"
 _INCREMENT = 1000
 _REPEATS = 3
 _SHARE = 0.2
+_TITLE = "Where aircraft fly next: a model that goes on learning, and one that stopped"
 
 
 def run(out: Path, *, is_full: bool) -> bool:
@@ -68,7 +69,7 @@ def run(out: Path, *, is_full: bool) -> bool:
         going, stopped = learn_and_stop(events)
     claims = [inserted, cached, compare_learning(going, stopped, events)]
     curves = {"learning on": going, "stopped after the first day": stopped}
-    report.draw(curves, out / "continual.svg", title="TF-TGN on departures", is_unix_time=True)
+    report.draw(curves, out / "continual.svg", title=_TITLE, is_unix_time=True)
     figures = {name: [one.to_json() for one in rounds] for name, rounds in curves.items()}
     return finish(out, "gnnflow", claims, figures)
 

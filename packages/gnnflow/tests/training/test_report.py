@@ -43,7 +43,7 @@ def test_draw_shows_each_run_its_stages_and_dates(tmp_path):
     for text in ("a year", "average precision", "insert", "evaluate", "sample", "fetch", "train"):
         assert text in found
     assert found.count("tgat") == found.count("monthly") == 2
-    assert any(re.match(r"(2013-)?01-0\d", text) for text in found)
+    assert any(re.fullmatch(r"Jan|0\d", text) for text in found)
     draw({"one": some_rounds()}, path, metric="mrr")
     assert "mean reciprocal rank" in texts(path)
 

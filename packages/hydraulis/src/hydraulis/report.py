@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from hydraulis.simulator import Outcome
 from shared.errors import ConfigError
+from shared.pictures import new_picture, save_picture
 
 __all__ = ["draw_ranks", "strategy_table"]
 
@@ -54,7 +53,7 @@ def draw_ranks(outcomes: Sequence[Outcome], path: str | Path) -> None:
     if not shown:
         raise ConfigError("expected a strategy that places the documents, got none")
     end_s = max(max(one.rank_s) for one in shown)
-    figure = Figure(figsize=(8, 0.5 + 0.95 * len(shown)), layout="constrained")
+    figure = new_picture(0.8 + 0.9 * len(shown))
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for axes, one in zip(panels, shown, strict=True):
         seconds = sorted(one.rank_s, reverse=True)
@@ -64,9 +63,8 @@ def draw_ranks(outcomes: Sequence[Outcome], path: str | Path) -> None:
         axes.barh(range(count), picked, color=_BUSY, height=0.9)
         axes.set(yticks=[], xlim=(0, 1.02 * end_s))
         axes.invert_yaxis()
-        axes.set_ylabel(
-            one.name.replace(", ", ",\n"), rotation=0, ha="right", va="center", fontsize=8
-        )
+        axes.set_title(one.name, loc="left")
         axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[-1].set_xlabel("seconds of a step (simulated); dark: ranks compute, light: they wait")
-    figure.savefig(path)
+    panels[-1].set_xlabel("seconds of a step (simulated)")
+    title = "A step under each strategy, a bar a rank: dark while it computes, light while it waits"
+    save_picture(figure, Path(path), title)

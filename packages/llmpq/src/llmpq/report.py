@@ -7,6 +7,7 @@ from pathlib import Path
 
 from llmpq.evaluation import Timing
 from shared.errors import ConfigError
+from shared.pictures import new_picture, save_picture
 
 __all__ = ["draw_stages", "timing_table"]
 
@@ -54,12 +55,10 @@ def draw_stages(timings: Sequence[Timing], path: str | Path) -> None:
     Raises:
         ConfigError: there is nothing to draw.
     """
-    from matplotlib.figure import Figure
-
     if not timings:
         raise ConfigError("expected the timing of a plan to draw, got none")
     rows = sum(len(one.stages) for one in timings)
-    figure = Figure(figsize=(8, 1.2 + 0.45 * rows), layout="constrained")
+    figure = new_picture(1.3 + 0.4 * rows)
     for axes, phase in zip(figure.subplots(1, 2, sharey=True), _PHASES, strict=True):
         place, places, names = 0.0, [], []
         for one in timings:
@@ -80,11 +79,13 @@ def draw_stages(timings: Sequence[Timing], path: str | Path) -> None:
                 place += 1
             place += 0.5  # plans stand apart
         axes.set_yticks(places, names)
-        axes.set_xlabel(f"ms of a micro-batch in {phase}")
+        axes.set_xlabel(f"{phase}, ms")
         axes.spines[["top", "right"]].set_visible(False)
     axes.invert_yaxis()
-    axes.legend(frameon=False, fontsize=8)
-    figure.savefig(path)
+    handles = axes.get_legend_handles_labels()
+    figure.legend(*handles, ncols=2, loc="outside lower center", frameon=False)
+    title = "Milliseconds of a micro-batch on each stage, by phase, predicted beside measured"
+    save_picture(figure, Path(path), title)
 
 
 def _shown(number: float | None) -> str:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from memo.planner.explanation import describe_layers
 from memo.planner.plan import Plan
+from shared.pictures import new_picture, save_picture
 from shared.units import GB, format_bytes, format_s
 
 __all__ = ["describe_run", "draw_memory"]
@@ -72,7 +71,7 @@ def draw_memory(
         path: of the SVG file.
         limit_bytes: a line across; None draws none.
     """
-    figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+    figure = new_picture(3.2)
     axes = figure.subplots()
     for (name, samples), style in zip(runs.items(), ("-", "--", "-.", ":"), strict=False):
         axes.plot(
@@ -83,13 +82,12 @@ def draw_memory(
         )
     if limit_bytes is not None:
         axes.axhline(limit_bytes / GB, color="0.4", linewidth=0.8)
-        axes.text(0, limit_bytes / GB, " limit", va="bottom", color="0.3", fontsize=9)
+        axes.text(0, limit_bytes / GB, " limit", va="bottom", color="0.3")
     axes.set_xlabel("seconds since the step began")
     axes.set_ylabel("GB of activations and gradients")
     axes.set_ylim(bottom=0)
     if runs:
-        axes.legend(frameon=False, fontsize=9)
+        figure.legend(ncols=3, loc="outside lower center", frameon=False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_picture(figure, path, "Memory over one training step, by the way of training")

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+from shared.pictures import new_picture, save_picture
 
 __all__ = ["Bar", "draw_failure", "place_phases"]
 
@@ -62,7 +63,7 @@ def draw_failure(
         path: of the SVG file.
         lost: the row of the process that was killed and when; time then begins there.
     """
-    figure = Figure(figsize=(7.0, 0.9 + 0.45 * len(rows)), layout="constrained")
+    figure = new_picture(1.3 + 0.4 * len(rows))
     axes = figure.subplots()
     zero_s = 0.0 if lost is None else lost[1]
     names = list(rows)
@@ -85,15 +86,13 @@ def draw_failure(
     used = [
         what for what in _COLOURS if any(b.what == what for bars in rows.values() for b in bars)
     ]
-    axes.legend(
+    axes.locator_params(axis="x", nbins=6)
+    figure.legend(
         handles=[Patch(color=_COLOURS[what], label=what) for what in used],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.32),
-        ncols=len(used),
+        loc="outside lower center",
+        ncols=4,
         frameon=False,
-        fontsize=8,
     )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_picture(figure, path, "What each process did before and after one was killed (x)")

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from newborn.summing.ranges import range_sums
 from shared.claims import Claim, finish
+from shared.pictures import new_picture, save_picture
 
 __all__ = ["run"]
 
@@ -60,10 +60,10 @@ def _timed(call: Callable[[], np.ndarray]) -> tuple[float, np.ndarray]:
 
 
 def _draw(claims: list[Claim], path: Path) -> None:
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = new_picture(3.0)
     axes = figure.add_subplot()
     axes.plot(_RANGES, [c.baseline * 1e3 for c in claims], "o-", color="#868e96", label="plain")
     axes.plot(_RANGES, [c.ours * 1e3 for c in claims], "o-", color="#0b7285", label="prefix sums")
     axes.set(xlabel="ranges", ylabel="time (ms)", yscale="log")
     axes.legend(frameon=False)
-    figure.savefig(path)
+    save_picture(figure, path, "Milliseconds for ranges of sums, plain and by prefix sums")

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from adaqp.messages.clock import PHASES
 from adaqp.planner.widths import WIDTHS
 from adaqp.training.comparison import Timing
+from shared.pictures import new_picture, save_picture
 
 __all__ = ["draw"]
 
@@ -27,38 +27,40 @@ def draw(timings: list[Timing], title: str, path: Path) -> None:
         path: SVG file to write.
     """
     adaptive = [t for t in timings if t.policy.name == "adaptive"]
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    figure.suptitle(title, fontsize=11)
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    rows = [len(timings), *(len(t.bits) for t in adaptive[:1])]
+    figure = new_picture(1.0 + 0.6 * len(rows) + 0.3 * sum(rows))
+    panels = figure.subplots(len(rows), 1, height_ratios=rows, squeeze=False)[:, 0]
+    times = panels[0]
     names = [t.policy.label for t in timings]
     start = [0.0] * len(timings)
     for phase in PHASES:
         widths = [t.seconds[phase] for t in timings]
         if phase == "compile" and not any(widths):
             continue  # as always, but in the first steps of an installation
-        left.barh(names, widths, left=start, label=phase, color=_PHASE_COLOURS[phase])
+        times.barh(names, widths, left=start, label=phase, color=_PHASE_COLOURS[phase])
         start = [a + b for a, b in zip(start, widths, strict=True)]
     for place, (timing, end) in enumerate(zip(timings, start, strict=True)):
         gain = timings[0].median_s / timing.median_s
-        left.text(end, place, f" {timing.median_s:.2f} s ({gain:.1f}x)", va="center", fontsize=9)
-    left.invert_yaxis()
-    left.set_xlim(0, 1.25 * max(start))
-    left.set_xlabel("seconds an epoch on rank 0, median by phase")
-    _legend_below(left)
+        times.text(end, place, f" {timing.median_s:.2f} s ({gain:.1f}x)", va="center")
+    times.invert_yaxis()
+    times.set_xlim(0, 1.45 * max(start))
+    times.set_xlabel("seconds an epoch on rank 0, median by phase")
+    _legend_above(times)
     if adaptive:
+        shares_of_widths = panels[1]
         channels = sorted(adaptive[0].bits)
         start = [0.0] * len(channels)
         for bits in sorted({b for c in channels for b in adaptive[0].bits[c]}):
             shares = [100 * adaptive[0].bits[c].get(bits, 0.0) for c in channels]
             label = f"{bits} bit" + "s" * (bits > 1)
             colour = WIDTHS.get(bits).colour if bits in WIDTHS else _DROPPED_COLOUR
-            right.barh(channels, shares, left=start, label=label, color=colour)
+            shares_of_widths.barh(channels, shares, left=start, label=label, color=colour)
             start = [a + b for a, b in zip(start, shares, strict=True)]
-        right.invert_yaxis()
-        right.set_xlabel("% of rank 0's rows, adaptive policy")
-        _legend_below(right)
-    figure.savefig(path, format="svg")
+        shares_of_widths.invert_yaxis()
+        shares_of_widths.set_xlabel("% of rank 0's rows, adaptive policy")
+        _legend_above(shares_of_widths)
+    save_picture(figure, path, title)
 
 
-def _legend_below(axes: Axes) -> None:
-    axes.legend(fontsize=8, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
+def _legend_above(axes: Axes) -> None:
+    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.4, 1.0), frameon=False)

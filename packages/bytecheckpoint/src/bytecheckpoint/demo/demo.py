@@ -15,12 +15,11 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
-from matplotlib.figure import Figure
-
 from bytecheckpoint.demo import training
 from shared.claims import Claim, finish
 from shared.comms import RankPool
 from shared.errors import RankFailure
+from shared.pictures import new_picture, save_picture
 from shared.training.progress import show_progress
 
 __all__ = ["run"]
@@ -163,14 +162,13 @@ def _draw(
     size: _Size,
     path: Path,
 ) -> None:
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    figure.suptitle("A small Transformer on English text, saved every few steps, killed, resumed")
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    figure = new_picture(5.2)
+    left, right = figure.subplots(2, 1, height_ratios=[3, 2])
     steps = range(1, len(whole) + 1)
     left.plot(steps, whole, color="#999999", linewidth=6, alpha=0.5, label="2 ranks, not killed")
     for (first, losses), label, colour, style in (
-        (alone, "gone on in 1 process", "#0072B2", "-"),
-        (four, "gone on on 4 ranks", "#D55E00", "--"),
+        (alone, "resumed in 1 process", "#0072B2", "-"),
+        (four, "resumed on 4 ranks", "#D55E00", "--"),
     ):
         left.plot(
             range(first + 1, first + 1 + len(losses)), losses, style, color=colour, label=label
@@ -190,8 +188,10 @@ def _draw(
         places = [at + shift for at in range(2)]
         right.bar(places, heights, width=0.38, label=label, color=colour)
         for place, height in zip(places, heights, strict=True):
-            right.text(place, height, f"{height:.0f}", ha="center", va="bottom", fontsize=9)
+            right.text(place, height, f"{height:.0f}", ha="center", va="bottom")
     right.set_xticks(range(2), names)
-    right.set_ylabel("milliseconds a save, median")
+    right.set_ylabel("ms a save, median")
+    right.margins(y=0.2)
     right.legend()
-    figure.savefig(path)
+    title = "A small Transformer, saved every few steps, killed and resumed; what a save takes"
+    save_picture(figure, path, title)

@@ -11,6 +11,7 @@ from typing import Any
 
 from gnnflow.training.rounds import STAGES, Round
 from shared.errors import ConfigError, DataError
+from shared.pictures import new_picture, save_picture, show_dates
 
 __all__ = ["describe_round", "draw", "write_page"]
 
@@ -60,17 +61,13 @@ def draw(
         ConfigError: unknown metric, or more than five runs.
         DataError: there is no run, or one without rounds.
     """
-    # Imported here, so that runs without a chart do not import matplotlib.
-    from matplotlib.figure import Figure
-
     if metric not in _NAMES:
         raise ConfigError(f"metric: expected one of {list(_NAMES)}, got {metric!r}")
     if len(curves) > len(_CURVE_COLOURS):
         raise ConfigError(f"expected at most {len(_CURVE_COLOURS)} runs, got {len(curves)}")
     if not curves or not all(curves.values()):
         raise DataError("expected at least one run, and a round in each, got none")
-    figure = Figure(figsize=(9, 2.8 + 1.9 * len(curves)), layout="constrained")
-    figure.suptitle(title, fontsize=11)
+    figure = new_picture(2.6 + 1.5 * len(curves))
     top, *below = figure.subplots(
         1 + len(curves), 1, sharex=True, height_ratios=[3] + [2] * len(curves)
     )
@@ -84,14 +81,17 @@ def draw(
             times, *seconds, labels=STAGES, colors=_STAGE_COLOURS.values(), step="post", lw=0
         )
         axes.set_ylabel("seconds a round")
-        axes.set_title(name, fontsize=9, loc="left")
+        axes.set_ylim(0, 1.35 * max(one.total_s for one in rounds))
+        axes.text(0.01, 0.97, name, va="top", transform=axes.transAxes)
     top.set_ylabel(_NAMES[metric])
     # Above their axes, where no curve can run through them.
-    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 5}
-    for axes in (top, below[0]):
-        axes.legend(fontsize=8, frameon=False, borderaxespad=0.2, **place)
-    below[-1].set_xlabel("" if is_unix_time else "time of a round's first event")
-    figure.savefig(path, format="svg")
+    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1)}
+    top.legend(ncols=2, frameon=False, borderaxespad=0.2, **place)
+    below[0].legend(ncols=3, frameon=False, borderaxespad=0.2, **place)
+    below[-1].set_xlabel("time of a round's first event" + " (UTC)" * is_unix_time)
+    if is_unix_time:
+        show_dates(below[-1])
+    save_picture(figure, path, title or f"{_NAMES[metric].capitalize()} over time")
 
 
 def write_page(

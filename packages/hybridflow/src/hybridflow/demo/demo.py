@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 
 from hybridflow.training.config import Recipe, read_recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.controller import Workers
 from shared.claims import Claim, finish
+from shared.pictures import new_picture, save_picture
 from shared.training.progress import show_progress
 
 __all__ = ["run"]
@@ -148,16 +148,15 @@ def _in_turns(runs: list[Callable[[int], Any]], repeats: int) -> list[float]:
 
 
 def _draw(curves: dict[str, list[float]], path: Path, digits: str) -> None:
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    figure = new_picture(3.0)
     axes = figure.subplots()
     for name, rewards in curves.items():
         axes.plot(rewards, color=_COLOURS[name], label=name, linewidth=1.6)
     axes.axhline(0.1, color="#999999", linewidth=0.8, linestyle=":")
-    axes.text(40, 0.04, "a digit drawn evenly", fontsize=8, color="#666666")
+    axes.text(25, 0.03, "a digit drawn evenly", color="#666666")
     axes.set_xlabel("training step, 256 responses each")
     axes.set_ylabel("digits at the right place")
     axes.set_ylim(0, 1.02)
-    axes.set_title(f"A Llama made from nothing learns to sort {digits} digits", fontsize=10)
     axes.legend(frameon=False, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    save_picture(figure, path, f"A Llama made from nothing learns to sort {digits} digits")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from shared.pictures import new_picture, save_picture
+
 __all__ = ["Span", "draw", "seconds_by_method"]
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish too.
@@ -64,15 +66,13 @@ def draw(spans: Sequence[Span], path: Path, title: str, least_share: float = 0.0
         title: title of the picture.
         least_share: smallest share of the whole time; methods that take less are left out.
     """
-    from matplotlib.figure import Figure
-
     spans = cut_overlaps(spans)
     begun = min(span.start_s for span in spans)
     length = max(span.stop_s for span in spans) - begun
     seconds = seconds_by_method(spans)
     names = [n for n in dict.fromkeys(s.name for s in spans) if seconds[n] >= least_share * length]
     ranks = sorted({span.rank for span in spans})
-    figure = Figure(figsize=(8, 1.6 + 0.4 * len(ranks)), layout="constrained")
+    figure = new_picture(1.4 + 0.2 * -(-len(names) // 2) + 0.4 * len(ranks))
     axes = figure.subplots()
     for name, colour in zip(names, _COLOURS * len(names), strict=False):
         for lane, rank in enumerate(ranks):
@@ -88,7 +88,6 @@ def draw(spans: Sequence[Span], path: Path, title: str, least_share: float = 0.0
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
-    axes.set_title(title, fontsize=10)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.legend(ncols=3, loc="outside lower center", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    save_picture(figure, path, title)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from matplotlib.figure import Figure
-
 from mspipe.pipeline.report import Report
 from mspipe.planner import STAGES
+from shared.pictures import new_picture, save_picture
 
 __all__ = ["draw"]
 
@@ -27,8 +26,7 @@ def draw(reports: Mapping[str, Report], path: Path, title: str, num_iterations: 
         title: title of the figure.
         num_iterations: length of the time shown, in iterations of the slowest run.
     """
-    figure = Figure(figsize=(9, 0.7 + 1.7 * len(reports)), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure = new_picture(0.9 + 1.5 * len(reports))
     rows = figure.subplots(len(reports), 1, sharex=True, squeeze=False)[:, 0]
     window_s = num_iterations * max(report.period_s for report in reports.values())
     for axes, (name, report) in zip(rows, reports.items(), strict=True):
@@ -44,16 +42,14 @@ def draw(reports: Mapping[str, Report], path: Path, title: str, num_iterations: 
                 edgecolor="white", lw=0.5,
             )  # fmt: skip
             middle = (max(begin, 0) + min(end, window_s)) / 2
-            if end - begin > window_s / 60 and 0.01 < middle / window_s < 0.99:
+            if end - begin > window_s / 20 and 0.01 < middle / window_s < 0.99:
                 axes.text(
                     1e3 * middle, lane, str(span.iteration), ha="center", va="center",
-                    fontsize=7, color="white",
+                    color="white",
                 )  # fmt: skip
-        axes.set_title(
-            f"{name}: {1e3 * report.period_s:.0f} ms an iteration", loc="left", fontsize=9
-        )
-        axes.set_yticks(range(4), _NAMES, fontsize=8)
+        axes.set_title(f"{name}: {1e3 * report.period_s:.0f} ms an iteration", loc="left")
+        axes.set_yticks(range(4), _NAMES)
         axes.spines[["top", "right"]].set_visible(False)
     rows[-1].set_xlabel("ms")
     rows[-1].set_xlim(0, 1e3 * window_s)
-    figure.savefig(path, format="svg")
+    save_picture(figure, path, title)
