@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections import deque
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ from rich.table import Table
 from page import counted, render_page
 from shared.claims import Claim, Demo, faults, read_demo
 from shared.errors import MeshyardError
+from summary import figures_text, ratio_text
 
 __all__ = ["Visit", "main"]
 
@@ -44,6 +46,7 @@ class Visit:
 
     package: str
     directory: Path
+    purpose: str = ""
     demo: Demo | None = None
     problems: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -67,6 +70,14 @@ def chosen_packages(names: list[str]) -> list[str]:
             )
             raise SystemExit(2)
     return list(dict.fromkeys(names)) or known
+
+
+def purpose_of(package: str) -> str:
+    """Returns the line that says what a package is for; "" for one from outside this checkout."""
+    for project in ROOT.glob(f"packages/*/src/{package}/__main__.py"):
+        text = (project.parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+        return tomllib.loads(text)["project"]["description"]
+    return ""
 
 
 def run_demo(visit: Visit, *, full: bool, timeout_s: float, show) -> None:
@@ -153,11 +164,6 @@ def judge(visit: Visit, *, strict: bool) -> None:
         )
 
 
-def figure_text(value: float, unit: str) -> str:
-    """Writes a claim's figure with four digits and its unit."""
-    return f"{value:,.4g} {unit}".rstrip()
-
-
 def claims_table(visits: list[Visit]) -> Table:
     """Builds the table of claims that the terminal shows."""
     table = Table(title="Claims", title_justify="left")
@@ -176,13 +182,13 @@ def claims_table(visits: list[Visit]) -> Table:
 
 
 def _row(package: str, claim: Claim) -> tuple[str, ...]:
-    baseline = f"{figure_text(claim.baseline, claim.unit)}\n{claim.baseline_name}"
+    ours, baseline = figures_text(claim)
     return (
         package,
         escape(claim.name),
-        escape(figure_text(claim.ours, claim.unit)),
-        escape(baseline),
-        f"{claim.ratio:.2f}x",
+        escape(ours),
+        escape(f"{baseline}\n{claim.baseline_name}"),
+        ratio_text(claim.ratio),
         claim.kind,
         "yes" if claim.correct else "[bold red]NO[/]",
     )
@@ -253,7 +259,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
     console = Console(width=None if sys.stdout.isatty() else 120)
     out = arguments.out.resolve()
-    visits = [Visit(name, out / name) for name in chosen_packages(arguments.packages)]
+    names = chosen_packages(arguments.packages)
+    visits = [Visit(name, out / name, purpose_of(name)) for name in names]
     if arguments.check:
         for visit in visits:
             judge(visit, strict=True)

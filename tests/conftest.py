@@ -1,4 +1,4 @@
-"""A package to plant violations in, for the tests of `tools/rules`."""
+"""A package to plant violations in, for the tests of `tools/rules`, and a browser for pages."""
 
 import sys
 import textwrap
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "tools"), str(Path(__file__).parent)]
+
+from browser import Browser, find_browser
 
 from rules.package import find_packages
 
@@ -61,3 +63,14 @@ def plant(tmp_path):
         return next(p for p in find_packages(tmp_path) if p.name == name)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """A running Chromium; skips where none is installed."""
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium is installed")
+    running = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield running
+    running.close()

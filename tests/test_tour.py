@@ -20,7 +20,7 @@ claims = [
           higher_is_better=False, correct=True, detail="same sums")
     for n in range(3)
 ]
-picture = '<svg xmlns="http://www.w3.org/2000/svg"><g id="axes"/><use href="#axes"/></svg>'
+picture = '<svg xmlns="http://www.w3.org/2000/svg"><title>Times</title><g id="axes"/><use href="#axes"/></svg>'
 print("skipped: netlab, needs root")
 {change}
 (out / "times.svg").write_text(picture)
@@ -87,6 +87,7 @@ claims[1] = dataclasses.replace(claims[1], correct=False, detail="sums differ")
         ),
         ("claims.pop()", "2 claims, expected at least 3"),
         ("picture = ''", "picture times.svg is empty"),
+        ("picture = picture.replace('title', 'desc')", "picture times.svg has no <title>"),
         ("write_demo(out, 'planted', claims, {}); sys.exit(0)", "no picture"),
     ],
 )
