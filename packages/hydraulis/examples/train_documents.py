@@ -23,7 +23,7 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("report/hydraulis/train"))
     parser.add_argument("--max-tokens", type=int, default=2048, help="that a rank holds at once")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="step to train to")
     given = parser.parse_args()
     if given.documents is None:
         texts = [text[::16] for text in hy.data.python_source(limit=200)]
@@ -45,26 +45,31 @@ def main() -> None:
         loader = hy.StepLoader(
             texts, engine, tokens_per_step=8 * given.max_tokens, too_long="truncate"
         )
-        number = 0
+        step_number = 0
         if given.folder.exists():
-            state = {**engine.sharded_state_dict(), "loader": loader.state_dict()}
+            state = {**engine.sharded_state_dict(), "loader": loader.state_dict(), "step": 0}
             dcp.load(state, checkpoint_id=given.folder)
             engine.load_sharded_state_dict(state)
             loader.load_state_dict(state["loader"])
+            step_number = state["step"]
             if group.rank == 0:
-                print(f"resumed from {given.folder}")
-        while number < given.steps:
+                print(f"resumed from step {step_number} of {given.folder}")
+        while step_number < given.steps:
             for step in loader:
                 loss = engine.step(step).loss
-                number += 1
+                step_number += 1
                 if group.rank == 0:
-                    print(f"step {number}: loss {loss:.4f}")
-                if number % 10 == 0 or number == given.steps:
-                    state = {**engine.sharded_state_dict(), "loader": loader.state_dict()}
+                    print(f"step {step_number}: loss {loss:.4f}")
+                if step_number % 10 == 0 or step_number == given.steps:
+                    state = {
+                        **engine.sharded_state_dict(),
+                        "loader": loader.state_dict(),
+                        "step": step_number,
+                    }
                     dcp.save(
                         state, storage_writer=dcp.FileSystemWriter(given.folder, overwrite=True)
                     )
-                if number == given.steps:
+                if step_number == given.steps:
                     break
         report = engine.report()
         if group.rank == 0:

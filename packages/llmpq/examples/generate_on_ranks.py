@@ -1,7 +1,7 @@
 """Answers prompts by a plan, each rank holding its stage alone.
 
 torchrun --nproc-per-node 2 generate_on_ranks.py MODEL --bits 8
-torchrun --nproc-per-node 2 generate_on_ranks.py MODEL --plan plan.json
+torchrun --nproc-per-node 2 generate_on_ranks.py MODEL --plan plan.json --prompts prompts.txt
 """
 
 import argparse
@@ -22,9 +22,13 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of a Hugging Face causal LM")
     parser.add_argument("--plan", type=Path, help="of `llmpq plan`; by default an even split")
     parser.add_argument("--bits", type=int, default=8, help="width of an even split")
+    parser.add_argument("--prompts", type=Path, help="a text file, a prompt on each line")
     parser.add_argument("--new-tokens", type=int, default=8)
     arguments = parser.parse_args()
 
+    prompts = PROMPTS
+    if arguments.prompts is not None:
+        prompts = [line for line in arguments.prompts.read_text().splitlines() if line.strip()]
     world = init_from_env()
     spec = llmpq.ModelSpec.from_hf(arguments.model)
     if arguments.plan is not None:
@@ -43,7 +47,7 @@ def main() -> None:
         )
     tokenizer: Any = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
     with llmpq.Pipeline(plan, arguments.model) as pipe:
         tokens = pipe.generate(
             batch["input_ids"],
@@ -54,7 +58,7 @@ def main() -> None:
         read = torch.tensor([pipe.read_bytes])
     print(f"rank {world.rank} read {int(read) / 1e6:.1f} MB of weights")
     if tokens is not None:  # on rank 0
-        for prompt, row in zip(PROMPTS, tokens, strict=True):
+        for prompt, row in zip(prompts, tokens, strict=True):
             print(f"{prompt}{tokenizer.decode(row, skip_special_tokens=True)!r}")
 
 

@@ -39,10 +39,13 @@ def test_bits_are_chosen_for_a_size(model, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_ranks_answer(model, tmp_path):
+@pytest.mark.parametrize("own", [[], ["first words", "", "others"]], ids=["given", "own"])
+def test_ranks_answer(model, tmp_path, own):
+    (tmp_path / "prompts.txt").write_text("\n".join(own))
+    more = ["--prompts", "prompts.txt"] if own else []
     command = [
         "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(EXAMPLES / "generate_on_ranks.py"), str(model), "--bits", "16", "--new-tokens", "4",
+        str(EXAMPLES / "generate_on_ranks.py"), str(model), "--bits", "16", "--new-tokens", "4", *more,
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", *command],
@@ -54,4 +57,5 @@ def test_ranks_answer(model, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^rank \d read [\d.]+ MB of weights$", done.stdout, re.MULTILINE)) == 2
-    assert "The capital of France is" in done.stdout
+    begins = [one for one in own if one] or ["The capital of France is", "Water boils at"]
+    assert all(re.search(f"^{one}['\"]", done.stdout, re.MULTILINE) for one in begins)

@@ -1,35 +1,93 @@
 """The scripts and blocks that users start from run as they are, ranks and spares included."""
 
+import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
+from shared.errors import DataError
+
 HOME = Path(__file__).parents[1]
-EXAMPLES = sorted((HOME / "examples").glob("*.py"))
-
-
+EXAMPLES = HOME / "examples"
 OPTIONS = ("-n", "2", "--spares", "1")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_runs(driver, path, tmp_path):
-    told = re.search(r"^meshyard-swift run (.*) \S+\.py", path.read_text(), re.MULTILINE)
-    if told:
-        assert driver.run(tmp_path, *told[1].split(), path)
-        return
-    done = subprocess.run(
-        [sys.executable, str(path)], cwd=tmp_path, check=False, capture_output=True, text=True,
-        timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+def losses_of(printed):
+    found = re.findall(r"^step (\d+): loss ([\d.]+)$", printed, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
 
 
-def test_there_are_examples():
-    assert EXAMPLES
+def test_replicas_learn_a_text_of_ones_own(driver, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four " * 200)
+    losses = losses_of(driver.run(tmp_path, *OPTIONS, EXAMPLES / "train_replicas.py", text))
+    assert list(losses) == [0, 20, 40]
+    assert losses[40] < losses[0] - 0.5
+
+
+def test_sharded_replicas_train(driver, tmp_path):
+    example = EXAMPLES / "train_sharded.py"
+    told = re.search(r"^meshyard-swift run (.*) \S+\.py", example.read_text(), re.MULTILINE)
+    assert losses_of(driver.run(tmp_path, *told[1].split(), example))
+
+
+def test_a_table_of_ones_own_is_learnt_and_resumed_to_the_same_losses(driver, tmp_path):
+    rows = [f"{at % 7 / 7},{at % 5 / 5},{at % 7 / 7 - at % 5 / 5}" for at in range(60)]
+    table = tmp_path / "rows.csv"
+    table.write_text("\n".join(["a,b,target", *rows]) + "\n")
+
+    def train(folder, *more):
+        script = EXAMPLES / "train_on_your_table.py"
+        return driver.run(tmp_path, *OPTIONS, script, table, "--folder", tmp_path / folder, *more)
+
+    whole = losses_of(train("whole"))
+    first, rest = train("parts", "--steps", "40"), train("parts")
+    assert "starting after step 0\n" in first
+    assert "starting after step 40\n" in rest
+    assert losses_of(first) | losses_of(rest) == whole
+    assert list(whole) == [20, 40, 60]
+    assert whole[60] < 0.1, "a constant guess loses the targets' variance, about 0.16"
+
+
+@pytest.fixture
+def choose(monkeypatch, capsys):
+    """Runs choose_logs.py and returns budgets (GB), marks and seconds."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["choose_logs.py", *map(str, arguments)])
+        runpy.run_path(str(EXAMPLES / "choose_logs.py"), run_name="__main__")
+        line = r"^ *([\d.]+) GB: boundaries ([|.]+), .* in ([\d.]+) s a step"
+        return re.findall(line, capsys.readouterr().out, re.MULTILINE)
+
+    return call
+
+
+def test_more_disk_replays_sooner(choose):
+    found = choose()
+    assert [marks.count("|") for _, marks, _ in found][::3] == [7, 0]
+    seconds = [float(one) for *_, one in found]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[-1]
+
+
+def test_a_profile_of_ones_own_is_read(choose, tmp_path):
+    profile = {"replay_s": [2.0, 1.0, 1.0], "boundary_bytes": [10**8, 10**9], "bytes_per_s": 1e12}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(profile | {"step_s": 2.5}))
+    found = choose(path, "--interval", 10)
+    assert [budget for budget, *_ in found] == ["11.0", "5.5", "2.8", "0.0"]
+    assert [marks for _, marks, _ in found] == ["||", "|.", "|.", ".."]
+    path.write_text(json.dumps(profile))
+    with pytest.raises(DataError, match=r"expected a profile with .*step_s"):
+        choose(path)
+
+
+def test_every_example_is_tested():
+    text = Path(__file__).read_text()
+    assert [path.name for path in EXAMPLES.glob("*.py") if path.name not in text] == []
 
 
 def test_the_readmes_script_trains(driver, tmp_path):
