@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -62,6 +63,30 @@ def test_adaptive_messages_send_less_and_learn_as_much(tmp_path):
     assert float(exact) > 0.8
     assert float(adaptive) > float(exact) - 0.05
     assert float(adaptive_mb) < float(exact_mb)
+
+
+@pytest.mark.slow
+def test_a_graph_of_ones_own_is_learnt(tmp_path):
+    """Two communities, whose features hardly tell them apart and whose neighbours do."""
+    draw = np.random.default_rng(0)
+    label = np.arange(240) % 2
+    src = draw.integers(0, 240, 3_000)
+    dst = (src + 2 * draw.integers(1, 120, 3_000)) % 240  # of the same parity
+    role = draw.integers(0, 3, 240)
+    np.savez(
+        tmp_path / "graph.npz",
+        src=np.concatenate([src, dst]),
+        dst=np.concatenate([dst, src]),
+        feat=(label[:, None] + 3 * draw.standard_normal((240, 4))).astype(np.float32),
+        label=label,
+        train_mask=role == 0,
+        val_mask=role == 1,
+        test_mask=role == 2,
+    )
+    text = launch(tmp_path, EXAMPLES / "train_on_your_graph.py", "graph.npz", "--epochs", "15")
+    found = re.findall(r"^(\w+): test accuracy ([\d.]+)", text, re.MULTILINE)
+    assert [name for name, _ in found] == ["exact", "adaptive"]
+    assert min(float(accuracy) for _, accuracy in found) > 0.8
 
 
 @pytest.mark.slow
