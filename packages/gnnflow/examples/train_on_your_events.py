@@ -3,7 +3,8 @@
     python train_on_your_events.py events.parquet --every 1D
     python train_on_your_events.py                # a small generated stream
 
-The table has columns src, dst and t (seconds); other numeric columns become edge features.
+The table has columns src, dst and t (other names: --src user --dst item --t when): ids, which may be
+texts, and times in seconds or dates; other columns of numbers become edge features.
 """
 
 import argparse
@@ -31,8 +32,13 @@ def main() -> None:
         "--every", default="300", help="increment: a time (1D) or a number of events"
     )
     parser.add_argument("--dim", type=int, default=32, help="columns of embeddings")
+    for name in ("src", "dst", "t"):
+        parser.add_argument(f"--{name}", default=name, help="name of the column")
     arguments = parser.parse_args()
-    events = gf.data.read_events(arguments.events) if arguments.events else generate_visits()
+    events = generate_visits()
+    if arguments.events:
+        names = {"src": arguments.src, "dst": arguments.dst, "t": arguments.t}
+        events = gf.data.read_events(arguments.events, **names)
     every = int(arguments.every) if arguments.every.isdecimal() else arguments.every
 
     torch.manual_seed(0)

@@ -7,11 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import gnnflow as gf
 from gnnflow import profiler
 from gnnflow.cli import main
 from gnnflow.config import Recipe
+
+BEGIN = 1_356_998_400  # 2013-01-01
 
 
 def test_help_teaches_every_command_with_an_example(capsys):
@@ -19,7 +22,7 @@ def test_help_teaches_every_command_with_an_example(capsys):
         main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for command in ("train", "continual", "partition", "bench", "info", "demo"):
+    for command in ("train", "continual", "predict", "partition", "bench", "info", "demo"):
         assert f"\n  gnnflow {command} " in text
     assert "Exit status" in text
 
@@ -124,7 +127,7 @@ def test_a_folder_that_cannot_be_made_is_told_before_the_work(tmp_path, capsys):
     ("args", "told"),
     [
         (["bench", "zipf:9:90", "--increment", "0"], "increment: expected 1"),
-        (["train", "zipf:9:90", "--limit", "-5"], "limit: expected 0"),
+        (["train", "zipf:9:90", "--limit", "-5"], "limit: expected 1"),
         (["train", "zipf:9:90", "--share", "1.5"], "share: expected"),
         (["train", "zipf:9:90", "--epochs", "0"], "epochs: expected"),
         (["train", "zipf:9:90", "--cache", "2"], "cache: expected a share"),
@@ -186,7 +189,7 @@ def test_a_table_without_rows_is_a_stream_without_events(tmp_path, capsys):
     (tmp_path / "none.csv").write_text("src,dst,t,x\n")
     assert len(gf.data.read_events(tmp_path / "none.csv")) == 0
     assert main(["continual", str(tmp_path / "none.csv"), "--out", str(tmp_path)]) == 1
-    assert "at least one event" in capsys.readouterr().err
+    assert "none.csv: expected at least one event" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cache", [0.0, 0.5])
@@ -226,3 +229,146 @@ def test_wrong_usage(args):
     with pytest.raises(SystemExit) as stopped:
         main(args)
     assert stopped.value.code == 2
+
+
+def test_the_command_line_asks_for_the_unit_and_prints_dates(tmp_path, capsys):
+    path = tmp_path / "clicks.csv"
+    rows = [f"{n % 7},{7 + n % 5},{(BEGIN + 3600 * n) * 1000}" for n in range(120)]
+    path.write_text("\n".join(["src,dst,t", *rows]))
+    options = ["--dim", "8", "--fanouts", "2", "--model", "tf-tgn", "--out", str(tmp_path / "out")]
+    run = ["continual", str(path), "--every", "1D", *options]
+    assert main(run) == 1
+    assert "give --time-unit ms" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*run, "--time-unit", "ms"]) == 0
+    told = capsys.readouterr()
+    assert "clicks.csv: 2013-01-01 00:00 to 2013-01-05 23:00 UTC" in told.err
+    # Of five days the first and a half are learnt first; the rest lies in four days of increments.
+    assert told.out.startswith("4 rounds")
+    assert main(["info", str(path), "--time-unit", "ms"]) == 0
+    assert "2013-01-01 00:00 to 2013-01-05 23:00 UTC" in capsys.readouterr().out
+
+
+UNSEEN = "rows without a score, as the run has not seen their ids"
+
+
+def write_visits(path, count=240):
+    """Users meet items of their own kind, every ten minutes; ids are texts, times dates."""
+    start = np.datetime64("2024-05-01T09:00:00")
+    rows = [
+        f"u{n % 9},{'apple' if n % 3 else 'bread'}{n % 4},{start + np.timedelta64(10 * n, 'm')},{n % 5},x"
+        for n in range(count)
+    ]
+    path.write_text("\n".join(["user,item,when,amount,note", *rows]))
+    return ["--src", "user", "--dst", "item", "--t", "when"]
+
+
+def write_new(path, rows):
+    path.write_text("\n".join(["item,user,when", *(",".join(row) for row in rows)]))
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [("train", ["--epochs", "1"]), ("continual", ["--every", "80", "--cache", "0.5"])],
+)
+def test_predict_scores_rows_as_the_model_called_directly(command, more, tmp_path, capsys):
+    pandas = pytest.importorskip("pandas", reason="tables are read by pandas")
+    data, run, new = tmp_path / "visits.csv", tmp_path / "run", tmp_path / "new.csv"
+    names = write_visits(data)
+    sizes = ["--dim", "8", "--fanouts", "3", "2", "--batch-size", "50"]
+    more = [*more, "--out", str(tmp_path / "out")] if command == "continual" else more
+    assert main([command, str(data), *names, *sizes, *more, "--checkpoint", str(run)]) == 0
+    assert f"gnnflow predict NEW --run {run}" in capsys.readouterr().err
+    nodes = pandas.read_csv(run / "nodes.csv").set_index("id")["node"]
+    if command == "continual":
+        assert (tmp_path / "out" / "nodes.csv").read_text() == (run / "nodes.csv").read_text()
+    # The order of rows is the user's; one is within the data's time, one of nobody known.
+    rows = [
+        ("apple1", "u1", "2024-05-09T00:00:00"),
+        ("bread0", "u3", "2024-05-01T12:00:00.500"),
+        ("bread0", "zoe", "2024-05-09T00:00:00"),
+        ("apple2", "u8", "2024-05-02T00:00:00"),
+    ]
+    write_new(new, rows)
+    out = tmp_path / "deep" / "scores.csv"
+    assert main(["predict", str(new), "--run", str(run), "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert told == f"scores of 3 rows: {out}\n{UNSEEN}: 1\n"
+    found = pandas.read_csv(out)
+    assert [*found.columns] == ["user", "item", "when", "score"]
+    assert found[["item", "user", "when"]].to_numpy().tolist() == [[*row] for row in rows]
+    assert found["score"].isna().tolist() == [False, False, True, False]
+
+    # Called directly: a graph of all events, the run's weights, and one link at a time.
+    events = gf.data.read_events(data, src="user", dst="item", t="when")
+    parts = Recipe(dim=8, fanouts=(3, 2)).build(events)
+    parts.graph.add_edges(events.src, events.dst, events.t, events.eid)
+    (file,) = run.glob("after-*.safetensors")
+    weights = load_file(file)
+    for module, start in ((parts.model, "model."), (parts.head, "head.")):
+        own = {k.removeprefix(start): v for k, v in weights.items() if k.startswith(start)}
+        module.load_state_dict(own)
+        module.eval()
+    for row, score in zip(rows, found["score"], strict=True):
+        if row[1] == "zoe":
+            continue
+        ends = torch.tensor([int(nodes[row[1]]), int(nodes[row[0]])])
+        t = int(np.ceil(np.datetime64(row[2], "ms").astype(np.int64) / 1000))
+        sample = parts.sampler.sample(ends, torch.tensor([t, t]))
+        with torch.no_grad():
+            src, dst = parts.model(sample, gf.attach(sample, parts.features))
+            assert torch.sigmoid(parts.head(src[None], dst[None])).item() == pytest.approx(score)
+
+
+def test_predict_says_what_is_wrong_with_the_run_or_the_rows(tmp_path, capsys):
+    pytest.importorskip("pandas", reason="tables are read by pandas")
+    data, run, new = tmp_path / "visits.csv", tmp_path / "run", tmp_path / "new.csv"
+    names = write_visits(data, 120)
+    trained = [
+        *("train", str(data), *names, "--model", "tf-tgn", "--dim", "8", "--fanouts", "3"),
+        *("--epochs", "1", "--checkpoint", str(run)),
+    ]
+    predict = ["predict", str(new), "--run", str(run), "--out", str(tmp_path / "scores.csv")]
+    write_new(new, [("apple1", "u1", "2024-05-09")])
+
+    def told(args=predict):
+        assert main(args) == 1
+        assert not (tmp_path / "scores.csv").exists()
+        return capsys.readouterr().err
+
+    assert "run.json: expected the folder of a run that has ended, there is no such" in told()
+    assert main(trained) == 0
+    capsys.readouterr()
+    assert "expected a table named .parquet, .csv" in told([*predict[:-1], str(tmp_path / "x.txt")])
+    write_new(new, [("apple1", "zoe", "2024-05-09")])
+    assert "new.csv: expected ids of the data that the run learnt from, got 1 rows whose" in told()
+    new.write_text("item,user,when\n")
+    assert "got a table without rows; check the columns" in told()
+    new.write_text("thing,user,when\napple1,u1,2024-05-09\n")
+    assert "expected columns 'user', 'item' and 'when', got ['thing'" in told()
+    assert main([*predict, "--dst", "thing"]) == 0
+    assert (tmp_path / "scores.csv").read_text().startswith("user,thing,when,score\nu1,apple1,")
+    (tmp_path / "scores.csv").unlink()
+    write_new(new, [("apple1", "u1", "2024-05-09")])
+    options = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(options | {"command": "fit"}))
+    assert "expected a run of train, continual of this version, got one of 'fit'" in told()
+    (run / "run.json").write_text("{}")
+    assert "run.json: expected a run's options" in told()
+    (run / "run.json").write_text(json.dumps(options))
+    state = json.loads((run / "state.json").read_text())
+    (run / "state.json").write_text(json.dumps(state | {"done": 100}))
+    assert "expected a run that has ended, it has learnt from 100 of 120 events" in told()
+    data.unlink()
+    assert "visits.csv: expected a file or folder, there is nothing" in told()
+
+
+def test_partitions_of_texts_come_with_their_ids(tmp_path, capsys):
+    pytest.importorskip("pandas", reason="tables are read by pandas")
+    names = write_visits(tmp_path / "visits.csv")
+    out = tmp_path / "parts.npy"
+    assert (
+        main(["partition", str(tmp_path / "visits.csv"), *names, "--parts", "2", "--out", str(out)])
+        == 0
+    )
+    assert len((tmp_path / "parts.nodes.csv").read_text().splitlines()) == len(np.load(out)) + 1

@@ -24,7 +24,7 @@ def main() -> None:
 
     # Each worker has the whole stream and a memory of its own, which gets the rows of all.
     if arguments.events:
-        events = ms.data.read_table(arguments.events)
+        events = ms.data.read_events(arguments.events)
     else:
         events = ms.data.zipf(num_nodes=100, num_events=480, edge_dim=4)
     torch.manual_seed(0)  # workers whose weights differ are refused

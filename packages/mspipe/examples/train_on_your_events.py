@@ -5,7 +5,8 @@
     python train_on_your_events.py --place tcp://10.0.0.2:7000   # memory on another machine,
                                                                  # mspipe serve-memory runs there
 
-The table has columns src, dst and t; all others become features of the events.
+The table has columns src, dst and t (other names: --src user --dst item --t when): ids, which may be
+texts, and times in seconds or dates; other columns of numbers become features of the events.
 """
 
 import argparse
@@ -34,8 +35,13 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=16, help="numbers of a node's state")
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=4)
+    for name in ("src", "dst", "t"):
+        parser.add_argument(f"--{name}", default=name, help="name of the column")
     arguments = parser.parse_args()
-    events = ms.data.read_table(arguments.events) if arguments.events else generate_visits()
+    events = generate_visits()
+    if arguments.events:
+        names = {"src": arguments.src, "dst": arguments.dst, "t": arguments.t}
+        events = ms.data.read_events(arguments.events, **names)
     train, test = events.split(0.8)
 
     torch.manual_seed(0)

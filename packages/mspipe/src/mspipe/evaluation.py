@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64, Shaped
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from mspipe.data.batching import batches
@@ -22,7 +22,7 @@ from shared.data import metrics as ranking
 from shared.data.negatives import Kind
 from shared.errors import ConfigError, DataError
 
-__all__ = ["EdgeBank", "evaluate"]
+__all__ = ["EdgeBank", "evaluate", "score_links"]
 
 _METRICS: dict[str, Callable[[Tensor, Tensor], float]] = {
     "ap": lambda pos, neg: ranking.average_precision(pos, neg[:, 0]),
@@ -80,6 +80,51 @@ def evaluate(
     with nullcontext() if commits else pipe.memory.preserved():
         cut = batches(events, batch_size, negatives, num_negatives=num_negatives, seed=seed)
         return _measured(((out.pos, out.neg) for out in pipe.score(cut)), metrics)
+
+
+def score_links(
+    pipe: Pipeline,
+    src: Int64[Tensor, " num_links"],
+    dst: Int64[Tensor, " num_links"],
+    t: Shaped[Tensor, " num_links"],
+    *,
+    batch_size: int = 600,
+) -> Float[Tensor, " num_links"]:
+    """Logits of links that may or may not come about, from the memory as it is; changes nothing.
+
+    Args:
+        pipe: pipeline with the model and its memory.
+        src: nodes below the memory's number of nodes.
+        dst: nodes below the memory's number of nodes.
+        t: times as of which links are asked about, none before the memory's last event.
+        batch_size: number of links scored at a time; does not change the result.
+
+    Returns:
+        On the CPU; `sigmoid` makes a probability of it, against a random destination.
+
+    Raises:
+        ConfigError: a run that uses the memory is open.
+        DataError: a node is beyond the memory.
+        CommError: the memory's server does not answer.
+    """
+    model, memory = pipe.model, pipe.memory
+    device, was_training = next(model.parameters()).device, model.training
+    found = [torch.empty(0)]
+    with memory.lease("a prediction"), torch.no_grad():
+        model.eval()
+        try:
+            for at in range(0, len(src), batch_size):
+                ends = torch.cat([column[at : at + batch_size] for column in (src, dst)])
+                sampled = pipe.sampler.sample(ends, t[at : at + batch_size].repeat(2))
+                state = memory.layout.unpack(memory.read_rows(sampled.nodes).to(device))
+                edges = torch.empty(len(sampled.eids), 0)
+                if pipe.features is not None:
+                    edges = pipe.features.index_select(0, sampled.eids)
+                embedded = model.embed(sampled, model.update(state), edges.to(device))
+                found.append(model.head(*embedded.chunk(2)).cpu())
+        finally:
+            model.train(was_training)
+    return torch.cat(found)
 
 
 class EdgeBank:

@@ -23,7 +23,7 @@ from shared.kernels.philox import stream_key
 from shared.training import check_loss, check_shapes, log_resumed
 from shared.training.progress import show_progress
 
-__all__ = ["Epoch", "Settings", "fit"]
+__all__ = ["Epoch", "Settings", "fit", "restore"]
 
 _FORMAT = "mspipe training 2"
 
@@ -107,12 +107,8 @@ def fit(
     settings = settings or Settings()
     if not len(train):
         raise DataError("fit: expected at least one event to learn from, got none")
-    saved = (
-        None
-        if checkpoint is None
-        else _Checkpoint(Path(checkpoint), pipe, optimizer, settings, train)
-    )
-    done, losses, epochs = saved.resume() if saved else (0, [], [])
+    saved = None if checkpoint is None else _Checkpoint(Path(checkpoint), pipe, settings, train)
+    done, losses, epochs = saved.resume(optimizer) if saved else (0, [], [])
     yield from epochs
     negatives = Negatives(train)
     for index in range(len(epochs), settings.epochs):
@@ -139,15 +135,41 @@ def fit(
                 seconds += pipe.report().elapsed_s
                 done = stop
                 if saved and done < len(cut):
-                    saved.write(done, losses, epochs)
+                    saved.write(optimizer, done, losses, epochs)
         scores = {}
         if validate is not None and len(validate):
             scores = evaluate(pipe, validate, history=train, batch_size=settings.batch_size)
         epochs.append(Epoch(index=index + 1, losses=losses, seconds=seconds, scores=scores))
         done = 0
         if saved:
-            saved.write(0, [], epochs)
+            saved.write(optimizer, 0, [], epochs)
         yield epochs[-1]
+
+
+def restore(
+    pipe: Pipeline, train: Events, settings: Settings, checkpoint: str | Path
+) -> list[Epoch]:
+    """Takes weights and memory as a run of `fit` left them at its end.
+
+    Args:
+        pipe: pipeline with model and memory, made as for the run.
+        train: the events that the run learnt from.
+        settings: the run's settings.
+        checkpoint: the run's folder.
+
+    Returns:
+        The passes of the run.
+
+    Raises:
+        DataError: there is no checkpoint, it is damaged or of another run, or the run has not ended.
+    """
+    done, _, epochs = _Checkpoint(Path(checkpoint), pipe, settings, train).resume(None)
+    if done or len(epochs) < settings.epochs:
+        raise DataError(
+            f"{checkpoint}: expected a run that has ended, it has done {len(epochs)} of "
+            f"{settings.epochs} passes; resume it first"
+        )
+    return epochs
 
 
 def _seeded(run: Generator[Output, None, None], key: int, first: int) -> Iterator[Output]:
@@ -169,12 +191,11 @@ class _Checkpoint:
         self,
         folder: Path,
         pipe: Pipeline,
-        optimizer: torch.optim.Optimizer,
         settings: Settings,
         train: Events,
     ) -> None:
         self._path = folder / "training.pt"
-        self._pipe, self._optimizer = pipe, optimizer
+        self._pipe = pipe
         # The number of passes and the interval may change on resuming; all else must be the same.
         asked = {k: v for k, v in asdict(settings).items() if k not in ("epochs", "save_every")}
         self._run = asked | {
@@ -184,7 +205,9 @@ class _Checkpoint:
             "model": type(pipe.model).__name__,
         }
 
-    def write(self, done: int, losses: list[float], epochs: list[Epoch]) -> None:
+    def write(
+        self, optimizer: torch.optim.Optimizer, done: int, losses: list[float], epochs: list[Epoch]
+    ) -> None:
         if self._pipe.workers.rank:
             return  # the first worker writes for all
         state = {
@@ -194,7 +217,7 @@ class _Checkpoint:
             "losses": losses,
             "epochs": json.dumps([asdict(epoch) for epoch in epochs]),
             "model": self._pipe.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": optimizer.state_dict(),
             "memory": self._pipe.memory.snapshot(),
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +225,9 @@ class _Checkpoint:
         with atomic_file(self._path) as partial, partial.open("wb") as file:
             torch.save(state, file)
 
-    def resume(self) -> tuple[int, list[float], list[Epoch]]:
+    def resume(
+        self, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[int, list[float], list[Epoch]]:
         """Number of finished batches in the current pass, their losses, and the finished passes."""
         if not self._path.exists():
             return 0, [], []
@@ -220,7 +245,8 @@ class _Checkpoint:
         )
         check_shapes(self._path.parent, saved, here)
         model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        if optimizer is not None:
+            optimizer.load_state_dict(state["optimizer"])
         self._pipe.memory.restore(state["memory"])
         epochs = [Epoch(**row) for row in json.loads(state["epochs"])]
         if not self._pipe.workers.rank:

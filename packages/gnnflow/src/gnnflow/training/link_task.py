@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
@@ -140,30 +141,34 @@ class LinkTask:
 
         Features are read from the store itself, since reads through a cache would change it.
         """
-        source = features.store if isinstance(features, FeatureCache) else features
-        memory = None if self.memory is None else self.memory.state()
-        modes = [
-            (part, part.training) for whole in (self.model, self.head) for part in whole.modules()
-        ]
         found = []
-        try:
-            self.model.eval(), self.head.eval()
-            with torch.no_grad():
-                for batch in self._batches(len(events)):
-                    found.append(self.score(events[batch], negatives[batch], source))
-                    if self.memory is not None:
-                        self.memory.commit(events[batch])
-        finally:
-            for part, was_training in modes:
-                part.training = was_training
-            if self.memory is not None and memory is not None:
-                self.memory.load_state(memory)
+        with self._evaluating():
+            for batch in self._batches(len(events)):
+                found.append(self.score(events[batch], negatives[batch], _uncached(features)))
+                if self.memory is not None:
+                    self.memory.commit(events[batch])
         pos, neg = (torch.cat(part).cpu() for part in zip(*found, strict=True))
         return Scores(
             average_precision(pos, neg[:, 0]),
             auc(pos, neg[:, 0]),
             mrr(pos, neg),
         )
+
+    def predict(
+        self, events: Events, features: Features | FeatureCache | None
+    ) -> Float[Tensor, " num_events"]:
+        """Logits of links that may or may not come about; nothing is remembered.
+
+        Args:
+            events: links by the time as of which they are asked about.
+            features: source of feature rows; None for none.
+        """
+        none, found = torch.empty(len(events), 0, dtype=torch.int64), [torch.empty(0)]
+        with self._evaluating():
+            for batch in self._batches(len(events)):
+                logits, _ = self.score(events[batch], none[batch], _uncached(features))
+                found.append(logits.cpu())
+        return torch.cat(found)
 
     def train(
         self,
@@ -201,6 +206,27 @@ class LinkTask:
                     self.memory.commit(events[batch])
         return total
 
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode without gradients; modes and memory are restored at the end."""
+        memory = None if self.memory is None else self.memory.state()
+        modes = [
+            (part, part.training) for whole in (self.model, self.head) for part in whole.modules()
+        ]
+        try:
+            self.model.eval(), self.head.eval()
+            with torch.no_grad():
+                yield
+        finally:
+            for part, was_training in modes:
+                part.training = was_training
+            if self.memory is not None and memory is not None:
+                self.memory.load_state(memory)
+
     def _batches(self, num_events: int) -> Iterator[slice]:
         for start in range(0, num_events, self.batch_size):
             yield slice(start, start + self.batch_size)
+
+
+def _uncached(features: Features | FeatureCache | None) -> Features | None:
+    return features.store if isinstance(features, FeatureCache) else features

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from shared.data.events import Events
+from shared.data.time_units import TIME_UNITS, guess_unit
 from shared.errors import ConfigError, DataError
 from shared.kernels.jit import compile_s
 
-__all__ = ["STAGES", "Round", "StageClock", "cut_increments", "parse_span"]
+__all__ = ["STAGES", "Round", "StageClock", "check_span", "cut_increments", "parse_span"]
 
 STAGES = ("insert", "evaluate", "sample", "fetch", "train")
 _UNITS_S = {"s": 1, "min": 60, "h": 3600, "D": 86_400, "W": 604_800}
@@ -142,6 +143,27 @@ def parse_span(name: str, value: str | float) -> float:
             f"{', '.join(_UNITS_S)}, got {value!r}"
         )
     return number
+
+
+def check_span(name: str, value: object, events: Events) -> None:
+    """Refuses a length such as "1D" for a stream whose times are too large for seconds.
+
+    Args:
+        name: of the setting.
+        value: its value; numbers are in the stream's own unit, and pass.
+        events: by time.
+
+    Raises:
+        DataError: times would be beyond the year 5000.
+    """
+    if not isinstance(value, str) or not any(map(str.isalpha, value)) or not len(events):
+        return
+    newest = events.t[-1].item()
+    if guess := guess_unit(newest):
+        raise DataError(
+            f"{name}: expected times in seconds for {value!r}, got up to {newest}, which look like "
+            f"{guess}; divide them by {TIME_UNITS[guess]:,}, or give a number in their own unit"
+        )
 
 
 def cut_increments(events: Events, warmup: float, every: int | str) -> tuple[int, list[int]]:

@@ -1,5 +1,5 @@
 """Streams of events: real flights, generated streams of any size, and the user's tables."""
 
-from mspipe.data.streams import flights, read_table, zipf
+from mspipe.data.streams import flights, read_events, zipf
 
-__all__ = ["flights", "read_table", "zipf"]
+__all__ = ["flights", "read_events", "zipf"]

