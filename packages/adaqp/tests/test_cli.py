@@ -7,12 +7,18 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
-from adaqp import LinkTable, commands
+from adaqp import LinkTable, commands, load
 from adaqp.cli import main
+from adaqp.graphs.formats import read
 from adaqp.partitioning.partitioner import partition
+from adaqp.policy import Exact
 from adaqp.training.config import ModelConfig, PolicyConfig, RunConfig
+from adaqp.training.predictions import Wanted, tabulate
 from shared.errors import ConfigError, DataError
 
 
@@ -186,3 +192,95 @@ def test_one_part_has_no_plan(tmp_path, sbm):
     partition(sbm, 1, method="random", out=tmp_path / "one")
     with pytest.raises(DataError, match="expected 2 or more parts, got 1"):
         commands.plan(tmp_path / "one", ModelConfig(), None, None, 0.2)
+
+
+def write_shop(folder, num_nodes=40):
+    """Tables of a graph whose ids are texts: two rings, joined in two places."""
+    folder.mkdir()
+    names = [f"n{7 * at % num_nodes:03d}" for at in range(num_nodes)]
+    rows = [
+        f"{name},{at % 2},{('train', 'val', 'test', '')[at % 4]},{at / num_nodes},{at % 3}"
+        for at, name in enumerate(names)
+    ]
+    edges = [(at, (at + 2) % num_nodes) for at in range(num_nodes)] + [(0, 1), (9, 20)]
+    pairs = [f"{names[a]},{names[b]}\n{names[b]},{names[a]}" for a, b in edges]
+    (folder / "nodes.csv").write_text("\n".join(["id,label,split,x,y", *rows]))
+    (folder / "edges.csv").write_text("\n".join(["src,dst", *pairs]))
+    return names
+
+
+def score_directly(shop, checkpoint, folder, names):
+    """Classes' probabilities by id, of the weights on the whole graph in one part."""
+    partition(read(shop), 1, "random", out=folder)
+    dg = load(folder)
+    model = ModelConfig(hidden=8, dropout=0.0).build(dg)
+    weights = {"model": dict(model.state_dict())}
+    dcp.load(weights, checkpoint_id=str(checkpoint), no_dist=True)
+    model.load_state_dict(weights["model"])
+    model.eval()
+    with torch.no_grad(), dg.messages(Exact()):
+        scores = model(dg.feat).softmax(1)
+    return {
+        names[at]: row for at, row in zip(dg.part.global_ids.tolist(), scores.tolist(), strict=True)
+    }
+
+
+@pytest.mark.parametrize("num_parts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_predict_scores_nodes_as_the_model_called_directly(num_parts, tmp_path):
+    pandas = pytest.importorskip("pandas", reason="tables are read by pandas")
+    shop, cut, saved = tmp_path / "shop", tmp_path / "cut", tmp_path / "saved"
+    names = write_shop(shop)
+    run_here("partition", shop, "--out", cut, "--parts", num_parts, "--method", "random")
+    settings = ("--model.hidden", 8, "--model.dropout", 0, "--policy.name", "fixed", "--epochs", 5)
+    run_here("train", cut, *settings, "--checkpoint", saved)
+    direct = score_directly(shop, saved, tmp_path / "whole", names)
+
+    out = tmp_path / "deep" / "scores.csv"
+    text = run_here("predict", cut, "--checkpoint", saved, "--out", out)
+    assert f"scores of 40 nodes: {out}" in text
+    found = pandas.read_csv(out)
+    assert [*found.columns] == ["id", "class", "score", "score_0", "score_1"]
+    assert found["id"].tolist() == names
+    for name, label, best, *scores in found.itertuples(index=False):
+        assert scores == pytest.approx(direct[name], abs=1e-6)
+        assert (label, best) == (int(scores[1] > scores[0]), max(scores))
+
+    wanted = tmp_path / "wanted.csv"
+    wanted.write_text("id\nn003\nzoe\nn001\n")
+    told = run_here("predict", cut, "--checkpoint", saved, "--out", out, "--nodes", wanted)
+    assert "scores of 2 nodes" in told
+    assert "rows without a score, as the graph lacks their ids: 1" in told
+    some = pandas.read_csv(out)
+    assert some["id"].tolist() == ["n003", "zoe", "n001"]
+    assert some["score_1"][0] == pytest.approx(direct["n003"][1], abs=1e-6)
+    assert some[["class", "score", "score_0"]].isna().all(1).tolist() == [False, True, False]
+
+
+def test_predict_says_what_is_wrong(tmp_path):
+    pytest.importorskip("pandas", reason="tables are read by pandas")
+    shop, cut, saved = tmp_path / "shop", tmp_path / "cut", tmp_path / "saved"
+    write_shop(shop)
+    run_here("partition", shop, "--out", cut, "--parts", 1, "--method", "random")
+    again = run_here("partition", shop, "--out", cut, "--parts", 1, "--method", "random")
+    assert "edges cut" in again, "a partition with ids is replaced as one without"
+    predict = ("predict", cut, "--checkpoint", saved, "--out", tmp_path / "scores.csv")
+    assert "holds no checkpoint" in run_here(*predict, expect=1)
+    run_here("train", cut, "--epochs", 1, "--model.hidden", 8, "--checkpoint", saved)
+    assert "expected a table named" in run_here(*predict[:-1], tmp_path / "x.txt", expect=1)
+    wanted = tmp_path / "wanted.csv"
+    wanted.write_text("name\nn001\n")
+    asked = (*predict, "--nodes", wanted)
+    assert "expected a column 'id', got ['name']; rename" in run_here(*asked, expect=1)
+    wanted.write_text("id\nzoe\n")
+    assert "none of 1 is one; check them" in run_here(*asked, expect=1)
+    assert not (tmp_path / "scores.csv").exists()
+
+
+def test_nodes_without_ids_are_scored_by_their_numbers():
+    scores = torch.tensor([[0.25, 0.75], [0.5, 0.5]])
+    table = tabulate(Wanted(None, None), scores, is_multilabel=False)
+    assert table["id"].tolist() == [0, 1]
+    assert table["class"].tolist() == [1, 0]
+    some = tabulate(Wanted(np.array([1, 2]), np.array([1, 2])), scores, is_multilabel=True)
+    assert [*some.columns] == ["id", "score_0", "score_1"]
+    assert some["score_1"].isna().tolist() == [False, True]

@@ -1,4 +1,4 @@
-"""The command line: partition, plan, train, bench, probe-links, demo."""
+"""The command line: partition, plan, train, predict, bench, probe-links, demo."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -143,6 +143,34 @@ def _print(command: JsonOption, found: tuple[dict[str, Any], str] | None) -> Non
         command.print_result(*found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Predict(JsonOption):
+    """Score nodes by a checkpoint: their classes, by your own ids.
+
+    Examples:
+        adaqp predict report/adaqp/parts --checkpoint report/adaqp/run
+        adaqp predict report/adaqp/parts --checkpoint report/adaqp/run --out scores.parquet
+
+    Args:
+        folder: folder written by `adaqp partition`.
+        checkpoint: folder that the run had as --checkpoint.
+        nodes: table with a column id of the nodes to score, in this order; all nodes if left out.
+        out: table to write, .csv or .parquet: id, class, its score, and the scores of all classes.
+    """
+
+    folder: Annotated[Path, tyro.conf.Positional]
+    checkpoint: Path
+    nodes: Path | None = None
+    out: Path = Path("report/adaqp/scores.csv")
+
+    def execute(self) -> None:
+        """Writes the table and says where it is."""
+        from adaqp import commands
+
+        found = commands.predict_classes(self.folder, self.checkpoint, self.nodes, self.out)
+        _print(self, found)
+
+
 def _compared() -> tuple[str, ...]:
     return tuple(name for name in POLICIES if not POLICIES.get(name).is_control)
 
@@ -248,6 +276,7 @@ def main(argv: list[str] | None = None) -> int:
             "partition": Partition,
             "plan": Plan,
             "train": Train,
+            "predict": Predict,
             "bench": Bench,
             "probe-links": ProbeLinks,
             "demo": Demo,

@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rich.table import Table
 
 from adaqp.messages.distgraph import load
 from adaqp.messages.network import LinkTable, probe
-from adaqp.policy import Policy
+from adaqp.policy import Exact, Policy
 from adaqp.simulator.profiler import Profile, measure
 from adaqp.simulator.simulator import predict
 from adaqp.training.comparison import Timing, compare_in_rank
@@ -27,13 +28,14 @@ from adaqp.training.config import POLICIES, ModelConfig, PolicyConfig, RunConfig
 from adaqp.training.trainer import History, Trainer
 from shared.cli import draw_table
 from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
+from shared.data.frames import check_suffix, write_frame
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
 from shared.training import show_resumed
 from shared.training.progress import ScalarWriter, is_progress_hidden, show_progress
 from shared.units import parse_rate
 
-__all__ = ["bench", "plan", "probe_links", "profile_in_rank", "train"]
+__all__ = ["bench", "plan", "predict_classes", "probe_links", "profile_in_rank", "train"]
 
 # How long one message may take, and a whole run (the longest wait that select knows is 24 days).
 _MESSAGE_LIMIT, _RUN_LIMIT = timedelta(minutes=10), timedelta(days=20)
@@ -140,7 +142,7 @@ def _train_in_rank(
             left = config.epochs - trainer.epoch
             trainer.fit(min(save_every, left) if checkpoint else left, config.eval_every)
             if checkpoint is not None:
-                trainer.save(checkpoint)
+                trainer.save(checkpoint, {"config": asdict(config)})
         if trainer.epoch not in trainer.history.evaluated_at:
             trainer.record_evaluation()
             _write_accuracy(scalars, trainer.history)
@@ -170,6 +172,61 @@ def _describe_epoch(history: History) -> str:
     seconds = sum(phase[-1] for phase in history.seconds.values())
     num_bytes = history.bytes[-1] / 1e6
     return f"training: loss {history.loss[-1]:.4f}, {seconds:.2f} s and {num_bytes:.1f} MB an epoch"
+
+
+# -- predict --------------------------------------------------------------------------------
+
+
+def predict_classes(
+    folder: Path, checkpoint: Path, nodes: Path | None, out: Path
+) -> tuple[dict[str, Any], str] | None:
+    """Scores nodes by a checkpoint and writes a table; says on the first rank where it is."""
+    from adaqp.training.checkpoint import read_about
+    from adaqp.training.predictions import read_wanted, tabulate
+
+    check_suffix(out)
+    about = read_about(checkpoint)
+    if "config" not in about:
+        raise DataError(
+            f"{checkpoint}: expected the model's settings in the checkpoint, there are none; save one "
+            "by `adaqp train --checkpoint`"
+        )
+    config = RunConfig.from_json(about["config"])
+    wanted = read_wanted(folder, nodes)  # before the ranks start
+    outcome = _run(_num_parts(folder), _predict_in_rank, folder, config.model, checkpoint)[0]
+    if outcome is None:
+        return None
+    table = tabulate(wanted, *outcome)
+    write_frame(table, out)
+    num_unknown = int(wanted.is_unknown.sum())
+    num_scored = len(table) - num_unknown
+    lines = [f"scores of {num_scored:,} nodes: {out}"]
+    if num_unknown:
+        lines.append(f"rows without a score, as the graph lacks their ids: {num_unknown:,}")
+    record = {"num_scored": num_scored, "num_unknown": num_unknown, "out": str(out)}
+    return record, "\n".join(lines)
+
+
+def _predict_in_rank(
+    folder: Path, model: ModelConfig, checkpoint: Path
+) -> tuple[torch.Tensor, bool] | None:
+    """On rank 0 the probabilities of all nodes, and whether a node may have several classes."""
+    dg = load(folder)
+    built = model.build(dg)
+    with dg.messages(Exact()):
+        # Nothing is trained, but a trainer wants an optimizer.
+        trainer = Trainer(dg, built, torch.optim.SGD(built.parameters(), 0.0))
+        trainer.load_weights(checkpoint)
+        logits = trainer.predict().float()
+    is_multilabel = bool(dg.meta["multilabel"])
+    mine = logits.sigmoid() if is_multilabel else logits.softmax(1)
+    ids = dg.part.global_ids[:, None]
+    if dg.group is not None:
+        device = dg.group.device
+        ids, mine = (torch.cat(all_gather_v(dg.group, one.to(device))).cpu() for one in (ids, mine))
+    scores = torch.empty(dg.meta["num_nodes"], mine.shape[1])
+    scores[ids[:, 0].cpu()] = mine.cpu()
+    return (scores, is_multilabel) if dg.rank == 0 else None
 
 
 # -- bench ----------------------------------------------------------------------------------

@@ -151,6 +151,7 @@ def _read_tables(folder: Path) -> Graph:
         feat.to_numpy(dtype=np.float32, copy=True),
         nodes["label"].to_numpy(copy=True),
         *(split.eq(name).to_numpy(copy=True) for name in ("train", "val", "test")),
+        ids=nodes["id"].tolist() if "id" in nodes else None,
     )
 
 

@@ -36,6 +36,7 @@ class Graph:
         train_mask: bool [nodes].
         val_mask: bool [nodes], disjoint from train_mask.
         test_mask: bool [nodes], disjoint from both.
+        ids: texts [nodes], the user's own ids; None where they are the numbers of nodes.
 
     Raises:
         DataError: anything above does not hold; the message names the edge or node.
@@ -49,6 +50,7 @@ class Graph:
     train_mask: Tensor
     val_mask: Tensor
     test_mask: Tensor
+    ids: np.ndarray | None = None
     _known: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +60,8 @@ class Graph:
         self._check_feat()
         self._check_masks()
         self._check_label()
+        if self.ids is not None and len(self.ids) != self.num_nodes:
+            raise DataError(f"ids: expected {self.num_nodes} (num_nodes), got {len(self.ids)}")
 
     def _check_edges(self) -> None:
         for name in ("src", "dst"):
@@ -195,6 +199,8 @@ def from_edge_index(
     train_mask: ArrayLike,
     val_mask: ArrayLike,
     test_mask: ArrayLike,
+    *,
+    ids: Sequence[Any] | None = None,
 ) -> Graph:
     """Builds a graph from tensors, numpy arrays or lists, converting integer types.
 
@@ -207,6 +213,7 @@ def from_edge_index(
         train_mask: bool or 0/1 [num_nodes].
         val_mask: bool or 0/1 [num_nodes].
         test_mask: bool or 0/1 [num_nodes].
+        ids: [num_nodes], your own ids of the nodes, kept as texts; None for their numbers.
 
     Returns:
         The checked graph, on the CPU.
@@ -228,6 +235,7 @@ def from_edge_index(
         train_mask=_mask("train_mask", train_mask),
         val_mask=_mask("val_mask", val_mask),
         test_mask=_mask("test_mask", test_mask),
+        ids=None if ids is None else np.array([str(one) for one in ids], object),
     )
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from adaqp.graphs.graph import MASKS, Graph
+from shared.data.node_ids import NodeIds
 from shared.errors import ConfigError, DataError
 from shared.files import atomic_folder
 from shared.units import format_bytes
@@ -32,6 +33,8 @@ from shared.units import format_bytes
 __all__ = ["FORMAT", "METHODS", "PartInfo", "PartitionReport", "partition"]
 
 FORMAT = 1
+# The table of the nodes\' own ids, beside the parts.
+NODES = "nodes.csv"
 METHODS = ("metis", "pymetis", "random")
 
 logger = logging.getLogger(__name__)
@@ -180,6 +183,8 @@ def partition(
         )
         meta = _meta(graph, report, seed)
         (fresh / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        if graph.ids is not None:
+            NodeIds(graph.ids).save(fresh / NODES)
     logger.info("wrote %s\n%s", folder, report)
     return report
 
@@ -380,7 +385,7 @@ def _check_folder(folder: Path) -> None:
     strange = sorted(
         path.name
         for path in folder.iterdir()
-        if path.name != "meta.json" and not path.match("part*.safetensors")
+        if path.name not in ("meta.json", NODES) and not path.match("part*.safetensors")
     )
     if strange:
         raise DataError(

@@ -25,7 +25,7 @@ from shared.errors import DataError
 from shared.files import atomic_folder, find_folders, naming_full_disk
 from shared.training import check_shapes
 
-__all__ = ["find", "load", "save"]
+__all__ = ["find", "load", "read_about", "save"]
 
 _ABOUT = "about.json"
 # Bytes; Linux takes no longer ones.
@@ -114,10 +114,7 @@ def load(
     Raises:
         DataError: no checkpoint there, or one of another run or of a model of other shapes.
     """
-    found = find(folder)
-    if found is None:
-        raise DataError(f"{folder} holds no checkpoint; write one with trainer.save()")
-    saved_about = json.loads((found / _ABOUT).read_text())
+    found, saved_about = _open(folder)
     for name, here in about.items():
         if saved_about[name] != here:
             raise DataError(
@@ -140,3 +137,19 @@ def load(
     with _first_cause():
         dcp.load(state, checkpoint_id=str(found), no_dist=group is None)
     return saved_about
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    """A checkpoint's description of its run.
+
+    Raises:
+        DataError: no checkpoint there.
+    """
+    return _open(folder)[1]
+
+
+def _open(folder: Path) -> tuple[Path, dict[str, Any]]:
+    found = find(folder)
+    if found is None:
+        raise DataError(f"{folder} holds no checkpoint; write one with trainer.save()")
+    return found, json.loads((found / _ABOUT).read_text())

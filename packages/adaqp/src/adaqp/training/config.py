@@ -193,3 +193,11 @@ class RunConfig:
             )
         if not self.lr > 0:
             raise ConfigError(f"lr: expected a learning rate above 0, got {self.lr}")
+
+    @classmethod
+    def from_json(cls, tree: dict[str, Any]) -> "RunConfig":
+        """The configuration whose `dataclasses.asdict` was written as JSON."""
+        policy = tree["policy"] | {"bits": tuple(tree["policy"]["bits"])}
+        return cls(
+            **tree | {"model": ModelConfig(**tree["model"]), "policy": PolicyConfig(**policy)}
+        )

@@ -5,7 +5,7 @@ ranks. A checkpoint holds everything the next step depends on (weights, optimise
 averages, random state) and the history, so a resumed run has the same losses as an uninterrupted one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ __all__ = ["History", "Trainer"]
 SPLITS = ("train", "val", "test")
 # Begin of the history's names in a checkpoint.
 _HISTORY = "history."
+# A prefix that no entry of a checkpoint has.
+_NOTHING = "\0"
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -224,20 +226,42 @@ class Trainer:
             self.history.accuracy[split].append(score)
         self.history.evaluated_at.append(self.epoch)
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, notes: Mapping[str, Any] | None = None) -> None:
         """Writes a DCP checkpoint, which replaces `folder` only when it is complete.
 
         All ranks call it together; `folder` must be one they all see.
+
+        Args:
+            folder: folder to write.
+            notes: values for JSON that go into the checkpoint's about.json.
 
         Raises:
             OSError: the folder cannot be written.
         """
         from adaqp.training import checkpoint
 
-        about = self._run_identity() | {"epoch": self.epoch}
+        about = dict(notes or {}) | self._run_identity() | {"epoch": self.epoch}
         checkpoint.save(
             Path(folder), self._shared_state() | self._own_state(), about, self.dg.group
         )
+
+    def load_weights(self, folder: str | Path) -> None:
+        """Takes the weights alone from a checkpoint of `save`, whatever its policy was.
+
+        Raises:
+            DataError: no checkpoint there, or one of another graph or partition.
+        """
+        from torch.distributed.checkpoint.state_dict import (
+            get_model_state_dict,
+            set_model_state_dict,
+        )
+
+        from adaqp.training import checkpoint
+
+        state = {"model": get_model_state_dict(self.model)}
+        identity = {name: self._run_identity()[name] for name in ("fingerprint", "parts")}
+        checkpoint.load(Path(folder), state, identity, _NOTHING, self.dg.group)
+        set_model_state_dict(self.model, state["model"])
 
     def resume(self, folder: str | Path) -> None:
         """Continues from a checkpoint of `save` with the same graph, partition, model and policy.
