@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -105,6 +105,37 @@ class Train(JsonOption, CheckpointOption):
                 if share is not None
                 else "",
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowRecipe(JsonOption):
+    """Print a recipe with the values of all its keys, or list those that come with the package.
+
+    Examples:
+        hybridflow recipe show grpo-sort
+        hybridflow recipe list
+    """
+
+    action: tyro.conf.Positional[Literal["show", "list"]]
+    """show prints one, list the names of the built-in ones."""
+    recipe: tyro.conf.Positional[str] = ""
+    """YAML file, or name of a built-in recipe."""
+    set: _Changes = ()
+    """KEY=VALUE pairs that replace the recipe's."""
+
+    def execute(self) -> None:
+        """Prints YAML, which is a recipe again."""
+        if self.action == "list":
+            about = {
+                name: path.read_text().splitlines()[0].removeprefix("# ")
+                for name, path in built_in().items()
+            }
+            self.print_result(about, "\n".join(f"{name}: {line}" for name, line in about.items()))
+            return
+        from hybridflow.training.config import format_recipe, read_recipe
+
+        text = format_recipe(read_recipe(self.recipe, _pairs(self.set)), is_whole=True)
+        self.print_result({"recipe": text}, text.rstrip("\n"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,7 +337,7 @@ class Bench(JsonOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export(JsonOption):
-    """Write the actor of a checkpoint as a Hugging Face folder.
+    """Write the actor of a checkpoint as a Hugging Face folder, the next recipe's model.
 
     Examples:
         hybridflow export grpo-sort --checkpoint run1 --out model
@@ -339,7 +370,7 @@ class Export(JsonOption):
                     f"group: expected one of {', '.join(run.groups)}, got {self.group!r}"
                 )
             Checkpoint(self.checkpoint).load(run.groups)
-            path = str(export(run.groups[self.group], self.out))
+            path = str(export(run.groups[self.group], self.out, tokenizer=run.tokenizer))
             self.print_result({"folder": path}, path)
 
 
@@ -382,7 +413,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit status: 0 done, 1 failed. Usage errors exit with 2.
     """
     commands = {
-        "train": Train, "map": Map, "plan": PlanReshard, "bench": Bench, "export": Export,
+        "train": Train, "recipe": ShowRecipe, "map": Map, "plan": PlanReshard, "bench": Bench, "export": Export,
         "demo": Demo,
     }  # fmt: skip
     about = _ABOUT.format(

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from hybridflow.cli import main
+from hybridflow.tasks.tokenizers import ByteTokenizer
 from hybridflow.training.config import built_in, read_recipe
 from shared.errors import ConfigError
 
@@ -42,6 +43,7 @@ def test_built_in_recipes_are_valid(name):
         ),
         ({"per_token": "true", "task": "a.jsonl"}, "reward tokens, got prompts of 'a.jsonl'"),
         ({"max_prompt_tokens": "5"}, "max_prompt_tokens: it limits prompts of a file"),
+        ({"column": "question"}, "column: it names prompts of a file, and digit-sort:2 is a task"),
     ],
 )
 def test_mistakes_are_told(changes, told):
@@ -151,7 +153,9 @@ def test_an_interrupted_run_goes_on_to_the_same_end(tmp_path, capsys):
     # The folder is a model of the next run, of the same task.
     begun = [f"model={tmp_path}/model", "steps=1"]
     assert main(["train", "ppo-sort", "--set", "batch_size=16", *begun]) == 0
-    # A preset's prompts are bytes, and no file says so.
+    # Without the tokenizer that was exported with it nobody knows what its tokens are.
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    (tmp_path / "model" / "tokenizer_config.json").unlink()
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "say 1"}\n')
     begun += [f"task={tmp_path}/prompts.jsonl", "max_new_tokens=2"]
     capsys.readouterr()
@@ -189,3 +193,74 @@ def test_a_full_disk_is_one_sentence(small_disk, capsys):
         r"[\d,]+ bytes free; free some, or write to another disk",
         told[0],
     )
+
+
+@pytest.mark.parametrize("name", sorted(built_in()))
+def test_a_recipe_that_is_shown_is_that_recipe(name, tmp_path, capsys):
+    assert main(["recipe", "show", name, "--set", "optimizer.lr=2e-4"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text(text)
+    recipe = read_recipe(tmp_path / "mine.yaml")
+    assert recipe == read_recipe(name, {"optimizer.lr": "2e-4"})
+    assert "max_prompt_tokens: 1024" in text
+
+
+def test_built_in_recipes_are_listed_with_what_they_are_for(capsys):
+    assert main(["recipe", "list"]) == 0
+    told = capsys.readouterr().out
+    assert "grpo-sort: GRPO, eight responses a prompt, no critic." in told.splitlines()
+    assert len(told.splitlines()) == len(built_in())
+    assert main(["recipe", "show", "grpo-srt"]) == 1
+    assert "built in are" in capsys.readouterr().err
+
+
+def write_own_recipe(folder, **keys):
+    """A recipe in a folder with prompts and a reward of its own."""
+    folder.mkdir()
+    rows = [{"question": f"say {k}", "answer": str(k)} for k in range(8)]
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "judge.py").write_text(
+        "import hybridflow as hy\n\n\n@hy.reward\ndef score(sample, text):\n"
+        "    return float(sample['answer'] in text)\n"
+    )
+    tree = {
+        "algorithm": "rloo",
+        "task": "asked.jsonl",
+        "column": "question",
+        "steps": 2,
+        "reward": "judge.py:score",
+        "num_samples": 2,
+        "batch_size": 8,
+        "max_new_tokens": 5,
+    } | keys
+    (folder / "recipe.yaml").write_text("\n".join(f"{key}: {value}" for key, value in tree.items()))
+    return str(folder / "recipe.yaml")
+
+
+def test_files_are_looked_for_beside_the_recipe_first(tmp_path, monkeypatch):
+    recipe = write_own_recipe(tmp_path / "mine")
+    (tmp_path / "asked.jsonl").write_text("")
+    monkeypatch.chdir(tmp_path)
+    found = read_recipe("mine/recipe.yaml")
+    assert found.task == str(tmp_path / "mine" / "asked.jsonl")
+    assert found.reward == f"{tmp_path}/mine/judge.py:score"
+    assert found.model == "config:tiny-llama"
+    assert read_recipe(recipe, {"task": "asked.jsonl"}).task == "asked.jsonl"
+    (tmp_path / "mine" / "asked.jsonl").unlink()
+    assert read_recipe(recipe).task == "asked.jsonl"
+    module = write_own_recipe(tmp_path / "other", reward="hybridflow.tasks.costs:leading_nine")
+    assert read_recipe(module).reward == "hybridflow.tasks.costs:leading_nine"
+
+
+def test_what_is_exported_is_the_next_recipes_model(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="reads the exported tokenizer")
+    recipe, kept = write_own_recipe(tmp_path / "first"), str(tmp_path / "kept")
+    assert main(["train", recipe, "--checkpoint", kept]) == 0
+    model = tmp_path / "next" / "model"
+    second = write_own_recipe(tmp_path / "next", model="model")
+    assert main(["export", recipe, "--checkpoint", kept, "--out", str(model)]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    assert tokenizer.encode("say 5") == ByteTokenizer().encode("say 5")
+    assert read_recipe(second).model == str(model)
+    assert main(["train", second, "--out", str(tmp_path / "out")]) == 0
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 2

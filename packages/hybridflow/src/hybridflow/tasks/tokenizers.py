@@ -164,8 +164,19 @@ class HuggingFaceTokenizer:
         return self.tokenizer.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """The text's tokens, without the end token that some tokenizers add."""
-        ids = self.tokenizer.encode(text)
+        """The text's tokens, without the end token that some tokenizers add.
+
+        Raises:
+            DataError: the tokenizer has no tokens for the text.
+        """
+        try:
+            ids = self.tokenizer.encode(text)
+        except Exception as error:
+            # The library raises no narrower one.
+            raise DataError(
+                f"the tokenizer has no tokens for {text!r:.80}: {error}; give texts of the kind that "
+                "the model was trained on"
+            ) from error
         return ids[:-1] if ids and ids[-1] == self.end_token else ids
 
     def decode(self, ids: Iterable[int]) -> str:

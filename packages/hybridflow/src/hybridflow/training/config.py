@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
@@ -24,6 +24,7 @@ __all__ = [
     "OptimizerSettings",
     "Recipe",
     "built_in",
+    "format_recipe",
     "read_recipe",
     "write_recipe",
 ]
@@ -54,6 +55,7 @@ class Recipe:
         model: "config:NAME" for a randomly initialised model, or a local Hugging Face folder.
         task: "NAME:NUMBER" of `hybridflow.tasks.registry`, such as "digit-sort:2", or a .jsonl or
             .parquet file of prompts.
+        column: column of the prompts in that file.
         reward: "file.py:function" or "module:function" of a `hybridflow.reward`, or a reward model:
             a Hugging Face folder, or "config:NAME"; empty: the task's own reward.
         cost: the same for the cost of Safe-RLHF.
@@ -80,6 +82,7 @@ class Recipe:
     algorithm: str
     model: str = "config:tiny-llama"
     task: str = "digit-sort:2"
+    column: str = "prompt"
     reward: str = ""
     cost: str = ""
     per_token: bool = False
@@ -149,11 +152,11 @@ class Recipe:
                 "per_token: expected a task's own reward, which can reward tokens, got "
                 + (f"reward {self.reward!r}" if self.reward else f"prompts of {self.task!r}")
             )
-        if is_task and is_set(self, "max_prompt_tokens"):
-            raise ConfigError(
-                f"max_prompt_tokens: it limits prompts of a file, and {self.task} is a task; leave "
-                f"it out"
-            )
+        for key, use in (("max_prompt_tokens", "limits"), ("column", "names")):
+            if is_task and is_set(self, key):
+                raise ConfigError(
+                    f"{key}: it {use} prompts of a file, and {self.task} is a task; leave it out"
+                )
         used = {"actor", "rollout", *self.spec.kind.critics}
         used |= {"reference"} if self.beta else set()
         used |= {role for role in ("reward", "cost") if getattr(self, role)}
@@ -221,6 +224,9 @@ def built_in() -> dict[str, Path]:
 def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) -> Recipe:
     """Reads a recipe.
 
+    Files and folders that a recipe names are looked for beside it first, then in the working
+    directory; those of `changes` in the working directory only.
+
     Args:
         source: a YAML file, or the name of a built-in recipe.
         changes: values by key that replace the file's; "null" restores the default. Nested keys
@@ -239,6 +245,7 @@ def read_recipe(source: str | Path, changes: Mapping[str, str] | None = None) ->
     tree = _yaml(path.read_text(), str(path)) or {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected keys and values, got a {type(tree).__name__}")
+    _find_files(tree, path.absolute().parent)
     for key, value in (changes or {}).items():
         *outer, leaf = key.split(".")
         at = tree
@@ -261,11 +268,34 @@ def _yaml(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: expected YAML: {error}") from error
 
 
-def write_recipe(recipe: Recipe, path: str | Path) -> None:
-    """Writes a recipe as YAML; fields at their defaults are left out."""
+def _find_files(tree: dict[str, Any], folder: Path) -> None:
+    """Replaces names of files and folders beside the recipe by their absolute paths."""
+    for key in ("model", "task", "reward", "cost"):
+        value = tree.get(key)
+        if not isinstance(value, str) or value.startswith("config:"):
+            continue
+        # "rewards.py:score" names a function in a file.
+        place, colon, name = value.rpartition(":") if ".py:" in value else (value, "", "")
+        if place and (folder / place).exists():
+            tree[key] = f"{folder / place}{colon}{name}"
+
+
+def format_recipe(recipe: Recipe, *, is_whole: bool = False) -> str:
+    """A recipe as YAML.
+
+    Args:
+        recipe: to format.
+        is_whole: with fields at their defaults, which are left out otherwise.
+    """
     import yaml
 
-    write_atomically(path, yaml.safe_dump(_changed(recipe), sort_keys=False))
+    tree = asdict(recipe) if is_whole else _changed(recipe)
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def write_recipe(recipe: Recipe, path: str | Path) -> None:
+    """Writes a recipe as YAML; fields at their defaults are left out."""
+    write_atomically(path, format_recipe(recipe))
 
 
 def _changed(record: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hybridflow.algorithms.registry import LOOPS
 from hybridflow.rollout.sampling import Sampling
 from hybridflow.tasks.base import Task
 from hybridflow.tasks.prompts import Prompts
+from hybridflow.tasks.tokenizers import Tokenizer
 from hybridflow.training.build_models import Models, start_workers
 from hybridflow.training.checkpoints.checkpoint import Checkpoint
 from hybridflow.training.config import Recipe
@@ -30,6 +31,8 @@ __all__ = ["Run", "start_workers"]
 
 _MAY_CHANGE = ("placement", "server", "steps", "max_tokens", "cache_bytes")
 """Recipe keys that may change when a run resumes."""
+# What recipes were that were saved before these could be chosen.
+_UNSAID = {"column": "prompt"}
 
 
 @dataclass
@@ -41,6 +44,7 @@ class Run:
         algorithm: the algorithm, with its models placed.
         prompts: function from a step to its prompts.
         task: None if prompts come from a file.
+        tokenizer: of prompts and responses.
         groups: worker groups that checkpoints save, by role.
         workers: ranks that the groups run on.
         loop: the loop of generation and training; None for the synchronous one.
@@ -52,6 +56,7 @@ class Run:
     algorithm: Any
     prompts: Callable[[int], Batch]
     task: Task | None
+    tokenizer: Tokenizer
     groups: dict[str, WorkerGroup]
     workers: Workers
     loop: loops.OneStep | loops.Asynchronous | None = None
@@ -72,7 +77,8 @@ class Run:
         else:
             tokenizer = find_tokenizer(recipe.model)
             prompts = Prompts(
-                recipe.task, tokenizer, batch_size=recipe.num_prompts, seed=recipe.seed,
+                recipe.task, tokenizer, column=recipe.column, batch_size=recipe.num_prompts,
+                seed=recipe.seed,
                 max_prompt_tokens=recipe.max_prompt_tokens,
             ).batch  # fmt: skip
         new_tokens = recipe.max_new_tokens or (task.num_new_tokens if task else 0)
@@ -89,7 +95,7 @@ class Run:
         models = Models(recipe, workers, tokenizer.vocab_size)
         score = _score(recipe, models, task, tokenizer)
         algorithm = _algorithm(recipe, models, score, sampling, tokenizer)
-        run = Run(recipe, algorithm, prompts, task, models.groups, workers)
+        run = Run(recipe, algorithm, prompts, task, tokenizer, models.groups, workers)
         run._take_turns(models.rollouts())
         return run
 
@@ -162,7 +168,7 @@ class Run:
         return kept
 
     def _resume(self, kept: dict[str, Any]) -> int:
-        ours, theirs = asdict(self.recipe), dict(kept["recipe"])
+        ours, theirs = asdict(self.recipe), _UNSAID | kept["recipe"]
         changed = [key for key in ours if key not in _MAY_CHANGE and ours[key] != theirs.get(key)]
         if changed:
             raise ConfigError(

@@ -22,6 +22,8 @@ from hybridflow.models.config import DecoderConfig
 from hybridflow.models.decoder import Decoder
 from hybridflow.models.pieces import Piece, weight_shapes
 from hybridflow.reshard.planner import Boxes, plan_boxes
+from hybridflow.tasks.tokenizer_files import write_tokenizer
+from hybridflow.tasks.tokenizers import Tokenizer
 from hybridflow.workers.worker_group import WorkerGroup
 from shared.comms import reshard
 from shared.comms.group import Group
@@ -41,10 +43,20 @@ _COPIED = (
 )  # fmt: skip
 
 
+# Each is a tokenizer without the others.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
 def export(
-    group: WorkerGroup, folder: str | PathLike[str], *, max_file_bytes: int = 5 << 30
+    group: WorkerGroup,
+    folder: str | PathLike[str],
+    *,
+    max_file_bytes: int = 5 << 30,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """Writes a Hugging Face folder: config.json, safetensors files, the source's tokenizer.
+
+    The folder can be the model of the next recipe.
 
     Args:
         group: an actor, critic or another group whose workers hold a decoder.
@@ -52,6 +64,8 @@ def export(
             appears only once it is complete.
         max_file_bytes: size above which weights are split over several files with an index; a
             single weight is never split.
+        tokenizer: what the model was trained with: one of ours is written for a model that came
+            from no folder with a tokenizer.
 
     Returns:
         The folder.
@@ -72,6 +86,8 @@ def export(
         path.rmdir()
     with atomic_folder(path) as partial:
         group.call("export_weights", str(partial), max_file_bytes).result()
+        if tokenizer is not None and not any((partial / name).exists() for name in _TOKENIZERS):
+            write_tokenizer(tokenizer, partial)
     return path
 
 
