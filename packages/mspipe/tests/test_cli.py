@@ -328,16 +328,18 @@ def test_predict_scores_rows_as_the_model_called_directly(model, tmp_path, capsy
     found = pandas.read_csv(out)
     assert found[["item", "user", "when"]].to_numpy().tolist() == [[*row] for row in rows]
 
-    # Called directly: the run's weights, one pass over all events, and then the rows as a batch.
+    # Called directly: the run's weights and memory, the events after those it learnt from, and then
+    # the rows as one more batch.
     events = ms.data.read_events(data, src="user", dst="item", t="when")
     kind = MODELS.get(model)(8, events.edge_dim, fanout=3)
-    kind.load_state_dict(torch.load(run / "training.pt", weights_only=True)["model"])
+    saved = torch.load(run / "training.pt", weights_only=True)
+    kind.load_state_dict(saved["model"])
     memory = ms.NodeMemory(
         events.num_nodes, kind.dim, kind.mail_dim, kind.slots, start=events.t[0].item()
     )
     pipe = ms.Pipeline(kind, memory, ms.Sampler(events, [3]), events.features)
-    memory.reset()
-    for part in events.split(0.7, 0.15):
+    memory.restore(saved["memory"])
+    for part in events.split(0.7, 0.15)[1:]:
         for _ in pipe.score(ms.batches(part, 40, num_negatives=0)):
             pass
     nodes = pandas.read_csv(run / "nodes.csv").set_index("id")["node"]

@@ -10,7 +10,7 @@ from mspipe.data.events import Events
 from mspipe.data.negatives import Negatives
 from mspipe.data.sampler import Sampler
 from mspipe.data.streams import zipf
-from mspipe.evaluation import EdgeBank, evaluate
+from mspipe.evaluation import EdgeBank, evaluate, score_links
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.models import TGN
 from mspipe.pipeline.pipeline import Pipeline
@@ -49,6 +49,22 @@ def test_memory_is_as_it_was_and_figures_are_the_same_again(pipe):
     assert evaluate(pipe, VAL, history=EVENTS[:480], num_negatives=5, batch_size=20) == found
     assert evaluate(pipe, VAL, history=TRAIN, num_negatives=5, batch_size=20, seed=1) != found
     assert pipe.model.training
+
+
+def test_links_have_the_logits_of_a_batch_and_change_nothing(pipe):
+    ran(pipe.train(batches(TRAIN, 50)))
+    before = rows(pipe)
+    asked = VAL[:40]
+    found = score_links(pipe, asked.src, asked.dst, asked.t)
+    assert torch.equal(rows(pipe), before)
+    assert pipe.model.training
+    assert torch.equal(score_links(pipe, asked.src, asked.dst, asked.t, batch_size=40), found)
+    few = score_links(pipe, asked.src, asked.dst, asked.t, batch_size=7)
+    assert few.tolist() == pytest.approx(found.tolist(), abs=1e-5)
+    assert len(score_links(pipe, asked.src[:0], asked.dst[:0], asked.t[:0])) == 0
+    ((expected, _),) = ran(pipe.score(batches(asked, 40)))
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+    assert not torch.equal(rows(pipe), before)
 
 
 def test_scores_of_all_batches_are_pooled(pipe):

@@ -8,7 +8,7 @@ import torch
 from mspipe.memory.node_memory import NodeMemory
 from mspipe.memory.server import MemoryServer
 from mspipe.pipeline.stages import Stages
-from mspipe.training import Settings, fit
+from mspipe.training import Settings, fit, restore
 from shared.errors import CommError, ConfigError, DataError
 
 
@@ -99,6 +99,23 @@ def test_more_passes_can_be_asked_for(toy, tmp_path):
     both = curve(made(toy, events, tmp_path, settings=settings[1])[1])
     assert both[:1] == first
     assert both == curve(made(toy, events, None, settings=settings[1])[1])
+
+
+def test_weights_and_memory_of_a_run_that_has_ended_are_restored(toy, tmp_path):
+    events = toy.stream()
+    train, _ = events.split(0.8)
+    settings = Settings(epochs=2, batch_size=40)
+    with pytest.raises(DataError, match=r"has done 0 of 2 passes; resume it first"):
+        restore(toy.pipeline(events), train, settings, tmp_path)
+    pipe, run = made(toy, events, tmp_path, settings=settings)
+    epochs = list(run)
+    other = toy.pipeline(events, seed=1)
+    assert curve(restore(other, train, settings, tmp_path)) == curve(epochs)
+    assert torch.equal(other.memory.snapshot()["rows"], pipe.memory.snapshot()["rows"])
+    for one, two in zip(other.model.parameters(), pipe.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+    with pytest.raises(DataError, match="was written with batch_size 40"):
+        restore(other, train, Settings(epochs=2, batch_size=41), tmp_path)
 
 
 def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path):

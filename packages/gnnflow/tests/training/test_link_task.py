@@ -220,6 +220,8 @@ def test_evaluation_leaves_everything_as_it_was(toy, has_memory, policy):
     first = trainer.evaluate(events[300:380])
     assert fingerprint(trainer) == before
     assert trainer.evaluate(events[300:380]) == first
+    assert len(trainer.score(events[300:380])) == 80
+    assert fingerprint(trainer) == before
     # Whatever part of the model is in training and whatever is not.
     trainer.model.eval()
     next(iter(trainer.model.children())).train()
@@ -239,6 +241,24 @@ def test_evaluation_leaves_everything_as_it_was_even_when_it_fails(toy):
     with pytest.raises(DataError, match="node ids in"):
         trainer.evaluate(strangers)
     assert fingerprint(trainer) == before
+
+
+def test_links_in_any_order_have_the_logits_of_the_model(toy):
+    events = toy.clubs(400)
+    trainer = toy.trainer_of(events, batch_size=30)
+    list(itertools.islice(trainer.run(events), 2))
+    asked = events[300:380]
+    trainer.model.eval()
+    trainer.head.eval()
+    with torch.no_grad():
+        expected, _ = trainer.task.score(
+            asked, torch.empty(80, 0, dtype=torch.int64), trainer.history.features
+        )
+    order = torch.randperm(80, generator=torch.Generator().manual_seed(0))
+    assert trainer.score(asked[order]).tolist() == pytest.approx(expected[order].tolist(), abs=1e-5)
+    assert len(trainer.score(asked[:0])) == 0
+    with pytest.raises(ConfigError, match="restore: expected a new trainer with a checkpoint"):
+        trainer.restore(events)
 
 
 def test_memory_takes_each_event_once_in_order(toy):

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import tyro
 
@@ -33,6 +33,7 @@ _FORMAT = "meshyard run 1"
 _Command = TypeVar("_Command", bound=EventOptions)
 
 
+@runtime_checkable
 class Past(Protocol):
     """Events that a run has learnt from, of any package's type."""
 
