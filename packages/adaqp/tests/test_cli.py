@@ -253,7 +253,7 @@ def test_predict_scores_nodes_as_the_model_called_directly(num_parts, tmp_path):
     some = pandas.read_csv(out)
     assert some["id"].tolist() == ["n003", "zoe", "n001"]
     assert some["score_1"][0] == pytest.approx(direct["n003"][1], abs=1e-6)
-    assert some[["class", "score", "score_0"]].isna().all(1).tolist() == [False, True, False]
+    assert some[["class", "score", "score_0"]].isna().all(axis=1).tolist() == [False, True, False]
 
 
 def test_predict_says_what_is_wrong(tmp_path):
