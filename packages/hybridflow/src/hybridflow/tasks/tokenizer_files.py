@@ -58,7 +58,8 @@ def _describe_bytes() -> dict[str, Any]:
         "trim_offsets": False,
         "use_regex": False,
     }
-    vocab = {name: 3 + byte for byte, name in enumerate(_name_bytes())}
+    # Special tokens stand in the vocabulary too; others would be numbered after it.
+    vocab = {name: at for at, name in enumerate([*_SPECIAL, *_name_bytes()])}
     model = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
         "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "vocab": vocab,
@@ -76,7 +77,12 @@ def _name_bytes() -> list[str]:
 
 def _describe_characters(alphabet: str) -> dict[str, Any]:
     vocab = dict(zip([*_SPECIAL[:2], *alphabet], range(2 + len(alphabet)), strict=True))
-    each = {"type": "Split", "pattern": {"Regex": "(?s)."}, "behavior": "Isolated", "invert": False}
+    each = {
+        "type": "Split",
+        "pattern": {"Regex": "[\\s\\S]"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     # Its unknown token is none of the vocabulary, so that other characters are refused, as by ours.
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<|unknown|>"}
     return {"pre_tokenizer": each, "decoder": {"type": "Fuse"}, "model": model}
