@@ -14,7 +14,7 @@ from adaqp.graphs.formats import read
 from first_day.inputs import write_inputs
 from first_day.steps import Step, read_steps
 from hydraulis.data import read_lengths
-from shared.data.tables import read_events
+from shared.data.formats import read_events
 
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
 

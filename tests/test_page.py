@@ -18,7 +18,7 @@ sys.path[:0] = [str(ROOT / "bench")]
 
 from page import render_page
 from shared.claims import Claim, Demo
-from shared.pictures import TEXT_PT, WIDTH_IN, new_picture, save_picture
+from shared.training.pictures import TEXT_PT, WIDTH_IN, new_picture, save_picture
 from summary import KINDS, Axis, figures_text, kind_of, ratio_text
 from tour import known_packages, purpose_of
 

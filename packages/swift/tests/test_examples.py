@@ -1,14 +1,7 @@
 """The scripts and blocks that users start from run as they are, ranks and spares included."""
 
-import json
 import re
-import runpy
-import sys
 from pathlib import Path
-
-import pytest
-
-from shared.errors import DataError
 
 HOME = Path(__file__).parents[1]
 EXAMPLES = HOME / "examples"
@@ -50,39 +43,6 @@ def test_a_table_of_ones_own_is_learnt_and_resumed_to_the_same_losses(driver, tm
     assert losses_of(first) | losses_of(rest) == whole
     assert list(whole) == [20, 40, 60]
     assert whole[60] < 0.1, "a constant guess loses the targets' variance, about 0.16"
-
-
-@pytest.fixture
-def choose(monkeypatch, capsys):
-    """Runs choose_logs.py and returns budgets (GB), marks and seconds."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["choose_logs.py", *map(str, arguments)])
-        runpy.run_path(str(EXAMPLES / "choose_logs.py"), run_name="__main__")
-        line = r"^ *([\d.]+) GB: boundaries ([|.]+), .* in ([\d.]+) s a step"
-        return re.findall(line, capsys.readouterr().out, re.MULTILINE)
-
-    return call
-
-
-def test_more_disk_replays_sooner(choose):
-    found = choose()
-    assert [marks.count("|") for _, marks, _ in found][::3] == [7, 0]
-    seconds = [float(one) for *_, one in found]
-    assert seconds == sorted(seconds)
-    assert seconds[0] < seconds[-1]
-
-
-def test_a_profile_of_ones_own_is_read(choose, tmp_path):
-    profile = {"replay_s": [2.0, 1.0, 1.0], "boundary_bytes": [10**8, 10**9], "bytes_per_s": 1e12}
-    path = tmp_path / "profile.json"
-    path.write_text(json.dumps(profile | {"step_s": 2.5}))
-    found = choose(path, "--interval", 10)
-    assert [budget for budget, *_ in found] == ["11.0", "5.5", "2.8", "0.0"]
-    assert [marks for _, marks, _ in found] == ["||", "|.", "|.", ".."]
-    path.write_text(json.dumps(profile))
-    with pytest.raises(DataError, match=r"expected a profile with .*step_s"):
-        choose(path)
 
 
 def test_every_example_is_tested():

@@ -287,6 +287,6 @@ def faults(demo: Demo, *, min_claims: int = 3) -> list[str]:
         elif "<title>" not in text:
             found.append(
                 f"picture {picture.name} has no <title>, which is read out where it is not seen; "
-                "write it with shared.pictures.save_picture"
+                "write it with shared.training.pictures.save_picture"
             )
     return found

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ def process_group():
         yield group.checked()
 
 
+AT_ONCE = timedelta(0)
+
+
 class Work(dist.Work):
     """Ends at a look, or never."""
 
@@ -30,7 +34,7 @@ class Work(dist.Work):
         self.looks, self.ends_at, self.failure = 0, ends_at, failure
         self.is_ended, self.ends_between = False, ends_between
 
-    def wait(self, timeout=None):
+    def wait(self, timeout=AT_ONCE):
         self.looks += 1
         if self.looks == self.ends_at:
             self.is_ended = True
@@ -41,6 +45,7 @@ class Work(dist.Work):
             raise RuntimeError("Operation timed out!")
         if self.failure:
             raise RuntimeError(self.failure)
+        return True
 
     def is_completed(self):
         return self.is_ended

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmpq.evaluation import Timing
 from shared.errors import ConfigError
-from shared.pictures import new_picture, save_picture
+from shared.training.pictures import new_picture, save_picture
 
 __all__ = ["draw_stages", "timing_table"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from memo.planner.explanation import describe_layers
 from memo.planner.plan import Plan
-from shared.pictures import new_picture, save_picture
+from shared.training.pictures import new_picture, save_picture
 from shared.units import GB, format_bytes, format_s
 
 __all__ = ["describe_run", "draw_memory"]

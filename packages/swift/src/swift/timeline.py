@@ -8,7 +8,7 @@ from pathlib import Path
 
 from matplotlib.patches import Patch
 
-from shared.pictures import new_picture, save_picture
+from shared.training.pictures import new_picture, save_picture
 
 __all__ = ["Bar", "draw_failure", "place_phases"]
 

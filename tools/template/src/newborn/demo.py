@@ -8,7 +8,7 @@ import numpy as np
 
 from newborn.summing.ranges import range_sums
 from shared.claims import Claim, finish
-from shared.pictures import new_picture, save_picture
+from shared.training.pictures import new_picture, save_picture
 
 __all__ = ["run"]
 

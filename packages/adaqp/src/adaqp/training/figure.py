@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from adaqp.messages.clock import PHASES
 from adaqp.planner.widths import WIDTHS
 from adaqp.training.comparison import Timing
-from shared.pictures import new_picture, save_picture
+from shared.training.pictures import new_picture, save_picture
 
 __all__ = ["draw"]
 

@@ -19,7 +19,7 @@ from bytecheckpoint.demo import training
 from shared.claims import Claim, finish
 from shared.comms import RankPool
 from shared.errors import RankFailure
-from shared.pictures import new_picture, save_picture
+from shared.training.pictures import new_picture, save_picture
 from shared.training.progress import show_progress
 
 __all__ = ["run"]

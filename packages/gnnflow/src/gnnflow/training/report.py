@@ -11,7 +11,7 @@ from typing import Any
 
 from gnnflow.training.rounds import STAGES, Round
 from shared.errors import ConfigError, DataError
-from shared.pictures import new_picture, save_picture, show_dates
+from shared.training.pictures import new_picture, save_picture, show_dates
 
 __all__ = ["describe_round", "draw", "write_page"]
 

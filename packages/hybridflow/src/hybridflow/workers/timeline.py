@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shared.pictures import new_picture, save_picture
+from shared.training.pictures import new_picture, save_picture
 
 __all__ = ["Span", "draw", "seconds_by_method"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mspipe.pipeline.report import Report
 from mspipe.planner import STAGES
-from shared.pictures import new_picture, save_picture
+from shared.training.pictures import new_picture, save_picture
 
 __all__ = ["draw"]
 

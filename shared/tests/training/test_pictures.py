@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from shared.pictures import TEXT_PT, WIDTH_IN, new_picture, save_picture, show_dates
+from shared.training.pictures import TEXT_PT, WIDTH_IN, new_picture, save_picture, show_dates
 
 Text = pytest.importorskip("matplotlib.text").Text
 TITLE = "Seconds of a step under each of the three policies, and how many bytes it sent to others"
