@@ -1,6 +1,7 @@
 """Statuses, messages and help of a command line, as a user in a shell meets them."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from typing import Annotated
 
 import pytest
 
-from shared.cli import CheckpointOption, JsonOption, choice, run_command
+from shared.cli import CheckpointOption, JsonOption, choice, read_examples, run_command
 from shared.errors import CommError, ConfigError, DataError, RankFailure
+from shared.kernels import jit
+from shared.progress import is_progress_hidden
 from shared.registry import Registry
 
 POLICIES = Registry("policy")
@@ -22,7 +25,15 @@ WIDTHS.add(4, object(), "half a byte")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fail(CheckpointOption):
-    """Ends as it is told to."""
+    """Ends as it is told to.
+
+    In a way that has a second paragraph,
+    whose lines are joined.
+
+    Examples:
+        yard fail --how data
+        yard fail
+    """
 
     how: str = "not"
     """What is raised."""
@@ -46,7 +57,9 @@ class Fail(CheckpointOption):
             try:
                 raise KeyboardInterrupt
             finally:
-                raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 3 vs 2")
+                raise RuntimeError(
+                    "[enforce fail at inline_container.cc:672] . unexpected pos 3 vs 2"
+                )
         return 1 if self.how == "differs" else None
 
 
@@ -95,8 +108,19 @@ class Show(JsonOption):
         self.print_result(record, f"{self.policy} {self.widths}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Log:
+    """Logs a line, and says whether progress is shown."""
+
+    def execute(self) -> None:
+        logging.getLogger(f"{__name__.partition('.')[0]}.deep").info("chosen")
+        logging.getLogger("shared.kernels").info("cpu")
+        logging.getLogger("other").info("not ours")
+        sys.stdout.write("hidden\n" if is_progress_hidden() else "shown\n")
+
+
 def run(*argv):
-    commands = {"fail": Fail, "show": Show, "build": Build}
+    commands = {"fail": Fail, "show": Show, "build": Build, "log": Log, "compile": Compile}
     return run_command(commands, prog="yard", about="Does things.", argv=list(argv))
 
 
@@ -227,6 +251,67 @@ def test_help_begins_with_what_the_program_does(capsys):
     assert "usage: yard" in told
     assert "Does things." in told
     assert "Ends as it is told to." in told
+
+
+def test_a_subcommands_help_has_all_of_its_text_and_examples(capsys):
+    with pytest.raises(SystemExit):
+        run("fail", "--help")
+    told = capsys.readouterr().out
+    assert "In a way that has a second paragraph, whose lines are joined.\n" in told
+    assert "Examples:\n    yard fail --how data\n    yard fail\n" in told
+    with pytest.raises(SystemExit):
+        run("--help")
+    told = capsys.readouterr().out
+    assert "second paragraph" not in told
+    assert "Does things.\n\nExamples:\n  yard fail --how data\n\n" in told
+    assert read_examples(Fail) == ["yard fail --how data", "yard fail"]
+    assert read_examples(Show) == []
+
+
+@pytest.mark.parametrize("argv", [["-v", "log"], ["log", "--verbose"]])
+def test_log_lines_are_printed_if_asked_for_and_only_then(capsys, argv):
+    line = f"{__name__.partition('.')[0]}.deep: chosen\nshared.kernels: cpu\n"
+    assert run(*argv) == 0
+    assert capsys.readouterr() == ("shown\n", line)
+    assert run("log") == 0
+    assert capsys.readouterr() == ("shown\n", "")
+
+
+@pytest.mark.parametrize("argv", [["-q", "log"], ["log", "--quiet"]])
+def test_progress_is_hidden_if_asked_for(capsys, argv):
+    assert run(*argv) == 0
+    assert capsys.readouterr() == ("hidden\n", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compile:
+    """Compiles kernels for some seconds, as a package's first run does."""
+
+    seconds: float
+    """How long."""
+
+    def execute(self) -> None:
+        after = jit.compile_s() + self.seconds
+        jit.compile_s = lambda: after
+
+
+def test_seconds_of_compiling_are_told_apart_from_work(capsys, monkeypatch):
+    monkeypatch.setattr(jit, "compile_s", lambda: 5.0)
+    assert run("compile", "--seconds", "12") == 0
+    told = "yard: 12.0 s went into compiling kernels, which later runs load\n"
+    assert capsys.readouterr() == ("", told)
+    for argv in (("--seconds", "0.9"), ("--seconds", "12", "-q")):
+        assert run("compile", *argv) == 0
+        assert capsys.readouterr() == ("", "")
+
+
+def test_versions_stand_before_everything_but_a_scripts_own_words(capsys):
+    assert run("fail", "--how", "fault", "--version") == 0
+    told = capsys.readouterr().out.splitlines()
+    # The package of these commands is shared itself.
+    assert [line.split()[0] for line in told] == ["shared", "torch", "python"]
+    with pytest.raises(SystemExit):
+        run("fail", "--", "--version")
 
 
 def test_results_are_text_or_one_json_object(capsys):

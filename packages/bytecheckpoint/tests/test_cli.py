@@ -49,7 +49,7 @@ def test_help_teaches_every_command_with_an_example(capsys):
     text = capsys.readouterr().out
     commands = ("ls", "inspect", "verify", "diff", "convert", "reshard", "timeline", "gc", "demo")
     for command in commands:
-        assert f"Example: bytecheckpoint {command}" in text
+        assert f"\n  bytecheckpoint {command} " in text
     assert "Exit status" in text
 
 

@@ -20,7 +20,7 @@ def test_help_teaches_every_command_with_an_example(capsys):
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     for command in ("train", "continual", "partition", "bench", "info", "demo"):
-        assert f"Example: gnnflow {command}" in text
+        assert f"\n  gnnflow {command} " in text
     assert "Exit status" in text
 
 

@@ -22,7 +22,7 @@ def test_help_teaches_every_command_with_an_example(capsys):
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     for command in ("train", "plan", "simulate", "profile", "serve-memory", "trace", "demo"):
-        assert f"Example: mspipe {command}" in text
+        assert f"\n  mspipe {command}" in text
     assert "Exit status" in text
 
 

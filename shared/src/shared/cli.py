@@ -1,7 +1,10 @@
 """Common parts of all packages' command lines: parsing, exit statuses, errors and JSON output.
 
 A command is a frozen dataclass whose fields are its options, with a method `execute` that prints
-results to stdout and progress to stderr. Parsing is tyro's. Nothing heavy is imported here.
+results to stdout and progress to stderr. Its docstring is its help, with a section `Examples:` of
+lines that work. Every command line also has `--version`, `-v` for log lines, `-q` for no progress,
+and tyro's shell completion (`--tyro-print-completion bash`). Parsing is tyro's. Nothing heavy is
+imported here.
 
 What a user can mend is one sentence on stderr, also where several ranks of torchrun meet it.
 
@@ -10,27 +13,48 @@ Exit statuses: 0 done; 1 failed; 2 wrong usage; 130 interrupted; 141 broken pipe
 
 import io
 import json
+import logging
 import math
 import os
+import platform
+import re
 import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field, make_dataclass
 from datetime import timedelta
+from functools import reduce
+from inspect import getdoc
+from operator import or_
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, runtime_checkable
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from shared.errors import CommError, ConfigError, MeshyardError, describe_mistake, list_causes
 from shared.files import find_folders, naming_full_disk
+from shared.progress import hidden_progress
 from shared.registry import Registry
 from shared.training import show_resumed
+from shared.units import format_s
 
-__all__ = ["CheckpointOption", "Choice", "Command", "JsonOption", "choice", "run_command"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "CheckpointOption",
+    "Choice",
+    "Command",
+    "DemoOptions",
+    "JsonOption",
+    "choice",
+    "draw_table",
+    "read_examples",
+    "run_command",
+]
 
 _INTERRUPTED, _NOBODY_READS = 130, 141
 
@@ -84,15 +108,29 @@ def run_command(
     Raises:
         SystemExit: usage is wrong (status 2), or help was asked for (status 0).
     """
+    words = sys.argv[1:] if argv is None else argv
+    package = next(iter(commands.values())).__module__.partition(".")[0]
+    if "--version" in words[: words.index("--") if "--" in words else None]:
+        print(_versions(package))
+        return 0
     with _telling_settings(prog):
-        command: Command = tyro.extras.subcommand_cli_from_dict(
-            dict(commands), prog=prog, description=about, args=argv
-        )
+        options = _parse(commands, words, prog, about)
+    command: Command = options.command
     try:
         # Writers that do not name what they write belong to the command's output.
         output = getattr(command, "out", None) or Path()
-        with show_resumed(prog), naming_full_disk(output, is_guess=True):
+        compiled_s = _compile_s()
+        with (
+            show_resumed(prog),
+            naming_full_disk(output, is_guess=True),
+            _log_lines(package, is_verbose=options.verbose),
+            hidden_progress(options.quiet),
+        ):
             status = command.execute()
+        compiled_s = _compile_s() - compiled_s
+        if compiled_s >= 1 and not options.quiet:
+            told = f"{format_s(compiled_s)} went into compiling kernels, which later runs load"
+            print(f"{prog}: {told}", file=sys.stderr)
         sys.stdout.flush()
     except (KeyboardInterrupt, Exception) as error:
         # Libraries that are interrupted may raise an error of their own.
@@ -173,6 +211,113 @@ class CheckpointOption:
         return f"{folder} has no checkpoint yet: start again by the same command"
 
 
+def read_examples(command: Callable[..., Command]) -> list[str]:
+    """Reads the lines of the section `Examples:` of a command's docstring."""
+    section = (getdoc(command) or "").partition("\nExamples:\n")[2]
+    lines = []
+    for line in section.lstrip("\n").splitlines():
+        if not line.startswith(" "):
+            break
+        lines.append(line.strip())
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What every command line takes, before or after the subcommand's name."""
+
+    version: bool = False
+    """Print the versions of the package, shared, torch and Python, and exit."""
+    verbose: Annotated[bool, tyro.conf.arg(aliases=["-v"])] = False
+    """Also print log lines, on stderr."""
+    quiet: Annotated[bool, tyro.conf.arg(aliases=["-q"])] = False
+    """Show no progress."""
+
+
+def _parse(
+    commands: Mapping[str, Callable[..., Command]], words: list[str], prog: str, about: str
+) -> Any:
+    """The options of `_Options`, and the subcommand's in `command`."""
+    # The list of subcommands has a sentence for each; a subcommand's own help has all of its text.
+    kinds = [
+        Annotated[
+            Any,
+            tyro.conf.subcommand(
+                name,
+                constructor=kind,
+                prefix_name=False,
+                description=_describe(kind, is_whole=name in words),
+            ),
+        ]
+        for name, kind in commands.items()
+    ]
+    command: Any = reduce(or_, kinds)
+    options = make_dataclass(
+        "Options",
+        [("command", Annotated[command, tyro.conf.arg(name="")], field(kw_only=True))],
+        bases=(_Options,),
+        frozen=True,
+    )
+    examples = "".join(
+        f"\n  {line}" for kind in commands.values() for line in read_examples(kind)[:1]
+    )
+    return tyro.cli(
+        options,
+        prog=prog,
+        description=f"{about.rstrip()}\n\nExamples:{examples}" if examples else about,
+        args=words,
+        config=(tyro.conf.CascadeSubcommandArgs, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def _describe(command: Callable[..., Command], *, is_whole: bool) -> str:
+    """A command's docstring up to its arguments, or the first paragraph of it."""
+    text = (getdoc(command) or "").partition("\n\nArgs:\n")[0]
+    # Lines of a paragraph are wrapped for the source; indented ones stay as they are.
+    text = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+    return text if is_whole else text.partition("\n\n")[0]
+
+
+def _versions(package: str) -> str:
+    """A line each for the package, shared, torch (which is not imported) and Python."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    found = {name: getattr(sys.modules[name], "__version__", "?") for name in (package, "shared")}
+    found |= {"torch": torch, "python": platform.python_version()}
+    return "\n".join(f"{name} {number}" for name, number in found.items())
+
+
+def _compile_s() -> float:
+    """Seconds that kernels were compiled in this process so far."""
+    jit = sys.modules.get("shared.kernels.jit")
+    return 0.0 if jit is None else jit.compile_s()
+
+
+@contextmanager
+def _log_lines(package: str, *, is_verbose: bool) -> Iterator[None]:
+    """Prints log lines of the package and of shared to stderr within the block, if asked to."""
+    if not is_verbose:
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in (package, "shared")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+            logger.removeHandler(handler)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonOption:
     """A command that inherits from this has `--json`, and prints its result by `print_result`."""
@@ -189,6 +334,35 @@ class JsonOption:
             text: printed without `--json`.
         """
         print(json.dumps(_finite(record)) if self.json else text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions(JsonOption):
+    """What every package's demo takes."""
+
+    out: Path
+    """Folder for demo.json and pictures."""
+    full: bool = False
+    """Run the long form."""
+
+    def run_demo(self, run: Callable[..., bool]) -> int:
+        """Runs a demo, and prints its claims with `--json`; lines about them are on stderr anyway.
+
+        Args:
+            run: a function of (folder, is_full) that ends with `shared.claims.finish`.
+
+        Returns:
+            The exit status: 1 if a result is not correct.
+        """
+        if not self.json:
+            return int(not run(self.out, is_full=self.full))
+        with redirect_stdout(sys.stderr):
+            is_correct = run(self.out, is_full=self.full)
+        from shared.claims import read_demo
+
+        claims = [claim.to_json() for claim in read_demo(self.out).claims]
+        self.print_result({"claims": claims}, "")
+        return int(not is_correct)
 
 
 class Choice(PrimitiveConstructorSpec[Any]):
@@ -220,6 +394,18 @@ class Choice(PrimitiveConstructorSpec[Any]):
     def metavar(self) -> str:  # type: ignore[override]
         """The names, as the help shows them."""
         return "{" + ",".join(self.choices) + "}"
+
+
+def draw_table(table: "Table") -> str:
+    """Draws a table of rich's as text: as wide as the terminal, unwrapped in a file or pipe."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10**6)
+    with console.capture() as captured:
+        console.print(table, soft_wrap=not console.is_terminal)
+    return captured.get().rstrip("\n")
 
 
 def choice(registry: Registry[Any, Any]) -> Choice:

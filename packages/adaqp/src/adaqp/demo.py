@@ -6,6 +6,7 @@ ranks are hosts of their own behind real 100 Mbit/s links (network namespaces); 
 this machine's loopback, and no claim about epoch time is made.
 """
 
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from adaqp.graphs import generated
 from adaqp.messages.distgraph import DistGraph, load
@@ -26,6 +26,7 @@ from adaqp.training.figure import draw
 from adaqp.training.trainer import Trainer
 from shared.claims import Claim, finish
 from shared.comms import NetLab, RankPool, all_reduce, netlab
+from shared.progress import show_progress
 
 __all__ = ["SCORED", "SHORT", "Score", "Size", "claim_accuracy", "run", "train_in_rank"]
 
@@ -89,26 +90,25 @@ def run(out: Path, *, is_full: bool) -> bool:
         Whether every claim's result was correct.
     """
     size = _FULL if is_full else SHORT
-    console = Console(stderr=True)
     unavailable = netlab.available()
     where = "loopback" if unavailable else f"{_RANKS} hosts, {_RATE} links"
     if unavailable:
         # The tour repeats lines that begin so.
-        Console().print(f"skipped: epoch time over {_RATE} links: {unavailable}", soft_wrap=True)
+        sys.stdout.write(f"skipped: epoch time over {_RATE} links: {unavailable}\n")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         parts = str(Path(folder) / "parts")
-        with console.status("adaqp: making and cutting the graph"):
+        with show_progress("adaqp: making and cutting the graph"):
             partition(generated.hard_sbm(size.num_nodes), _RANKS, method="random", out=parts)
         with ExitStack() as stack:
             pool = stack.enter_context(RankPool(_RANKS, timeout=_LIMIT))
-            with console.status("adaqp: training with exact, adaptive and no messages"):
+            with show_progress("adaqp: training with exact, adaptive and no messages"):
                 scores = pool.run(train_in_rank, parts, size.epochs, SCORED).results[0]
             if not unavailable:
                 stack.close()
                 lab = stack.enter_context(NetLab(hosts=_RANKS, rate=_RATE))
                 pool = stack.enter_context(lab.pool(timeout=_LIMIT))
-            with console.status(f"adaqp: timing epochs, {where}"):
+            with show_progress(f"adaqp: timing epochs, {where}"):
                 args = (parts, _MODEL, _TIMED, size.blocks, 1)
                 timings = pool.run(compare_in_rank, *args).results[0]
     claims = claim_accuracy(scores, size) + _claim_epochs(timings, scores, size, not unavailable)

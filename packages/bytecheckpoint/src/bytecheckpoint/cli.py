@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from bytecheckpoint.tools.writers.registry import WRITERS
-from shared.cli import JsonOption, choice, run_command
+from shared.cli import DemoOptions, JsonOption, choice, draw_table, run_command
+from shared.progress import show_progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -39,7 +39,9 @@ _New = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NEW")]
 class Ls(JsonOption):
     """List the checkpoints of a run: step, size, ranks, tensors.
 
-    Example: bytecheckpoint ls /nfs/run7
+    Examples:
+        bytecheckpoint ls /nfs/run7
+        bytecheckpoint ls s3://bucket/run7 --json
     """
 
     run: _Run
@@ -63,7 +65,7 @@ class Ls(JsonOption):
         if not is_damaged:
             table.columns.pop()
         if found or self.json:
-            self.print_result({"checkpoints": [one._asdict() for one in found]}, _draw(table))
+            self.print_result({"checkpoints": [one._asdict() for one in found]}, draw_table(table))
         if not found:
             print(f"{self.run}: no checkpoint", file=sys.stderr)
         return int(is_damaged or not found)
@@ -73,7 +75,9 @@ class Ls(JsonOption):
 class Inspect(JsonOption):
     """Show the tensors of a checkpoint: name, type, shape, size, chunks.
 
-    Example: bytecheckpoint inspect /nfs/run7/step_00000100 --filter '*layers.3.*'
+    Examples:
+        bytecheckpoint inspect /nfs/run7/step_00000100 --filter '*layers.3.*'
+        bytecheckpoint inspect /nfs/run7 --values
     """
 
     checkpoint: _Checkpoint
@@ -118,7 +122,7 @@ class Inspect(JsonOption):
                 table.add_row(alias, "", f"tied to {target}", "", "")
             count = f"{len(tensors)} of {len(index.names)} tensors, {format_bytes(total)}"
             result = {"kind": checkpoint.kind, "tensors": tensors, "aliases": aliases}
-            text = f"{_draw(table)}\n{count}"
+            text = f"{draw_table(table)}\n{count}"
             if self.values:
                 extra = {key: checkpoint.source.extra[key] for key in ("tree", "ranks")}
                 result |= extra
@@ -131,7 +135,9 @@ class Inspect(JsonOption):
 class Verify(JsonOption):
     """Check that checkpoints are complete and undamaged; list all damage.
 
-    Example: bytecheckpoint verify /nfs/run7 --deep
+    Examples:
+        bytecheckpoint verify /nfs/run7 --deep
+        bytecheckpoint verify /nfs/run7/step_00000100
     """
 
     run: _Run
@@ -148,9 +154,9 @@ class Verify(JsonOption):
         found = list_checkpoints(self.run)
         total = sum(one.num_bytes or 0 for one in found)
         damages, lines = [], []
-        with _show_progress("reading", total, is_shown=self.deep) as progress:
+        with show_progress("reading", total, is_bytes=True, is_shown=self.deep) as progress:
             for one in found:
-                for damage in verify(one.url, deep=self.deep, progress=progress):
+                for damage in verify(one.url, deep=self.deep, progress=progress.advance):
                     damages.append({"checkpoint": one.path or self.run, **damage._asdict()})
                     block = "" if damage.block is None else f", block {damage.block}"
                     lines.append(f"{one.path or self.run}: {damage.file}{block}: {damage.what}")
@@ -174,7 +180,9 @@ class Verify(JsonOption):
 class Diff(JsonOption):
     """Compare two checkpoints, of any formats and layouts, bit by bit.
 
-    Example: bytecheckpoint diff /nfs/run7/step_00000100 /nfs/run8/step_00000100
+    Examples:
+        bytecheckpoint diff /nfs/run7/step_00000100 /nfs/run8/step_00000100
+        bytecheckpoint diff /nfs/run7 ./hub --filter embed
     """
 
     a: _Checkpoint
@@ -194,8 +202,8 @@ class Diff(JsonOption):
         num_equal, tensors = 0, []
         with open_checkpoint(find_newest(self.a)) as a, open_checkpoint(find_newest(self.b)) as b:
             total = a.index.total_bytes
-            with _show_progress("comparing", total, is_shown=True) as progress:
-                for one in diff_tensors(a, b, _make_matcher(self.filter), progress):
+            with show_progress("comparing", total, is_bytes=True) as progress:
+                for one in diff_tensors(a, b, _make_matcher(self.filter), progress.advance):
                     if not one.what:
                         num_equal += 1
                         continue
@@ -215,16 +223,18 @@ class Diff(JsonOption):
         count = f"equal tensors: {num_equal}, differences: {table.row_count}"
         self.print_result(
             {"num_equal": num_equal, "tensors": tensors, "values": others},
-            f"{_draw(table)}\n{count}" if table.row_count else count,
+            f"{draw_table(table)}\n{count}" if table.row_count else count,
         )
         return int(table.row_count > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convert:
+class Convert(JsonOption):
     """Write a checkpoint in another format.
 
-    Example: bytecheckpoint convert /nfs/run7/step_00000100 ./hub --to safetensors
+    Examples:
+        bytecheckpoint convert /nfs/run7/step_00000100 ./hub --to safetensors
+        bytecheckpoint convert /nfs/run7 ./weights.pt --to torch
     """
 
     src: _Checkpoint
@@ -244,9 +254,9 @@ class Convert:
         src = find_newest(self.src)
         with open_any(src) as checkpoint:
             total = checkpoint.index.total_bytes
-        with _show_progress("writing", total, is_shown=True) as progress:
-            convert(src, self.dst, self.to, prefix=self.prefix, progress=progress)
-        print(self.dst)
+        with show_progress("writing", total, is_bytes=True) as progress:
+            convert(src, self.dst, self.to, prefix=self.prefix, progress=progress.advance)
+        self.print_result({"dst": self.dst, "format": self.to, "num_bytes": total}, self.dst)
         return 0
 
 
@@ -258,7 +268,9 @@ class Reshard(JsonOption):
     often, and adds checksums to checkpoints of other formats. Tensors of a Hugging Face folder are
     named model.NAME in the new one, so that it loads into {"model": model}.
 
-    Example: bytecheckpoint reshard /nfs/run7/step_00000100 /nfs/for64 --world 64
+    Examples:
+        bytecheckpoint reshard /nfs/run7/step_00000100 /nfs/for64 --world 64
+        bytecheckpoint reshard ./hub /nfs/for2 --world 2
     """
 
     src: _Checkpoint
@@ -278,8 +290,8 @@ class Reshard(JsonOption):
         src = find_newest(self.src)
         with open_checkpoint(src) as checkpoint:
             total = checkpoint.index.total_bytes
-        with _show_progress("writing", total, is_shown=True) as progress:
-            sizes = reshard(src, self.dst, self.world, progress=progress)
+        with show_progress("writing", total, is_bytes=True) as progress:
+            sizes = reshard(src, self.dst, self.world, progress=progress.advance)
         smallest, largest = (format_bytes(pick(sizes, default=0)) for pick in (min, max))
         self.print_result(
             {"dst": self.dst, "file_bytes": sizes},
@@ -292,7 +304,9 @@ class Reshard(JsonOption):
 class Timeline(JsonOption):
     """Show how long each stage of a save took, rank by rank.
 
-    Example: bytecheckpoint timeline /nfs/run7 --out timeline
+    Examples:
+        bytecheckpoint timeline /nfs/run7 --out report/bytecheckpoint/timeline
+        bytecheckpoint timeline /nfs/run7/step_00000100 --json
     """
 
     checkpoint: _Checkpoint
@@ -343,7 +357,7 @@ class Timeline(JsonOption):
             paths = [str(self.out / "trace.json"), str(self.out / "heat.svg")]
         self.print_result(
             {"checkpoint": url, "stages": stages, "files": paths},
-            "\n".join([_draw(table), *paths]),
+            "\n".join([draw_table(table), *paths]),
         )
         return 0
 
@@ -354,7 +368,9 @@ class Gc(JsonOption):
 
     A save in progress looks the same: run this only when there is none.
 
-    Example: bytecheckpoint gc /nfs/run7 --yes
+    Examples:
+        bytecheckpoint gc /nfs/run7
+        bytecheckpoint gc /nfs/run7 --yes
     """
 
     run: _Run
@@ -383,10 +399,12 @@ class Gc(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Kill a training run and resume it on other numbers of ranks; compare saves with torch's.
 
-    Example: bytecheckpoint demo --out report/bytecheckpoint
+    Examples:
+        bytecheckpoint demo --out report/bytecheckpoint
+        bytecheckpoint demo --full
     """
 
     out: Path = Path("report/bytecheckpoint")
@@ -398,7 +416,7 @@ class Demo:
         """Runs the demo; 1 if a result is not correct."""
         from bytecheckpoint.demo import demo
 
-        return 0 if demo.run(self.out, is_full=self.full) else 1
+        return self.run_demo(demo.run)
 
 
 _COMMANDS = {
@@ -445,35 +463,3 @@ def _make_table(*columns: str) -> Table:
             column.removesuffix(">"), justify="right" if is_number else "left", overflow="fold"
         )
     return table
-
-
-def _draw(table: Table) -> str:
-    from rich.console import Console
-
-    # Output to a file or pipe is not wrapped.
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=10**6)
-    with console.capture() as captured:
-        console.print(table, soft_wrap=not console.is_terminal)
-    return captured.get().rstrip("\n")
-
-
-@contextmanager
-def _show_progress(what: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    from rich import progress
-    from rich.console import Console
-
-    bar = progress.Progress(
-        progress.TextColumn(what),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=Console(stderr=True),
-        disable=not is_shown or not sys.stderr.isatty(),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task(what, total=total)
-        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -15,12 +15,16 @@ from gnnflow.features.policies import CACHE_POLICIES
 from gnnflow.partitioning.methods import PARTITION_METHODS
 from gnnflow.sampling.policies import SAMPLING_POLICIES
 from gnnflow.training.replay_policies import REPLAY_POLICIES
-from shared.cli import CheckpointOption, JsonOption, choice, run_command
+from shared.cli import CheckpointOption, DemoOptions, JsonOption, choice, run_command
 from shared.errors import ConfigError
 from shared.files import atomic_file, write_atomically
+from shared.progress import ScalarWriter
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gnnflow.training.continual import ContinualTrainer
+    from gnnflow.training.rounds import Round
     from shared.data.events import Events
 
 __all__ = ["main"]
@@ -67,6 +71,19 @@ class _Training(JsonOption, CheckpointOption):
     """Seed of weights, draws and everything else that is random."""
     placement: Literal["cpu", "cuda", "hybrid"] = "cpu"
     """Where the graph is stored and sampled; hybrid: edges in host memory that the GPU reads."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard's files: scores, loss and seconds of each round."""
+
+    def run_rounds(self, trainer: ContinualTrainer, events: Events) -> Iterator[Round]:
+        """Runs a trainer, and writes TensorBoard's files if a folder is given."""
+        from gnnflow.training.rounds import STAGES
+
+        with ScalarWriter(self.tensorboard) as scalars:
+            for found in trainer.run(events):
+                told = {name: getattr(found, name) for name in ("loss", "ap", "auc", "mrr")}
+                told |= {f"seconds/{stage}": getattr(found, f"{stage}_s") for stage in STAGES}
+                scalars.write(found.index, told)
+                yield found
 
     def make_trainer(self, events: Events, **options: Any) -> ContinualTrainer:
         """A trainer of a new graph, with these and other settings of `ContinualTrainer`."""
@@ -97,7 +114,9 @@ class _Training(JsonOption, CheckpointOption):
 class Train(_Training):
     """Train on the first part of a stream in several passes, and evaluate on the rest.
 
-    Example: gnnflow train flights --limit 50000 --model tf-tgn --epochs 3
+    Examples:
+        gnnflow train flights --limit 50000 --model tf-tgn --epochs 3
+        gnnflow train zipf:1000:20000 --epochs 1 --dim 32
     """
 
     data: _Data
@@ -120,7 +139,7 @@ class Train(_Training):
             warmup_epochs=self.epochs,
         )  # fmt: skip
         halves = []
-        for at, found in enumerate(trainer.run(events), 1):
+        for at, found in enumerate(self.run_rounds(trainer, events), 1):
             halves.append(found.to_json())
             print(
                 f"half {at}: {found.num_events:,} events, AP {found.ap:.4f}, AUC {found.auc:.4f}, "
@@ -137,12 +156,14 @@ class Continual(_Training):
 
     Writes rounds.json, continual.svg and a page, continual.html.
 
-    Example: gnnflow continual flights --every 1D --model tf-tgn --out report/flights
+    Examples:
+        gnnflow continual flights --every 1D --model tf-tgn --out report/gnnflow/flights
+        gnnflow continual zipf:1000:20000 --every 5000 --dim 32
     """
 
     data: _Data
     """The events."""
-    out: Path = Path("report/continual")
+    out: Path = Path("report/gnnflow/continual")
     """Folder for the files."""
     warmup: float = 0.3
     """Share of the stream that is trained on first."""
@@ -169,7 +190,7 @@ class Continual(_Training):
             window=self.window,
         )
         self.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
-        rounds = list(trainer.run(events))
+        rounds = list(self.run_rounds(trainer, events))
         text = json.dumps([one.to_json() for one in rounds])
         write_atomically(self.out / "rounds.json", text)
         page = report.write_page(
@@ -193,7 +214,9 @@ class Continual(_Training):
 class Partition(JsonOption):
     """Assign the nodes of a stream to parts, and report edge cut and balance.
 
-    Example: gnnflow partition flights --parts 4 --method fennel --out parts.npy
+    Examples:
+        gnnflow partition flights --parts 4 --method fennel --out parts.npy
+        gnnflow partition zipf:1000:20000 --parts 2
     """
 
     data: _Data
@@ -234,7 +257,9 @@ class Partition(JsonOption):
 class Bench(JsonOption):
     """Measure the throughput of insertion and sampling on this machine and your stream.
 
-    Example: gnnflow bench zipf:100000:1000000
+    Examples:
+        gnnflow bench zipf:100000:1000000
+        gnnflow bench flights --fanout 20
     """
 
     data: _Data
@@ -258,7 +283,9 @@ class Bench(JsonOption):
 class Info(JsonOption):
     """Summarise a stream or a saved graph (*.safetensors).
 
-    Example: gnnflow info events.parquet
+    Examples:
+        gnnflow info events.parquet
+        gnnflow info zipf:1000:20000 --json
     """
 
     data: _Data
@@ -294,10 +321,12 @@ class Info(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Grow a graph of real flights and train on it day by day, compared with baselines.
 
-    Example: gnnflow demo --out report/gnnflow
+    Examples:
+        gnnflow demo --out report/gnnflow
+        gnnflow demo --full
     """
 
     out: Path = Path("report/gnnflow")
@@ -309,7 +338,7 @@ class Demo:
         """Runs the demo and prints its claims."""
         from gnnflow import demo
 
-        return int(not demo.run(self.out, is_full=self.full))
+        return self.run_demo(demo.run)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from gnnflow.config import Recipe
 from gnnflow.data import flights
@@ -31,6 +30,7 @@ from gnnflow.training.rounds import Round
 from shared.claims import Claim, finish
 from shared.data.events import Events
 from shared.kernels.temporal import Adjacency, sample
+from shared.progress import show_progress
 
 __all__ = [
     "compare_learning",
@@ -57,15 +57,14 @@ def run(out: Path, *, is_full: bool) -> bool:
     Returns:
         Whether every claim's result was correct.
     """
-    console = Console(stderr=True)
     out.mkdir(parents=True, exist_ok=True)
     # January, or January to March.
     events = flights(80_000 if is_full else 26_000)
-    with console.status("gnnflow: growing a graph, and rebuilding one"):
+    with show_progress("gnnflow: growing a graph, and rebuilding one"):
         inserted = measure_insertion(events)
-    with console.status("gnnflow: sampling through a cache"):
+    with show_progress("gnnflow: sampling through a cache"):
         cached = measure_cache(events)
-    with console.status("gnnflow: learning day by day, and not any more"):
+    with show_progress("gnnflow: learning day by day, and not any more"):
         going, stopped = learn_and_stop(events)
     claims = [inserted, cached, compare_learning(going, stopped, events)]
     curves = {"learning on": going, "stopped after the first day": stopped}

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from gnnflow.training.report import Display, draw, write_page
+from gnnflow.training.report import describe_round, draw, write_page
 from gnnflow.training.rounds import Round
 from shared.errors import ConfigError, DataError
 
@@ -79,21 +79,7 @@ def test_page_is_whole_and_escapes_what_users_say(tmp_path):
     assert cells[:10] == expected
 
 
-def test_display_without_a_terminal_is_silent(capsys):
-    with Display(10, "ap", is_shown=True) as display:
-        display.advance(5, some_rounds()[0])
-    assert capsys.readouterr() == ("", "")
-
-
-def test_display_on_a_terminal_tells_rate_and_score(capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "120")
-    with Display(100, "ap", is_shown=True) as display:
-        # 100 new and 50 replayed events in 0.75 s.
-        display.advance(60, some_rounds()[0])
-    shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", capsys.readouterr().err)
-    for text in ("round 1", "60/100", "200 events/s", "ap 0.800"):
-        assert text in shown
-    with Display(100, "ap", is_shown=False) as display:
-        display.advance(60, some_rounds()[0])
-    assert capsys.readouterr().err == ""
+def test_a_rounds_line_tells_rate_and_score():
+    # 100 new and 50 replayed events in 0.75 s.
+    line = describe_round(some_rounds()[0], "ap")
+    assert line == "round 1, 200 events/s, ap 0.800, events"

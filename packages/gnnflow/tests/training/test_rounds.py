@@ -114,3 +114,15 @@ def test_stages_inside_a_stage_count_as_the_outer_one(monkeypatch):
     assert (taken["evaluate_s"], taken["train_s"]) == (2, 4)
     assert taken["sample_s"] == taken["fetch_s"] == 0
     assert set(clock.take().values()) == {0.0}
+
+
+def test_compiling_a_kernel_is_in_no_stage(monkeypatch):
+    ticks, compiling = iter([1.0, 13.0, 20.0, 21.0]), iter([5.0, 15.0, 15.0, 15.0])
+    monkeypatch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(rounds, "compile_s", lambda: next(compiling))
+    clock = StageClock(torch.device("cpu"))
+    for stage in ("sample", "train"):
+        with clock.stage(stage):
+            pass
+    taken = clock.take()
+    assert (taken["sample_s"], taken["train_s"]) == (2, 1)

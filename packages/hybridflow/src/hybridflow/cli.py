@@ -13,8 +13,16 @@ from hybridflow.mapping.models import LLAMA_SIZES
 from hybridflow.mapping.steps import STEPS
 from hybridflow.training.config import built_in
 from hybridflow.training.placement import ENGINES
-from shared.cli import CheckpointOption, JsonOption, choice, run_command
+from shared.cli import (
+    CheckpointOption,
+    DemoOptions,
+    JsonOption,
+    choice,
+    draw_table,
+    run_command,
+)
 from shared.errors import ConfigError
+from shared.progress import ScalarWriter, show_progress
 
 if TYPE_CHECKING:
     from hybridflow.mapping import ModelSpec, Workload
@@ -39,15 +47,17 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Train(CheckpointOption):
+class Train(JsonOption, CheckpointOption):
     """Train by a recipe: a YAML file, or the name of a built-in one.
-
-    Example: hybridflow train ppo-sort --set steps=200 optimizer.lr=5e-4 --out run1
 
     With --checkpoint DIR an interrupted run resumes, on the same ranks or others, with the same
     result.
 
     `hybridflow --help` lists the recipes and algorithms.
+
+    Examples:
+        hybridflow train grpo-sort
+        hybridflow train ppo-sort --set steps=200 optimizer.lr=5e-4 --out report/hybridflow/run1
     """
 
     recipe: tyro.conf.Positional[str]
@@ -55,15 +65,14 @@ class Train(CheckpointOption):
     set: _Changes = ()
     """KEY=VALUE pairs that replace the recipe's, such as optimizer.lr=1e-4."""
     out: Path | None = None
-    """Folder for metrics.jsonl and TensorBoard's files."""
+    """Folder for metrics.jsonl."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard's files: the same metrics, by step."""
     every: int = 50
     """Steps between saved checkpoints."""
 
     def execute(self) -> None:
         """Trains, with a progress bar on stderr, and prints the final accuracy."""
-        from rich.console import Console
-        from rich.progress import Progress
-
         from hybridflow.training.checkpoints.checkpoint import Checkpoint
         from hybridflow.training.config import read_recipe
         from hybridflow.training.metrics_log import Journal
@@ -72,28 +81,39 @@ class Train(CheckpointOption):
         if self.every < 1:
             raise ConfigError(f"every: expected 1 or more, got {self.every}")
         recipe = read_recipe(self.recipe, _pairs(self.set))
-        console = Console(stderr=True)
-        with start_workers(recipe) as workers, Progress(console=console) as progress:
+        with (
+            ScalarWriter(self.tensorboard) as scalars,
+            start_workers(recipe) as workers,
+            show_progress(recipe.algorithm, recipe.steps) as progress,
+        ):
             run = Run.set_up(recipe, workers)
             journal = None if self.out is None else Journal(self.out)
-            bar = progress.add_task(recipe.algorithm, total=recipe.steps)
             kept = None if self.checkpoint is None else Checkpoint(self.checkpoint)
             for told in run.steps(kept, self.every):
                 if journal is not None:
                     journal.write(told)
-                about = f"{recipe.algorithm}: reward {told['reward']:.3f}"
-                progress.update(bar, completed=told["step"] + 1, description=about)
+                scalars.write(int(told["step"]), told)
+                text = f"{recipe.algorithm}, reward {told['reward']:.3f}"
+                progress.reach(int(told["step"]) + 1, text)
             if journal is not None:
                 journal.close()
-            if run.task is not None:
-                print(f"right answers to prompts never trained on: {run.greedy():.3f}")
+            share = None if run.task is None else run.greedy()
+        if share is not None or self.json:
+            self.print_result(
+                {"steps": recipe.steps, "greedy_share": share},
+                f"right answers to prompts never trained on: {share:.3f}"
+                if share is not None
+                else "",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReshard(JsonOption):
     """Print the bytes each rank receives when a model moves from training's to generation's layout.
 
-    Example: hybridflow plan 1-4-2 1-2 --model ./llama
+    Examples:
+        hybridflow plan 1-4-2 1-2
+        hybridflow plan 1-4-2 1-2 --model ./model
     """
 
     train: tyro.conf.Positional[str]
@@ -143,10 +163,12 @@ class PlanReshard(JsonOption):
 class Map(JsonOption):
     """Search for the placement and the layouts of an algorithm's models on a cluster (simulated).
 
-    Example: hybridflow map --actor 13B --critic 70B --gpus 128
-
     With --recipe the search takes models and workload from a recipe, and --out writes that recipe
     with the placement found: hybridflow map --recipe ppo-sort --gpus 8 --out placed.yaml
+
+    Examples:
+        hybridflow map --actor 13B --critic 70B --gpus 128
+        hybridflow map --recipe ppo-sort --gpus 8 --out placed.yaml
     """
 
     recipe: str = ""
@@ -249,10 +271,12 @@ class Map(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
+class Bench(JsonOption):
     """Measure the time of a recipe's step on this machine, in all and by model.
 
-    Example: hybridflow bench grpo-sort --set placement.engine=local placement.num_ranks=2
+    Examples:
+        hybridflow bench grpo-sort
+        hybridflow bench grpo-sort --set placement.engine=local placement.num_ranks=2
     """
 
     recipe: tyro.conf.Positional[str]
@@ -266,7 +290,7 @@ class Bench:
 
     def execute(self) -> None:
         """Prints a table."""
-        from rich import print as show
+        from dataclasses import asdict
 
         from hybridflow.training.config import read_recipe
         from hybridflow.training.profiler import measure
@@ -276,14 +300,17 @@ class Bench:
         recipe = read_recipe(self.recipe, _pairs(self.set))
         place = recipe.placement
         title = f"{self.recipe}, engine {place.engine}, {place.num_ranks_in_all} ranks"
-        show(measure(recipe, self.steps, self.out, title).table(f"{title}: {self.steps} steps"))
+        found = measure(recipe, self.steps, self.out, title)
+        self.print_result(asdict(found), draw_table(found.table(f"{title}: {self.steps} steps")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
+class Export(JsonOption):
     """Write the actor of a checkpoint as a Hugging Face folder.
 
-    Example: hybridflow export grpo-sort --checkpoint run1 --out model
+    Examples:
+        hybridflow export grpo-sort --checkpoint run1 --out model
+        hybridflow export my.yaml --checkpoint run2 --out model --set steps=200
     """
 
     recipe: tyro.conf.Positional[str]
@@ -312,14 +339,17 @@ class Export:
                     f"group: expected one of {', '.join(run.groups)}, got {self.group!r}"
                 )
             Checkpoint(self.checkpoint).load(run.groups)
-            print(export(run.groups[self.group], self.out))
+            path = str(export(run.groups[self.group], self.out))
+            self.print_result({"folder": path}, path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Train PPO and GRPO to sort digits, and measure the time of generation and training.
 
-    Example: hybridflow demo --out report/hybridflow
+    Examples:
+        hybridflow demo --out report/hybridflow
+        hybridflow demo --full
     """
 
     out: Path = Path("report/hybridflow")
@@ -331,7 +361,7 @@ class Demo:
         """Runs the demo and prints its claims."""
         from hybridflow.demo import demo
 
-        return int(not demo.run(self.out, is_full=self.full))
+        return self.run_demo(demo.run)
 
 
 def _pairs(changes: tuple[tuple[str, ...], ...]) -> dict[str, str]:

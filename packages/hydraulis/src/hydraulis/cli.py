@@ -8,7 +8,8 @@ from typing import Any
 
 import tyro
 
-from shared.cli import JsonOption, run_command
+from shared.cli import DemoOptions, JsonOption, run_command
+from shared.progress import show_progress
 
 __all__ = ["main"]
 
@@ -30,7 +31,9 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 class PlanGroups(JsonOption):
     """Plan groups of ranks for one step's documents: long ones on several ranks, short ones on one.
 
-    Example: hydraulis plan lengths.txt --ranks 64 --cap 8192 --a 5.1e-9 --b 1.8e-4 --c 0.6
+    Examples:
+        hydraulis plan lengths.txt --ranks 64 --cap 8192
+        hydraulis plan lengths.txt --ranks 64 --cap 8192 --a 5.1e-9 --b 1.8e-4 --c 0.6
     """
 
     lengths: tyro.conf.Positional[Path]
@@ -93,7 +96,9 @@ class CompareStrategies(JsonOption):
     step, how long ranks wait, and how far each is from the best there could be. Simulated: seconds are
     operations of the model over a share of the device's peak, and bytes over links.
 
-    Example: hydraulis compare --lengths lengths.txt --gpus 64 --model ./model
+    Examples:
+        hydraulis compare --gpus 16 --steps 2
+        hydraulis compare --lengths lengths.txt --gpus 64 --model ./model
     """
 
     lengths: Path | None = None
@@ -134,8 +139,6 @@ class CompareStrategies(JsonOption):
         """Prints a table and draws a step's ranks."""
         from dataclasses import asdict
 
-        from rich.console import Console
-
         from hydraulis.data import python_source, read_lengths
         from hydraulis.profiler.analytic import degree_cost, read_config
         from hydraulis.report import draw_ranks, strategy_table
@@ -154,7 +157,7 @@ class CompareStrategies(JsonOption):
             lengths = read_lengths(self.lengths)
         half = self.gpus * self.max_tokens // 2
         names = [name for name in self.strategies if name != "hydraulis"]
-        with Console(stderr=True).status("simulating") as status:
+        with show_progress("simulating") as status:
             outcomes = compare(
                 lengths, self.gpus, cost, tokens_per_step=self.tokens_per_step or half,
                 num_steps=self.steps, seed=self.seed, flexsp_s=self.flexsp_s,
@@ -182,10 +185,12 @@ class CompareStrategies(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Balance Python's own source files over ranks, beside published ways.
 
-    Example: hydraulis demo --out report/hydraulis
+    Examples:
+        hydraulis demo --out report/hydraulis
+        hydraulis demo --full
     """
 
     out: Path = Path("report/hydraulis")
@@ -197,7 +202,7 @@ class Demo:
         """Runs the demo and prints its claims; 1 if a result is not correct."""
         from hydraulis import demo
 
-        return int(not demo.run(self.out, is_full=self.full))
+        return self.run_demo(demo.run)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from hydraulis.config import Cost, Replica
 from hydraulis.data import python_source
@@ -25,6 +24,7 @@ from hydraulis.simulator import Outcome, compare
 from shared.claims import Claim, finish
 from shared.comms import Group, RankPool, barrier
 from shared.comms.handicap import handicap
+from shared.progress import show_progress
 
 __all__ = ["plan_claim", "run", "simulated_claim", "trained_claim"]
 
@@ -48,7 +48,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     cores = sorted(os.sched_getaffinity(0))
     words = [handicap(cores=cores[:1]), handicap(cores=cores[-1:])]
     with (
-        Console(stderr=True).status("hydraulis: simulating 64 GPUs, starting ranks") as status,
+        show_progress("hydraulis: simulating 64 GPUs, starting ranks") as status,
         ThreadPoolExecutor(1) as beside,
     ):
         simulating = beside.submit(_simulate, lengths)

@@ -10,9 +10,17 @@ import tyro
 
 from llmpq.integrations import EXPORTS
 from llmpq.planner import BASELINES
-from llmpq.profiler import SENSITIVITIES
-from shared.cli import JsonOption, choice, run_command
+from llmpq.profiler.commands import (
+    PROFILES,
+    Activations,
+    Dtype,
+    MeasureDevice,
+    MeasureSensitivity,
+    Width,
+)
+from shared.cli import DemoOptions, JsonOption, choice, run_command
 from shared.errors import ConfigError
+from shared.progress import show_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,18 +34,13 @@ _ABOUT = """One language model over unequal devices, planned for a quality you c
 
 Start with, on all machines (`torchrun ...` stands for your launcher's options):
   torchrun ... -m llmpq plan ./model --cluster cluster.yaml --prompts prompts.jsonl --max-kl 0.02
-  torchrun ... -m llmpq run plan.json --prompts prompts.jsonl --out answers.jsonl
+  torchrun ... -m llmpq run report/llmpq/plan.json --prompts prompts.jsonl --out answers.jsonl
 
 or plan on one machine, from profiles that `llmpq profile` has measured on one of each kind:
   llmpq plan ./model --cluster cluster.yaml --prompts prompts.jsonl --max-kl 0.02
 
 Exit status: 0 done; 1 failed; 2 wrong usage.
 """
-
-_PROFILES = Path("report/llmpq/profiles")
-_Width = Literal[3, 4, 8, 16]
-_Activations = Literal["float", "int8"]
-_Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +59,16 @@ class _Planning(JsonOption):
     """Tokens generated for each prompt."""
     batch: int = 32
     """Prompts at once; longer files are answered in waves."""
-    bits: tuple[_Width, ...] = (3, 4, 8, 16)
+    bits: tuple[Width, ...] = (3, 4, 8, 16)
     """Weight widths to choose from; 16 leaves weights as they are."""
     group_size: int = 128
     """Input columns that share a scale."""
-    dtype: _Dtype = "float32"
+    dtype: Dtype = "float32"
     """Type of activations, and of weights of 16 bits."""
-    activations: _Activations = "float"
+    activations: Activations = "float"
     """int8 lets products round activations to 8 bits where that is fastest. What that costs is measured,
     a pass over the text a layer and width, and added to the loss."""
-    profiles: Path = _PROFILES
+    profiles: Path = PROFILES
     """Folder of measurements."""
     force: bool = False
     """Take profiles that another version of torch or another processor gave."""
@@ -75,11 +78,13 @@ class _Planning(JsonOption):
 class MakePlan(_Planning):
     """Choose widths, split, order of devices and micro-batches, and write plan.json.
 
-    Example: llmpq plan ./model --cluster cluster.yaml --prompts prompts.jsonl --max-kl 0.02
-
     Under torchrun, with a rank for each device of the cluster, the first rank of each kind of device
     measures it (a minute, once). In one process, kinds need a profile from `llmpq profile`, unless
     all devices are of this machine's kind.
+
+    Examples:
+        llmpq plan ./model --cluster cluster.yaml --prompts prompts.jsonl --max-kl 0.02
+        torchrun --nproc-per-node 2 -m llmpq plan ./model --cluster cluster.yaml --prompts prompts.jsonl
     """
 
     solver: Literal["auto", "milp", "heuristic"] = "auto"
@@ -92,7 +97,7 @@ class MakePlan(_Planning):
     measure: bool = True
     """With --max-kl: round the model by the plan, measure its loss on other prompts, and plan anew while
     that is above the limit. Needs the whole model in memory."""
-    out: Path = Path("plan.json")
+    out: Path = Path("report/llmpq/plan.json")
     """Where the plan is written."""
 
     def execute(self) -> None:
@@ -101,8 +106,6 @@ class MakePlan(_Planning):
         from dataclasses import replace
         from functools import partial
 
-        from rich.console import Console
-
         from llmpq.evaluation import plan_as_measured
         from llmpq.planner.baselines import plan_baseline
         from llmpq.planner.search import plan
@@ -110,8 +113,8 @@ class MakePlan(_Planning):
         from llmpq.runtime.gptq import round_for
 
         # Under torchrun, one line of progress is enough.
-        console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
-        with console.status("starting") as status:
+        is_first = os.environ.get("RANK", "0") == "0"
+        with show_progress("starting", is_shown=is_first) as status:
             known = _inputs(self, status.update)
             if known is None:
                 return
@@ -127,6 +130,7 @@ class MakePlan(_Planning):
             else:
                 result = choose(known.noise)
             written = replace(result.plan, folder=str(self.model), forms=known.profile.forms)
+            self.out.parent.mkdir(parents=True, exist_ok=True)
             if self.method == "gptq":
                 written = round_for(
                     written,
@@ -150,13 +154,14 @@ class MakePlan(_Planning):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Run(JsonOption):
     """Answer a file of prompts by a plan; every rank runs it, under torchrun or alone.
 
-    Example: torchrun --nproc-per-node 2 -m llmpq run plan.json --prompts prompts.jsonl --out
-    answers.jsonl
-
     After an interruption the same command resumes with the prompts not yet answered.
+
+    Examples:
+        llmpq run report/llmpq/plan.json --prompts prompts.jsonl --out answers.jsonl
+        torchrun --nproc-per-node 2 -m llmpq run report/llmpq/plan.json --prompts prompts.jsonl --out answers.jsonl
     """
 
     plan: tyro.conf.Positional[Path]
@@ -182,9 +187,6 @@ class Run:
         """Loads this rank's stage and answers."""
         import time
         from contextlib import ExitStack
-
-        from rich.console import Console
-        from rich.progress import Progress
 
         from llmpq.data import read_ends
         from llmpq.planner.plan import Plan
@@ -212,22 +214,26 @@ class Run:
             num_left = int(tree.broadcast(group.control(), told))
             if not num_left:
                 if is_first:
-                    print(f"answered 0 of {len(requests)} prompts: all are in {self.out} already")
+                    self._tell(0, len(requests), f"all are in {self.out} already")
                 return
             if is_first and num_left < len(requests):
                 log_resumed(len(requests) - num_left, self.out, unit="prompt")
             pipe = stack.enter_context(Pipeline(plan, folder))
-            progress = Progress(console=Console(stderr=True), disable=not is_first)
-            bar = stack.enter_context(progress).add_task("answering", total=num_left)
+            progress = show_progress("answering", num_left, is_shown=is_first)
+            bar = stack.enter_context(progress)
             begun = time.perf_counter()
             count = answer(
                 pipe, requests, self.out,
                 wave_size=int(known["num_prompts"] if self.batch is None else self.batch),
-                decode=decode, on_answered=lambda number: progress.advance(bar, number), **settings,
+                decode=decode, on_answered=bar.advance, **settings,
             )  # fmt: skip
             taken_s = time.perf_counter() - begun
         if is_first:
-            print(f"answered {count} of {len(requests)} prompts in {taken_s:.3g} s: {self.out}")
+            self._tell(count, len(requests), f"{self.out}, in {taken_s:.3g} s")
+
+    def _tell(self, num_answered: int, num_prompts: int, about: str) -> None:
+        record = {"num_answered": num_answered, "num_prompts": num_prompts, "out": str(self.out)}
+        self.print_result(record, f"answered {num_answered} of {num_prompts} prompts: {about}")
 
     def how_to_resume(self) -> str:
         """What to do after Ctrl-C, as the end of a sentence."""
@@ -240,10 +246,11 @@ class Run:
 class Compare(_Planning):
     """Plan, plan as the baselines do, and run all of these in turns on the same prompts.
 
-    Example: torchrun --nproc-per-node 2 -m llmpq compare ./model --cluster cluster.yaml --prompts
-    prompts.jsonl --max-kl 0.02
-
     Writes a figure of the seconds of each stage by phase, predicted beside measured.
+
+    Examples:
+        torchrun --nproc-per-node 2 -m llmpq compare ./model --cluster cluster.yaml --prompts prompts.jsonl
+        torchrun --nproc-per-node 2 -m llmpq compare ./model --cluster cluster.yaml --prompts prompts.jsonl --max-kl 0.02 --rounds 5
     """
 
     rounds: int = 3
@@ -256,8 +263,6 @@ class Compare(_Planning):
         import pickle
         from dataclasses import asdict, replace
 
-        from rich.console import Console
-
         from llmpq.evaluation import compare_plans
         from llmpq.planner.baselines import plan_all
         from llmpq.report import draw_stages, timing_table
@@ -266,29 +271,28 @@ class Compare(_Planning):
         from shared.comms import tree
         from shared.comms.init import joined
 
-        with joined() as group:
-            console = Console(stderr=True, quiet=group.rank > 0)
-            with console.status("starting") as status:
-                told = None
-                with all_through(group, "plan"):
-                    known = _inputs(self, status.update)
-                    if known is not None:
-                        status.update("planning")
-                        plans = plan_all(*known.given, **known.settings)
-                        forms, prompts = known.profile.forms, known.texts[: self.batch]
-                        written = {
-                            name: replace(one.plan, forms=forms) for name, one in plans.items()
-                        }
-                        told = pickle.dumps((written, prompts))
-                plans, texts = pickle.loads(tree.broadcast(group.control(), told))
-                status.update(f"answering in turns: {', '.join(plans)}")
-                timings = compare_plans(
-                    plans,
-                    self.model,
-                    *pad_left(texts),
-                    new_tokens=self.new_tokens,
-                    rounds=self.rounds,
-                )
+        with (
+            joined() as group,
+            show_progress("starting", is_shown=group.rank == 0) as status,
+        ):
+            told = None
+            with all_through(group, "plan"):
+                known = _inputs(self, status.update)
+                if known is not None:
+                    status.update("planning")
+                    plans = plan_all(*known.given, **known.settings)
+                    forms, prompts = known.profile.forms, known.texts[: self.batch]
+                    written = {name: replace(one.plan, forms=forms) for name, one in plans.items()}
+                    told = pickle.dumps((written, prompts))
+            plans, texts = pickle.loads(tree.broadcast(group.control(), told))
+            status.update(f"answering in turns: {', '.join(plans)}")
+            timings = compare_plans(
+                plans,
+                self.model,
+                *pad_left(texts),
+                new_tokens=self.new_tokens,
+                rounds=self.rounds,
+            )
         if group.rank:
             return
         self.out.mkdir(parents=True, exist_ok=True)
@@ -305,7 +309,9 @@ class Compare(_Planning):
 class Simulate(JsonOption):
     """Replay a batch under a plan event by event, from the stage seconds that were predicted.
 
-    Example: llmpq simulate plan.json --prompts 64 --new-tokens 100
+    Examples:
+        llmpq simulate report/llmpq/plan.json
+        llmpq simulate report/llmpq/plan.json --prompts 64 --new-tokens 100
     """
 
     plan: tyro.conf.Positional[Path]
@@ -333,102 +339,12 @@ class Simulate(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureDevice(JsonOption):
-    """Measure this device with a model's shape, for plans made elsewhere.
-
-    Example: llmpq profile ./model --kind T4
-    """
-
-    model: tyro.conf.Positional[Path]
-    """Folder of the Hugging Face model; config.json is enough."""
-    kind: str
-    """Name of the kind of device, as in the cluster's description."""
-    bits: tuple[_Width, ...] = (3, 4, 8, 16)
-    """Weight widths."""
-    group_size: int = 128
-    """Input columns that share a scale."""
-    dtype: _Dtype = "float32"
-    """Type of activations."""
-    activations: _Activations = "float"
-    """int8 has products timed too that round activations to 8 bits."""
-    batch: int = 32
-    """Most prompts at once."""
-    prompt_tokens: int = 512
-    """Longest prompts."""
-    new_tokens: int = 128
-    """Most tokens generated."""
-    profiles: Path = _PROFILES
-    """Folder where the measurement is written."""
-
-    def execute(self) -> None:
-        """Measures and writes the profile."""
-        from rich.console import Console
-
-        from llmpq.config import Workload
-        from llmpq.profiler.cache import find_profile, profile_path
-
-        workload = Workload(
-            num_prompts=self.batch, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens
-        )
-        path = profile_path(
-            self.profiles, self.model, self.kind, self.dtype, self.group_size, self.activations
-        )
-        with Console(stderr=True).status(f"measuring {self.kind}") as status:
-            found = find_profile(
-                self.profiles, self.model, self.kind, bits=self.bits, group_size=self.group_size,
-                dtype=self.dtype, activations=self.activations, workload=workload, is_here=True,
-                on_progress=status.update,
-            )  # fmt: skip
-        self.print_result({"file": str(path)}, f"{found.explain(self.prompt_tokens)}\nwrote {path}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasureSensitivity(JsonOption):
-    """Measure how much each layer's rounding costs, in nats a token.
-
-    Example: llmpq sensitivity ./model --prompts prompts.jsonl --bits 3 4
-    """
-
-    model: tyro.conf.Positional[Path]
-    """Folder of the Hugging Face model."""
-    prompts: Path
-    """JSON Lines of text like that to come."""
-    method: Annotated[str, choice(SENSITIVITIES)] = "fisher"
-    """How noise is measured."""
-    bits: tuple[_Width, ...] = (3, 4, 8)
-    """Weight widths."""
-    group_size: int = 128
-    """Input columns that share a scale."""
-    profiles: Path = _PROFILES
-    """Folder of measurements."""
-
-    def execute(self) -> None:
-        """Prints a line for each layer."""
-        from rich.console import Console
-
-        from llmpq.data import read_prompts, tokenise
-        from llmpq.profiler.cache import find_sensitivity
-        from llmpq.profiler.planner_inputs import calibration_batches
-
-        texts = tokenise(self.model, read_prompts(self.prompts))
-        with Console(stderr=True).status("measuring"):
-            found = find_sensitivity(
-                self.profiles, self.model, calibration_batches(texts),
-                bits=self.bits, group_size=self.group_size, method=self.method,
-            )  # fmt: skip
-        lines = ["layer  " + "  ".join(f"{f'{width} bits':>9}" for width in found.bits)]
-        for layer, row in enumerate(found.noise):
-            lines.append(f"{layer:>5}  " + "  ".join(f"{value:>9.3g}" for value in row))
-        lines.append("  all  " + "  ".join(f"{value:>9.3g}" for value in found.noise.sum(axis=0)))
-        record = {"bits": list(found.bits), "noise": found.noise.tolist(), "method": found.method}
-        self.print_result(record, "\n".join(lines))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Export:
+class Export(JsonOption):
     """Write a plan for another engine: a folder it loads, or the settings it takes.
 
-    Example: llmpq export plan.json --to compressed-tensors
+    Examples:
+        llmpq export report/llmpq/plan.json --to compressed-tensors
+        llmpq export report/llmpq/plan.json --to vllm --out served
     """
 
     plan: tyro.conf.Positional[Path]
@@ -448,14 +364,17 @@ class Export:
         plan = Plan.load(self.plan)
         name = f"{self.plan.stem}-{self.to}{SUFFIXES.get(self.to, '')}"
         out = self.out or self.plan.with_name(name)
-        print("\n".join(export(plan, self.to, _folder(plan, self.plan, self.model), out)))
+        lines = export(plan, self.to, _folder(plan, self.plan, self.model), out)
+        self.print_result({"out": str(out), "lines": lines}, "\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Plan and run SmolLM2 on two unlike ranks of this machine, beside an even split.
 
-    Example: llmpq demo --out report/llmpq
+    Examples:
+        llmpq demo --out report/llmpq
+        llmpq demo --full
     """
 
     out: Path = Path("report/llmpq")
@@ -467,7 +386,7 @@ class Demo:
         """Runs the demo and prints its claims; 1 if a result is not correct."""
         from llmpq import demo
 
-        return int(not demo.run(self.out, is_full=self.full))
+        return self.run_demo(demo.run)
 
 
 def _inputs(options: _Planning, on_progress: Callable[[str], None]) -> PlannerInputs | None:

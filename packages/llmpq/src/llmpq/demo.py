@@ -15,14 +15,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from llmpq.config import ModelSpec, Quality, Workload
 from llmpq.data import paragraphs, smollm2
 from llmpq.planner import BASELINES
 from shared.claims import Claim, finish
 from shared.comms import RankPool
 from shared.comms.handicap import handicap
+from shared.progress import show_progress
 from shared.topology.cluster import Cluster, Host
 from shared.topology.device import CPU
 
@@ -95,7 +94,7 @@ def run(out: Path, *, is_full: bool) -> bool:
     size = _FULL if is_full else SHORT
     out.mkdir(parents=True, exist_ok=True)
     with (
-        Console(stderr=True).status("llmpq: reading SmolLM2, starting ranks") as status,
+        show_progress("llmpq: reading SmolLM2, starting ranks") as status,
         ThreadPoolExecutor(1) as reader,
     ):
         reading = reader.submit(_read, out / "smollm2")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from shared.cli import JsonOption, run_command
+from shared.cli import DemoOptions, JsonOption, run_command
+from shared.progress import show_progress
 
 if TYPE_CHECKING:
     from memo.planner.addresses import Trace
@@ -30,10 +31,12 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 class Fit(JsonOption):
     """Say what fits on a device, what is kept, swapped and recomputed, and how long a step takes.
 
-    Example: memo fit --model llama-7b --device H100 --store 200GiB --ranks 8
-
     Nothing is run and nothing measured: bytes are counted on tensors without memory, seconds follow from the
     device's data sheet.
+
+    Examples:
+        memo fit --model llama-7b --device H100 --store 200GiB --ranks 8
+        memo fit --model ./model --device A100_40 --tokens 8192 65536
     """
 
     model: str
@@ -57,11 +60,9 @@ class Fit(JsonOption):
 
     def execute(self) -> None:
         """Prints a row a length, and the longest length that fits."""
-        from rich.console import Console
-
         from shared.units import format_bytes
 
-        with Console(stderr=True).status("reading the model"):
+        with show_progress("reading the model"):
             from memo.config import Budget
             from memo.profiler.analytic.analysis import Analysis
             from memo.profiler.analytic.fit import LENGTHS, fit
@@ -98,10 +99,12 @@ class Fit(JsonOption):
 class Pack(JsonOption):
     """Plan the addresses of all tensors of a recorded step, so that nothing is lost between them.
 
-    Example: memo pack snapshot.pickle --time-limit-s 10
-
     Record one by torch.cuda.memory._record_memory_history() and _dump_snapshot("snapshot.pickle"), or write a
     CSV of lower,upper,size lines.
+
+    Examples:
+        memo pack snapshot.pickle --time-limit-s 10
+        memo pack trace.csv --align 64 --out offsets.txt
     """
 
     trace: tyro.conf.Positional[Path]
@@ -141,7 +144,9 @@ class Pack(JsonOption):
 class Replay(JsonOption):
     """Say how much memory three allocators would reserve for a recorded step.
 
-    Example: memo replay snapshot.pickle
+    Examples:
+        memo replay snapshot.pickle
+        memo replay trace.csv --json
     """
 
     trace: tyro.conf.Positional[Path]
@@ -170,7 +175,9 @@ class Replay(JsonOption):
 class Alpha(JsonOption):
     """Compute the published fraction of rows to swap, unrounded: what hides and what the store holds.
 
-    Example: memo alpha --whole 512MiB --rows 4GiB --link 3GiB --store 60GiB --layers 32
+    Examples:
+        memo alpha --whole 512MiB --rows 4GiB --link 3GiB --store 60GiB --layers 32
+        memo alpha --whole 512MiB --rows 4GiB --layers 32
     """
 
     whole: str
@@ -200,10 +207,12 @@ class Alpha(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Train a Llama under a limit of memory where plain training fails, beside full recomputation.
 
-    Example: memo demo --out report/memo
+    Examples:
+        memo demo --out report/memo
+        memo demo --full
     """
 
     out: Path = Path("report/memo")
@@ -215,7 +224,7 @@ class Demo:
         """Runs the demo and prints its claims; 1 if a result is not correct."""
         from memo import demo
 
-        return int(not demo.run(self.out, is_full=self.full))
+        return self.run_demo(demo.run)
 
 
 def _read_trace(path: Path) -> Trace:

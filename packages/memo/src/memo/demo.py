@@ -28,6 +28,7 @@ from typing import Any
 from memo.report import draw_memory
 from shared.claims import Claim, finish
 from shared.errors import DataError
+from shared.progress import show_progress
 from shared.units import MiB, format_bytes
 
 __all__ = ["Outcome", "judge", "run"]
@@ -115,8 +116,12 @@ def run(out: Path, *, is_full: bool) -> bool:
         signal.signal(signal.SIGINT, before)
     found: dict[str, Outcome] = {}
     limit = None
-    with tempfile.TemporaryDirectory(dir=out) as folder:
+    with (
+        tempfile.TemporaryDirectory(dir=out) as folder,
+        show_progress("memo: training", len(_WAYS)) as progress,
+    ):
         for way in _WAYS:
+            progress.update(f"memo: training, {way}")
             found[way] = _in_child(context, Contender(way, *size, limit, folder))
             if limit is None and found[way].error:  # nothing to compare with
                 raise DataError(
@@ -126,6 +131,7 @@ def run(out: Path, *, is_full: bool) -> bool:
                 _log.warning("%s: expected training, got: %s", way, found[way].error)
             if way == "full recomputation":
                 limit = int(found[way].growth_bytes * _SLACK) + 8 * MiB
+            progress.advance()
     assert limit is not None
     (out / "plan.txt").write_text(found["memo"].plan + "\n", encoding="utf-8")
     shown = {way: found[way].samples for way in _WAYS if found[way].samples}

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from mspipe.registry import CUTS, MODELS, MODES
-from shared.cli import CheckpointOption, Command, JsonOption, choice, run_command
+from shared.cli import CheckpointOption, Command, DemoOptions, JsonOption, choice, run_command
 from shared.errors import ConfigError
 from shared.files import write_atomically
+from shared.progress import ScalarWriter
 from shared.training import check_device
 from shared.units import parse_bytes
 
@@ -74,9 +75,11 @@ class _Run(JsonOption):
 class Train(_Run, CheckpointOption):
     """Train on the first part of a stream, and evaluate on the rest.
 
-    Example: mspipe train flights --limit 60000 --epochs 3 --checkpoint run1
-
     On several workers, which share each batch: torchrun --nproc-per-node 2 -m mspipe train flights
+
+    Examples:
+        mspipe train flights --limit 60000 --epochs 3 --checkpoint report/mspipe/run1
+        mspipe train zipf:1000:20000 --epochs 1 --model jodie
     """
 
     data: _Data
@@ -87,6 +90,8 @@ class Train(_Run, CheckpointOption):
     """How the stream is cut into batches; adaptive ones grow as long as memory stays as fresh."""
     num_negatives: int = 100
     """Negatives per event in the test, for MRR."""
+    tensorboard: Path | None = None
+    """Folder for TensorBoard's files, over batches: their loss, and scores of each epoch."""
 
     def execute(self) -> None:
         """Prints a line an epoch, the report of the last, and the test."""
@@ -103,15 +108,23 @@ class Train(_Run, CheckpointOption):
                 print(line, file=sys.stderr if self.json else sys.stdout, flush=True)
 
         record: dict[str, Any] = {"epochs": [], "test": {}}
+        num_batches, scalars = 0, ScalarWriter(self.tensorboard if is_first else None)
         pipe, optimizer = _make_pipeline(self, events, group=group)
         settings = Settings(
             epochs=self.epochs, batch_size=self.batch_size, cut=self.cut, seed=self.seed
         )
-        for epoch in fit(pipe, optimizer, train, validate, settings, checkpoint=self.checkpoint):
-            record["epochs"].append({"loss": epoch.loss, "seconds": epoch.seconds} | epoch.scores)
-            told = ", ".join(f"{name.upper()} {value:.4f}" for name, value in epoch.scores.items())
-            rate = len(train) / epoch.seconds if epoch.seconds else 0.0
-            tell(f"epoch {epoch.index}: loss {epoch.loss:.4f}, {told}, {rate:,.0f} events/s")
+        epochs = fit(pipe, optimizer, train, validate, settings, checkpoint=self.checkpoint)
+        with scalars:
+            for epoch in epochs:
+                scores = {"loss": epoch.loss, "seconds": epoch.seconds} | epoch.scores
+                record["epochs"].append(scores)
+                for loss in epoch.losses:
+                    scalars.write(num_batches, {"loss": loss})
+                    num_batches += 1
+                scalars.write(num_batches, {f"epoch/{name}": v for name, v in scores.items()})
+                told = ", ".join(f"{name.upper()} {v:.4f}" for name, v in epoch.scores.items())
+                rate = len(train) / epoch.seconds if epoch.seconds else 0.0
+                tell(f"epoch {epoch.index}: loss {epoch.loss:.4f}, {told}, {rate:,.0f} events/s")
         tell(str(pipe.report()))
         for _ in pipe.score(_batches(validate, self.batch_size)):
             pass  # the memory moves on to the first event of the test
@@ -134,7 +147,9 @@ class Train(_Run, CheckpointOption):
 class Profile(_Run):
     """Measure the stages on your stream, one after another, and plan their overlap.
 
-    Example: mspipe profile flights --place tcp://10.0.0.2:7000
+    Examples:
+        mspipe profile zipf:1000:20000
+        mspipe profile flights --place tcp://10.0.0.2:7000
     """
 
     data: _Data
@@ -155,12 +170,14 @@ class Profile(_Run):
 class Trace(_Run):
     """Write a run's timeline as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
 
-    Example: mspipe trace flights --mode stale --out trace.json
+    Examples:
+        mspipe trace zipf:1000:20000
+        mspipe trace flights --mode stale --out report/mspipe/stale.json
     """
 
     data: _Data
     """The events."""
-    out: Path = Path("trace.json")
+    out: Path = Path("report/mspipe/trace.json")
     """File to write."""
     num_batches: int = 30
     """Batches to run."""
@@ -168,6 +185,7 @@ class Trace(_Run):
     def execute(self) -> None:
         """Prints the report and where the trace is."""
         report = _run_batches(self, self.data, self.mode, self.num_batches)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
         report.trace(self.out)
         record = {"trace": str(self.out), "stage_s": report.stage_s, "period_s": report.period_s}
         self.print_result(record, f"{report}\ntrace: {self.out}")
@@ -177,7 +195,9 @@ class Trace(_Run):
 class PlanStages(JsonOption):
     """Compute the ideal period for five stage times, and the staleness that it needs.
 
-    Example: mspipe plan --stages 2,3,2,8,2
+    Examples:
+        mspipe plan --stages 2,3,2,8,2
+        mspipe plan --stages 0.1,0.4,0.9,1.2,0.3 --json
     """
 
     stages: str
@@ -195,7 +215,9 @@ class PlanStages(JsonOption):
 class Simulate(JsonOption):
     """Replay many iterations of five stages whose times vary.
 
-    Example: mspipe simulate --stages 2,3,2,8,2 --jitter 0.2 --mode stale
+    Examples:
+        mspipe simulate --stages 2,3,2,8,2 --jitter 0.2 --mode stale
+        mspipe simulate --stages 2,3,2,8,2 --mode forward --depth 2
     """
 
     stages: str
@@ -249,7 +271,9 @@ class Simulate(JsonOption):
 class ServeMemory:
     """Serve a memory that other processes read and write over TCP, until interrupted.
 
-    Example: mspipe serve-memory --bind 0.0.0.0:7000
+    Examples:
+        mspipe serve-memory
+        mspipe serve-memory --bind 0.0.0.0:7000 --max-bytes 64GiB
     """
 
     bind: str = "127.0.0.1:7000"
@@ -287,10 +311,12 @@ class ServeMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Train TGN on real flights, its memory behind a modelled slow link, with and without overlap.
 
-    Example: mspipe demo --out report/mspipe
+    Examples:
+        mspipe demo --out report/mspipe
+        mspipe demo --full
     """
 
     out: Path = Path("report/mspipe")
@@ -302,7 +328,7 @@ class Demo:
         """Runs the demo and prints its claims."""
         from mspipe import demo
 
-        return int(not demo.run(self.out, is_full=self.full))
+        return self.run_demo(demo.run)
 
 
 _COMMANDS: dict[str, type[Command]] = {

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from mspipe.data.batching import batches
@@ -26,6 +25,7 @@ from mspipe.pipeline import figure
 from mspipe.pipeline.pipeline import Pipeline
 from mspipe.pipeline.report import Report
 from shared.claims import Claim, finish
+from shared.progress import show_progress
 
 __all__ = ["LinkedRows", "compare_modes", "compare_with_edgebank", "run", "run_pass"]
 
@@ -61,19 +61,18 @@ def run(out: Path, *, is_full: bool) -> bool:
     Returns:
         Whether every claim's result was correct.
     """
-    console = Console(stderr=True)
     out.mkdir(parents=True, exist_ok=True)
     events = flights(120_000 if is_full else 15_000)
     train, rest = events.split(0.85)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with console.status("mspipe: passes over flights, the memory behind 200 Mbit/s"):
+        with show_progress("mspipe: passes over flights, the memory behind 200 Mbit/s"):
             found = {
                 mode: run_pass(events, train if is_full else train[:9_600], mode, 200e6 / 8)
                 for mode in ("forward", "sync", "prefetch")
             }
-        with console.status("mspipe: training TGN for link prediction on flights"):
+        with show_progress("mspipe: training TGN for link prediction on flights"):
             learnt = _learn_links(events, train, rest, 4 if is_full else 5)
     finally:
         torch.set_num_threads(before)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -22,6 +20,7 @@ from mspipe.pipeline.pipeline import Pipeline
 from shared.errors import ConfigError, DataError
 from shared.files import atomic_file
 from shared.kernels.philox import stream_key
+from shared.progress import show_progress
 from shared.training import check_loss, check_shapes, log_resumed
 
 __all__ = ["Epoch", "Settings", "fit"]
@@ -99,7 +98,7 @@ def fit(
         validate: events after `train`; scored after each pass with the memory that it leaves.
         settings: epochs, batches, seed and checkpoint interval; `Settings()` by default.
         checkpoint: folder to resume from and to write to, shared by all workers; None for none.
-        progress: show a progress bar if standard error is a terminal.
+        progress: show progress on standard error: a bar on a terminal, else a line every ten seconds.
 
     Raises:
         DataError: there are no events, or the checkpoint is damaged or of another run.
@@ -123,8 +122,9 @@ def fit(
         key = stream_key(settings.seed, index) >> 1
         cut = list(batches(train, settings.batch_size, negatives, cut=settings.cut, seed=key))
         seconds = 0.0
-        with _bar(f"epoch {index + 1}", len(train), is_shown=progress) as advance:
-            advance(sum(len(batch.events) for batch in cut[:done]), losses)
+        is_shown = progress and not pipe.workers.rank
+        with show_progress(f"epoch {index + 1}, events", len(train), is_shown=is_shown) as bar:
+            bar.advance(sum(len(batch.events) for batch in cut[:done]))
             while done < len(cut):
                 # Without a checkpoint the pipeline never drains within a pass.
                 stop = len(cut) if saved is None else min(len(cut), done + settings.save_every)
@@ -133,7 +133,8 @@ def fit(
                     out.loss.backward()
                     optimizer.step()
                     losses.append(pipe.workers.gather(out.loss.detach()[None]).mean().item())
-                    advance(len(out.batch.events), losses)
+                    text = f"epoch {index + 1}, loss {losses[-1]:.4f}, events"
+                    bar.advance(len(out.batch.events), text)
                     check_loss(losses[-1], f"epoch {index + 1}, batch {len(losses) - 1}")
                 seconds += pipe.report().elapsed_s
                 done = stop
@@ -159,26 +160,6 @@ def _seeded(run: Generator[Output, None, None], key: int, first: int) -> Iterato
             yield out
     finally:
         run.close()
-
-
-@contextmanager
-def _bar(name: str, total: int, *, is_shown: bool) -> Iterator[Callable[[int, list[float]], None]]:
-    if not (is_shown and sys.stderr.isatty()):
-        yield lambda count, losses: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}")
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(name, total=total, told="")
-
-        def advance(count: int, losses: list[float]) -> None:
-            speed = bar.tasks[0].speed or 0.0
-            loss = f"{losses[-1]:.4f}" if losses else "-"
-            bar.update(task, advance=count, told=f"{speed:,.0f} events/s, loss {loss}")
-
-        yield advance
 
 
 class _Checkpoint:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from shared.cli import Command, JsonOption, run_command
+from shared.cli import Command, DemoOptions, JsonOption, run_command
 from shared.errors import ConfigError
 from swift.pipeline.commands import PlanLogs, Simulate, VerifyLog
 
@@ -29,10 +29,12 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 class RunScript:
     """Start a script's ranks and spares on this host, and keep them in number.
 
-    Example: meshyard-swift run -n 4 --spares 1 --heartbeat 5 train.py --batch 64
-
     Several hosts, each with its --node-rank; the first holds the store:
       meshyard-swift run -n 4 --spares 1 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 train.py
+
+    Examples:
+        meshyard-swift run -n 4 --spares 1 train.py
+        meshyard-swift run -n 2 --spares 1 --heartbeat 5 --report failures.json train.py
     """
 
     script: tyro.conf.Positional[tuple[str, ...]]
@@ -106,7 +108,9 @@ class RunScript:
 class Status(JsonOption):
     """Show the ranks, spares and failures of a run.
 
-    Example: meshyard-swift status
+    Examples:
+        meshyard-swift status
+        meshyard-swift status --at 10.0.0.1:29500
     """
 
     at: str | None = None
@@ -132,7 +136,9 @@ class Status(JsonOption):
 class Inject(JsonOption):
     """Disturb a run: kill or stop a rank, or cut its host off.
 
-    Example: meshyard-swift inject kill 2
+    Examples:
+        meshyard-swift inject kill 2
+        meshyard-swift inject cut 1 --seconds 10
     """
 
     fault: tyro.conf.Positional[Literal["kill", "stop", "cut"]]
@@ -159,10 +165,12 @@ class Inject(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Train a small Llama, kill a replica, lose a pipeline stage, and compare every bit.
 
-    Example: meshyard-swift demo --out report/swift
+    Examples:
+        meshyard-swift demo --out report/swift
+        meshyard-swift demo --full
     """
 
     out: Path = Path("report/swift")
@@ -174,7 +182,7 @@ class Demo:
         """Runs the demo and prints its claims; 1 if a result is not correct."""
         from swift import demo
 
-        return int(not demo.run(self.out, is_full=self.full))
+        return self.run_demo(demo.run)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -202,6 +210,7 @@ def main(argv: list[str] | None = None) -> int:
 def _mark_script(argv: list[str]) -> list[str]:
     """Has all that follows `run`'s script be the script's own, its options included."""
     scripts = [at for at, word in enumerate(argv) if word.endswith(".py")]
-    if argv[:1] != ["run"] or "--" in argv or not scripts:
+    subcommand = next((word for word in argv if not word.startswith("-")), None)
+    if subcommand != "run" or "--" in argv or not scripts:
         return argv
     return [*argv[: scripts[0]], "--", *argv[scripts[0] :]]

@@ -19,6 +19,7 @@ from typing import Any
 
 from shared.claims import Claim, finish
 from shared.errors import MeshyardError
+from shared.progress import show_progress
 from swift.report import PHASES, read_failures
 from swift.timeline import Bar, draw_failure, place_phases
 
@@ -66,8 +67,12 @@ def run(out: Path, *, is_full: bool) -> bool:
     out.mkdir(parents=True, exist_ok=True)
     steps = _FULL if is_full else _SHORT
     found: dict[str, tuple[DemoTraining, DemoTraining]] = {}
-    with tempfile.TemporaryDirectory(dir=out) as folder:
+    with (
+        tempfile.TemporaryDirectory(dir=out) as folder,
+        show_progress("swift: training") as progress,
+    ):
         for kind, kills in (_KILLED_AT_FULL if is_full else _KILLED_AT).items():
+            progress.update(f"swift: training, {kind}, undisturbed and killed")
             begun = [
                 _Training(kind, steps, chosen, Path(folder) / f"{kind}-{len(chosen)}")
                 for chosen in ((), kills)

@@ -5,10 +5,22 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import njit
+from numba.core import event
 
-__all__ = ["compiled", "inlined"]
+__all__ = ["compile_s", "compiled", "inlined"]
 
 log = logging.getLogger(__name__)
+
+_timer = event.TimingListener()
+event.register("numba:compile", _timer)
+
+
+def compile_s() -> float:
+    """Seconds that numba has compiled in this process; loading machine code from disk is not counted.
+
+    A kernel is compiled by its first call, so a clock around that call has to subtract them.
+    """
+    return _timer.duration if _timer.done else 0.0
 
 
 def compiled(function: Callable[..., Any], relaxed: frozenset[str] = frozenset()) -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from newborn.summing.registry import METHODS
-from shared.cli import JsonOption, choice, run_command
+from shared.cli import DemoOptions, JsonOption, choice, run_command
 
 __all__ = ["main"]
 
@@ -21,7 +21,9 @@ Exit status: 0 done; 1 failed; 2 wrong usage.
 class Sum(JsonOption):
     """Sum one range of the whole numbers 0, 1, 2, ...
 
-    Example: newborn sum --start 2 --stop 5
+    Examples:
+        newborn sum --start 2 --stop 5
+        newborn sum --start 2 --stop 5 --method loop
     """
 
     start: int
@@ -44,10 +46,12 @@ class Sum(JsonOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demo:
+class Demo(DemoOptions):
     """Sum ranges by prefix sums and one by one, on this machine.
 
-    Example: newborn demo --out report/newborn
+    Examples:
+        newborn demo --out report/newborn
+        newborn demo --full
     """
 
     out: Path = Path("report/newborn")
@@ -59,7 +63,7 @@ class Demo:
         """Runs the demo and prints its claims; 1 if a result is not correct."""
         from newborn import demo
 
-        return int(not demo.run(self.out, is_full=self.full))
+        return self.run_demo(demo.run)
 
 
 def main(argv: list[str] | None = None) -> int:

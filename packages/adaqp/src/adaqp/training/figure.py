@@ -13,7 +13,7 @@ __all__ = ["draw"]
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 _PHASE_COLOURS = dict(
-    zip(PHASES, ("#0072B2", "#E69F00", "#D55E00", "#999999", "#CC79A7"), strict=True)
+    zip(PHASES, ("#0072B2", "#E69F00", "#D55E00", "#999999", "#CC79A7", "#000000"), strict=True)
 )
 _DROPPED_COLOUR = "#ffffff"
 
@@ -34,6 +34,8 @@ def draw(timings: list[Timing], title: str, path: Path) -> None:
     start = [0.0] * len(timings)
     for phase in PHASES:
         widths = [t.seconds[phase] for t in timings]
+        if phase == "compile" and not any(widths):
+            continue  # as always, but in the first steps of an installation
         left.barh(names, widths, left=start, label=phase, color=_PHASE_COLOURS[phase])
         start = [a + b for a, b in zip(start, widths, strict=True)]
     for place, (timing, end) in enumerate(zip(timings, start, strict=True)):

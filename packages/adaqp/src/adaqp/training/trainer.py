@@ -38,7 +38,7 @@ class History:
         loss: mean loss over training nodes before the update, one value per epoch.
         bytes: bytes this rank sent, one value per epoch, with gradients and assignments but
             without probing the links; a late message counts in the epoch in which it left.
-        seconds: seconds by phase (compute, quantise, wait, reduce, assign), one value per epoch.
+        seconds: seconds by phase (compute, quantise, wait, reduce, assign, compile), one value per epoch.
         accuracy: accuracy by split (train, val, test), or micro F1 on multilabel graphs; one value
             per evaluation.
         evaluated_at: number of epochs trained before each evaluation.

@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from bytecheckpoint.demo import training
 from shared.claims import Claim, finish
 from shared.comms import RankPool
 from shared.errors import RankFailure
+from shared.progress import show_progress
 
 __all__ = ["run"]
 
@@ -53,27 +53,26 @@ def run(out: Path, *, is_full: bool) -> bool:
         Whether every claim's result was correct.
     """
     size = _FULL if is_full else _SHORT
-    console = Console(stderr=True)
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         saved = folder / "run"
         with RankPool(2, timeout=_TIMEOUT) as pool:
-            with console.status("bytecheckpoint: training on two ranks, undisturbed"):
+            with show_progress("bytecheckpoint: training on two ranks, undisturbed"):
                 whole = pool.run(training.train, size.num_layers, size.num_steps).results[0][1]
-            with console.status("bytecheckpoint: saving, ours and DCP's in turn"):
+            with show_progress("bytecheckpoint: saving, ours and DCP's in turn"):
                 args = (size.num_layers, folder, size.rounds)
                 blocked = pool.run(training.measure_blocking, *args).results[0]
             with (
-                console.status("bytecheckpoint: training until every rank is killed"),
+                show_progress("bytecheckpoint: training until every rank is killed"),
                 suppress(RankFailure),
             ):
                 args = (size.num_layers, saved, size.every_n, size.kill_at)
                 pool.run(training.train_until_killed, *args)
-        with console.status("bytecheckpoint: resuming in one process"):
+        with show_progress("bytecheckpoint: resuming in one process"):
             alone = training.train(size.num_layers, size.num_steps, saved)
         with (
-            console.status("bytecheckpoint: resuming on four ranks"),
+            show_progress("bytecheckpoint: resuming on four ranks"),
             RankPool(4, timeout=_TIMEOUT) as pool,
         ):
             four = pool.run(training.train, size.num_layers, size.num_steps, saved).results[0]

@@ -30,13 +30,14 @@ from gnnflow.training.checkpoint import Checkpoint, describe_run
 from gnnflow.training.history import StreamHistory
 from gnnflow.training.link_task import LinkTask, Scores
 from gnnflow.training.replay import UniformReplay
-from gnnflow.training.report import Display
+from gnnflow.training.report import describe_round
 from gnnflow.training.rounds import Round, StageClock, cut_increments
 from gnnflow.training.settings import Settings
 from gnnflow.training.subnormal import flush_subnormals
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError, DivergenceError
 from shared.kernels.philox import stream_key
+from shared.progress import show_progress
 from shared.training import check_loss, check_shapes, log_resumed
 
 __all__ = ["ContinualTrainer", "OptimizerMaker", "Round"]
@@ -136,13 +137,15 @@ class ContinualTrainer:
             done = self._resume(saved, events)
         if not done and self.task.memory is not None:
             self.task.memory.reset_state()
-        with Display(len(events), self.settings.metric, is_shown=self.settings.progress) as display:
-            display.advance(done)
+        with show_progress(
+            "warm-up, events", len(events), is_shown=self.settings.progress
+        ) as progress:
+            progress.reach(done)
             if done < first:
                 self.warmed = self._warm_up(events[:first])
                 if saved:
                     saved.write(first, self.state_dict())
-                display.advance(first)
+                progress.reach(first)
             yield from list(self.rounds)
             for start, end in zip([first, *ends], ends, strict=False):
                 if end <= done:
@@ -153,7 +156,7 @@ class ContinualTrainer:
                     found.index % self.settings.checkpoint_every == 0 or end == len(events)
                 ):
                     saved.write(end, self.state_dict())
-                display.advance(end, found)
+                progress.reach(end, describe_round(found, self.settings.metric))
                 yield found
 
     @flush_subnormals()

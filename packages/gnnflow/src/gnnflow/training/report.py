@@ -1,20 +1,18 @@
-"""Reports of a continual run: a progress bar while it runs, a chart and a page afterwards."""
+"""Reports of a continual run: a line a round while it runs, a chart and a page afterwards."""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from gnnflow.training.rounds import STAGES, Round
 from shared.errors import ConfigError, DataError
 
-__all__ = ["Display", "draw", "write_page"]
+__all__ = ["describe_round", "draw", "write_page"]
 
 _NAMES = {
     "ap": "average precision",
@@ -28,64 +26,17 @@ _STAGE_COLOURS = dict(
 _CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000")
 
 
-class Display(AbstractContextManager["Display"]):
-    """A progress bar over a stream's events, on standard error if that is a terminal.
+def describe_round(found: Round, metric: str) -> str:
+    """One line on a round for a progress display: its number, rate and score.
 
     Args:
-        num_events: length of the stream.
-        metric: "ap", "auc" or "mrr": the score of a round that is shown beside the rate.
-        is_shown: False disables the bar.
+        found: the round.
+        metric: "ap", "auc" or "mrr": the score that is shown.
     """
-
-    def __init__(self, num_events: int, metric: str, *, is_shown: bool) -> None:
-        self._num_events, self._metric, self._is_shown = num_events, metric, is_shown
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> Display:
-        if not self._is_shown:
-            return self
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        console = Console(stderr=True)
-        if not console.is_terminal:
-            return self
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TextColumn("{task.fields[score]}"),
-        )
-        self._bar = Progress(*columns, console=console)
-        self._bar.start()
-        self._task = self._bar.add_task("warm-up", total=self._num_events, rate="", score="")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, done: int, found: Round | None = None) -> None:
-        """Moves the bar to `done` events, and shows the rate and score of a round, if given."""
-        if self._bar is None:
-            return
-        about = {}
-        if found is not None:
-            seconds = found.total_s
-            rate = (found.num_events + found.num_replayed) / seconds if seconds else 0.0
-            about = {
-                "description": f"round {found.index}",
-                "rate": f"{rate:,.0f} events/s",
-                "score": f"{self._metric} {getattr(found, self._metric):.3f}",
-            }
-        self._bar.update(self._task, completed=done, **about)
+    count = found.num_events + found.num_replayed
+    rate = count / found.total_s if found.total_s else 0.0
+    score = getattr(found, metric)
+    return f"round {found.index}, {rate:,.0f} events/s, {metric} {score:.3f}, events"
 
 
 def draw(

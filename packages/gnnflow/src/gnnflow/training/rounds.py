@@ -15,6 +15,7 @@ import torch
 
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError
+from shared.kernels.jit import compile_s
 
 __all__ = ["STAGES", "Round", "StageClock", "cut_increments", "parse_span"]
 
@@ -86,6 +87,8 @@ class Round:
 class StageClock:
     """Seconds by stage; a stage inside another one counts as the outer one.
 
+    Seconds in which a kernel's first call compiles it are in no stage.
+
     Args:
         device: device that is synchronised at a stage's end.
     """
@@ -101,13 +104,14 @@ class StageClock:
         if self._is_running:
             yield
             return
-        self._is_running, started = True, time.perf_counter()
+        self._is_running, started, before = True, time.perf_counter(), compile_s()
         try:
             yield
         finally:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
-            self._seconds[name] += time.perf_counter() - started
+            spent = time.perf_counter() - started
+            self._seconds[name] += spent - (compile_s() - before)
             self._is_running = False
 
     def take(self) -> dict[str, Any]:

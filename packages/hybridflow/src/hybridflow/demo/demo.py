@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,13 +17,12 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress
 
 from hybridflow.training.config import Recipe, read_recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.controller import Workers
 from shared.claims import Claim, finish
+from shared.progress import show_progress
 
 __all__ = ["run"]
 
@@ -37,7 +37,6 @@ def run(out: Path, *, is_full: bool) -> bool:
     Returns:
         Whether every claim's result was correct.
     """
-    console = Console(stderr=True)
     out.mkdir(parents=True, exist_ok=True)
     digits, factor = ("digit-sort:3", 3) if is_full else ("digit-sort:2", 1)
     before = torch.get_num_threads()
@@ -46,29 +45,31 @@ def run(out: Path, *, is_full: bool) -> bool:
         curves, claims = {}, []
         for name, steps, least in (("PPO", 70, 0.9), ("GRPO", 100, 0.6)):
             recipe = replace(read_recipe(f"{name.lower()}-sort"), task=digits, steps=steps * factor)
-            curves[name], claim = _learnt(name, recipe, least, console)
+            curves[name], claim = _learnt(name, recipe, least)
             claims.append(claim)
         if importlib.util.find_spec("transformers"):
-            with console.status("hybridflow: the same by transformers, in turns"):
+            with show_progress("hybridflow: the same by transformers, in turns"):
                 claims += _against_transformers(repeats=9 if is_full else 3)
         else:
-            console.print("hybridflow: no claim against transformers, which is not installed")
+            sys.stderr.write("hybridflow: no claim against transformers, which is not installed\n")
     finally:
         torch.set_num_threads(before)
     _draw(curves, out / "reward.svg", digits.rpartition(":")[2])
     return finish(out, "hybridflow", claims, {"reward": curves})
 
 
-def _learnt(name: str, recipe: Recipe, least: float, console: Console) -> tuple[list[float], Claim]:
+def _learnt(name: str, recipe: Recipe, least: float) -> tuple[list[float], Claim]:
     """Trains, and compares with the untrained model as a control."""
     rewards, begun = [], time.perf_counter()
-    with Workers.inline() as workers, Progress(console=console, transient=True) as progress:
-        bar = progress.add_task(f"hybridflow: {name} sorts digits", total=recipe.steps)
+    with (
+        Workers.inline() as workers,
+        show_progress(f"hybridflow: {name} sorts digits", recipe.steps) as progress,
+    ):
         trained = Run.set_up(recipe, workers)
         untrained = trained.greedy()
         for told in trained.steps():
             rewards.append(told["reward"])
-            progress.update(bar, advance=1)
+            progress.advance()
         found = trained.greedy()
     seconds = time.perf_counter() - begun
     return rewards, Claim(

@@ -7,8 +7,6 @@ import statistics
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from hybridflow.training.build_models import start_workers
@@ -16,6 +14,7 @@ from hybridflow.training.config import Recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.timeline import draw
 from shared.files import write_atomically
+from shared.progress import show_progress
 
 __all__ = ["Measured", "measure"]
 
@@ -70,15 +69,13 @@ def measure(recipe: Recipe, num_steps: int, out: Path | None, title: str) -> Mea
         title: title of the picture.
     """
     recipe = replace(recipe, steps=num_steps + _WARM_UP)
-    console = Console(stderr=True)
-    with start_workers(recipe) as workers, Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("hybridflow: steps", total=recipe.steps)
+    with start_workers(recipe) as workers, show_progress("steps", recipe.steps) as progress:
         told, spans = [], []
         run = Run.set_up(recipe, workers)
         for metrics in run.steps():
             told.append(metrics)
             spans.append(run.spans)
-            progress.update(bar, advance=1)
+            progress.advance()
     told = told[_WARM_UP:]
     names = {name for metrics in told for name in metrics if "." in name}
     found = Measured(

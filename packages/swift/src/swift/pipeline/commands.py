@@ -17,9 +17,11 @@ __all__ = ["PlanLogs", "Simulate", "VerifyLog"]
 class PlanLogs(JsonOption):
     """Choose the boundaries of a pipeline that are logged, within a budget of disk.
 
-    Example: meshyard-swift plan-logs profile.json --budget 200GB
-
     The profile is what swift.profiler.measure writes; `logged` of the result is BoundaryLog's.
+
+    Examples:
+        meshyard-swift plan-logs profile.json --budget 200GB
+        meshyard-swift plan-logs profile.json --budget 2GB --method greedy
     """
 
     profile: tyro.conf.Positional[Path]
@@ -67,7 +69,9 @@ class PlanLogs(JsonOption):
 class VerifyLog(JsonOption):
     """Read logs of boundary messages, and say what is missing or damaged. Status 1 if anything is.
 
-    Example: meshyard-swift verify-log /local/log
+    Examples:
+        meshyard-swift verify-log /local/log
+        meshyard-swift verify-log /local/log --json
     """
 
     folder: tyro.conf.Positional[Path]
@@ -112,9 +116,11 @@ class VerifyLog(JsonOption):
 class Simulate(JsonOption):
     """Simulate a training on machines that fail: replicas, replay and checkpoints side by side.
 
-    Example: meshyard-swift simulate --steps 100000 --step 2 --machines 128 --mtbf 100 1000
-
     Nothing is run. The intervals of checkpoints are Young's and Daly's for each way.
+
+    Examples:
+        meshyard-swift simulate
+        meshyard-swift simulate --steps 100000 --step 2 --machines 128 --mtbf 100 1000
     """
 
     steps: int = 10_000
