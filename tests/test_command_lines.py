@@ -145,6 +145,16 @@ def test_what_a_command_writes_by_default_lies_in_the_reports_folder(package, na
 
 
 @every_package
+def test_what_an_example_writes_by_default_lies_there_too(package):
+    option = re.compile(
+        r"add_argument\(\"--(?:out|folder|checkpoint)\".*default=(?:Path\()?\"([^\"]*)\""
+    )
+    scripts = sorted((ROOT / "packages" / package / "examples").glob("*.py"))
+    defaults = [one for path in scripts for one in option.findall(path.read_text(encoding="utf-8"))]
+    assert [one for one in defaults if not one.startswith(f"report/{package}/")] == []
+
+
+@every_package
 def test_shells_complete_a_command_line_and_the_guide_says_how(package, capsys):
     prog, commands = read_commands(package)
     assert run(package, "--tyro-print-completion", "bash") == 0

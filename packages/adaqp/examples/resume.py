@@ -14,7 +14,7 @@ import adaqp
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", type=Path, default=Path("report/resume"))
+    parser.add_argument("--folder", type=Path, default=Path("report/adaqp/resume"))
     parser.add_argument("--epochs", type=int, default=10, help="in all processes together")
     parser.add_argument("--every", type=int, default=2, help="epochs between checkpoints")
     parser.add_argument("--stop-at", type=int, help="stop after this epoch")

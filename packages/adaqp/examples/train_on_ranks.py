@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 train_on_ranks.py parts
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:29500 --rdzv-backend c10d ...
 
-Without a folder, rank 0 cuts a small generated graph into report/parts (one host only).
+Without a folder, rank 0 cuts a small generated graph into report/adaqp/parts (one host only).
 """
 
 import argparse
@@ -26,7 +26,7 @@ def main() -> None:
     group = init_from_env(timeout=timedelta(minutes=5))
     torch.set_num_threads(1)  # ranks of one host share its cores
 
-    folder = arguments.parts or Path("report/parts")
+    folder = arguments.parts or Path("report/adaqp/parts")
     if not arguments.parts and group.rank == 0:
         graph = adaqp.data.sbm(1_000, blocks=5, degree=10, mix=0.2, feat=32)
         adaqp.partition(graph, group.world_size, method="random", out=folder)

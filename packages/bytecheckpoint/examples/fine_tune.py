@@ -26,10 +26,12 @@ def make_base(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--base", help="checkpoint to start from; made when left out")
-    parser.add_argument("--out", type=Path, default=Path("tuned"), help="folder of the result")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report/bytecheckpoint/tuned"), help="folder of the result"
+    )
     parser.add_argument("--steps", type=int, default=60)
     arguments = parser.parse_args()
-    base = arguments.base or "base"
+    base = arguments.base or "report/bytecheckpoint/base"
     if not arguments.base and not Path(base).exists():
         make_base(Path(base))
 

@@ -23,7 +23,9 @@ def read_table(path: str | None) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("table", nargs="?", help="a CSV file with a header; generated if left out")
-    parser.add_argument("--folder", default="run", help="folder or URL of the checkpoints")
+    parser.add_argument(
+        "--folder", default="report/bytecheckpoint/run", help="folder or URL of the checkpoints"
+    )
     parser.add_argument("--steps", type=int, default=40, help="step to train to")
     parser.add_argument("--every", type=int, default=10, help="steps between two checkpoints")
     arguments = parser.parse_args()

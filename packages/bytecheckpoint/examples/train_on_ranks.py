@@ -18,7 +18,9 @@ BATCH_SIZE = 24  # of all ranks together; 1, 2, 3 or 4 of them take equal parts
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", default="run", help="folder or URL that all ranks reach")
+    parser.add_argument(
+        "--folder", default="report/bytecheckpoint/ranks", help="folder or URL that all ranks reach"
+    )
     parser.add_argument("--steps", type=int, default=10, help="step to train to")
     arguments = parser.parse_args()
     group = init_from_env()

@@ -56,8 +56,8 @@ def test_fine_tuning_keeps_the_body_and_learns(run, capsys):
     assert "left model.head.bias, model.head.weight" in text
     assert "body unchanged: True" in text
     assert float(re.search(r"accuracy ([\d.]+)", text)[1]) > 0.9
-    assert command(["convert", "tuned", "hub", "--to", "safetensors"]) == 0
-    assert "accuracy" in run("fine_tune.py", "--base", "tuned")
+    assert command(["convert", "report/bytecheckpoint/tuned", "hub", "--to", "safetensors"]) == 0
+    assert "accuracy" in run("fine_tune.py", "--base", "report/bytecheckpoint/tuned")
 
 
 @pytest.mark.slow

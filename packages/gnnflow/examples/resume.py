@@ -14,7 +14,7 @@ import gnnflow as gf
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", type=Path, default=Path("report/resume"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("report/gnnflow/resume"))
     parser.add_argument("--rounds", type=int, help="stop after so many rounds of this process")
     arguments = parser.parse_args()
 

@@ -21,7 +21,9 @@ def score(roll: hy.Batch) -> hy.Batch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train with checkpoints.")
-    parser.add_argument("--folder", default="runs/sort", help="folder of the checkpoints")
+    parser.add_argument(
+        "--folder", default="report/hybridflow/sort", help="folder of the checkpoints"
+    )
     parser.add_argument("--steps", type=int, default=6, help="training steps in all")
     parser.add_argument("--every", type=int, default=2, help="steps between saves")
     parser.add_argument("--stop-after", type=int, help="end after so many steps of this start")

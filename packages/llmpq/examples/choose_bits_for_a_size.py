@@ -1,9 +1,9 @@
 """Measures how much each layer suffers from rounding, and spends a given number of bytes best.
 
-python choose_bits_for_a_size.py MODEL TEXT --megabytes 60 --out plan.json
+python choose_bits_for_a_size.py MODEL TEXT --megabytes 60
 
 TEXT is a file of text like that to come. No device is asked: this is `llmpq plan` for those who only
-want a smaller model. `llmpq export plan.json --to compressed-tensors` writes it.
+want a smaller model. `llmpq export report/llmpq/plan.json --to compressed-tensors` writes it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("text", type=Path, help="a file of text")
     parser.add_argument("--megabytes", type=float, required=True, help="for all layers together")
     parser.add_argument("--group-size", type=int, default=64)
-    parser.add_argument("--out", type=Path, default=Path("plan.json"))
+    parser.add_argument("--out", type=Path, default=Path("report/llmpq/plan.json"))
     arguments = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(arguments.model)
@@ -61,6 +61,7 @@ def main() -> None:
         model=spec.fingerprint,
         folder=str(arguments.model),
     )
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     plan.save(arguments.out)
     for layer, width in enumerate(bits):
         print(f"layer {layer}: {width} bits, {found.noise[layer, BITS.index(width)]:.2g} nats")

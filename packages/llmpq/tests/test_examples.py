@@ -34,7 +34,7 @@ def test_bits_are_chosen_for_a_size(model, tmp_path, monkeypatch, capsys):
         held = float(re.search(r"^([\d.]+) MB$", text, re.MULTILINE)[1])
         assert held <= float(megabytes) + 0.05
         found.append(float(re.search(r"^([\d.e-]+) nats a token expected", text, re.MULTILINE)[1]))
-        assert len(Plan.load("plan.json").bits) == 5
+        assert len(Plan.load("report/llmpq/plan.json").bits) == 5
     assert found[1] < found[0], "more bytes lose less"
 
 

@@ -14,7 +14,7 @@ import mspipe as ms
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--checkpoint", type=Path, default=Path("report/resume"))
+    parser.add_argument("--checkpoint", type=Path, default=Path("report/mspipe/resume"))
     parser.add_argument("--stop-after", type=int, help="passes after which this process leaves")
     arguments = parser.parse_args()
 
