@@ -274,7 +274,7 @@ def test_without_find_links_nothing_is_fetched(one_package, monkeypatch, tmp_pat
 
 def test_inputs_are_what_packages_read(tmp_path):
     write_inputs(tmp_path)
-    assert len(read_lengths(tmp_path / "lengths.txt")) == 400
+    assert len(read_lengths(tmp_path / "lengths.txt")) == 200
     assert read(tmp_path / "graph.npz").num_nodes == 400
     for name in ("events.csv", "events.parquet"):
         assert len(read_events(tmp_path / name)) == 600

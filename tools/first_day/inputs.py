@@ -24,12 +24,14 @@ def write_inputs(folder: Path) -> None:
     (folder / "cluster.yaml").write_text(_CLUSTER)
     _write_events(folder)
     _write_graph(folder / "graph.npz")
-    lengths = [37 * at % 4000 + 1 for at in range(400)]
+    lengths = [37 * at % 4000 + 1 for at in range(200)]
     (folder / "lengths.txt").write_text("".join(f"{length}\n" for length in lengths))
     (folder / "trace.csv").write_text("lower,upper,size\n0,4,1024\n1,3,2048\n3,6,4096\n")
     prompts = [f"The verse number {at} says that" for at in range(12)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in prompts))
-    (folder / "TEXT").write_text(" ".join(prompts))
+    (folder / "texts").mkdir()
+    for at, prompt in enumerate(prompts, 1):
+        (folder / "texts" / f"{at}.txt").write_text(f"{prompt}\n" * 20 * at)
     _write_model(folder / "model")
 
 

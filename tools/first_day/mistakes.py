@@ -50,7 +50,7 @@ MISTAKES: dict[str, list[Mistake]] = {
     "hydraulis": [
         ("PROG plan nowhere.txt --ranks 4 --cap 100", 1, "nowhere.txt"),
         ("PROG plan lengths.txt --ranks 0 --cap 8192", 1, "rank"),
-        ("PROG plan lengths.txt --ranks 4 --cap 1", 1, "cap"),
+        ("PROG plan lengths.txt --ranks 4 --cap 1", 1, "at most 4 tokens"),
         ("PROG compare --model nowhere", 1, "nowhere"),
         ("PROG compare --device H1000", 1, "H100"),
     ],

@@ -15,7 +15,7 @@ __all__ = ["Step", "read_steps"]
 _FENCE = re.compile(r"(<!--- skip: next -->\n\n?)?^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"\s+#\s.*$")
 _THEIRS = re.compile(
-    r"\.\.\.|HOST:|\b10\.0\.0\.|\b0\.0\.0\.0|:29500|--nnodes|s3://|/nfs/|/models/|/local/|\./texts"
+    r"\.\.\.|HOST:|\b10\.0\.0\.|\b0\.0\.0\.0|:29500|--nnodes|s3://|/nfs/|/models/|/local/"
     r"|\./my-model|\bmy\.yaml|\bsnapshot\.pickle|\bprofile\.json"
 )
 _ROOT = Path(__file__).parents[2]
