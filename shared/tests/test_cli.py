@@ -9,8 +9,18 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import pytest
+from rich.table import Table
 
-from shared.cli import CheckpointOption, JsonOption, choice, read_examples, run_command
+from shared.claims import Claim, finish
+from shared.cli import (
+    CheckpointOption,
+    DemoOptions,
+    JsonOption,
+    choice,
+    draw_table,
+    read_examples,
+    run_command,
+)
 from shared.errors import CommError, ConfigError, DataError, RankFailure
 from shared.kernels import jit
 from shared.progress import is_progress_hidden
@@ -121,6 +131,7 @@ class Log:
 
 def run(*argv):
     commands = {"fail": Fail, "show": Show, "build": Build, "log": Log, "compile": Compile}
+    commands |= {"demo": ShowDemo}
     return run_command(commands, prog="yard", about="Does things.", argv=list(argv))
 
 
@@ -305,6 +316,36 @@ def test_seconds_of_compiling_are_told_apart_from_work(capsys, monkeypatch):
         assert capsys.readouterr() == ("", "")
 
 
+def run_a_demo(out, *, is_full):
+    sys.stdout.write("skipped: a part that needs root\n")
+    claim = Claim(
+        name="rate", unit="rows/s", ours=30.0, baseline=10.0, baseline_name="one by one",
+        higher_is_better=True, correct=not is_full,
+    )  # fmt: skip
+    return finish(out, "yard", [claim], {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowDemo(DemoOptions):
+    """Runs a demo."""
+
+    def execute(self) -> int:
+        return self.run_demo(run_a_demo)
+
+
+@pytest.mark.parametrize(("argv", "status"), [([], 0), (["--full"], 1)])
+def test_a_demos_status_says_whether_it_is_correct(capsys, tmp_path, argv, status):
+    assert run("demo", "--out", str(tmp_path), *argv) == status
+    told = capsys.readouterr()
+    assert told.out == "skipped: a part that needs root\n"
+    assert told.err.startswith("yard: rate: 30 rows/s against 10 (one by one), 3.00x")
+    assert run("demo", "--out", str(tmp_path), "--json", *argv) == status
+    told = capsys.readouterr()
+    (claim,) = json.loads(told.out)["claims"]
+    assert (claim["name"], claim["ratio"], claim["correct"]) == ("rate", 3.0, not status)
+    assert "skipped: a part that needs root\n" in told.err
+
+
 def test_versions_stand_before_everything_but_a_scripts_own_words(capsys):
     assert run("fail", "--how", "fault", "--version") == 0
     told = capsys.readouterr().out.splitlines()
@@ -389,3 +430,11 @@ def test_a_reader_who_leaves_is_no_error(tmp_path, lines):
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_table_is_not_wrapped_in_a_pipe():
+    table = Table("name", "text", box=None)
+    table.add_row("long", "word " * 60)
+    lines = draw_table(table).splitlines()
+    assert len(lines) == 2
+    assert lines[1].count("word") == 60
