@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import shared
-from shared import progress
 from shared.cli import read_examples
+from shared.training import progress
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))

@@ -97,7 +97,7 @@ def test_shared_has_three_rooms_of_substance_and_a_small_one():
     assert names == {
         *("topology", "comms", "kernels", "data"),
         *("claims.py", "cli.py", "errors.py", "files.py", "process_mark.py", "registry.py"),
-        *("__init__.py", "progress.py", "py.typed", "training.py", "units.py"),
+        *("__init__.py", "py.typed", "training", "units.py"),
     }
 
 

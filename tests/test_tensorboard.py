@@ -4,7 +4,7 @@ from importlib import import_module
 
 import pytest
 
-from shared import progress
+from shared.training import progress
 
 FAST = ("--dim", "16", "--epochs", "1", "--batch-size", "100")
 TRAIN = {

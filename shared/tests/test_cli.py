@@ -23,8 +23,8 @@ from shared.cli import (
 )
 from shared.errors import CommError, ConfigError, DataError, RankFailure
 from shared.kernels import jit
-from shared.progress import is_progress_hidden
 from shared.registry import Registry
+from shared.training.progress import is_progress_hidden
 
 POLICIES = Registry("policy")
 POLICIES.add("exact", "nowhere:Exact", "no error")

@@ -2,9 +2,8 @@
 
 Three rooms of substance, `shared.topology`, `shared.comms` and `shared.kernels`, and a small one,
 `shared.data`, for events, flights and metrics. Beside them: atomic files (`files`), command lines
-(`cli`), progress and TensorBoard's files (`progress`), names that users choose from (`registry`),
-claims of a demo (`claims`), exceptions (`errors`), units (`units`), what training runs tell
-(`training`) and marks of processes in names
+(`cli`), names that users choose from (`registry`), claims of a demo (`claims`), exceptions
+(`errors`), units (`units`), what long runs tell (`training`) and marks of processes in names
 (`process_mark`). Nothing is imported here, so that a command line which only prints its help stays
 fast.
 """

@@ -36,9 +36,9 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from shared.errors import CommError, ConfigError, MeshyardError, describe_mistake, list_causes
 from shared.files import find_folders, naming_full_disk
-from shared.progress import hidden_progress
 from shared.registry import Registry
 from shared.training import show_resumed
+from shared.training.progress import hidden_progress
 from shared.units import format_s
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def run_command(
     words = sys.argv[1:] if argv is None else argv
     package = next(iter(commands.values())).__module__.partition(".")[0]
     if "--version" in words[: words.index("--") if "--" in words else None]:
-        print(_versions(package))
+        sys.stdout.write(f"{_versions(package)}\n")
         return 0
     with _telling_settings(prog):
         options = _parse(commands, words, prog, about)

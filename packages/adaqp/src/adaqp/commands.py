@@ -29,8 +29,8 @@ from shared.cli import draw_table
 from shared.comms import Group, NetLab, RankPool, all_gather_v, init_from_env
 from shared.errors import ConfigError, DataError
 from shared.files import write_atomically
-from shared.progress import ScalarWriter, is_progress_hidden, show_progress
 from shared.training import show_resumed
+from shared.training.progress import ScalarWriter, is_progress_hidden, show_progress
 from shared.units import parse_rate
 
 __all__ = ["bench", "plan", "probe_links", "profile_in_rank", "train"]

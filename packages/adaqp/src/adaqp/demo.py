@@ -26,7 +26,7 @@ from adaqp.training.figure import draw
 from adaqp.training.trainer import Trainer
 from shared.claims import Claim, finish
 from shared.comms import NetLab, RankPool, all_reduce, netlab
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 __all__ = ["SCORED", "SHORT", "Score", "Size", "claim_accuracy", "run", "train_in_rank"]
 

@@ -13,7 +13,7 @@ import tyro
 
 from bytecheckpoint.tools.writers.registry import WRITERS
 from shared.cli import DemoOptions, JsonOption, choice, draw_table, run_command
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,7 +18,7 @@ from gnnflow.training.replay_policies import REPLAY_POLICIES
 from shared.cli import CheckpointOption, DemoOptions, JsonOption, choice, run_command
 from shared.errors import ConfigError
 from shared.files import atomic_file, write_atomically
-from shared.progress import ScalarWriter
+from shared.training.progress import ScalarWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -30,7 +30,7 @@ from gnnflow.training.rounds import Round
 from shared.claims import Claim, finish
 from shared.data.events import Events
 from shared.kernels.temporal import Adjacency, sample
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 __all__ = [
     "compare_learning",

@@ -22,7 +22,7 @@ from shared.cli import (
     run_command,
 )
 from shared.errors import ConfigError
-from shared.progress import ScalarWriter, show_progress
+from shared.training.progress import ScalarWriter, show_progress
 
 if TYPE_CHECKING:
     from hybridflow.mapping import ModelSpec, Workload

@@ -9,7 +9,7 @@ from typing import Any
 import tyro
 
 from shared.cli import DemoOptions, JsonOption, run_command
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 __all__ = ["main"]
 

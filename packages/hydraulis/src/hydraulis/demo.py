@@ -24,7 +24,7 @@ from hydraulis.simulator import Outcome, compare
 from shared.claims import Claim, finish
 from shared.comms import Group, RankPool, barrier
 from shared.comms.handicap import handicap
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 __all__ = ["plan_claim", "run", "simulated_claim", "trained_claim"]
 

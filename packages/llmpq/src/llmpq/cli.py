@@ -20,7 +20,7 @@ from llmpq.profiler.commands import (
 )
 from shared.cli import DemoOptions, JsonOption, choice, run_command
 from shared.errors import ConfigError
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable

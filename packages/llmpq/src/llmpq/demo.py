@@ -21,9 +21,9 @@ from llmpq.planner import BASELINES
 from shared.claims import Claim, finish
 from shared.comms import RankPool
 from shared.comms.handicap import handicap
-from shared.progress import show_progress
 from shared.topology.cluster import Cluster, Host
 from shared.topology.device import CPU
+from shared.training.progress import show_progress
 
 # torch and transformers take seconds to import: here and in the template of the ranks at the same time.
 if TYPE_CHECKING:

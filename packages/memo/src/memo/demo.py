@@ -28,7 +28,7 @@ from typing import Any
 from memo.report import draw_memory
 from shared.claims import Claim, finish
 from shared.errors import DataError
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 from shared.units import MiB, format_bytes
 
 __all__ = ["Outcome", "judge", "run"]

@@ -13,8 +13,8 @@ from mspipe.registry import CUTS, MODELS, MODES
 from shared.cli import CheckpointOption, Command, DemoOptions, JsonOption, choice, run_command
 from shared.errors import ConfigError
 from shared.files import write_atomically
-from shared.progress import ScalarWriter
 from shared.training import check_device
+from shared.training.progress import ScalarWriter
 from shared.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from mspipe.pipeline import figure
 from mspipe.pipeline.pipeline import Pipeline
 from mspipe.pipeline.report import Report
 from shared.claims import Claim, finish
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 __all__ = ["LinkedRows", "compare_modes", "compare_with_edgebank", "run", "run_pass"]
 

@@ -20,8 +20,8 @@ from mspipe.pipeline.pipeline import Pipeline
 from shared.errors import ConfigError, DataError
 from shared.files import atomic_file
 from shared.kernels.philox import stream_key
-from shared.progress import show_progress
 from shared.training import check_loss, check_shapes, log_resumed
+from shared.training.progress import show_progress
 
 __all__ = ["Epoch", "Settings", "fit"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from shared.claims import Claim, finish
 from shared.errors import MeshyardError
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 from swift.report import PHASES, read_failures
 from swift.timeline import Bar, draw_failure, place_phases
 

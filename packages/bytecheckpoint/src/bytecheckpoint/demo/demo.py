@@ -21,7 +21,7 @@ from bytecheckpoint.demo import training
 from shared.claims import Claim, finish
 from shared.comms import RankPool
 from shared.errors import RankFailure
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 __all__ = ["run"]
 

@@ -37,8 +37,8 @@ from gnnflow.training.subnormal import flush_subnormals
 from shared.data.events import Events
 from shared.errors import ConfigError, DataError, DivergenceError
 from shared.kernels.philox import stream_key
-from shared.progress import show_progress
 from shared.training import check_loss, check_shapes, log_resumed
+from shared.training.progress import show_progress
 
 __all__ = ["ContinualTrainer", "OptimizerMaker", "Round"]
 

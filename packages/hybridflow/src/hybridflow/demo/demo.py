@@ -22,7 +22,7 @@ from hybridflow.training.config import Recipe, read_recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.controller import Workers
 from shared.claims import Claim, finish
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 __all__ = ["run"]
 

@@ -14,7 +14,7 @@ from hybridflow.training.config import Recipe
 from hybridflow.training.runtime import Run
 from hybridflow.workers.timeline import draw
 from shared.files import write_atomically
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 __all__ = ["Measured", "measure"]
 

@@ -10,7 +10,7 @@ import tyro
 
 from llmpq.profiler import SENSITIVITIES
 from shared.cli import JsonOption, choice
-from shared.progress import show_progress
+from shared.training.progress import show_progress
 
 __all__ = ["PROFILES", "Activations", "Dtype", "MeasureDevice", "MeasureSensitivity", "Width"]
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from shared import progress
 from shared.errors import ConfigError
-from shared.progress import ScalarWriter
+from shared.training import progress
+from shared.training.progress import ScalarWriter
 
 
 def read(folder):

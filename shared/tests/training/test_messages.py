@@ -98,4 +98,4 @@ def test_a_resumption_is_printed_where_it_is_shown_only(capsys):
         log_resumed(12, "run1")
     log_resumed(3, "run2")
     assert capsys.readouterr() == ("", "yard: resumed from step 12 of run1\n")
-    assert not logging.getLogger("shared.training").handlers
+    assert not logging.getLogger("shared.training.messages").handlers

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from shared import progress as module
-from shared.progress import (
+from shared.training import progress as module
+from shared.training.progress import (
     JobProgress,
     hidden_progress,
     is_progress_hidden,
