@@ -41,10 +41,11 @@ def test_an_empty_file_is_said_to_be_empty(package, tmp_path, capsys):
     )
 
 
-def has_torch(pid):
-    """Whether a process has imported torch, which commands do once they are executed."""
+def is_at_work(pid):
+    """Whether a process has imported torch or started others, as commands do when executed."""
     try:
-        return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return bool(children) or "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
     except OSError:
         return False
 
@@ -89,7 +90,7 @@ TRAINING = {
 @pytest.mark.parametrize("package", TRAINING)
 def test_an_interrupted_training_says_how_to_resume(package, tmp_path):
     if package == "adaqp":
-        made = ["adaqp", "partition", "sbm", "--num-nodes", "2000", "--out", "parts"]
+        made = ["adaqp", "partition", "sbm", "--num-nodes", "4000", "--out", "parts"]
         subprocess.run(
             [sys.executable, "-m", *made], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL
         )
@@ -98,6 +99,7 @@ def test_an_interrupted_training_says_how_to_resume(package, tmp_path):
     errors, status = interrupt(words, lambda _: saved.is_dir() and any(saved.iterdir()), tmp_path)
     told = f"{package}: interrupted; resume from run1 by the same command\n"
     assert errors.endswith(told)
+    assert errors.count("interrupted") == 1
     assert "Traceback" not in errors
     assert status == 130
 
@@ -112,8 +114,9 @@ PROGRAMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PROGRAMS)
 def test_an_interrupted_demo_ends_in_one_line(package, tmp_path):
-    errors, status = interrupt([package, "demo", "--out", "out"], has_torch, tmp_path)
+    errors, status = interrupt([package, "demo", "--out", "out"], is_at_work, tmp_path)
     told = f"{PROGRAMS[package]}: interrupted; start again by the same command\n"
     assert errors.splitlines(keepends=True)[-1:] == [told], errors
+    assert errors.count("interrupted") == 1
     assert "Traceback" not in errors
     assert status == 130

@@ -154,6 +154,6 @@ def _alone_quietly() -> Iterator[None]:
 def _cause(error: CheckpointException) -> str:
     """The first cause; torch's own error is not an `Exception`, and would end the rank."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    if isinstance(cause, MeshyardError):
+    if isinstance(cause, MeshyardError | KeyboardInterrupt):
         raise cause from None
     return f"{type(cause).__name__}: {cause} (rank {rank})"
