@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import torch.distributed.checkpoint
-from safetensors.torch import load_file, save_model
+from safetensors.torch import load_file, save_file, save_model
 
 import bytecheckpoint as bcp
 from bytecheckpoint.cli import main
@@ -18,6 +18,7 @@ from bytecheckpoint.storage.files.index import File
 from bytecheckpoint.storage.local import LocalStorage
 from bytecheckpoint.tools.writers.registry import WRITERS
 from shared.topology.boxes import Box
+from shared.units import format_bytes
 
 
 @pytest.fixture
@@ -374,3 +375,109 @@ def test_errors_are_one_line_on_stderr_and_exit_1(tmp_path, capsys):
     assert found.out == ""
     assert found.err.startswith("bytecheckpoint: ")
     assert found.err.count("\n") == 1
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A checkpoint of a model and its optimizer, with tied weights and other values."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4, bias=False))
+    model.append(torch.nn.Linear(4, 4, bias=False))
+    model[2].weight = model[1].weight
+    optimizer = torch.optim.AdamW(model.parameters(), 0.5)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer, "extra": {"step": 3, "names": ["a", (1, 2)]}}
+    bcp.save(tmp_path / "ours", state)
+    return tmp_path / "ours"
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
+def test_diff_knows_its_own_conversion(trained, tmp_path, capsys, to):
+    target = tmp_path / f"to.{to}"
+    out_of(capsys, "convert", trained, target, "--to", to)
+    for two in ([trained, target], [target, trained]):
+        text = out_of(capsys, "diff", *two).out
+        assert "differences: 0" in text
+        # Both names of the tied weight; of an optimizer's state step and two moments each.
+        assert f"equal tensors: {4 if to == 'safetensors' else 4 + 3 * 3}" in text
+        assert ("not compared" in text) == (to == "safetensors")
+
+
+def test_diff_of_two_formats_finds_what_was_changed(trained, tmp_path, capsys):
+    out_of(capsys, "convert", trained, tmp_path / "hub", "--to", "safetensors")
+    weights = load_file(tmp_path / "hub" / "model.safetensors")
+    weights["0.bias"][1] += 2
+    weights["more"] = weights.pop("0.weight")
+    save_file(weights, tmp_path / "hub" / "model.safetensors")
+    text = out_of(capsys, "diff", trained, tmp_path / "hub", code=1).out.splitlines()
+    assert any(
+        line.split() == ["0.bias", "values", "float32", "[4]", "same", "1", "2"] for line in text
+    )
+    assert "values: 1, the farthest 0.bias by 2" in text
+    assert "only in A: 2" in text  # the tied name is in the lost metadata
+    assert "only in B: 1" in text
+    state = torch.load(write_torch(trained, tmp_path, capsys), weights_only=True)
+    state["extra"]["step"] = 4
+    torch.save(state, tmp_path / "other.pt")
+    text = out_of(capsys, "diff", trained, tmp_path / "other.pt", code=1).out
+    assert ["extra.step", "value", "3", "4"] in [line.split() for line in text.splitlines()]
+    assert "values that are no tensors: 1" in text
+
+
+def write_torch(source, folder, capsys):
+    out_of(capsys, "convert", source, folder / "file.pt", "--to", "torch")
+    return folder / "file.pt"
+
+
+def test_diff_lists_the_first_and_counts_all(tmp_path, capsys):
+    for name, value in (("a", 0.0), ("b", 1.0)):
+        bcp.save(tmp_path / name, {f"t{at:02d}": torch.full((2,), value) for at in range(30)})
+    two = [tmp_path / "a", tmp_path / "b"]
+    text = out_of(capsys, "diff", *two, code=1).out.splitlines()
+    assert text[20].startswith("t19")
+    assert text[21:] == [
+        "and 10 more: add --all",
+        "equal tensors: 0, differences: 30",
+        "values: 30, the farthest t00 by 1",
+    ]
+    text = out_of(capsys, "diff", *two, "--all", code=1).out.splitlines()
+    assert text[30].startswith("t29")
+    assert text[31] == "equal tensors: 0, differences: 30"
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_ls_and_verify_show_sizes_of_other_formats(trained, tmp_path, capsys, to):
+    target = tmp_path / "other"
+    out_of(capsys, "convert", trained, target, "--to", to)
+    (entry,) = json.loads(out_of(capsys, "ls", target, "--json").out)["checkpoints"]
+    files = [*target.glob("*.distcp"), *target.glob("*.safetensors")]
+    assert entry["num_bytes"] == sum(file.stat().st_size for file in files)
+    assert entry["num_files"] == len(files) == 1
+    assert entry["num_tensors"] == (3 if to == "safetensors" else 3 + 9)
+    assert entry["step"] is None
+    text = out_of(capsys, "verify", target).out
+    assert f"whole checkpoints: 1, {format_bytes(entry['num_bytes'])}; looked at only" in text
+    for file in files:
+        file.unlink()
+    assert out_of(capsys, "ls", target, code=1)
+
+
+def test_convert_takes_the_models_config_along_or_asks_for_it(trained, tmp_path, capsys):
+    told = out_of(capsys, "convert", trained, tmp_path / "bare", "--to", "safetensors").err
+    assert "these are weights alone; from_pretrained wants the model's config.json too" in told
+    source = tmp_path / "source"
+    source.mkdir()
+    args = ("convert", trained, tmp_path / "hub", "--to", "safetensors", "--config", source)
+    assert "source has none" in out_of(capsys, *args, code=1).err
+    assert not (tmp_path / "hub").exists()
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    (source / "tokenizer.json").write_text("{}")
+    (source / "notes.txt").write_text("mine")
+    assert not out_of(capsys, *args).err
+    files = {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {file.name for file in (tmp_path / "hub").iterdir()} == files
+    again = tmp_path / "again"
+    assert not out_of(capsys, "convert", tmp_path / "hub", again, "--to", "safetensors").err
+    assert {file.name for file in again.iterdir()} == files
+    assert (again / "config.json").read_text() == '{"model_type": "llama"}'

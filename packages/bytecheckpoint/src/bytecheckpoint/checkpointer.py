@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -18,6 +20,7 @@ from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.job import Handle
+from bytecheckpoint.saving.retention import Best, Retention
 from bytecheckpoint.saving.run_lock import RunLock
 from bytecheckpoint.saving.saver import Saver, StageKind
 from bytecheckpoint.saving.termination import FinishOnSignal
@@ -58,6 +61,9 @@ class Checkpointer:
         url: str | os.PathLike[str],
         *,
         keep: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        best: Best = "max",
         every_n: int = 1,
         when_busy: WhenBusy = "wait",
         overwrite: bool = False,
@@ -73,6 +79,9 @@ class Checkpointer:
         Args:
             url: folder of the run: a path, or a URL that fsspec opens ("s3://bucket/run").
             keep: number of newest checkpoints to keep; None: all.
+            keep_every: keep those of steps that are multiples of it too.
+            keep_best: keep so many with the best `metric` of `save` too.
+            best: whether the largest ("max") or the smallest ("min") metric is the best.
             every_n: save only steps that are multiples of it.
             when_busy: what a save does while another is in progress on some rank: "wait" for it,
                 "drop" the new one, or "fail".
@@ -97,16 +106,18 @@ class Checkpointer:
             ConfigError: a setting is out of range, the URL cannot be opened, this process is not
                 in the group, or signals cannot be handled as this is not the main thread.
         """
-        if every_n < 1 or (keep is not None and keep < 1):
-            raise ConfigError(
-                f"expected every_n and keep to be at least 1, got {every_n} and {keep}"
-            )
+        if every_n < 1:
+            raise ConfigError(f"every_n: expected at least 1, got {every_n}")
         if when_busy not in ("wait", "drop", "fail"):
             raise ConfigError(
                 f"expected when_busy to be 'wait', 'drop' or 'fail', got {when_busy!r}"
             )
         if on_error not in ("raise", "warn"):
             raise ConfigError(f"expected on_error to be 'raise' or 'warn', got {on_error!r}")
+        self._retention = Retention(
+            keep=keep, keep_every=keep_every, keep_best=keep_best, best=best
+        )
+        self._metrics: dict[int, float] = {}
         self._storage = open_storage(url)
         self._saver = Saver(
             self._storage,
@@ -118,7 +129,6 @@ class Checkpointer:
         self._sigterm = (
             FinishOnSignal(lambda: self._saver.is_under_way) if finish_on_sigterm else None
         )
-        self._keep = keep
         self._every_n = every_n
         self._when_busy = when_busy
         self._overwrite = overwrite
@@ -150,13 +160,14 @@ class Checkpointer:
         else:
             self._finish()
 
-    def save(self, step: int, state: dict[str, Any]) -> Handle:
+    def save(self, step: int, state: dict[str, Any], *, metric: float | None = None) -> Handle:
         """Saves a state if the step is a multiple of `every_n`; called by all ranks.
 
         Args:
             step: training step, which names the checkpoint.
             state: a dictionary of modules, optimizers, objects with state_dict, tensors of any
                 kind, and JSON-like values.
+            metric: how good the state is, for `keep_best`; rank 0's counts.
 
         Returns:
             A handle with `staged` and `committed`. A failure after the copy is reported in
@@ -200,6 +211,7 @@ class Checkpointer:
             commit.format_step(step),
             state,
             step=step,
+            metric=None if metric is None else float(metric),
             overwrite=self._overwrite,
             check=lambda: self._prepare(step, before),
             before_commit=lambda: self._abandon(step),
@@ -213,7 +225,7 @@ class Checkpointer:
         Args:
             step: step of the checkpoint to load.
             state: as for saving; written to in place.
-            **options: of `load`: strict, atomic, verify, cast, dedupe, rates, num_threads.
+            **options: of `load`: strict, atomic, verify, cast, rename, dedupe, ...
 
         Raises:
             FileNotFoundError: there is no such step.
@@ -373,13 +385,16 @@ class Checkpointer:
         self._went_back_to = None
 
     def _retain(self, step: int) -> None:
-        """Removes checkpoints older than the newest `keep`; called by the coordinator's thread."""
+        """Removes checkpoints that need not stay; called by the coordinator's thread."""
         self._steps = sorted({*self._steps, step})
-        while self._keep is not None and len(self._steps) > self._keep:
-            # The new checkpoint stays, even if older checkpoints have later steps.
-            oldest = next(one for one in self._steps if one != step)
-            commit.remove_checkpoint(self._storage, commit.format_step(oldest))
-            self._steps.remove(oldest)
+        self._metrics.pop(step, None)  # an earlier checkpoint of this step had another
+        for one in self._steps if self._retention.keep_best else ():
+            if one not in self._metrics:
+                metric = commit.read_manifest(self._storage, commit.format_step(one)).metric
+                self._metrics[one] = math.nan if metric is msgspec.UNSET else metric
+        for one in self._retention.find_removable(self._steps, step, self._metrics):
+            commit.remove_checkpoint(self._storage, commit.format_step(one))
+            self._steps.remove(one)
 
 
 def save(
@@ -432,6 +447,7 @@ def load(
     atomic: bool = False,
     verify: bool = True,
     cast: bool = False,
+    rename: Mapping[str, str] | None = None,
     dedupe: Dedupe = "auto",
     rates: Rates | None = None,
     num_threads: int | None = None,
@@ -448,6 +464,8 @@ def load(
         atomic: leave every destination as it was if the load fails; takes memory for a second copy.
         verify: compare every block with its checksum before it is used.
         cast: convert elements whose type differs from the checkpoint's.
+        rename: beginnings of names in the state by those in the checkpoint, as
+            {"model.encoder.": "model.backbone."}; an optimizer's state follows its parameters.
         dedupe: "always": data that several ranks need is read once and sent to the others;
             "never": each rank reads all it needs; "auto": whichever `rates` predict to be faster.
         rates: rates of storage and network, for "auto"; measured by default.
@@ -471,6 +489,7 @@ def load(
         atomic=atomic,
         verify=verify,
         cast=cast,
+        rename=rename,
         dedupe=dedupe,
         rates=rates,
         num_threads=num_threads,

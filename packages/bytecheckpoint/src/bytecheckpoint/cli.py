@@ -29,6 +29,8 @@ torch.distributed.checkpoint (.metadata) are read as well.
 Exit status: 0 done; 1 failed, damaged or different; 2 wrong usage.
 """
 
+# Rows of differences that are listed without --all.
+_MAX_ROWS = 20
 _FORMATS = "; ".join(f"{name}: {WRITERS.about(name)}" for name in WRITERS)
 _Run = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
 _Checkpoint = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
@@ -163,7 +165,7 @@ class Verify(JsonOption):
                     if damage.tensors:
                         lines.append(f"    holds parts of {_shorten(damage.tensors)}")
         how = "every byte" if self.deep else "sizes, headers and tables, not their content (--deep)"
-        if all(one.num_bytes is None for one in found):
+        if not any(one.has_checksums for one in found):
             how = "only its structure: the format has no checksums"
         if found and not damages:
             lines = [f"whole checkpoints: {len(found)}, {format_bytes(total)}; looked at {how}"]
@@ -186,45 +188,40 @@ class Diff(JsonOption):
     """
 
     a: _Checkpoint
-    """One checkpoint, or a run for its newest."""
+    """One checkpoint, a file of torch.save too, or a run for its newest."""
     b: _Checkpoint
     """The other."""
     filter: str = "*"
     """Only names that match, as for inspect."""
+    all: bool = False
+    """List every difference, not the first 20 only."""
 
     def execute(self) -> int:
         """Prints what differs; 1 if anything does."""
-        from bytecheckpoint.loading.checkpoint import open as open_checkpoint
-        from bytecheckpoint.tools.diff import diff_tensors, diff_values
+        from bytecheckpoint.loading.checkpoint import open_any
+        from bytecheckpoint.tools.diff import compare
         from bytecheckpoint.tools.inventory import find_newest
 
-        table = _make_table("tensor", "differs in", "A", "B", "elements>", "max abs>")
-        num_equal, tensors = 0, []
-        with open_checkpoint(find_newest(self.a)) as a, open_checkpoint(find_newest(self.b)) as b:
+        with open_any(find_newest(self.a)) as a, open_any(find_newest(self.b)) as b:
+            wanted = None if self.filter == "*" else _make_matcher(self.filter)
             total = a.index.total_bytes
             with show_progress("comparing", total, is_bytes=True) as progress:
-                for one in diff_tensors(a, b, _make_matcher(self.filter), progress.advance):
-                    if not one.what:
-                        num_equal += 1
-                        continue
-                    tensors.append(one._asdict())
-                    if one.what == "values":
-                        far = (f"{one.num_different:,}", f"{one.max_abs:.3g}")
-                        table.add_row(one.name, one.what, one.a, "same", *far)
-                    else:
-                        table.add_row(one.name, one.what, one.a, one.b, "", "")
-            extras = [one.source.extra for one in (a, b)]
-        others = []
-        for part in ("tree", "ranks") if self.filter == "*" else ():
-            for path, *values in diff_values(extras[0][part], extras[1][part]):
-                others.append({"path": path, "a": values[0], "b": values[1]})
-                shown = (f"{value!r:.40}" for value in values)
-                table.add_row(path, "value", *shown, "", "")
-        count = f"equal tensors: {num_equal}, differences: {table.row_count}"
-        self.print_result(
-            {"num_equal": num_equal, "tensors": tensors, "values": others},
-            f"{draw_table(table)}\n{count}" if table.row_count else count,
-        )
+                found = compare(a, b, wanted, progress.advance)
+        table = _make_table("tensor", "differs in", "A", "B", "elements>", "max abs>")
+        for one in found.tensors:
+            is_near = one.what == "values"
+            far = (f"{one.num_different:,}", f"{one.max_abs:.3g}") if is_near else ("", "")
+            table.add_row(one.name, one.what, one.a, "same" if is_near else one.b, *far)
+        for path, *two in found.values:
+            table.add_row(path, "value", *(f"{value!r:.40}" for value in two), "", "")
+        lines = draw_table(table).splitlines() if table.row_count else []
+        if not self.all and table.row_count > _MAX_ROWS:
+            lines[1 + _MAX_ROWS :] = [f"and {table.row_count - _MAX_ROWS} more: add --all"]
+        record = found._asdict() | {
+            "tensors": [one._asdict() for one in found.tensors],
+            "values": [{"path": path, "a": one, "b": two} for path, one, two in found.values],
+        }
+        self.print_result(record, "\n".join([*lines, *found.summarize()]))
         return int(table.row_count > 0)
 
 
@@ -244,6 +241,9 @@ class Convert(JsonOption):
     to: Annotated[str, choice(WRITERS), tyro.conf.arg(help=_FORMATS)]
     prefix: str | None = None
     """For safetensors: write only tensors whose names begin with this prefix, and strip it."""
+    config: Path | None = None
+    """For safetensors: folder of the model's config.json, which is copied with the tokenizer beside
+    it. Default: the source, where it is a Hugging Face folder."""
 
     def execute(self) -> int:
         """Converts, with a progress bar."""
@@ -255,8 +255,21 @@ class Convert(JsonOption):
         with open_any(src) as checkpoint:
             total = checkpoint.index.total_bytes
         with show_progress("writing", total, is_bytes=True) as progress:
-            convert(src, self.dst, self.to, prefix=self.prefix, progress=progress.advance)
+            convert(
+                src,
+                self.dst,
+                self.to,
+                prefix=self.prefix,
+                config=self.config,
+                progress=progress.advance,
+            )
         self.print_result({"dst": self.dst, "format": self.to, "num_bytes": total}, self.dst)
+        if self.to == "safetensors" and not (Path(self.dst) / "config.json").exists():
+            print(
+                "these are weights alone; from_pretrained wants the model's config.json too: copy it "
+                "there, or convert with --config FOLDER",
+                file=sys.stderr,
+            )
         return 0
 
 

@@ -8,7 +8,7 @@ strings are replaced in the dictionaries and lists that hold them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bytecheckpoint.loading.renaming import Renaming
 from bytecheckpoint.loading.saved_values import SavedValues
 from bytecheckpoint.loading.source import Source
 from bytecheckpoint.state.describe import LocalState, describe, is_per_rank, is_stateful, join
@@ -109,6 +110,7 @@ def find_destinations(
     world_size: int,
     *,
     cast: bool,
+    rename: Mapping[str, str] | None = None,
 ) -> Destinations:
     """Finds where a checkpoint's tensors and values go in a state, and what does not fit.
 
@@ -117,13 +119,15 @@ def find_destinations(
         source: the checkpoint.
         rank, world_size: this rank, and the number of ranks that load.
         cast: whether element types may differ.
+        rename: beginnings of the state's names by those in the checkpoint, see `Renaming`.
 
     Raises:
-        DataError: the state or the checkpoint has invalid content.
+        DataError: the state or the checkpoint has invalid content, or names do not fit `rename`.
     """
     index = source.index
     local = describe(state, rank)
-    stored_as = _map_names(state, source, local)
+    renaming = Renaming(rename)
+    stored_as = _map_names(state, source, local, renaming)
     stored = {
         here: (parse_dtype(index.dtypes[at]), index.shapes[at])
         for here, name in stored_as.items()
@@ -137,7 +141,7 @@ def find_destinations(
     if made:
         local = describe(state, rank)
     saved = SavedValues(source.extra, rank)
-    walk = _Restore(local, saved, stored, rank, world_size)
+    walk = _Restore(local, saved, stored, rank, world_size, renaming)
     has_values = source.has_values
     found = Destinations(missing=walk.missing, unexpected=walk.unexpected, made=made)
     try:
@@ -226,7 +230,9 @@ def _is_of_rank(name: str, local: LocalState) -> bool:
     return any(name.startswith(f"{path}.rank") for path in local.rank_trees)
 
 
-def _map_names(state: dict[str, Any], source: Source, local: LocalState) -> dict[str, str]:
+def _map_names(
+    state: dict[str, Any], source: Source, local: LocalState, rename: Renaming
+) -> dict[str, str]:
     """Maps this state's tensor names to the checkpoint's.
 
     In a folder of safetensors, names begin below the model's key; in torch's own optimizer states
@@ -239,8 +245,10 @@ def _map_names(state: dict[str, Any], source: Source, local: LocalState) -> dict
                 f"a folder of safetensors holds one model: load it into {{'model': model}}, got "
                 f"the keys {list(state)}"
             )
-        return {f"{next(iter(state))}.{name}": name for name in names}
-    found = {name: name for name in names}
+        key = next(iter(state))
+        found = rename.apply(f"{key}.{name}" for name in names)
+        return {here: name.removeprefix(f"{key}.") for here, name in found.items()}
+    found = rename.apply(names)
     for path in local.optimizers:
         prefix = f"{path}.state."
         split = {
@@ -249,11 +257,13 @@ def _map_names(state: dict[str, Any], source: Source, local: LocalState) -> dict
             if name.startswith(prefix)
         }
         parameters = {parameter for parameter, _ in split.values()}
-        known = local.parameters.find_names_of(parameters, local.modules)
+        new = {name: rename.rename_parameter(name, local.modules) for name in parameters}
+        known = local.parameters.find_names_of(set(new.values()), local.modules)
         for name in split:
-            del found[name]
+            del found[rename(name)]
         for name, (parameter, key) in split.items():
-            found[f"{prefix}{known.get(parameter, parameter)}.{key}"] = name
+            here = known.get(new[parameter], new[parameter])
+            found[f"{prefix}{here}.{key}"] = name
     return found
 
 
@@ -267,6 +277,7 @@ class _Restore:
         stored: dict[str, tuple[torch.dtype, tuple[int, ...]]],
         rank: int,
         world_size: int,
+        rename: Renaming,
     ) -> None:
         self.local = local
         self.apply = False
@@ -277,6 +288,7 @@ class _Restore:
         self._stored = stored
         self._rank = rank
         self._world_size = world_size
+        self._rename = rename
 
     def visit(self, path: str, value: Any, nodes: list[Any]) -> Any:
         """Compares or applies; returns the value's replacement."""
@@ -366,17 +378,25 @@ class _Restore:
 
     def _optimizer(self, path: str, optimizer: torch.optim.Optimizer, nodes: list[Any]) -> None:
         known = self.local.parameters
+
+        def rename(name: str) -> str:
+            return self._rename.rename_parameter(name, self.local.modules)
+
         stored = [
-            name for node in nodes for group in _list_groups(node) for name in group["params"]
+            rename(name)
+            for node in nodes
+            for group in _list_groups(node)
+            for name in group["params"]
         ]
         here = known.find_names_of(stored, self.local.modules)
         settings: dict[str, Any] = {}
         values: dict[str, Any] = {}
         for node in reversed(nodes):
             for group in _list_groups(node):
-                for name in group["params"]:
+                for name in map(rename, group["params"]):
                     settings[here.get(name, name)] = group["settings"]
-            values.update(node.get("$optimizer", {}).get("values", {}))
+            saved = node.get("$optimizer", {}).get("values", {})
+            values.update({rename(name): content for name, content in saved.items()})
         names = iter(list_parameter_names(optimizer, known))
         for at, group in enumerate(optimizer.param_groups):
             own = [name for _ in group["params"] for name in next(names)]

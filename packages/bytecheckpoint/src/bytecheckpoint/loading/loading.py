@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,6 +76,7 @@ def load_state(
     atomic: bool = False,
     verify: bool = True,
     cast: bool = False,
+    rename: Mapping[str, str] | None = None,
     dedupe: Dedupe = "auto",
     rates: Rates | None = None,
     num_threads: int | None = None,
@@ -92,6 +94,7 @@ def load_state(
             theirs after that, and may still refuse it in `load_state_dict`.
         verify: compare every block with its checksum before it is used.
         cast: convert elements whose type differs from the checkpoint's.
+        rename: see `bytecheckpoint.load`.
         dedupe: whether data that several ranks need is read once and sent to the others: "always",
             "never", or "auto", which decides by `rates`.
         rates: rates of storage and network; by default a first read and exchange are timed.
@@ -113,7 +116,7 @@ def load_state(
     found: Destinations | None = None
     try:
         with trace.span("plan"):
-            found = _destinations(team, source, state, strict=strict, cast=cast)
+            found = _destinations(team, source, state, strict=strict, cast=cast, rename=rename)
             loading = _Loading.prepare(team, source, found, trace, num_threads, is_apart=atomic)
         is_shared = loading.read(dedupe, rates)
         loading.finish()
@@ -156,12 +159,20 @@ def _open_together(team: Team, storage: Storage, path: str, verify: bool) -> Sou
 
 
 def _destinations(
-    team: Team, source: Source, state: dict[str, Any], *, strict: bool, cast: bool
+    team: Team,
+    source: Source,
+    state: dict[str, Any],
+    *,
+    strict: bool,
+    cast: bool,
+    rename: Mapping[str, str] | None,
 ) -> Destinations:
     """Finds all destinations; raises on all ranks if the state of any rank does not fit."""
     found, error = None, None
     try:
-        found = find_destinations(state, source, team.rank, team.world_size, cast=cast)
+        found = find_destinations(
+            state, source, team.rank, team.world_size, cast=cast, rename=rename
+        )
     except Exception as caught:  # noqa: BLE001 - raised on all ranks together
         error = caught
     try:

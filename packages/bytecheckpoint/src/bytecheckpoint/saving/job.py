@@ -40,10 +40,19 @@ class Handle:
         committed: future that is done when the checkpoint exists, or holds the error, the same on
             all ranks.
         trace: times of the stages on this rank.
+        metric: how good the state is, None if nobody said.
     """
 
-    def __init__(self, step: int | None, trace: Trace, *, is_skipped: bool = False) -> None:
+    def __init__(
+        self,
+        step: int | None,
+        trace: Trace,
+        *,
+        is_skipped: bool = False,
+        metric: float | None = None,
+    ) -> None:
         self.step = step
+        self.metric = metric
         self.trace = trace
         self.is_skipped = is_skipped
         self.staged = threading.Event()
@@ -180,6 +189,7 @@ class Job:
                     index=commit.describe_file("index.msgpack", self.index),
                     extra=commit.describe_file("extra.json", extra),
                     files=[one.file for one in reports if one.file is not None],
+                    metric=msgspec.UNSET if self.handle.metric is None else self.handle.metric,
                 )
                 commit.commit(
                     self.storage,

@@ -201,6 +201,7 @@ class Saver:
         state: dict[str, Any],
         *,
         step: int | None = None,
+        metric: float | None = None,
         overwrite: bool = False,
         check: Callable[[], None] = lambda: None,
         before_commit: Callable[[], None] = lambda: None,
@@ -212,6 +213,7 @@ class Saver:
             path: path of the checkpoint's folder in the storage.
             state: see `Checkpointer.save`.
             step: step of training, for the manifest.
+            metric: how good the state is, for the manifest.
             overwrite: whether to replace a checkpoint at the path.
             check: called first, when no save is in progress; if it raises, all ranks raise.
             before_commit: called on the coordinator just before the checkpoint appears; if it raises,
@@ -229,7 +231,7 @@ class Saver:
         self._is_entered = True
         try:
             self.wait()
-            handle = Handle(step, Trace(self.team.rank))
+            handle = Handle(step, Trace(self.team.rank), metric=metric)
             begun = self._begin(state, check, handle.trace)
             is_planned, has_rank_trees = self._agree(begun, handle.trace)
             if not is_planned:

@@ -22,6 +22,7 @@ def convert(
     to: str,
     *,
     prefix: str | None = None,
+    config: str | os.PathLike[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Writes a checkpoint in another format, in about 200 MiB of memory at most.
@@ -33,10 +34,12 @@ def convert(
         to: a name in `bytecheckpoint.tools.writers.registry.WRITERS`.
         prefix: for "safetensors", prefix of the names of the tensors to write, which is stripped;
             None: "model.", unless the source has no such names or is a safetensors folder.
+        config: for "safetensors", folder of the model's config.json, which is copied with the files
+            of a tokenizer beside it; None: the source, where it is a safetensors folder.
         progress: called with the number of bytes written since its last call.
 
     Raises:
-        ConfigError: there is no such format, or `dst` exists or is no local path.
+        ConfigError: there is no such format, no config.json in the folder that was named, or `dst` exists or is no local path.
         DataError: the source is damaged, or holds values that the format cannot store.
     """
     if "://" in os.fspath(dst):
@@ -46,9 +49,10 @@ def convert(
         )
     write = WRITERS.get(to)
     options = {}
-    if "prefix" in signature(write).parameters:
-        options["prefix"] = prefix
-    elif prefix is not None:
-        _log.warning("the prefix %r is ignored: a checkpoint in %s keeps all names", prefix, to)
+    for name, value in (("prefix", prefix), ("config", config)):
+        if name in signature(write).parameters:
+            options[name] = value
+        elif value is not None:
+            _log.warning("the %s %r is ignored: %s has none", name, os.fspath(value), to)
     with open_any(src) as checkpoint:
         write(checkpoint, dst, progress=progress, **options)

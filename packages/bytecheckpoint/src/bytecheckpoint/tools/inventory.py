@@ -6,8 +6,10 @@ import posixpath
 from typing import NamedTuple
 
 from bytecheckpoint.formats.registry import find_folder_format
+from bytecheckpoint.loading.source import open_source
 from bytecheckpoint.storage import Storage, open_storage
 from bytecheckpoint.storage.files import commit
+from bytecheckpoint.storage.files.index import Index
 from bytecheckpoint.storage.files.manifest import MANIFEST_NAME
 from shared.errors import DataError
 
@@ -26,6 +28,7 @@ class Entry(NamedTuple):
         num_files: number of data files.
         num_tensors: number of tensors, tied names not counted.
         damage: why values above are missing.
+        has_checksums: whether its format has checksums of the tensors' bytes.
     """
 
     url: str
@@ -36,12 +39,13 @@ class Entry(NamedTuple):
     num_files: int | None = None
     num_tensors: int | None = None
     damage: str = ""
+    has_checksums: bool = True
 
 
 def list_checkpoints(url: str) -> list[Entry]:
     """Lists the checkpoints with a manifest at a URL by step, including damaged ones.
 
-    A folder of another format is one entry without numbers.
+    A folder of another format is one entry, whose numbers are of its files of tensors.
     """
     storage = open_storage(url)
     names = storage.list("")
@@ -49,7 +53,7 @@ def list_checkpoints(url: str) -> list[Entry]:
         return [_read_entry(storage, url, "")]
     steps = sorted((step, name) for name in names if (step := commit.parse_step(name)) is not None)
     if not steps and find_folder_format(names) is not None:
-        return [Entry(url, "")]
+        return [_read_other(storage, url)]
     return [
         _read_entry(storage, posixpath.join(url, name), name)
         for _, name in steps
@@ -64,6 +68,19 @@ def find_newest(url: str) -> str:
     if MANIFEST_NAME in storage.list("") or not steps:
         return url
     return posixpath.join(url, commit.format_step(steps[-1]))
+
+
+def _read_other(storage: Storage, url: str) -> Entry:
+    entry = Entry(url, "", has_checksums=False)
+    try:
+        index = Index.decode(open_source(storage, "").index, url)
+    except (DataError, OSError) as error:
+        return entry._replace(damage=str(error))
+    return entry._replace(
+        num_bytes=sum(file.num_bytes for file in index.files),
+        num_files=len(index.files),
+        num_tensors=len(index.names),
+    )
 
 
 def _read_entry(storage: Storage, url: str, path: str) -> Entry:

@@ -47,6 +47,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         index: the index file.
         extra: the file of non-tensor values.
         files: the data files, in the order of the index.
+        metric: how good the state is, by which the best checkpoints are kept; unset if nobody said.
     """
 
     format: str = _FORMAT
@@ -57,6 +58,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     index: FileRecord
     extra: FileRecord
     files: list[FileRecord]
+    metric: float | msgspec.UnsetType = msgspec.UNSET
 
     def encode(self) -> bytes:
         """JSON with one line per member, ending with a hash of the preceding bytes."""

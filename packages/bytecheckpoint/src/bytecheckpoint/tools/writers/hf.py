@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import posixpath
 from collections.abc import Callable, Iterable
 from io import BufferedIOBase
 from pathlib import Path
@@ -16,10 +17,16 @@ from bytecheckpoint.storage.files.dtypes import get_safetensors_name, parse_dtyp
 from bytecheckpoint.storage.files.index import Index
 from bytecheckpoint.tools.writers.new_path import make_new
 from bytecheckpoint.tools.writers.slabs import cut_slabs, view_bytes
-from shared.errors import DataError
+from shared.errors import ConfigError, DataError
 from shared.topology.boxes import Box
 
 __all__ = ["write_hf"]
+
+_COPIED = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json",
+    "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.json",
+    "tokenizer.model", "tokenizer_config.json", "vocab.json",
+)  # fmt: skip
 
 
 def write_hf(
@@ -28,6 +35,7 @@ def write_hf(
     *,
     max_shard_bytes: int = 5 * 1000**3,
     prefix: str | None = None,
+    config: str | os.PathLike[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Writes a model's weights as safetensors files, in the layout of `save_pretrained`.
@@ -38,13 +46,16 @@ def write_hf(
         max_shard_bytes: no file has more bytes of tensors, unless a single one is larger.
         prefix: which tensors are written, and what is cut from their names; by default "model."
             where names begin with it, unless the source is a folder of safetensors itself.
+        config: folder of config.json and perhaps a tokenizer, which are copied; by default the
+            source, if it is a folder of safetensors.
         progress: called with the number of bytes written since its last call.
 
     Raises:
-        ConfigError: the folder exists.
+        ConfigError: the folder exists, or `config` names one without a config.json.
         DataError: no name begins with the prefix, or safetensors has no name for a type.
     """
     index = checkpoint.index
+    beside = _read_beside(checkpoint, config)
     if prefix is None:
         is_state = any(name.startswith("model.") for name in index.names)
         prefix = "model." if is_state and checkpoint.source.has_values else ""
@@ -62,6 +73,8 @@ def write_hf(
     weight_map = {}
     with make_new(Path(folder)) as making:
         making.mkdir()
+        for name, content in beside.items():
+            (making / name).write_bytes(content)
         for at, shard in enumerate(shards, 1):
             file_name = f"model-{at:05d}-of-{len(shards):05d}.safetensors"
             if len(shards) == 1:
@@ -73,6 +86,23 @@ def write_hf(
             total = sum(_count_bytes(index, name) for name in names)
             content = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (making / INDEX_NAME).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _read_beside(checkpoint: Checkpoint, config: str | os.PathLike[str] | None) -> dict[str, bytes]:
+    """The small files of a Hugging Face folder that are no weights, by name."""
+    if config is not None:
+        folder = Path(config)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"config: expected a folder with config.json, {folder} has none; name the folder of "
+                "the model that was trained"
+            )
+        return {name: (folder / name).read_bytes() for name in _COPIED if (folder / name).is_file()}
+    if checkpoint.kind != "hf":
+        return {}
+    storage, path = checkpoint.source.storage, checkpoint.source.summary.folder
+    there = [name for name in storage.list(path) if name in _COPIED]
+    return {name: bytes(storage.read(posixpath.join(path, name))) for name in there}
 
 
 def _count_bytes(index: Index, name: str) -> int:
