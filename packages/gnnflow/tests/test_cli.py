@@ -145,7 +145,7 @@ SMALL = ["zipf:60:900", "--dim", "8", "--fanouts", "3", "3"]
 def test_a_resumed_run_says_from_where(tmp_path, capsys):
     given = ["train", *SMALL, "--epochs", "1", "--checkpoint", str(tmp_path / "run1")]
     assert main(given) == 0
-    assert "resumed" not in capsys.readouterr().err
+    assert "resumed from" not in capsys.readouterr().err
     assert main(given) == 0
     assert f"gnnflow: resumed from step 2 of {tmp_path}/run1\n" in capsys.readouterr().err
 

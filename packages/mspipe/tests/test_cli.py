@@ -195,10 +195,13 @@ def test_what_cannot_be_done_says_why(args, told, capsys):
 def test_a_resumed_run_says_from_where(tmp_path, capsys):
     given = ["train", *SMALL, "--checkpoint", str(tmp_path / "run1"), "--epochs"]
     assert main([*given, "1"]) == 0
-    assert "resumed" not in capsys.readouterr().err
+    assert "resumed from" not in capsys.readouterr().err
     assert main([*given, "2"]) == 0
     # 70 % of 900 events in batches of 100.
-    assert capsys.readouterr().err == f"mspipe: resumed from step 7 of {tmp_path}/run1\n"
+    assert capsys.readouterr().err == (
+        f"mspipe: resumed from step 7 of {tmp_path}/run1\n"
+        f"to score new rows: mspipe predict NEW --run {tmp_path}/run1\n"
+    )
 
 
 def test_a_checkpoint_of_another_width_is_one_sentence(tmp_path, capsys):

@@ -108,7 +108,7 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path
     with pytest.raises(DataError, match="written with edges before 0, this run has 1"):
         next(used.run(events))
     wide = TGAT(dim=16, node_dim=toy.num_groups, num_layers=1, num_heads=2, time_dim=8)
-    with pytest.raises(DataError, match="is of another model"):
+    with pytest.raises(DataError, match="resume with the model's settings that it was written with"):
         next(make(model=wide).run(events))
 
     about = json.loads(good[0])
@@ -208,7 +208,7 @@ def test_an_insertion_that_is_refused_leaves_no_rows(toy):
     trainer = toy.trainer_of(events)
     trainer.history.features = features = FeatureStore(edge=events.features[:0])
     bad = Events([2**50], [1], [10**6], [0], events.features[:1])
-    with pytest.raises(MemoryError, match="renumber sparse ids"):
+    with pytest.raises(DataError, match="number sparse ids from 0"):
         trainer.history.insert(bad)
     assert features.num_rows("edge") == 0
     assert trainer.history.graph.num_edges == 0

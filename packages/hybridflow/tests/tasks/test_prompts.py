@@ -113,7 +113,7 @@ def test_parquet_reads_as_json_lines_do(tmp_path):
 def test_a_missing_pyarrow_is_told_with_its_cure(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    write(tmp_path / "x.parquet")
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
     with pytest.raises(ConfigError, match="pip install pyarrow"):
         Prompts(tmp_path / "x.parquet", BYTES, **OPTIONS)
 
