@@ -69,8 +69,10 @@ def check_store(where: str, name: object) -> None:
     """
     is_folder = isinstance(name, str) and name.startswith("file:") and name != "file:"
     if name not in ("memory", "pinned") and not is_folder:
+        is_path = isinstance(name, str) and "/" in name
+        advice = f"for a folder write 'file:{name}'" if is_path else "take one of these"
         raise ConfigError(
-            f"{where}: expected 'memory', 'pinned' or 'file:DIR', got {name!r}; take one of these"
+            f"{where}: expected 'memory', 'pinned' or 'file:DIR', got {name!r}; {advice}"
         )
 
 

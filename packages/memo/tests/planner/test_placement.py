@@ -294,7 +294,7 @@ def test_layers_of_a_plan_are_plans():
         ({"device": "1GiB", "store": []}, "budget.store: expected a size such as '6GiB', got []; state one"),
         (
             {"device": "1GiB", "store_at": "/tmp"},
-            "budget.store_at: expected 'memory', 'pinned' or 'file:DIR', got '/tmp'; take one of these",
+            "budget.store_at: expected 'memory', 'pinned' or 'file:DIR', got '/tmp'; for a folder write 'file:/tmp'",
         ),
     ],
 )  # fmt: skip

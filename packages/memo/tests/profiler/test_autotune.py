@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from step_profiles import step_profile
 
 import memo
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
@@ -24,7 +25,7 @@ from memo.runtime.tiling.row_locality import Proofs
 from memo.simulator import simulate
 from shared.errors import ConfigError, DataError
 
-from ..runtime.models import make_batch, make_model, train
+from ..runtime.models import Block, Stack, make_batch, make_input, make_model, train
 
 pytestmark = pytest.mark.unchecked  # layers are run by many tiles
 
@@ -289,18 +290,17 @@ def test_what_no_plan_can_do_is_told_before_anything_is_measured(
 
 
 def test_tiles_are_not_measured_where_something_fits_without(model, monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        "memo.profiler.autotune.count_tiles", lambda *_: found.append("counted") or None
-    )
-    profile = measure_profile(model, batch_of(64), None, budget=memo.Budget("1TiB"))
+    counted = []
+    monkeypatch.setattr("memo.profiler.autotune.count_tiles", lambda *_: counted.append(1))
+    # A loss in blocks is left out: it would be measured too.
+    monkeypatch.setattr("memo.profiler.autotune.has_block_loss", lambda *_: False)
+    batch = batch_of(16)
+    profile = measure_profile(model, batch, None, budget=memo.Budget("1TiB"))
     assert profile.layer.tiles is None
-    assert found == []
+    assert counted == []
     # What is resident may differ a little between two looks: near the limit they are counted.
-    budget = memo.Budget(profile.fixed_bytes + 4 * UNIT)
-    monkeypatch.setattr("memo.profiler.autotune.check_possible", lambda *_: None)
-    measure_profile(model, batch_of(64), None, budget=budget)
-    assert found
+    measure_profile(model, batch, None, budget=memo.Budget(profile.fixed_bytes + 4 * UNIT))
+    assert counted
 
 
 def test_what_does_not_fit_raises_before_any_step(model, profile, monkeypatch):
@@ -331,6 +331,13 @@ def test_what_does_not_fit_raises_before_any_step(model, profile, monkeypatch):
         (
             {"input_ids": torch.zeros(8, dtype=torch.int64), "use_cache": False},
             "batch: expected arguments that LlamaDecoderLayer runs on, got: The size of tensor",
+        ),
+        (
+            {
+                "input_ids": torch.zeros(1, 8, dtype=torch.int64),
+                "labels": torch.zeros(1, 5, dtype=torch.int64),
+            },
+            "batch: expected arguments that LlamaForCausalLM runs on, got: Expected input batch_size (8) to match",
         ),
         (
             {"tokens": torch.zeros(1, 8, dtype=torch.int64), "pixels": torch.zeros(0)},
@@ -374,8 +381,12 @@ def test_batches_that_are_none_or_elsewhere_are_refused(model, batch, text):
             ),
         ),
         (
+            {"layers": "model.layers"},
+            "layers: expected a list of submodules, got 'model.layers'; give what model.get_submodule returns, in a list",
+        ),
+        (
             {"layers": 3},
-            "layers: expected a list of submodules, got int; put it into a list",
+            "layers: expected a list of submodules, got int; give what model.get_submodule returns, in a list",
         ),
     ],
 )
@@ -393,9 +404,41 @@ def test_a_model_that_returns_no_tensor_is_refused(out):
         loss_of(out)
 
 
+class Masked(Stack):
+    """The loss of some rows: how many follows from their values."""
+
+    def __init__(self):
+        super().__init__([Block(), Block()])
+
+    def forward(self, x):
+        rows = self.last(self.layers[1](self.layers[0](self.first(x))))
+        return {"loss": rows[x[..., 0] > 0].square().mean()}
+
+
+def test_a_loss_whose_shapes_follow_from_values_is_counted_as_it_runs():
+    model, batch = Masked().train(), {"x": make_input()}
+    layers = list(model.layers)
+    found = count_head(model, layers, batch)
+    assert found == count_block_head(model, layers, batch) > batch["x"].nbytes
+    assert all(one.grad is None for one in model.parameters())
+
+
 def test_without_a_loss_or_logits_the_first_tensor_counts():
     states = torch.ones(2, 3)
     assert loss_of({"name": "x", "states": states}) == loss_of((states, None)) == 6
+
+
+def test_a_model_in_evaluation_is_named(model, monkeypatch, caplog):
+    """As `from_pretrained` gives it: without its dropout it saves less."""
+    monkeypatch.setattr("memo.profiler.autotune._measure", lambda *_: step_profile())
+    for is_training in (False, True):
+        model.train(is_training)
+        measure_profile(model, batch_of(16), None)
+    (said,) = caplog.messages
+    assert said == (
+        "LlamaForCausalLM: expected a model in training mode, got one in evaluation, whose dropout is off; if your loop "
+        "calls model.train(), call it before you plan"
+    )
 
 
 @pytest.mark.parametrize("inside", ["model", "batch", "call"])

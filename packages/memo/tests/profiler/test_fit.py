@@ -17,21 +17,19 @@ pytestmark = pytest.mark.unchecked  # many plans are looked at: checks would tak
 
 def test_longer_sequences_pay_until_nothing_fits_and_the_longest_is_told(analysis):
     budget = Budget(device="500MiB", store="60MiB")
-    found = fit(analysis, budget, [1024, 16_384, 1 << 20])
-    short, *_, long = found.rows
+    found = fit(analysis, budget, [1024, 1 << 20])
+    short, long = found.rows
     assert describe(short.plan.layers) == f"{LAYERS} x keep all that autograd saves"
     assert short.plan.prediction["store_bytes"] == 0
     assert long.plan is None
     assert long.to_json() == {"num_tokens": 1 << 20, "fits": False, "missing": long.missing}
-    fitting = [row for row in found.rows if row.plan is not None]
-    for row in fitting:
-        assert row.plan.prediction["peak_bytes"] <= budget.device_bytes
-        assert row.plan.prediction["store_bytes"] <= budget.store_bytes
-    assert found.longest >= fitting[-1].num_tokens
+    assert found.longest > 16_384
     unit = 16
     beyond = (found.longest + found.longest // 16) // unit * unit
     edges = fit(analysis, budget, [found.longest, beyond]).rows
     assert edges[0].plan is not None
+    assert 0.9 * budget.device_bytes < edges[0].plan.prediction["peak_bytes"] <= budget.device_bytes
+    assert 0 < edges[0].plan.prediction["store_bytes"] <= budget.store_bytes
     assert edges[1].plan is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,8 @@ from shared.errors import ConfigError
 from shared.topology.link import Link
 
 __all__ = ["autotune", "measure_profile"]
+
+_log = logging.getLogger(__name__)
 
 _LEAST_TOKENS = 64
 """Of a sequence: seconds of fewer say little of longer ones."""
@@ -154,6 +157,11 @@ def measure_profile(
             "model that your loop trains"
         )
     _check_batch(batch, device)
+    if not model.training:
+        _log.warning(
+            "%s: expected a model in training mode, got one in evaluation, whose dropout is off; if your loop calls "
+            "model.train(), call it before you plan", type(model).__name__,
+        )  # fmt: skip
     if device.type == "cpu":
         gc.collect()  # what nobody holds any more does not count
         give_back_at_once()

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
@@ -60,19 +64,26 @@ def capture_call(
         found.append((args, kwargs))
         raise _Captured
 
-    with replaced(layers, forward), torch.no_grad():
+    with replaced(layers, forward), torch.no_grad(), _refusing(model):
         try:
             model(**batch)
         except _Captured:
             return _needing_gradient(*found[0])
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise refuse_batch(model, error) from error
     raise ConfigError(
         f"{type(model).__name__}: expected its forward to call its layers on this batch, got none called; "
         "name the layers, or give the batch that your loop gives"
     )
+
+
+@contextmanager
+def _refusing(model: nn.Module) -> Iterator[None]:
+    """Says that a model does not run on a batch where it fails."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, ConfigError):
+        raise
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise refuse_batch(model, error) from error
 
 
 def refuse_batch(module: nn.Module, error: Exception) -> ConfigError:
@@ -116,10 +127,14 @@ def shortened(
 def measure_head(
     model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any], *, repeats: int = 2
 ) -> float:
-    """Seconds of forward and backward without the layers; gradients are left as they were."""
+    """Seconds of forward and backward without the layers; gradients are left as they were.
+
+    Raises:
+        ConfigError: the model fails on this batch.
+    """
     device = next(model.parameters()).device
     seconds = []
-    with untouched_gradients(model), replaced(layers, pass_on), torch.enable_grad():
+    with _without_layers(model, layers):
         for _ in range(repeats + 1):
             started = now(device)
             loss_of(model(**batch)).backward()
@@ -131,8 +146,11 @@ def count_block_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[s
     """Most bytes of forward and backward without the layers, gradients of parameters left out.
 
     Counted while it runs: which tokens count is known by their values only.
+
+    Raises:
+        ConfigError: the model fails on this batch.
     """
-    with untouched_gradients(model), replaced(layers, pass_on), torch.enable_grad():
+    with _without_layers(model, layers):
         loss_of(model(**batch)).backward()  # gradients are there from now on
         with StorageMeter() as meter:
             loss_of(model(**batch)).backward()
@@ -142,8 +160,20 @@ def count_block_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[s
 def count_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]) -> int:
     """Most bytes of forward and backward without the layers, gradients of parameters left out.
 
-    Counted on fake tensors: nothing is computed, nothing allocated.
+    Counted on fake tensors: nothing is computed, nothing allocated. Where shapes follow from values, as where
+    only some tokens' logits count, it is counted as it runs.
+
+    Raises:
+        ConfigError: the model fails on this batch.
     """
+    with _refusing(model):
+        try:
+            return _count_fake_head(model, layers, batch)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            return count_block_head(model, layers, batch)
+
+
+def _count_fake_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, Any]) -> int:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(value: Any) -> Any:
@@ -160,6 +190,18 @@ def count_head(model: nn.Module, layers: list[nn.Module], batch: Mapping[str, An
             if one.requires_grad:
                 one.grad = torch.zeros_like(one)
         return functional_call(_Counted(model), tensors, (), tree_map(fake, dict(batch)))
+
+
+@contextmanager
+def _without_layers(model: nn.Module, layers: list[nn.Module]) -> Iterator[None]:
+    """For a model that is run forward and backward with layers that pass their input on."""
+    with (
+        untouched_gradients(model),
+        replaced(layers, pass_on),
+        torch.enable_grad(),
+        _refusing(model),
+    ):
+        yield
 
 
 class _Counted(nn.Module):

@@ -55,9 +55,11 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> 
     """
     own = set(model.modules())
     if layers is not None:
-        if not isinstance(layers, Iterable):
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            got = repr(layers) if isinstance(layers, str) else type(layers).__name__
             raise ConfigError(
-                f"layers: expected a list of submodules, got {type(layers).__name__}; put it into a list"
+                f"layers: expected a list of submodules, got {got:.60}; give what model.get_submodule returns, "
+                "in a list"
             )
         found: list[nn.Module] = list(dict.fromkeys(layers))
         if not found or any(layer not in own for layer in found):

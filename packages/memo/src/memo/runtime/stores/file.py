@@ -91,14 +91,14 @@ class FileStore(Store):
         os.posix_fallocate(self._file, 0, num_bytes)
 
     def _explain(self, error: OSError) -> DataError:
-        room = "unknown"
+        room = ""
         with contextlib.suppress(OSError):
             disk = os.statvfs(self._folder)
-            room = format_bytes(disk.f_bavail * disk.f_frsize)
+            room = f" ({format_bytes(disk.f_bavail * disk.f_frsize)} free)"
         wanted = format_bytes(self._reserve_bytes) if self._reserve_bytes else "its activations"
         return DataError(
-            f"{self._folder}: expected a folder with room for {wanted}, got {error.strerror or error} "
-            f"({room} free); name another folder, or a smaller store"
+            f"{self._folder}: expected a folder with room for {wanted}, got {error.strerror or error}{room}; name "
+            "another folder, or a smaller store"
         )
 
     def _extend(self, slot: StoreSlot) -> None:
