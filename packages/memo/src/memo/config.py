@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shared.errors import ConfigError
 from shared.units import parse_bytes
 
-__all__ = ["Budget", "DoesNotFit", "check_store", "read_bytes"]
+__all__ = ["Budget", "DoesNotFit", "check_store", "read_bytes", "shown"]
 
 
 class DoesNotFit(ConfigError):
@@ -28,7 +28,7 @@ class Budget:
             and a file in the folder of temporary files for RAM.
 
     Raises:
-        ConfigError: a size is none, the device has none, or no store has this name.
+        ConfigError: a size is none, the device has none, no store has this name, or the one named has no bytes.
     """
 
     device: int | str
@@ -45,6 +45,11 @@ class Budget:
             )
         if self.store_at is not None:
             check_store("budget.store_at", self.store_at)
+            if self.store_bytes == 0:
+                raise ConfigError(
+                    f"budget.store: expected more than 0 bytes at {self.store_at!r}, got 0; say how much the store "
+                    "may take, or leave store_at out"
+                )
 
     @property
     def device_bytes(self) -> int:
@@ -92,3 +97,8 @@ def read_bytes(where: str, value: object) -> int:
         return parse_bytes(value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: on one line, at most 60 characters of it."""
+    return " ".join(repr(value).split())[:60]

@@ -180,6 +180,16 @@ def test_the_first_forwards_backward_finds_buffers_free():
         assert run.num_spare_buffers == 0
 
 
+def test_forwards_of_a_single_layer_are_told_apart():
+    """The last one's backward comes first: none of the others has taken its buffer ahead."""
+    model = make_model("llama", num_layers=1)
+    with apply(model, HALF) as run:
+        losses = [loss_of(model, number) for number in range(3)]
+        for loss in reversed(losses):
+            loss.backward()
+        assert run.num_spare_buffers == 0
+
+
 def test_a_forward_that_comes_between_backwards_takes_no_buffer_from_them():
     model = make_model("llama", num_layers=5)
     with apply(model, HALF) as run:

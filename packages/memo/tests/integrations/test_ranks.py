@@ -17,7 +17,6 @@ PLANS.append(Plan(layers=(LayerPlan(mode="whole"),)))
 
 _MODULES = (
     "memo.runtime.run",
-    "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 )
 """What both ranks import, here once for both."""
@@ -114,7 +113,7 @@ def with_sharded_tensors(plans):
     "function",
     [
         under_fsdp,
-        under_ddp,
+        pytest.param(under_ddp, marks=pytest.mark.slow),
         with_sharded_tensors,
         pytest.param(under_fsdp_with_mixed_precision, marks=pytest.mark.slow),
     ],

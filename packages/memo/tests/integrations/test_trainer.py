@@ -43,7 +43,7 @@ def plain_run(name):
         return run_trainer(folder, [], name=name)[:2]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_losses_and_weights_are_those_without_a_plan(name, tmp_path):
     losses, state = plain_run(name)
     assert len(losses) == 3

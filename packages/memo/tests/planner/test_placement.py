@@ -115,7 +115,7 @@ def test_plans_hold_both_limits_and_are_never_slower_than_computing_all_again(
 
 @given(low=st.integers(125, 200), more=st.integers(0, 80))
 def test_more_memory_never_makes_a_step_slower(low, more):
-    profile = step_profile(rate=2e8)
+    profile = step_profile(rate=2e8, num_layers=4)
     try:
         first = planned(profile, low, 60).prediction["step_s"]
     except DoesNotFit:

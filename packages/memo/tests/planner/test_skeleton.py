@@ -56,8 +56,10 @@ def test_qwen3_has_heads_of_their_own_width_and_norms_of_queries_and_keys():
 def test_other_models_are_refused_by_name():
     with pytest.raises(ConfigError, match=r"expected one of gpt2, llama.*got 'bert'"):
         memo.skeleton(BertConfig())
-    with pytest.raises(ConfigError, match="got None"):
-        memo.skeleton(object())
+    with pytest.raises(
+        ConfigError, match=r"a transformers configuration, got 'llama-7b'; give model\.config"
+    ):
+        memo.skeleton("llama-7b")
 
 
 def test_elements_have_a_size():

@@ -221,7 +221,7 @@ def test_what_is_no_configuration_is_refused(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["vit", "bert"])
+@pytest.mark.parametrize("kind", [pytest.param("vit", marks=pytest.mark.slow), "bert"])
 def test_models_that_are_no_language_models_of_long_texts_are_refused_in_a_line(tmp_path, kind):
     """The second has positions for 512 tokens and no more."""
     (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}", "num_hidden_layers": 1}}')

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from step_profiles import step_profile
 
 import memo
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
-from memo.planner.placement import place
+from memo.planner.placement import fits, place
 from memo.profiler.autotune import measure_profile
 from memo.profiler.head import capture_call, count_block_head, count_head, loss_of, shortened
 from memo.profiler.layer_bytes import count_bytes, count_passes
+from memo.profiler.layer_tiles import tile_rows_of
 from memo.profiler.layer_times import LayerTimes, longer_s
 from memo.runtime.attention import offer_attention
 from memo.runtime.block_loss import offer_block_loss
@@ -170,6 +170,16 @@ def test_steps_keep_to_the_budget_that_they_were_planned_for(tmp_path):
     model.zero_grad()
 
 
+ALONE = LayerTimes(
+    forward_s=1.0,
+    backward_s=2.0,
+    replay_s=0.1,
+    attention_backward_s=0.5,
+    call_s={},
+    can_replay=False,
+)
+
+
 def test_longer_sequences_take_linear_and_square_seconds():
     assert longer_s(3.0, 1.0, 4) == 2 * 4 + 1 * 16
     times = LayerTimes(
@@ -182,6 +192,21 @@ def test_longer_sequences_take_linear_and_square_seconds():
     assert times.attention_backward_s == 8.0
     assert times.call_s == {ATTENTION: 4.0, "up": 0.5}
     assert times.scaled(1) == times
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "device_type", "tile_rows"),
+    [
+        (100, "cpu", 64),
+        (1000, "cpu", 250),
+        (4096, "cpu", 512),
+        (100_000, "cpu", 1562),
+        (1 << 20, "cuda", 8192),
+        (1 << 21, "cuda", 16_384),
+    ],
+)
+def test_tiles_are_neither_short_nor_many(num_rows, device_type, tile_rows):
+    assert tile_rows_of(num_rows, device_type) == tile_rows
 
 
 def test_batches_are_shortened_where_all_tensors_are_tokens():
@@ -273,15 +298,12 @@ def test_whichever_items_are_there_all_that_is_saved_is_there_in_the_backward(na
     undo()
 
 
-@pytest.mark.parametrize("store", ["0", "1GiB"])
-def test_what_no_plan_can_do_is_told_before_anything_is_measured(
-    model, store, tmp_path, monkeypatch
-):
+def test_what_no_plan_can_do_is_told_before_anything_is_measured(model, tmp_path, monkeypatch):
     def measure(*_):
         raise AssertionError("measured")
 
     monkeypatch.setattr("memo.profiler.autotune.measure_layer", measure)
-    budget = memo.Budget("1MiB", store=store, store_at=f"file:{tmp_path}")
+    budget = memo.Budget("1MiB", store="1GiB", store_at=f"file:{tmp_path}")
     with pytest.raises(memo.DoesNotFit, match=r"expected at most 1.00 MiB .* got at least .*shard"):
         memo.autotune(model, batch_of(64), budget)
     with pytest.raises(AssertionError, match="measured"):
@@ -290,16 +312,19 @@ def test_what_no_plan_can_do_is_told_before_anything_is_measured(
 
 
 def test_tiles_are_not_measured_where_something_fits_without(model, monkeypatch):
-    counted = []
-    monkeypatch.setattr("memo.profiler.autotune.count_tiles", lambda *_: counted.append(1))
-    # A loss in blocks is left out: it would be measured too.
-    monkeypatch.setattr("memo.profiler.autotune.has_block_loss", lambda *_: False)
+    """All but the decision itself is answered in place of what measures."""
+    counted, autotune = [], "memo.profiler.autotune"
+    monkeypatch.setattr(f"{autotune}.count_tiles", lambda *_: counted.append(1))
+    monkeypatch.setattr(f"{autotune}.has_block_loss", lambda *_: False)
+    monkeypatch.setattr(f"{autotune}.measure_head", lambda *_: 0.1)
     batch = batch_of(16)
     profile = measure_profile(model, batch, None, budget=memo.Budget("1TiB"))
     assert profile.layer.tiles is None
     assert counted == []
+    rooms = (profile.fixed_bytes + number * UNIT for number in range(1000))
+    least = next(room for room in rooms if fits(profile, memo.Budget(room)))
     # What is resident may differ a little between two looks: near the limit they are counted.
-    measure_profile(model, batch, None, budget=memo.Budget(profile.fixed_bytes + 4 * UNIT))
+    measure_profile(model, batch, None, budget=memo.Budget(least + 4 * UNIT))
     assert counted
 
 
@@ -386,7 +411,7 @@ def test_batches_that_are_none_or_elsewhere_are_refused(model, batch, text):
         ),
         (
             {"layers": 3},
-            "layers: expected a list of submodules, got int; give what model.get_submodule returns, in a list",
+            "layers: expected a list of submodules, got 3; give what model.get_submodule returns, in a list",
         ),
     ],
 )
@@ -428,12 +453,42 @@ def test_without_a_loss_or_logits_the_first_tensor_counts():
     assert loss_of({"name": "x", "states": states}) == loss_of((states, None)) == 6
 
 
+def test_measuring_draws_nothing_from_the_training(model, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(
+        "memo.profiler.autotune.capture_call", lambda *_: drawn.append(torch.rand(3))
+    )
+    state = torch.get_rng_state()
+    with pytest.raises(TypeError):
+        measure_profile(model, batch_of(16), None)
+    assert drawn
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_seconds_of_long_sequences_are_measured_at_their_first_tokens(model, monkeypatch):
+    """Where a forward would take long, and at no fewer than 1,024 tokens for that."""
+    autotune = "memo.profiler.autotune"
+    monkeypatch.setattr(f"{autotune}.has_block_loss", lambda *_: False)
+    monkeypatch.setattr(f"{autotune}.measure_head", lambda *_: 0.1)
+    monkeypatch.setattr(f"{autotune}.measure_layer", lambda *_: ALONE)
+    measured = []
+    for alone_s in (0.001, 0.02, 0.1, 2.0):
+        monkeypatch.setattr(f"{autotune}.forward_s", lambda *_, alone_s=alone_s: alone_s)
+        profile = measure_profile(model, batch_of(8192), None, budget=memo.Budget("1TiB"))
+        assert profile.num_tokens == 8192
+        measured.append(profile.details["seconds"])
+    assert measured == [
+        f"measured at {tokens} tokens" for tokens in ("8,192", "4,096", "2,048", "1,024")
+    ]
+
+
 def test_a_model_in_evaluation_is_named(model, monkeypatch, caplog):
     """As `from_pretrained` gives it: without its dropout it saves less."""
-    monkeypatch.setattr("memo.profiler.autotune._measure", lambda *_: step_profile())
+    monkeypatch.setattr("memo.profiler.autotune.capture_call", lambda *_: None)
     for is_training in (False, True):
         model.train(is_training)
-        measure_profile(model, batch_of(16), None)
+        with pytest.raises(TypeError):
+            measure_profile(model, batch_of(16), None)
     (said,) = caplog.messages
     assert said == (
         "LlamaForCausalLM: expected a model in training mode, got one in evaluation, whose dropout is off; if your loop "
@@ -483,6 +538,7 @@ def test_a_disk_that_is_full_while_it_is_measured_raises_here(model, tmp_path, m
 
     monkeypatch.setattr(FileStore, "close", note)
     monkeypatch.setattr("memo.runtime.stores.file.os.pwrite", full)
+    monkeypatch.setattr("memo.profiler.autotune.measure_layer", lambda *_: ALONE)
     budget = memo.Budget("1TiB", store="1GiB", store_at=f"file:{tmp_path}")
     with pytest.raises(DataError, match="with room for its activations, got No space left"):
         memo.autotune(model, batch_of(16), budget)

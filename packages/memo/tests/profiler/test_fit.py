@@ -52,9 +52,11 @@ def test_plans_are_said_in_words():
     again = LayerPlan(mode="restore", resident=frozenset({"input"}))
     some = LayerPlan(mode="restore", resident=frozenset({"input", "attention"}))
     whole = LayerPlan(mode="whole")
-    layers = [swap] * 29 + [again] * 2 + [some] + [whole] * 2 + [keep] * 3
+    placeless = LayerPlan(mode="restore", stored={"attention": 1.0})
+    layers = [swap] * 29 + [again] * 2 + [some] + [placeless] + [whole] * 2 + [keep] * 3
     assert describe(layers) == (
         "29 x store input, attention, gate_proj 40%, then 2 x keep input, then 1 x keep input, attention, then "
+        "1 x keep input; store attention, then "
         "2 x store all that autograd saves, then 3 x keep all that autograd saves"
     )
 

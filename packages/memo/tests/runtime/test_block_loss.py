@@ -17,6 +17,7 @@ from transformers import (
 
 from memo.planner.layer_plan import LayerPlan
 from memo.planner.plan import Plan
+from memo.runtime.block_loss import has_block_loss
 from memo.runtime.run import apply
 
 _SIZES = {
@@ -110,6 +111,11 @@ def test_everything_is_as_before_afterwards():
             assert model(input_ids=ids, labels=labels).logits is not None
     assert "forward" not in vars(model)
     assert model(input_ids=ids, labels=labels).logits is not None
+
+
+def test_of_several_models_in_one_none_has_its_loss_computed_in_blocks():
+    assert has_block_loss(nn.ModuleList([_model()]))
+    assert not has_block_loss(nn.ModuleList([_model(), _model()]))
 
 
 def test_a_loss_of_ones_own_is_left_alone(caplog):

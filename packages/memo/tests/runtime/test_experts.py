@@ -106,16 +106,17 @@ class Called(Stack):
         return {"loss": super().forward(x)}
 
 
-@pytest.mark.parametrize("store", [0, "64MiB"])
+@pytest.mark.parametrize("store", [pytest.param(0, marks=pytest.mark.slow), "64MiB"])
 def test_autotune_never_runs_experts_again_that_past_batches_change(store, tmp_path):
     torch.manual_seed(0)
     model = Called([Balanced() for _ in range(4)]).train()
     x = torch.randn(2, 64, 32)
-    budget = Budget(device="8GiB", store=store, store_at=f"file:{tmp_path}")
+    budget = Budget(device="8GiB", store=store, store_at=f"file:{tmp_path}" if store else None)
     plan = autotune(model, {"x": x}, budget)
     assert {layer.mode for layer in plan.layers} <= {"keep", "whole"}
 
 
+@pytest.mark.slow
 def test_autotune_plans_for_mixtral_and_gradients_are_autograds(tmp_path):
     model = make_model("mixtral", num_layers=4)
     ids = make_batch()

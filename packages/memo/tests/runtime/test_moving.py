@@ -53,6 +53,7 @@ def test_nothing_is_fetched_ahead_where_no_buffer_is_free(mover, buffers):
     assert buffers.num_spare == 0
     assert second.tensors[0].unique().tolist() == [2.0]
     mover.give_back(back)
+    assert second.tensors == [], "what is in the buffer next is no longer its own"
     mover.fetch(waiting)
     assert waiting.fetched is not None
     mover.await_fetched(waiting)

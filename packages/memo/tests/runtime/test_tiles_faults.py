@@ -167,6 +167,29 @@ def test_dropout_that_is_switched_on_later_is_refused():
             model.train()(input_ids=ids)
 
 
+def test_dropout_that_is_raised_later_is_refused():
+    """Without a change of mode: the forward itself notices."""
+    model, ids = make_tiny(), tiny_ids()
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = _Layer(layer, nn.Dropout(0.0))
+    with apply(model, tiles()):
+        gradients_of(model, ids)
+        model.model.layers[1].extra.p = 0.5
+        with pytest.raises(ConfigError, match=r"_Layer.*random numbers"):
+            model(input_ids=ids)
+
+
+def test_what_is_row_local_in_evaluation_alone_is_refused_in_training():
+    """Batch norm, which draws no random numbers."""
+    model, ids = make_tiny(), tiny_ids()
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = _Layer(layer, _BatchNorm())
+    with apply(model.eval(), tiles()):
+        gradients_of(model, ids)
+        with pytest.raises(ConfigError, match=r"_Layer.*other values"):
+            model.train()(input_ids=ids)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

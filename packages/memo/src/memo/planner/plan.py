@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from memo.config import check_store
+from memo.config import check_store, shown
 from memo.planner.explanation import explain
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan, check_fraction
 from shared.errors import ConfigError, DataError, DiskFullError
@@ -50,7 +50,7 @@ class Plan:
         is_tuple = isinstance(layers, tuple) and all(isinstance(one, LayerPlan) for one in layers)
         if not (is_tuple and layers):
             raise ConfigError(
-                f"plan.layers: expected a tuple of one LayerPlan or more, got {layers!r:.60}; take Plan.fixed, or "
+                f"plan.layers: expected a tuple of one LayerPlan or more, got {shown(layers)}; take Plan.fixed, or "
                 "plan by memo.autotune"
             )
         for name in ("cut", "num_buffers", "max_sending"):

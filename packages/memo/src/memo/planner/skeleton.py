@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from memo.config import shown
 from shared.errors import ConfigError
 from shared.registry import Registry
 
@@ -96,7 +97,12 @@ def skeleton(config: Any) -> Skeleton:
         config: a config of one of `SKELETONS`.
 
     Raises:
-        ConfigError: the model's type has no skeleton here.
+        ConfigError: it is no config, or the model's type has no skeleton here.
     """
-    SKELETONS.check(getattr(config, "model_type", None))
+    if not hasattr(config, "model_type"):
+        raise ConfigError(
+            f"config: expected a transformers configuration, got {shown(config)}; give model.config, or read one by "
+            "AutoConfig.from_pretrained"
+        )
+    SKELETONS.check(config.model_type)
     return SKELETONS.get(config.model_type)(config)

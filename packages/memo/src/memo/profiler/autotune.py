@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memo.config import Budget, read_bytes
+from memo.config import Budget, read_bytes, shown
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.placement import check_possible, fits, place
 from memo.planner.plan import Plan
 from memo.planner.profile import (
     ItemProfile,
     LayerProfile,
+    PassBytes,
     StepProfile,
     TilesProfile,
     least_layer,
@@ -34,7 +35,7 @@ from memo.profiler.head import (
 )
 from memo.profiler.layer_bytes import LayerBytes, count_bytes
 from memo.profiler.layer_tiles import count_tiles, measure_tiles
-from memo.profiler.layer_times import LayerTimes, measure_layer
+from memo.profiler.layer_times import LayerTimes, forward_s, measure_layer
 from memo.profiler.process_memory import fixed_bytes
 from memo.profiler.store_rate import measure_store
 from memo.runtime.attention import offer_attention
@@ -57,6 +58,15 @@ _log = logging.getLogger(__name__)
 _LEAST_TOKENS = 64
 """Of a sequence: seconds of fewer say little of longer ones."""
 
+_LONGEST_S, _PROBE_TOKENS = 0.5, 1024
+"""A layer's forward takes no longer where seconds are measured, unless fewer tokens of a sequence do: it is run some
+fifty times, and seconds of longer sequences follow."""
+
+_FREE_TILES = TilesProfile(
+    tile_rows=1, forward_s=0.0, backward_s=0.0, levels=(PassBytes(forward=0, backward=0),) * 2
+)
+"""What tiles take at least, before they are counted."""
+
 _NOISE_BYTES = 8 << 20
 """By which what is resident may differ between two looks, steps apart."""
 
@@ -72,7 +82,7 @@ def autotune(
     """The fastest plan for a model, a batch and a budget.
 
     One layer is run a few times at the batch's length, and the store is written and read beside it.
-    Parameters and gradients are left as they were. Where the device is RAM, glibc is told to give back what is
+    Parameters, gradients and random numbers are left as they were. Where the device is RAM, glibc is told to give back what is
     freed, for this process from here on: limits would not hold otherwise.
 
     Args:
@@ -94,7 +104,7 @@ def autotune(
     """
     if not isinstance(budget, Budget):
         raise ConfigError(
-            f"budget: expected a memo.Budget, got {budget!r:.60}; give one, such as "
+            f"budget: expected a memo.Budget, got {shown(budget)}; give one, such as "
             'memo.Budget(device="6GiB", store="40GiB")'
         )
     device = device_of(model)
@@ -163,10 +173,10 @@ def measure_profile(
             "model.train(), call it before you plan", type(model).__name__,
         )  # fmt: skip
     if device.type == "cpu":
-        gc.collect()  # what nobody holds any more does not count
         give_back_at_once()
     fixed = partial(fixed_bytes, model, optimizer_bytes)
-    profile = _measure(model, found, batch, store, store_limit_bytes, room_bytes, budget, fixed)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        profile = _measure(model, found, batch, store, store_limit_bytes, room_bytes, budget, fixed)
     # The layers' arguments are gone; what measuring imported and cached is there from now on.
     return replace(profile, fixed_bytes=profile.fixed_bytes + fixed())
 
@@ -208,10 +218,15 @@ def _measure(
             fetch=link,
         )
         if budget is not None and not fits(least, budget):
+            least = replace(least, fixed_bytes=least.fixed_bytes - _garbage_bytes(source.device))
+            check_possible(replace(least, layer=replace(least.layer, tiles=_FREE_TILES)), budget)
             tiles = count_tiles(layer, (args, kwargs), proofs)
             check_possible(replace(least, layer=replace(least.layer, tiles=tiles)), budget)
         needed = max(plain.held_bytes + plain.passes.forward + plain.passes.backward, head_bytes)
-        short, factor = _fitting(batch, needed, room_bytes)
+        factor = _fitting(batch, needed, room_bytes)
+        factor = _quick(model, found, batch, factor)
+        short = batch if factor == 1 else shortened(batch, factor)
+        assert short is not None
         called = (args, kwargs) if factor == 1 else capture_call(model, found, short)
         times = measure_layer(layer, *called, list(whole.item_bytes))
         described = _describe_layer(
@@ -264,6 +279,13 @@ def _measure(
     return profile
 
 
+def _garbage_bytes(device: torch.device) -> int:
+    """Bytes that were held by nobody any more, and are no longer held."""
+    before = resident_bytes(device)
+    gc.collect()
+    return max(0, before - resident_bytes(device))
+
+
 def _check_batch(batch: Any, device: torch.device) -> None:
     if not isinstance(batch, Mapping):
         raise ConfigError(
@@ -290,18 +312,29 @@ def _check_batch(batch: Any, device: torch.device) -> None:
             )
 
 
-def _fitting(
-    batch: Mapping[str, Any], needed_bytes: int, room_bytes: int | None
-) -> tuple[Mapping[str, Any], int]:
-    """The longest of a batch, its half, its quarter and so on, that has room; and what part it is."""
+def _fitting(batch: Mapping[str, Any], needed_bytes: int, room_bytes: int | None) -> int:
+    """Which part of a batch is the longest that has room: 1 is all of it, 2 a half, 4 a quarter and so on."""
     factor = 1
-    short = batch
     while room_bytes is not None and needed_bytes > room_bytes * factor:
-        found = shortened(batch, 2 * factor, least_tokens=_LEAST_TOKENS)
-        if found is None:
+        if shortened(batch, 2 * factor, least_tokens=_LEAST_TOKENS) is None:
             break
-        short, factor = found, 2 * factor
-    return short, factor
+        factor *= 2
+    return factor
+
+
+def _quick(model: nn.Module, found: list[nn.Module], batch: Mapping[str, Any], factor: int) -> int:
+    """That part, or a smaller one whose forward through a layer is short: it grows with the square at most."""
+    probe = factor
+    while shortened(batch, 2 * probe, least_tokens=_PROBE_TOKENS) is not None:
+        probe *= 2
+    short = shortened(batch, probe)
+    if probe == factor or short is None:
+        return factor
+    args, kwargs = capture_call(model, found, short)
+    spent_s = forward_s(found[0], args, kwargs)
+    while factor < probe and spent_s * (probe / factor) ** 2 > _LONGEST_S:
+        factor *= 2
+    return factor
 
 
 def _block_head(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from memo.planner.layer_plan import CUT, LayerPlan
 from memo.planner.profile import PassBytes
-from memo.profiler.clock import untouched_gradients
+from memo.profiler.clock import untouched_buffers, untouched_gradients
 from memo.profiler.head import refuse_batch
 from memo.profiler.storage_meter import StorageMeter
 from memo.runtime.layers import named_memory, without_cache
@@ -122,10 +122,14 @@ def _count_real(
     proofs: Proofs | None,
 ) -> LayerBytes:
     """Counts passes that are computed; gradients, buffers and random numbers are left as they were."""
-    buffers = [(one, one.detach().clone()) for one in layer.buffers()]
     devices = list({one.device for one in layer.parameters() if one.is_cuda})
     try:
-        with untouched_gradients(layer), torch.random.fork_rng(devices), torch.enable_grad():
+        with (
+            untouched_gradients(layer),
+            untouched_buffers(layer),
+            torch.random.fork_rng(devices),
+            torch.enable_grad(),
+        ):
             for one in layer.parameters():
                 one.grad = torch.zeros_like(one) if one.requires_grad else None
             return count_passes(layer, args, kwargs, plan, proofs)
@@ -133,10 +137,6 @@ def _count_real(
         raise
     except RuntimeError as error:
         raise refuse_batch(layer, error) from error
-    finally:
-        with torch.no_grad():
-            for one, value in buffers:
-                one.copy_(value)
 
 
 def count_passes(

@@ -20,12 +20,14 @@ from memo.runtime.tiling.record import TiledRecord
 from memo.runtime.tiling.row_locality import Proofs
 from shared.errors import ConfigError
 
-__all__ = ["TILE_ROWS", "count_tiles", "measure_tiles", "tile_plan"]
+__all__ = ["TILE_ROWS", "count_tiles", "measure_tiles", "tile_plan", "tile_rows_of"]
 
 TILE_ROWS = {"cpu": 512, "cuda": 8192}
 """Of a tile: few beside a long sequence, enough for products at full rate."""
 
 _LEAST_ROWS = 64
+_MOST_TILES = {"cpu": 64, "cuda": 128}
+"""Of a batch: longer ones have longer tiles, as counting takes time for each."""
 
 _REPEATS = 3
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -44,9 +46,7 @@ def count_tiles(layer: nn.Module, whole: _Call, proofs: Proofs) -> TilesProfile 
     """
     args, kwargs = whole[0], without_cache(whole[1])
     source = input_of(args, kwargs)
-    num_rows = source.numel() // source.shape[-1]
-    most_rows = TILE_ROWS.get(source.device.type, TILE_ROWS["cpu"])
-    tile_rows = max(_LEAST_ROWS, min(most_rows, num_rows // 4))
+    tile_rows = tile_rows_of(source.numel() // source.shape[-1], source.device.type)
     plans = [tile_plan(tile_rows, num) for num in (1, 2)]
     try:
         _record(layer, args, kwargs, plans[0], proofs)
@@ -90,6 +90,12 @@ def measure_tiles(
         forward_s=longer_s(forward_s, times.call_s.get(ATTENTION, 0.0), factor),
         backward_s=longer_s(backward_s, times.attention_backward_s, factor),
     )
+
+
+def tile_rows_of(num_rows: int, device_type: str) -> int:
+    """Rows of a tile of a batch of so many, on a device "cpu" or "cuda"."""
+    least_rows = num_rows // _MOST_TILES[device_type]
+    return max(_LEAST_ROWS, min(TILE_ROWS[device_type], num_rows // 4), least_rows)
 
 
 def tile_plan(tile_rows: int, num_items: int) -> LayerPlan:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memo.planner.layer_plan import ATTENTION, CUT, INPUT, LayerPlan
-from memo.profiler.clock import now, untouched_gradients
+from memo.profiler.clock import now, untouched_buffers, untouched_gradients
 from memo.profiler.layer_bytes import first_tensor
 from memo.profiler.stopwatch import Stopwatch
 from memo.runtime.attention import Answer, listening
@@ -21,7 +21,7 @@ from memo.runtime.recording.arguments import input_of
 from memo.runtime.recording.calls import NotRepeatable, Products
 from memo.runtime.recording.record import LayerRecord
 
-__all__ = ["LayerTimes", "longer_s", "measure_layer"]
+__all__ = ["LayerTimes", "forward_s", "longer_s", "measure_layer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,16 @@ def measure_layer(
         call_s={key: median(one[key] for one in calls[1:]) for key in keys} if calls[1:] else {},
         can_replay=can_replay,
     )
+
+
+def forward_s(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Seconds of a layer's forward without gradients, the second time it is run."""
+    kwargs, device = without_cache(kwargs), input_of(args, kwargs).device
+    with torch.no_grad(), untouched_buffers(layer):
+        layer(*args, **kwargs)
+        started = now(device)
+        layer(*args, **kwargs)
+        return now(device) - started
 
 
 class _AttentionBackward:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
+from memo.config import shown
 from memo.runtime.recording.calls import address
 from shared.errors import ConfigError
 
@@ -32,7 +33,7 @@ def device_of(model: nn.Module) -> torch.device:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model: expected a torch.nn.Module, got {model!r:.60}; build the model, and give it first"
+            f"model: expected a torch.nn.Module, got {shown(model)}; build the model, and give it first"
         )
     device = next((one.device for one in model.parameters()), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
@@ -56,9 +57,8 @@ def find_layers(model: nn.Module, layers: Iterable[nn.Module] | None = None) -> 
     own = set(model.modules())
     if layers is not None:
         if isinstance(layers, str) or not isinstance(layers, Iterable):
-            got = repr(layers) if isinstance(layers, str) else type(layers).__name__
             raise ConfigError(
-                f"layers: expected a list of submodules, got {got:.60}; give what model.get_submodule returns, "
+                f"layers: expected a list of submodules, got {shown(layers)}; give what model.get_submodule returns, "
                 "in a list"
             )
         found: list[nn.Module] = list(dict.fromkeys(layers))

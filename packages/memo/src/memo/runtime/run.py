@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers.cache_utils import Cache
 
+from memo.config import shown
 from memo.planner.layer_plan import LayerPlan
 from memo.planner.plan import Plan
 from memo.planner.schedule import CopyStep, schedule
@@ -98,7 +99,7 @@ class Run:
         """See `apply`."""
         if not isinstance(plan, Plan):
             raise ConfigError(
-                f"plan: expected a memo.Plan, got {plan!r:.60}; give one from memo.autotune, Plan.fixed or "
+                f"plan: expected a memo.Plan, got {shown(plan)}; give one from memo.autotune, Plan.fixed or "
                 "Plan.load"
             )
         self._device = device_of(model)

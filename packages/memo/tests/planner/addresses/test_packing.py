@@ -91,12 +91,22 @@ def test_peaks_scale_with_bytes_and_do_not_with_time(intervals, factor, shift):
 
 
 def test_a_load_that_cannot_be_met_is_proven():
-    # The load is 4, but whatever lies below, some pair cannot be beside the others.
-    intervals = [(0, 3, 2), (1, 2, 1), (2, 4, 1), (2, 5, 1), (3, 5, 3), (0, 1, 2)]
+    # What is alive fills the load at three times, each in a way that the next one cannot go on with.
+    intervals = [
+        (1, 2, 5), (1, 4, 1), (2, 3, 4), (2, 5, 3), (3, 6, 3), (4, 5, 2), (5, 6, 5)
+    ]  # fmt: skip
+    load = max(sum(size for low, high, size in intervals if low <= at < high) for at in range(6))
     best = brute_force(intervals)
+    assert best == load + 1
     found = memo.pack(intervals, align=1)
     assert found.is_optimal
     assert found.peak == found.lower_bound == best
+
+
+@pytest.mark.unchecked
+def test_a_files_name_is_no_trace():
+    with pytest.raises(DataError, match=r"got 'trace\.csv'; read a file by Trace\.from_csv"):
+        memo.pack("trace.csv")
 
 
 def test_the_sweep_notices_overlaps():

@@ -49,6 +49,10 @@ def test_repeated_layers_are_found_and_packed_once():
     assert memo.pack(trace, align=1).is_optimal
 
 
+def test_two_of_a_kind_are_enough():
+    assert find_repeats(np.array([5, 7, 9, 5, 7, 9])) == [(0, 3, 2)]
+
+
 def test_without_layers_there_is_nothing_to_fold():
     problem = AllocationProblem.from_times(np.arange(6), np.arange(6) + 2, np.arange(1, 7))
     assert find_repeats(problem.size) == []

@@ -120,6 +120,7 @@ def llama_trace(model, tokens):
     return memo.Trace.from_fake(model, {"input_ids": ids, "labels": ids})
 
 
+@pytest.mark.slow
 @pytest.mark.unchecked
 def test_fake_step_of_a_language_model_grows_by_a_layer_and_by_a_token():
     loads = {

@@ -7,6 +7,7 @@ a sweep that knows nothing of how.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from numbers import Real
 import numpy as np
 from jaxtyping import Int
 
+from memo.config import shown
 from memo.planner.addresses.canonical import MOST_INTERVALS, fit
 from memo.planner.addresses.first_fit_compiled import first_fit
 from memo.planner.addresses.improvement import improve
@@ -70,7 +72,7 @@ def pack(
 
     Raises:
         ConfigError: the alignment is not a positive number, or the time limit is negative.
-        DataError: an interval stops before it starts, or its times or bytes are no numbers; or bytes
+        DataError: a file's name is given; an interval stops before it starts, or its times or bytes are no numbers; or bytes
             are negative, or add up to more than 2^62.
     """
     began = time.monotonic()
@@ -97,6 +99,11 @@ def pack(
 def _read(
     intervals: Iterable[Sequence[float]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    if isinstance(intervals, str | os.PathLike):
+        raise DataError(
+            f"intervals: expected (start, stop, bytes) of each or a memo.Trace, got {shown(intervals)}; read a file by "
+            "Trace.from_csv or Trace.from_cuda_snapshot"
+        )
     rows = list(intervals)
     for number, row in enumerate(rows):
         numbers = row if isinstance(row, Sequence | np.ndarray) else ()

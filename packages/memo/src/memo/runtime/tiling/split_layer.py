@@ -158,7 +158,7 @@ class _After:
 
     def product(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, self._num_products = self._num_products, self._num_products + 1
-        if self._is_answered or number not in self._unread or kwargs:
+        if number not in self._unread or kwargs:
             return function(*args, **kwargs)
         rows_at, weight_at = PRODUCTS[function]
         rows, weight = args[rows_at], args[weight_at]
