@@ -11,9 +11,10 @@ import torch
 import memo
 from memo.planner.layer_plan import ATTENTION, INPUT, LayerPlan
 from memo.planner.placement import fits, place
+from memo.planner.profile import PassBytes
 from memo.profiler.autotune import measure_profile
 from memo.profiler.head import capture_call, count_block_head, count_head, loss_of, shortened
-from memo.profiler.layer_bytes import count_bytes, count_passes
+from memo.profiler.layer_bytes import LayerBytes, count_bytes, count_passes
 from memo.profiler.layer_tiles import tile_rows_of
 from memo.profiler.layer_times import LayerTimes, longer_s
 from memo.runtime.attention import offer_attention
@@ -315,6 +316,8 @@ def test_tiles_are_not_measured_where_something_fits_without(model, monkeypatch)
     """All but the decision itself is answered in place of what measures."""
     counted, autotune = [], "memo.profiler.autotune"
     monkeypatch.setattr(f"{autotune}.count_tiles", lambda *_: counted.append(1))
+    held = LayerBytes(PassBytes(forward=UNIT, backward=UNIT), UNIT, {INPUT: 4096})
+    monkeypatch.setattr(f"{autotune}.count_bytes", lambda *_: held)
     monkeypatch.setattr(f"{autotune}.has_block_loss", lambda *_: False)
     monkeypatch.setattr(f"{autotune}.measure_head", lambda *_: 0.1)
     batch = batch_of(16)
