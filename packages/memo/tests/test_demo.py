@@ -83,7 +83,7 @@ def test_an_interrupted_demo_ends_what_trains_and_leaves_nothing(tmp_path, capsy
     told = in_child(recv)
     assert main(["demo", "--out", str(tmp_path)]) == 130
     assert told == ["start", "kill", "join"]
-    assert capsys.readouterr().err == "memo: interrupted\n"
+    assert capsys.readouterr().err == "memo: interrupted; start again by the same command\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -98,7 +98,11 @@ def test_control_c_says_no_more_than_that(tmp_path, after_s):
     time.sleep(after_s)
     os.killpg(demo.pid, signal.SIGINT)
     out, err = demo.communicate(timeout=60)
-    assert (demo.returncode, out, err) == (130, "", "memo: interrupted\n")
+    assert (demo.returncode, out, err) == (
+        130,
+        "",
+        "memo: interrupted; start again by the same command\n",
+    )
     assert list(tmp_path.iterdir()) == []
 
 
