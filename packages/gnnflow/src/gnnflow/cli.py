@@ -236,6 +236,9 @@ class Predict(PredictOptions):
         gnnflow predict new.parquet --run runs/a --out scores.parquet
     """
 
+    out: Path = Path("report/gnnflow/scores.csv")
+    """Table to write, .csv or .parquet: ends, time and score of each row."""
+
     def execute(self) -> None:
         """Writes the scores and says where they are."""
         command = replace(load_run(self.run, _TRAINING), checkpoint=self.run, placement="cpu")

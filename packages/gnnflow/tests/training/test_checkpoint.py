@@ -108,7 +108,9 @@ def test_a_checkpoint_that_is_damaged_or_of_another_run_is_refused(toy, tmp_path
     with pytest.raises(DataError, match="written with edges before 0, this run has 1"):
         next(used.run(events))
     wide = TGAT(dim=16, node_dim=toy.num_groups, num_layers=1, num_heads=2, time_dim=8)
-    with pytest.raises(DataError, match="resume with the model's settings that it was written with"):
+    with pytest.raises(
+        DataError, match="resume with the model's settings that it was written with"
+    ):
         next(make(model=wide).run(events))
 
     about = json.loads(good[0])

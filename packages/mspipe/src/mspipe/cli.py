@@ -164,6 +164,8 @@ class Predict(PredictOptions):
         mspipe predict new.parquet --run run1 --out scores.parquet
     """
 
+    out: Path = Path("report/mspipe/scores.csv")
+    """Table to write, .csv or .parquet: ends, time and score of each row."""
     device: str = "cpu"
     """Device that computes: cpu, cuda, cuda:1."""
 

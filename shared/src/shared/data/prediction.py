@@ -133,7 +133,7 @@ class PredictOptions(JsonOption):
     """Table of rows to score, with the ids of the run's data."""
     run: Path
     """Folder of the run: what it had as --checkpoint."""
-    out: Path = Path("report/scores.csv")
+    out: Path
     """Table to write, .csv or .parquet: ends, time and score of each row."""
     src: str | None = None
     """Column of sources. Default: as in the run."""
