@@ -56,7 +56,7 @@ def test_a_plan_goes_by_a_measured_cost(lengths, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "got an empty file"),
+        ("", "lengths.txt: expected lengths, a number on each line, the file is empty"),
         ("5\nx\n", "lengths.txt:2: expected a whole number of tokens above 0, got x"),
         ("5\n0\n", "lengths.txt:2: expected a whole number"),
         ("80000\n", "sequence 0: expected at most 72000 tokens, got 80000"),

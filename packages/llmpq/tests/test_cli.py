@@ -248,7 +248,7 @@ def test_what_was_answered_is_resumed_and_a_full_disk_is_named(home, tmp_path, s
     assert main([*run, str(out)]) == 0
     told = capsys.readouterr()
     assert f"llmpq: resumed from prompt 1 of {out}\n" in told.err
-    assert "answered 2 of 3 prompts in " in told.out
+    assert f"answered 2 of 3 prompts: {out}, in " in told.out
     disk = small_disk(4096)
     (disk / "rest").write_bytes(bytes(4096))
     assert main([*run, str(disk / "answers.jsonl")]) == 1

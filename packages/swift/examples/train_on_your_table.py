@@ -28,7 +28,9 @@ parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("table", nargs="?", type=Path, help="a CSV file; generated when left out")
 parser.add_argument("--steps", type=int, default=60, help="step to train to")
 parser.add_argument("--every", type=int, default=20, help="steps between two checkpoints")
-parser.add_argument("--folder", type=Path, default=Path("report/table"), help="of checkpoints")
+parser.add_argument(
+    "--folder", type=Path, default=Path("report/swift/table"), help="of checkpoints"
+)
 arguments = parser.parse_args()
 
 run = swift.join()  # ranks and spares run the same script

@@ -251,6 +251,8 @@ def _parse(
         ]
         for name, kind in commands.items()
     ]
+    if len(kinds) == 1:
+        kinds.append(Annotated[None, tyro.conf.Suppress])  # one kind alone would be no subcommand
     command: Any = reduce(or_, kinds)
     options = make_dataclass(
         "Options",

@@ -119,7 +119,7 @@ def test_parquet_names_what_to_install(tmp_path, monkeypatch):
         raise ImportError("pyarrow")
 
     monkeypatch.setattr(pandas, "read_parquet", without_pyarrow)
-    (tmp_path / "edges.parquet").write_bytes(b"")
+    (tmp_path / "edges.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"edges.parquet: needs pandas, .* pip install pandas py"):
         read(tmp_path)
 

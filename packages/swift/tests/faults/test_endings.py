@@ -20,7 +20,9 @@ def test_an_interrupted_run_leaves_nothing(driver, tmp_path, number):
     driver.begin(tmp_path, *launching.arguments(tmp_path, *options, steps=400, step_s=0.05))
     launching.wait_for_step(tmp_path, 3)
     driver.signal(number)
-    assert driver.end(status=130) == "meshyard-swift: interrupted\n"
+    assert driver.end(status=130) == (
+        "meshyard-swift: interrupted; start again by the same command\n"
+    )
     socket.create_server(("127.0.0.1", port)).close()
 
 

@@ -106,7 +106,7 @@ def test_references_to_the_outside_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b"", "expected a pickled snapshot"),
+        (b"", "expected a CUDA memory snapshot, the file is empty"),
         (b"not a pickle at all", "expected a pickled snapshot"),
         (pickle.dumps({"device_traces": [STEP]})[:-40], "expected a pickled snapshot"),
         (pickle.dumps([1, 2]), "'device_traces', got list"),

@@ -67,7 +67,7 @@ def test_csv_columns_come_in_any_order(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "expected columns"),
+        ("", "expected intervals, the file is empty"),
         ("id,lower,upper\n0,1,2\n", "expected columns"),
         ("id,lower,upper,size\n0,1,2,many\n", "line 2: expected whole numbers"),
         ("id,lower,upper,size\n0,1,2\n", "line 2: expected whole numbers"),
