@@ -154,6 +154,9 @@ class Workload:
         num_prompts: prompts in the batch.
         prompt_tokens: tokens of each prompt; of the longest, as shorter ones are padded.
         new_tokens: tokens generated for each prompt.
+
+    Raises:
+        ConfigError: a number is below 1.
     """
 
     num_prompts: int
@@ -174,6 +177,9 @@ class Quality:
         max_kl: highest expected divergence of the plan's next-token distribution from the
             unquantised model's, in nats a token; None sets no limit.
         theta: seconds that a nat a token is worth, added to a plan's time; 0 compares time alone.
+
+    Raises:
+        ConfigError: a number is below 0 or not finite.
     """
 
     max_kl: float | None = None

@@ -63,6 +63,11 @@ class Plan:
             measured it: {"0": {"4": [[1, "packed"], [32, "dense32"]]}} reads "from 1 token on
             packed, from 32 on dense32". Ranks without an entry measure nothing and use defaults.
         predicted: figures of the planner, for reports.
+
+    Raises:
+        ConfigError: stages do not hold every layer once, in order and on ranks of their own; `bits` is
+            not one of `BITS` a layer; `decode_size` is no multiple of `prefill_size`; `codes` and
+            `method` do not match; or a field has another type or value than it may have.
     """
 
     stages: tuple[Stage, ...]

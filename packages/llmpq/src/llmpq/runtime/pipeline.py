@@ -138,6 +138,8 @@ class Pipeline:
             The new tokens, on rank 0; None elsewhere.
 
         Raises:
+            ConfigError: the pipeline was not entered, no new token is asked for, or prompt and answer
+                are longer than the model has positions for.
             DataError: shapes do not fit, or a prompt is empty.
             CommError: another stage died or stands still; names its rank.
         """
