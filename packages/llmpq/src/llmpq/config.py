@@ -43,7 +43,7 @@ class ModelSpec:
     """The shape of a decoder-only language model, from which its bytes follow exactly.
 
     Attributes:
-        family: one of `FAMILIES`.
+        family: Hugging Face model type: llama, mistral, qwen2, qwen3, opt or bloom.
         num_layers: decoder layers, all of one shape.
         hidden_size: width of the residual stream.
         intermediate_size: width inside the feed-forward part.
@@ -79,7 +79,7 @@ class ModelSpec:
             source: a `PretrainedConfig`, its dictionary, or a model's folder (or config.json).
 
         Raises:
-            ConfigError: there is no configuration, or the model is of no family in `FAMILIES`; a
+            ConfigError: there is no configuration, or the model is of another family; a
                 mixture of experts is named as that.
         """
         tree, where = _read_config(source)
