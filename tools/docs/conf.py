@@ -1,10 +1,12 @@
 """How Sphinx reads the pages and docstrings of the yard."""
 
 import inspect
+import re
 from typing import Any
 
 from sphinx.domains.python import PyXRefRole  # pyrefly: ignore
 from sphinx.ext.napoleon import GoogleDocstring  # pyrefly: ignore
+from sphinx.util.nodes import make_refnode  # pyrefly: ignore
 
 import shared
 
@@ -17,6 +19,7 @@ myst_heading_anchors = 4
 
 # Docstrings: what stands in single backticks is code, and a link where it is a described name.
 default_role = "py:name"
+autoclass_content = "both"  # arguments are a constructor's
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # torch's own texts are torch's
 autodoc_preserve_defaults = True
@@ -37,6 +40,8 @@ html_show_search_summary = False
 
 class Name(PyXRefRole):
     """A name as it stands: `.npy` is no attribute of something, and `receive()` keeps its brackets."""
+
+    explicit_title_re = re.compile(r"(?!)")  # `step-<n>` is no title with a target
 
     def process_link(
         self, env: Any, refnode: Any, has_explicit_title: bool, title: str, target: str
@@ -90,6 +95,22 @@ def look_up_exactly(app: Any, doctree: Any) -> None:
             del node["refspecific"]
 
 
+def find_class(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Links the name of a class, or of its member, that another module of the package describes."""
+    package, name = str(node.get("py:module")).partition(".")[0], node["reftarget"]
+    if node.get("reftype") != "name" or not name[:1].isupper():
+        return None
+    found = {
+        (entry.docname, entry.node_id)
+        for path, entry in env.domains["py"].objects.items()
+        if path.startswith(f"{package}.") and path.endswith(f".{name}")
+    }
+    if len(found) != 1:
+        return None
+    ((page, anchor),) = found
+    return make_refnode(app.builder, node["refdoc"], page, anchor, content, name)
+
+
 def setup(app: Any) -> None:
     """Adds these to Sphinx."""
     app.add_role_to_domain("py", "name", Name())
@@ -97,3 +118,4 @@ def setup(app: Any) -> None:
     app.connect("autodoc-skip-member", leave_out)
     app.connect("autodoc-process-signature", write_signature)
     app.connect("doctree-read", look_up_exactly)
+    app.connect("missing-reference", find_class)
