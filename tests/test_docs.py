@@ -122,6 +122,17 @@ def test_every_public_name_is_described_once(site, package):
 
 
 @pytest.mark.slow
+def test_classes_are_described_with_their_constructors_and_with_what_is_returned(site):
+    page = site / "packages/swift/api/index.html"
+    text = unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
+    for words in ("samples of a step, of all ranks together", "a checkpoint is step-<n> in it"):
+        assert words in text
+    loop, trainable = "swift.training.runtime.Run.loop", "swift.training.trainable"
+    assert {loop, "swift.StepData"} <= set(Page(page).ids)
+    assert f"{trainable}.html#{trainable}.Trainable" in Page(page).links
+
+
+@pytest.mark.slow
 def test_search_needs_no_server(site):
     """Its index is a script that pages load, and no result is fetched for a summary."""
     index = (site / "searchindex.js").read_text(encoding="utf-8")

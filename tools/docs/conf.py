@@ -19,7 +19,6 @@ myst_heading_anchors = 4
 
 # Docstrings: what stands in single backticks is code, and a link where it is a described name.
 default_role = "py:name"
-autoclass_content = "both"  # arguments are a constructor's
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # torch's own texts are torch's
 autodoc_preserve_defaults = True
@@ -57,9 +56,13 @@ def read_docstring(
 ) -> None:
     """Corrects what a docstring is taken for, before napoleon reads it.
 
-    Napoleon takes what stands before a colon, in the first line of a property or of what is returned,
-    for a type; autodoc takes a class's docstring for that of a constant which has none.
+    A constructor's docstring, which describes its arguments, follows that of its class. Napoleon takes
+    what stands before a colon, in the first line of a property or of what is returned, for a type;
+    autodoc takes a class's docstring for that of a constant which has none.
     """
+    if isinstance(value, type):
+        constructor = vars(value).get("__init__")
+        lines += ["", *inspect.cleandoc(getattr(constructor, "__doc__", None) or "").split("\n")]
     for number in reversed(range(len(lines) - 1)):
         if lines[number].strip() in {"Returns:", "Yields:"}:
             text = lines[number + 1]
