@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tools"))
 
-from docs.api import find_named_modules, read_exports
+from docs.api import find_named_modules, find_returned, read_exports
 from docs.pages import PageError, find_pages, read_project, write_pages
 from rules.package import find_packages
 
@@ -119,6 +119,17 @@ def test_every_public_name_is_described_once(site, package):
     described = [path.stem for path in site.rglob("api/*.html")]
     for name in find_named_modules(PACKAGES):
         assert any(stem == name or stem.startswith(f"{name}.") for stem in described), name
+
+
+@pytest.mark.slow
+def test_classes_are_described_with_their_constructors_and_with_what_is_returned(site):
+    page = site / "packages/swift/api/index.html"
+    text = unescape(re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")))
+    for words in ("samples of a step, of all ranks together", "a checkpoint is step-<n> in it"):
+        assert words in text
+    loop, trainable = "swift.training.runtime.Run.loop", "swift.training.trainable"
+    assert {loop, "swift.StepData"} <= set(Page(page).ids)
+    assert f"{trainable}.html#{trainable}.Trainable" in Page(page).links
 
 
 @pytest.mark.slow
@@ -246,3 +257,42 @@ def test_modules_are_those_that_pages_and_docstrings_name(yard):
         "`from tiny.one import go`, three.py, untiny.three, tiny.four\n"
     )
     assert find_named_modules(find_packages(yard)) == {"tiny.one", "tiny.two"}
+
+
+def test_classes_that_described_names_return_are_found_with_what_these_return(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "results_foreign.py").write_text("class Foreign: ...")
+    (tmp_path / "results.py").write_text(
+        """
+from __future__ import annotations
+from collections.abc import Iterator
+from results_foreign import Foreign
+class _Own: ...
+class Known:
+    def run(self) -> Run | None: ...
+    def _run(self) -> NotPublic: ...
+class Run:
+    @property
+    def report(self) -> dict[str, list[Report]]: ...
+    @classmethod
+    def make(cls) -> tuple[Known, Foreign, _Own, int]: ...
+class Report:
+    rows: list[NotReturned]
+    @staticmethod
+    def lines() -> Iterator[Line]: ...
+class Line: ...
+class NotPublic: ...
+class NotReturned: ...
+class Late: ...
+def broken() -> OnlyForCheckers: ...
+def plain(late: NotReturned) -> "type[Late]": ...
+"""
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    results = import_module("results")
+    described = [results.Known, results.broken, results.plain]
+    found = find_returned(described, "results")
+    assert [value.__name__ for value in found] == ["Late", "Line", "Report", "Run"]
+    assert find_returned([results.Report, results.Line], "results") == []
+    assert find_returned(described, "results_foreign") == []

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 from rules import checks
+from rules.docstrings import find_raised_errors
 from rules.exports import import_all
 from rules.names import EXPORTED_CLASHES, SAME_ROLE
 from rules.package import (
@@ -69,6 +70,12 @@ def test_no_rooms_import_each_other_in_a_circle(package):
 @every_package
 def test_file_names_say_what_a_file_holds(package):
     hold(checks.check_file_names(package))
+
+
+@every_package
+def test_docstrings_describe_what_exported_names_raise(package):
+    assert len(list(find_raised_errors(package))) >= 10
+    hold(checks.check_raises(package))
 
 
 def test_class_names_exist_once_in_a_package_and_mean_one_role():

@@ -77,7 +77,7 @@ def test_the_command_prints_violations_and_a_table(plant, tmp_path):
     assert "rule 2: packages/tiny/src/tiny/planner.py:1: planner imports runtime" in done.stdout
     assert "rule 3: packages/tiny/src/tiny/seat.py: 'seat' in a file name" in done.stdout
     (row,) = [line for line in done.stdout.splitlines() if line.startswith("tiny ")]
-    assert row.split() == ["tiny", "4", "2", "1", "2", "0", "0", "0", "2", "1", "0", "0"]
+    assert row.split() == ["tiny", "4", "2", "1", "2", "0", "0", "0", "2", "1", "0", "0", "0"]
     assert rooms("--rule", "0", "1").returncode == 0
     done = rooms("big")
     assert done.returncode == 2

@@ -1,8 +1,11 @@
 """The rules of rooms and names find what is planted, and pass a package that keeps them."""
 
+from pathlib import Path
+
 import pytest
 
 from rules import checks
+from rules.docstrings import find_raised_errors
 from rules.exports import import_all
 
 
@@ -109,3 +112,77 @@ def test_a_class_name_that_two_packages_have(plant, monkeypatch):
     assert list(checks.check_class_names(packages)) == []
     assert checks.unused_names(packages) == []
     assert checks.unused_names(packages[:1]) == ["Plan", "Table"]
+
+
+def test_errors_of_exported_names_stand_in_their_docstrings(plant):
+    package = plant(
+        {
+            "planner.py": """
+                class Plan:
+                    '''A plan.
+
+                    Raises:
+                        ConfigError: it is empty.
+                    '''
+                    def __init__(self, steps):
+                        if not steps:
+                            raise ConfigError("empty")
+                        if len(steps) > 9:
+                            raise DataError("long")
+                    @property
+                    def steps(self):
+                        '''Steps.
+
+                        Raises:
+                            ValueError: when set.
+                        '''
+                        return self._check(1)
+                    @steps.setter
+                    def steps(self, steps):
+                        raise ValueError(steps)
+                    def _check(self, steps):
+                        raise TypeError(steps)
+                    def show(self):
+                        '''Shows. A ConfigError: no more.'''
+                        try:
+                            self.steps = 1
+                        except ValueError as error:
+                            raise errors.ConfigError("shown") from error
+                class Other:
+                    def run(self):
+                        raise TypeError
+            """,
+            "runtime/engine.py": """
+                def run(plan):
+                    '''Runs.
+
+                    Raises:
+                        DataErrors: of data.
+                    '''
+                    def inner():
+                        raise ValueError
+                    if plan:
+                        raise
+                    for step in plan:
+                        raise step
+                    assert inner
+                    raise NotImplementedError
+                    raise DataError
+            """,
+        }
+    )
+    found = [
+        (Path(raised.place).name, raised.function, raised.error, raised.is_described)
+        for raised in find_raised_errors(package)
+    ]
+    assert sorted(found) == [
+        ("engine.py:15", "run", "DataError", False),
+        ("planner.py:11", "Plan.__init__", "DataError", False),
+        ("planner.py:22", "Plan.steps", "ValueError", True),
+        ("planner.py:30", "Plan.show", "ConfigError", False),
+        ("planner.py:9", "Plan.__init__", "ConfigError", True),
+    ]
+    assert len(list(checks.check_raises(package))) == 3
+    (text,) = [text for text in texts(checks.check_raises(package)) if "engine.py" in text]
+    place = "packages/tiny/src/tiny/runtime/engine.py:15"
+    assert text == f"rule 10: {place}: run raises DataError: describe it under Raises"

@@ -1,8 +1,9 @@
-"""Writes the API reference: what each package exports, and the modules that pages name.
+"""Writes the API reference: what each package exports, what that returns, and modules that pages name.
 
 A thing that has several public names is described once, at the first of: `shared`, a package's top
 level, its modules by name; the other pages link to it. A named folder that exports nothing stands for
-the modules in it.
+the modules in it. Classes of the package that nobody exports, but that something described returns,
+follow on the package's own page.
 """
 
 import ast
@@ -10,14 +11,16 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import get_args, get_type_hints
 
 from docs.pages import find_pages
 from rules.import_graph import find_home
 from rules.package import Package
 
-__all__ = ["find_named_modules", "write_api"]
+__all__ = ["find_named_modules", "find_returned", "read_exports", "write_api"]
 
 
 def find_named_modules(packages: list[Package]) -> set[str]:
@@ -51,6 +54,12 @@ def write_api(packages: list[Package], out: Path) -> None:
         for module in modules:
             page = _describe(module, module.__name__, package, described)
             (folder / f"{module.__name__}.rst").write_text(page, encoding="utf-8")
+        returned = find_returned(described, package.name)
+        if returned:
+            text += "\nReturned\n--------\n\n"
+        for value in returned:
+            described[value] = f"{value.__module__}.{value.__qualname__}"
+            text += f".. autoclass:: {described[value]}\n   :members:\n\n"
         if modules:
             listed = "\n".join(f"   {module.__name__}" for module in modules)
             text += f"\nModules\n-------\n\n.. toctree::\n   :maxdepth: 1\n\n{listed}\n"
@@ -61,6 +70,48 @@ def read_exports(module: ModuleType) -> dict[str, object]:
     """Returns what a module exports, by name."""
     names = [name for name in getattr(module, "__all__", []) if not name.startswith("__")]
     return {name: getattr(module, name) for name in names}
+
+
+def find_returned(described: Iterable[object], package: str) -> list[type]:
+    """Returns a package's other classes that what is described returns, and what these return."""
+    known, found = set(described), []
+    waiting = [value for value in known if _belongs(value, package)]
+    while waiting:
+        for function in _list_functions(waiting.pop()):
+            for value in _read_result(function):
+                if value not in known and _belongs(value, package):
+                    known.add(value)
+                    found.append(value)
+                    waiting.append(value)
+    return sorted(found, key=lambda value: value.__name__)
+
+
+def _belongs(value: object, package: str) -> bool:
+    return getattr(value, "__module__", "").partition(".")[0] == package
+
+
+def _list_functions(value: object) -> Iterator[Callable]:
+    """Yields a function, or a class's public methods and the getters of its public properties."""
+    if inspect.isfunction(value):
+        yield value
+    elif inspect.isclass(value):
+        for name, member in vars(value).items():
+            function = getattr(member, "fget", getattr(member, "__func__", member))
+            if inspect.isfunction(function) and not name.startswith("_"):
+                yield function
+
+
+def _read_result(function: Callable) -> Iterator[type]:
+    """Yields the public classes in what a function is said to return."""
+    try:
+        waiting = [get_type_hints(function).get("return")]
+    except (NameError, TypeError):  # a name that only type checkers import
+        return
+    while waiting:
+        hint = waiting.pop()
+        waiting += get_args(hint)
+        if inspect.isclass(hint) and not get_args(hint) and not hint.__name__.startswith("_"):
+            yield hint
 
 
 def _find_modules(names: set[str]) -> list[ModuleType]:

@@ -1,10 +1,12 @@
 """How Sphinx reads the pages and docstrings of the yard."""
 
 import inspect
+import re
 from typing import Any
 
 from sphinx.domains.python import PyXRefRole  # pyrefly: ignore
 from sphinx.ext.napoleon import GoogleDocstring  # pyrefly: ignore
+from sphinx.util.nodes import make_refnode  # pyrefly: ignore
 
 import shared
 
@@ -38,6 +40,8 @@ html_show_search_summary = False
 class Name(PyXRefRole):
     """A name as it stands: `.npy` is no attribute of something, and `receive()` keeps its brackets."""
 
+    explicit_title_re = re.compile(r"(?!)")  # `step-<n>` is no title with a target
+
     def process_link(
         self, env: Any, refnode: Any, has_explicit_title: bool, title: str, target: str
     ) -> tuple[str, str]:
@@ -52,9 +56,13 @@ def read_docstring(
 ) -> None:
     """Corrects what a docstring is taken for, before napoleon reads it.
 
-    Napoleon takes what stands before a colon, in the first line of a property or of what is returned,
-    for a type; autodoc takes a class's docstring for that of a constant which has none.
+    A constructor's docstring, which describes its arguments, follows that of its class. Napoleon takes
+    what stands before a colon, in the first line of a property or of what is returned, for a type;
+    autodoc takes a class's docstring for that of a constant which has none.
     """
+    if isinstance(value, type):
+        constructor = vars(value).get("__init__")
+        lines += ["", *inspect.cleandoc(getattr(constructor, "__doc__", None) or "").split("\n")]
     for number in reversed(range(len(lines) - 1)):
         if lines[number].strip() in {"Returns:", "Yields:"}:
             text = lines[number + 1]
@@ -90,6 +98,22 @@ def look_up_exactly(app: Any, doctree: Any) -> None:
             del node["refspecific"]
 
 
+def find_class(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Links the name of a class, or of its member, that another module of the package describes."""
+    package, name = str(node.get("py:module")).partition(".")[0], node["reftarget"]
+    if node.get("reftype") != "name" or not name[:1].isupper():
+        return None
+    found = {
+        (entry.docname, entry.node_id)
+        for path, entry in env.domains["py"].objects.items()
+        if path.startswith(f"{package}.") and path.endswith(f".{name}")
+    }
+    if len(found) != 1:
+        return None
+    ((page, anchor),) = found
+    return make_refnode(app.builder, node["refdoc"], page, anchor, content, name)
+
+
 def setup(app: Any) -> None:
     """Adds these to Sphinx."""
     app.add_role_to_domain("py", "name", Name())
@@ -97,3 +121,4 @@ def setup(app: Any) -> None:
     app.connect("autodoc-skip-member", leave_out)
     app.connect("autodoc-process-signature", write_signature)
     app.connect("doctree-read", look_up_exactly)
+    app.connect("missing-reference", find_class)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rules.docstrings import find_raised_errors
 from rules.names import EXPORTED_CLASHES, REFUSED, ROLES, SAME_ROLE
 from rules.package import (
     NOT_COUNTED,
@@ -25,6 +26,7 @@ __all__ = [
     "check_file_names",
     "check_package",
     "check_privates",
+    "check_raises",
     "check_room_names",
     "check_tracked_files",
     "unused_names",
@@ -180,6 +182,13 @@ def check_tracked_files(folder: str, tracked: list[str], root: Path) -> Iterator
             yield Violation(9, str(path), "no code and no page names this file: remove it")
 
 
+def check_raises(package: Package) -> Iterator[Violation]:
+    """Rule 10: yields the errors of exported names that no `Raises:` of theirs describes."""
+    for place, function, error, is_described in find_raised_errors(package):
+        if not is_described:
+            yield Violation(10, place, f"{function} raises {error}: describe it under Raises")
+
+
 def check_package(
     package: Package, tracked: list[str] | None, ours: frozenset[str]
 ) -> list[Violation]:
@@ -193,6 +202,7 @@ def check_package(
             *check_circles(package),
             *check_file_names(package),
             *check_privates(files, root, ours),
+            *check_raises(package),
             *(check_tracked_files(folder, tracked, root) if tracked is not None else ()),
         ]
     )

@@ -43,7 +43,7 @@ class ModelSpec:
     """The shape of a decoder-only language model, from which its bytes follow exactly.
 
     Attributes:
-        family: one of `FAMILIES`.
+        family: Hugging Face model type: llama, mistral, qwen2, qwen3, opt or bloom.
         num_layers: decoder layers, all of one shape.
         hidden_size: width of the residual stream.
         intermediate_size: width inside the feed-forward part.
@@ -79,7 +79,7 @@ class ModelSpec:
             source: a `PretrainedConfig`, its dictionary, or a model's folder (or config.json).
 
         Raises:
-            ConfigError: there is no configuration, or the model is of no family in `FAMILIES`; a
+            ConfigError: there is no configuration, or the model is of another family; a
                 mixture of experts is named as that.
         """
         tree, where = _read_config(source)
@@ -154,6 +154,9 @@ class Workload:
         num_prompts: prompts in the batch.
         prompt_tokens: tokens of each prompt; of the longest, as shorter ones are padded.
         new_tokens: tokens generated for each prompt.
+
+    Raises:
+        ConfigError: a number is below 1.
     """
 
     num_prompts: int
@@ -174,6 +177,9 @@ class Quality:
         max_kl: highest expected divergence of the plan's next-token distribution from the
             unquantised model's, in nats a token; None sets no limit.
         theta: seconds that a nat a token is worth, added to a plan's time; 0 compares time alone.
+
+    Raises:
+        ConfigError: a number is below 0 or not finite.
     """
 
     max_kl: float | None = None

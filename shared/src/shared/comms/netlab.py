@@ -91,6 +91,9 @@ class NetLab:
         with NetLab(hosts=2, rate="100mbit") as lab, lab.pool() as pool:
             pool.run(step)
             print(lab.counters())
+
+    Raises:
+        NetLabUnavailable: on entry: this machine cannot make network namespaces.
     """
 
     def __init__(

@@ -42,6 +42,9 @@ class Tree:
         arity: maximum number of children of a rank on its host, and of a host's first rank among
             other hosts' first ranks.
         ranks_per_host: number of consecutive ranks that share a host; the last host may have fewer.
+
+    Raises:
+        ConfigError: a number is below 1.
     """
 
     world_size: int

@@ -39,6 +39,9 @@ class Host:
         name: unique in the cluster.
         devices: one for each rank that it can run.
         link: link between any two of its devices.
+
+    Raises:
+        TopologyError: there is no device.
     """
 
     name: str
@@ -58,6 +61,10 @@ class Cluster:
         hosts: hosts in rank order.
         network: link between two hosts for which `links` has no entry.
         links: links by pair of host names, in either order.
+
+    Raises:
+        TopologyError: there is no host, two have the same name, or a pair in `links` is not of two
+            different hosts.
     """
 
     hosts: tuple[Host, ...]

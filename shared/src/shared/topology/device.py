@@ -59,6 +59,9 @@ class Device:
         memory_bytes_per_s: bandwidth of its memory.
         int8_ops_per_s: dense matrix peak of 8-bit integers; None where its matrix units have none.
         fp8_flops_per_s: dense matrix peak of 8-bit floats; None where it has none.
+
+    Raises:
+        TopologyError: the kind is unknown, or a number is not positive and finite.
     """
 
     name: str

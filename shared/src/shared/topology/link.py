@@ -30,6 +30,9 @@ class Link:
     Attributes:
         alpha_s: seconds that any message takes.
         beta_s_per_byte: seconds that each byte adds.
+
+    Raises:
+        TopologyError: a number is below 0 or not finite.
     """
 
     alpha_s: Number

@@ -29,6 +29,9 @@ class Mesh:
         >>> mesh = Mesh(axes={"dp": 2, "tp": 3})
         >>> mesh.coordinate(4), mesh.groups("dp")
         ({'dp': 1, 'tp': 1}, [[0, 3], [1, 4], [2, 5]])
+
+    Raises:
+        TopologyError: there is no axis, or one has no name or less than one rank.
     """
 
     axes: dict[str, int]

@@ -187,7 +187,15 @@ class DistGraph(GraphShare):
     # -- what the exchanges need ------------------------------------------------------------
 
     def operator(self, weight: str, *, transposed: bool = False) -> Operator:
-        """The aggregation with one weighting, built on first use."""
+        """The aggregation with one weighting, built on first use.
+
+        Args:
+            weight: "gcn", "mean" or "sum" over a node's incoming edges.
+            transposed: of the reversed edges, as gradients travel.
+
+        Raises:
+            ConfigError: the weighting is none of these.
+        """
         if weight not in ("gcn", "mean", "sum"):
             raise ConfigError(f"weight: expected 'gcn', 'mean' or 'sum', got {weight!r}")
         # In a symmetric graph both directions have equal degrees, so "gcn" and "sum" equal their

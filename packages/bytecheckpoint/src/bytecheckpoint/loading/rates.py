@@ -30,6 +30,9 @@ class Rates:
     Attributes:
         storage_bytes_per_s: bytes per second read from the storage.
         network_bytes_per_s: bytes per second sent between ranks.
+
+    Raises:
+        ConfigError: a rate is not above 0.
     """
 
     storage_bytes_per_s: float

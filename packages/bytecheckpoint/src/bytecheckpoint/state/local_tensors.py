@@ -59,6 +59,9 @@ class FlatShard:
         tensor: one-dimensional, contiguous; the elements from `start` on. Padding stays out.
         shape: shape of the whole tensor.
         start: flat index of the first element.
+
+    Raises:
+        DataError: the tensor is not one-dimensional and contiguous, or ends beyond `shape`.
     """
 
     tensor: Tensor

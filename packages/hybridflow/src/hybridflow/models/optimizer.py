@@ -37,6 +37,9 @@ class AdamW:
         num_warmup_steps: optimizer steps over which the rate rises from 0.
         num_steps: length of the schedule in optimizer steps.
         max_skipped: most steps in a row that may be skipped because gradients are not finite.
+
+    Raises:
+        ConfigError: the schedule is unknown or has no length, or a number is below 0.
     """
 
     lr: float = 1e-6

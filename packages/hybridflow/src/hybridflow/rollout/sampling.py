@@ -31,6 +31,9 @@ class Sampling:
         temperature: divides the logits; 0 takes the likeliest token.
         end_token: token that ends a response; None: only max_new_tokens does.
         seed: of the random numbers.
+
+    Raises:
+        ConfigError: no new token or no sample is asked for, or the temperature is below 0.
     """
 
     max_new_tokens: int

@@ -95,7 +95,11 @@ class Worker:
         return self.group_of(next(ranks for ranks in groups if self.rank in ranks))
 
     def group_of(self, ranks: Sequence[int]) -> Group | None:
-        """Process group of some of the group's ranks, this one among them; None if alone."""
+        """Process group of some of the group's ranks, this one among them; None if alone.
+
+        Raises:
+            ConfigError: there are several ranks, and their engine has no process groups.
+        """
         if len(ranks) == 1:
             return None
         if not Group.exists():

@@ -63,11 +63,17 @@ def makespan_s(
 
 
 def dispatch(lengths: Sequence[float] | np.ndarray, replicas: Sequence[Replica]) -> Dispatch:
-    """Assigns sequences to replicas; a replica may get none.
+    """Assigns sequences to replicas so that all end at the same time; a replica may get none.
+
+    Stage 1 of Hydraulis (arXiv 2412.07894), by longest first and improvement in place of random
+    orders; few sequences are assigned exactly.
 
     Args:
         lengths: tokens of the sequences.
         replicas: unequal ones side by side.
+
+    Returns:
+        The replica of each sequence, and the seconds until the slowest replica ends.
 
     Raises:
         SequenceTooLong: a sequence exceeds every replica's cap.

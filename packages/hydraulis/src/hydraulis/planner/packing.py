@@ -42,13 +42,18 @@ class Packing:
 
 
 def pack(lengths: Sequence[float] | np.ndarray, cost: Cost, cap: int, stages: int = 1) -> Packing:
-    """Packs documents, choosing the number of micro-batches too.
+    """Packs documents so that a replica's pipeline ends soonest, choosing the number of micro-batches too.
+
+    Stage 2 of Hydraulis (arXiv 2412.07894), with unequal micro-batches timed pass by pass.
 
     Args:
         lengths: tokens of the documents.
         cost: seconds of a micro-batch on a stage.
         cap: most tokens in a micro-batch.
         stages: pipeline stages.
+
+    Returns:
+        The documents of each micro-batch in the order in which they run, and the pipeline's seconds.
 
     Raises:
         SequenceTooLong: a document exceeds the cap.

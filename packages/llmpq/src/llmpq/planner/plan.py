@@ -48,12 +48,12 @@ class Plan:
     Attributes:
         stages: in pipeline order; together they hold every layer once. Ranks without a stage
             stay idle.
-        bits: weight width of each layer, of `BITS`.
+        bits: weight width of each layer: 3, 4, 8, or 16 for weights left as they are, in `dtype`.
         group_size: input columns that share a scale; of 16-bit layers it means nothing.
         prefill_size: prompts in a prefill micro-batch.
         decode_size: prompts in a decode micro-batch, a multiple of `prefill_size`.
-        dtype: of activations, and of weights that are not quantised.
-        method: how weights are rounded.
+        dtype: of activations, and of weights that are not quantised: "float32", "bfloat16", "float16".
+        method: how weights are rounded: "nearest", or "gptq".
         model: fingerprint of the model's shape (`ModelSpec.fingerprint`), None if unknown.
         folder: of the model that it was made for, None if unknown. Commands read it where no other
             is given. Its file names it relative to itself, unless the path is absolute.
@@ -63,6 +63,11 @@ class Plan:
             measured it: {"0": {"4": [[1, "packed"], [32, "dense32"]]}} reads "from 1 token on
             packed, from 32 on dense32". Ranks without an entry measure nothing and use defaults.
         predicted: figures of the planner, for reports.
+
+    Raises:
+        ConfigError: stages do not hold every layer once, in order and on ranks of their own; `bits` is
+            not a width for each layer; `decode_size` is no multiple of `prefill_size`; `codes` and
+            `method` do not match; or a field has another type or value than it may have.
     """
 
     stages: tuple[Stage, ...]

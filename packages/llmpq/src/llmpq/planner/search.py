@@ -229,6 +229,8 @@ def plan(
 ) -> PlanResult:
     """Chooses widths, split, order of devices and micro-batches of both phases together.
 
+    After LLM-PQ (arXiv 2403.01136), which fixes the decode micro-batch.
+
     Args:
         model: shape of the model.
         costs: seconds and bytes of the devices, measured or from data sheets.

@@ -129,8 +129,8 @@ class Pipeline:
             max_new_tokens: most tokens a prompt gets.
             eos_token_id: ends a prompt's answer, of which it is the last token; or several that do.
             pad_token_id: stands behind an answer that has ended.
-            temperature: 0 takes the most probable token, see `Sampling`.
-            top_p: see `Sampling`.
+            temperature: 0 takes the most probable token; else logits are divided by it.
+            top_p: in (0, 1]; the least probable tokens that add up to less than 1 - top_p are left out.
             seed: of draws; with a prompt's number and position it decides them under any plan.
             prompt_numbers: numbers of the prompts for the draws, by default from 0.
 
@@ -138,6 +138,8 @@ class Pipeline:
             The new tokens, on rank 0; None elsewhere.
 
         Raises:
+            ConfigError: the pipeline was not entered, no new token is asked for, or prompt and answer
+                are longer than the model has positions for.
             DataError: shapes do not fit, or a prompt is empty.
             CommError: another stage died or stands still; names its rank.
         """

@@ -29,7 +29,7 @@ def alpha(
 ) -> float:
     """The largest fraction of tokens whose activations can be swapped.
 
-    With n layers, the largest alpha for which
+    The closed form of MEMO (arXiv 2407.12117), not rounded down to a grid. With n layers, the largest alpha for which
 
         whole + alpha * row <= link  and  (n - 2) * (whole + alpha * row) <= store.
 
@@ -89,7 +89,7 @@ def alphas(
 ) -> dict[str, float]:
     """The fraction of each tensor to swap, so that recomputing the rest takes the fewest seconds.
 
-    Solves exactly: the least sum of recompute_s * (1 - alpha), with sum of bytes * alpha <= room_bytes
+    MEMO has one fraction for all tensors; here each has its own. Solves exactly: the least sum of recompute_s * (1 - alpha), with sum of bytes * alpha <= room_bytes
     and 0 <= alpha <= 1. A fractional knapsack: tensors fill the room by recompute seconds a byte,
     largest first, those that are equal in the order given. What has no bytes is swapped whole; what
     takes no seconds comes last. O(items log items).

@@ -34,6 +34,10 @@ class Plan:
         max_sending: layers whose items may be on their way to the store at once.
         has_block_loss: whether the loss is computed without all logits in memory, in blocks.
         prediction: what the plan was predicted to take, by name; empty where nobody predicted.
+
+    Raises:
+        ConfigError: `layers` holds something else or nothing, a number is not whole or too small, or
+            the store is malformed.
     """
 
     layers: tuple[LayerPlan, ...]

@@ -93,8 +93,11 @@ SKELETONS.add("qwen3", _qwen3, "Qwen3: Llama's tensors, and normed queries and k
 def skeleton(config: Any) -> Skeleton:
     """The activations that a layer of a model keeps, from the model's transformers config.
 
+    MEMO's table (arXiv 2407.12117), in elements a token. Autograd keeps more in a real layer; plans are
+    made from what it was measured to keep.
+
     Args:
-        config: a config of one of `SKELETONS`.
+        config: of model type gpt2, llama, mistral, qwen2 or qwen3.
 
     Raises:
         ConfigError: it is no config, or the model's type has no skeleton here.

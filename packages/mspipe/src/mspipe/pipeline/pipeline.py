@@ -108,7 +108,11 @@ class Pipeline:
 
     @property
     def mode(self) -> str:
-        """How stages overlap; may be set between two runs."""
+        """How stages overlap; may be set between two runs.
+
+        Raises:
+            ConfigError: when set: the mode is unknown, or a run is under way.
+        """
         return self._mode
 
     @mode.setter

@@ -60,6 +60,9 @@ class Stage:
 
     Attributes:
         replayed: stages and iterations of the last replay, for the report.
+
+    Raises:
+        ConfigError: `micro_batches` is below 1 or `helpers` below 0.
     """
 
     def __init__(
@@ -190,7 +193,11 @@ class Stage:
         self._is_in_step = True
 
     def finish(self, step: int) -> None:
-        """See `Trainable`."""
+        """See `Trainable`.
+
+        Raises:
+            DataError: the step function has not called `step` exactly once.
+        """
         if {*self.opt.marks, self._built.stage.iteration} != {step + 1}:
             raise DataError(
                 f"step {step}: expected one stage.step(inputs, targets), got a stage with "

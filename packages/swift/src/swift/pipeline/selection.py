@@ -59,6 +59,9 @@ def select_logs(
 ) -> LogSelection:
     """The boundaries to log within a budget, of least expected replay.
 
+    Selective logging of Swift (arXiv 2302.06173): a boundary that is not logged makes the stages at its
+    sides replay together. Every stage is lost with equal probability.
+
     Args:
         replay_s: seconds in which each of N stages replays one iteration.
         boundary_bytes: bytes of both directions of each of the N - 1 boundaries in one iteration.
@@ -68,6 +71,9 @@ def select_logs(
         method: "exact", or the published heuristic "greedy".
         loggable: for each boundary whether it may be logged at all, as disks and their rates
             permit; None: all.
+
+    Returns:
+        Whether each boundary is logged, the seconds of replay to expect, and the log's bytes.
 
     Raises:
         ConfigError: a length, a number or the method does not fit.

@@ -36,6 +36,9 @@ class Every:
         writer: makes torch DCP's StorageWriter for a path; DCP's own of files when None.
         reader: makes the StorageReader.
         keep: newest checkpoints that are kept.
+
+    Raises:
+        ConfigError: `steps` or `keep` is below 1.
     """
 
     steps: int

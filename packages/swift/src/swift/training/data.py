@@ -133,7 +133,11 @@ class StepData:
         return torch.utils.data.default_collate(list(samples))
 
     def positions(self, step: int) -> list[int]:
-        """Places of this rank's samples of a step in the dataset."""
+        """Places of this rank's samples of a step in the dataset.
+
+        Raises:
+            ConfigError: the global batch cannot be divided by the ranks, or this is a waiting spare.
+        """
         run = self._run or _current()
         if run.rank is not None and run.reads_whole_batches:
             return step_positions(len(self.dataset), self.global_batch, self.seed, step)

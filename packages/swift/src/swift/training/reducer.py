@@ -320,7 +320,11 @@ class DataParallel:
         ]
 
     def finish(self, step: int) -> None:
-        """See `Trainable`."""
+        """See `Trainable`.
+
+        Raises:
+            DataError: the step function has not called `backward` exactly once with an update.
+        """
         if set(self.optimizer.marks) != {step + 1}:
             raise DataError(
                 f"step {step}: expected one dp.backward(loss) that updates, got parameters with "

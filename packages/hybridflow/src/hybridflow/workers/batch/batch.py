@@ -75,11 +75,21 @@ class Batch:
         return list(self._columns.items())
 
     def __getitem__(self, name: str) -> Any:
+        """A column.
+
+        Raises:
+            DataError: there is none of this name.
+        """
         if name not in self._columns:
             raise DataError(f"no column {name!r}; there are {', '.join(self._columns) or 'none'}")
         return self._columns[name]
 
     def __setitem__(self, name: str, column: Any) -> None:
+        """Adds or replaces a column; a sequence other than a tensor becomes a list of objects.
+
+        Raises:
+            DataError: its number of rows is not that of the other columns.
+        """
         if not isinstance(column, Tensor | Ragged):
             column = list(column)
         elif isinstance(column, Tensor) and not column.dim():
@@ -134,7 +144,11 @@ class Batch:
         return self._map(lambda column: column[start:stop])
 
     def reorder(self, index: Sequence[int] | Tensor) -> Batch:
-        """The rows at some positions, in their order; a row may be taken any number of times."""
+        """The rows at some positions, in their order; a row may be taken any number of times.
+
+        Raises:
+            DataError: the index is a mask.
+        """
         index = torch.as_tensor(index)
         if index.dtype == torch.bool:
             raise DataError("expected positions of rows, got a mask; use mask.nonzero().flatten()")

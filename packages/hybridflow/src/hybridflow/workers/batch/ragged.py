@@ -61,7 +61,11 @@ class Ragged:
         return self.values.device
 
     def __getitem__(self, rows: slice) -> Ragged:
-        """Consecutive rows, as a view."""
+        """Consecutive rows, as a view.
+
+        Raises:
+            DataError: the slice leaves rows out.
+        """
         start, stop, step = rows.indices(len(self))
         if step != 1:
             raise DataError(f"expected consecutive rows, got every {step}th; use `take`")

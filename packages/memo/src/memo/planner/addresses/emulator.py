@@ -55,7 +55,11 @@ def emulate(trace: Trace | Sequence[Trace], allocator: str = "caching") -> Emula
 
     Args:
         trace: one, or several in order.
-        allocator: one of `ALLOCATORS`.
+        allocator: "caching" is PyTorch's, which never flushes; "expandable" the same with expandable
+            segments; "planned" the static addresses of `pack`.
+
+    Returns:
+        Bytes that are reserved, beside the most that are alive at once.
 
     Raises:
         ConfigError: there is no such allocator, or no trace.
