@@ -239,7 +239,7 @@ def _parse(
 ) -> Any:
     """The options of `_Options`, and the subcommand's in `command`."""
     # The list of subcommands has a sentence for each; a subcommand's own help has all of its text.
-    kinds = [
+    kinds: list[Any] = [
         Annotated[
             Any,
             tyro.conf.subcommand(
