@@ -142,6 +142,10 @@ def _describe(
             # Where it is assigned its docstring stands, for which a value has no room.
             home = find_home(module.__name__, name, package.modules)
             parts += [f".. autodata:: {home or module.__name__}.{name}", "   :no-value:", ""]
+        elif inspect.isclass(value) and not any(
+            _belongs(value, name) for name in (package.name, "shared")
+        ):
+            elsewhere.append(f"- ``{name}`` is ``{value.__module__}.{value.__qualname__}``")
         elif value in described:
             elsewhere.append(f"- ``{name}`` is :py:obj:`{described[value]}`")
         else:

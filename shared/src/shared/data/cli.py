@@ -25,21 +25,21 @@ class EventOptions(JsonOption):
     """Columns of a table of events, as a command inherits them; DATA is the command's own."""
 
     src: str = "src"
-    """Column of sources: whole numbers or texts."""
+    """Column of sources, whole numbers or texts."""
     dst: str = "dst"
     """Column of destinations."""
     t: str = "t"
-    """Column of times: numbers, or dates as 2024-05-01T10:30:00."""
+    """Column of times, numbers or ISO dates (2024-05-01)."""
     time_unit: TimeUnit | None = None
     """Unit of times that are numbers; must be given where they are too large for seconds."""
     eid: str = "eid"
     """Column of the events' own ids, which the table may lack."""
     features: tuple[str, ...] = ()
-    """Columns of edge features. Default: all other columns of numbers."""
+    """Columns of edge features; all other columns of numbers by default."""
     edge_features: Path | None = None
     """File of edge features as numpy.save writes it, a row an event."""
     bipartite: bool = False
-    """Sources and destinations are of two kinds: user 5 and item 5 are two nodes."""
+    """Sources and destinations are of two kinds, so that user 5 and item 5 are two nodes."""
     limit: int | None = None
     """Read only the first so many events."""
 

@@ -136,11 +136,11 @@ class PredictOptions(JsonOption):
     out: Path
     """Table to write, .csv or .parquet: ends, time and score of each row."""
     src: str | None = None
-    """Column of sources. Default: as in the run."""
+    """Column of sources. The run's own by default."""
     dst: str | None = None
-    """Column of destinations. Default: as in the run."""
+    """Column of destinations. The run's own by default."""
     t: str | None = None
-    """Column of times, as of which rows are scored. Default: as in the run."""
+    """Column of the times as of which rows are scored. The run's own by default."""
 
     def read_queries(self, command: EventOptions, past: Past) -> Queries:
         """Reads the rows to score.

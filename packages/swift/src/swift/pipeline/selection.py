@@ -37,8 +37,8 @@ class LogSelection:
     Attributes:
         logged: for each boundary, from the first, whether its messages are logged.
         expected_replay_s: expected seconds of replay for each iteration that is replayed, over an
-            equally likely loss of one stage: sum over groups g of |g|/N times (the stages' replay,
-            and the bytes of the boundaries inside it over the bandwidth).
+            equally likely loss of one stage: the sum over groups of their share of the stages,
+            times their stages' replay and the bytes of the boundaries inside over the bandwidth.
         log_bytes: bytes logged in an interval between checkpoints.
     """
 
