@@ -122,7 +122,8 @@ def test_writes_what_safetensors_reads(repository, tmp_path, max_shard_bytes):
             assert opened.metadata() == {"format": "pt"}
     assert_same(found, weights())
     if len(files) == 1:
-        assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+        names = sorted(file.name for file in (tmp_path / "out").iterdir())
+        assert names == ["config.json", "model.safetensors"]
     else:
         index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
         assert index["weight_map"].keys() == found.keys()

@@ -220,7 +220,7 @@ def test_what_another_makes_meanwhile_stays_and_nothing_else_is_left(tmp_path):
 def test_a_prefix_that_a_format_has_no_use_for_is_warned_of(tmp_path, caplog):
     bcp.save(tmp_path / "native", {"w": torch.ones(2)})
     convert(tmp_path / "native", tmp_path / "state.pt", "torch", prefix="model.")
-    assert "the prefix 'model.' is ignored: a checkpoint in torch keeps all names" in caplog.text
+    assert "the prefix 'model.' is ignored: a checkpoint in torch has none" in caplog.text
 
 
 def test_a_file_is_of_the_format_registered_last_that_its_name_fits():

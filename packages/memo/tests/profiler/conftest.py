@@ -1,4 +1,4 @@
-"""One small Llama on an H100 for all tests: counting its bytes takes longer than all that follows from them."""
+"""Small Llamas that tests share: counting bytes on an H100 takes longer than all that follows from them."""
 
 import pytest
 from llama_shape import SHAPE
@@ -6,7 +6,14 @@ from transformers import LlamaConfig
 
 from memo.profiler.analytic.analysis import Analysis
 
+from ..runtime.models import make_model
+
 
 @pytest.fixture(scope="session")
 def analysis():
     return Analysis(LlamaConfig(**SHAPE), "H100")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model("llama", num_layers=4)

@@ -53,6 +53,8 @@ def convert(
         if name in signature(write).parameters:
             options[name] = value
         elif value is not None:
-            _log.warning("the %s %r is ignored: %s has none", name, os.fspath(value), to)
+            _log.warning(
+                "the %s %r is ignored: a checkpoint in %s has none", name, os.fspath(value), to
+            )
     with open_any(src) as checkpoint:
         write(checkpoint, dst, progress=progress, **options)
