@@ -76,6 +76,7 @@ def test_int8_is_chosen_where_it_is_fastest_and_allowed_and_never_otherwise(fold
         choose_forms(spec, 4, activations="fp8", **settings)
 
 
+@pytest.mark.slow
 def test_forms_are_listed_by_growing_numbers_of_tokens(folders):
     table = choose_forms(ModelSpec.from_hf(folders["llama"]), 4, group_size=16, dtype="float32")
     assert [first for first, _ in table] == sorted({first for first, _ in table})
