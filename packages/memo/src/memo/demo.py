@@ -255,7 +255,7 @@ def _outcome(job: Contender) -> Outcome:
     model(input_ids=short, labels=short, use_cache=False).loss.backward()  # makes all gradients
     optimizer.zero_grad(set_to_none=False)
     if job.way == "memo":  # code that planning loads is no activation
-        measure_profile(model, {"input_ids": short, "labels": short}, None)
+        measure_profile(model, {"input_ids": short, "labels": short}, f"file:{job.folder}")
     ram = torch.device("cpu")
     before = resident_bytes(ram)
     if job.limit_bytes is not None:
