@@ -29,7 +29,7 @@ def test_an_interrupted_run_leaves_nothing(driver, tmp_path, number):
 def test_a_run_tells_its_state_and_takes_faults(driver, tmp_path, monkeypatch, capsys, undisturbed):
     monkeypatch.setattr(tempfile, "tempdir", str(driver.temporary))
     options = ("-n", "3", "--spares", "1")
-    driver.begin(tmp_path, *launching.arguments(tmp_path, *options, steps=STEPS, step_s=0.1))
+    driver.begin(tmp_path, *launching.arguments(tmp_path, *options, steps=STEPS, step_s=0.05))
     launching.wait_for_step(tmp_path, 4)
     assert main(["status", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

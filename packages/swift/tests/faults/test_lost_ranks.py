@@ -49,7 +49,8 @@ def test_twelve_kills_in_one_run_leave_every_state_as_it_was(driver, tmp_path, u
     assert all("SIGKILL" in one["how"] for one in lost)
 
 
-def test_kills_while_it_recovers_and_sgd(driver, tmp_path, undisturbed):
+def test_kills_while_it_recovers_and_sgd_with_clipping(driver, tmp_path, undisturbed):
+    given = {"optimizer": "sgd", "clip_norm": 0.1}
     faults = [
         {"rank": 1, "recovery": 0, "step": 0, "point": "start", "bucket": 2},
         {"rank": 0, "recovery": 1, "point": "join"},
@@ -61,12 +62,13 @@ def test_kills_while_it_recovers_and_sgd(driver, tmp_path, undisturbed):
         {"rank": 2, "recovery": 7, "point": "verify"},
     ]
     options = ("-n", "3", "--spares", "5")
-    printed = driver.train(tmp_path, *options, steps=STEPS, faults=faults, optimizer="sgd")
+    printed = driver.train(tmp_path, *options, steps=STEPS, faults=faults, **given)
     line = r"(meshyard-swift: (rank \d was killed by signal 9 \(SIGKILL\)[,;] )+(a spare|the others).*\n)+"
     assert re.fullmatch(line, printed), printed
-    told = check(tmp_path, undisturbed(optimizer="sgd"), 4)
+    told = check(tmp_path, undisturbed(**given), 4)
     lost = [[one["rank"] for one in failure["lost"]] for failure in told]
     assert lost == [[1, 0], [2, 0], [1, 1], [0, 2]]
+    assert "wait for its last sum: clip_norm" in (tmp_path / "report-0").read_text()
 
 
 @pytest.mark.slow
@@ -81,11 +83,8 @@ def test_a_hundred_kills(driver, tmp_path, undisturbed, seed, optimizer):
     assert sum(len(one["lost"]) for one in launching.failures(tmp_path)) == 7
 
 
-@pytest.mark.parametrize(
-    "given",
-    [pytest.param({"clip_norm": 0.1}, marks=pytest.mark.slow), {"mode": "commit"}],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{"clip_norm": 0.1}, {"mode": "commit"}], ids=str)
 def test_updates_that_wait_for_all_sums(driver, tmp_path, undisturbed, given):
     points = ["vote", "update"] if "mode" in given else ["update", "reduce"]
     faults = [
@@ -147,6 +146,7 @@ def test_when_all_ranks_are_lost_the_run_stops_and_resumes_from_its_checkpoint(
     assert "no rank has survived" in reasons[-1]
 
 
+@pytest.mark.slow
 def test_two_ranks_are_killed_at_once_and_a_scaler_goes_on(driver, tmp_path, undisturbed):
     """Also in a step whose gradients overflow, which changes no weight."""
     given = {"overflows": [4]}
