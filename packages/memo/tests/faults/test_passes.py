@@ -36,7 +36,7 @@ class Interrupted(Exception):
 
 
 @BOTH
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_training_goes_on_after_an_exception_in_a_forward(plan, at):
     model, expected = make_model("gpt2"), plain_step("gpt2")
     with apply(model, plan) as run:
@@ -145,7 +145,14 @@ def test_a_backward_that_is_differentiated_again_is_refused(plan):
 
 
 @BOTH
-@pytest.mark.parametrize("order", ["first in, first out", "last in, first out", "interleaved"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "first in, first out",
+        pytest.param("last in, first out", marks=pytest.mark.slow),
+        "interleaved",
+    ],
+)
 def test_several_forwards_may_come_before_their_backwards(plan, order):
     model = make_model("llama", num_layers=5)
 

@@ -114,7 +114,7 @@ def with_sharded_tensors(plans):
     [
         under_fsdp,
         pytest.param(under_ddp, marks=pytest.mark.slow),
-        with_sharded_tensors,
+        pytest.param(with_sharded_tensors, marks=pytest.mark.slow),
         pytest.param(under_fsdp_with_mixed_precision, marks=pytest.mark.slow),
     ],
 )

@@ -83,6 +83,7 @@ def test_tiles_take_less_than_a_whole_layer_and_the_input_alone_least(counts):
     assert held["tiles, input"].held_bytes == held["input"].held_bytes == 256 * 64 * 4
 
 
+@pytest.mark.slow
 def test_profiles_at_a_part_of_the_length_leave_the_model_as_it_was(model):
     """A plain layer takes more than there is room for at 256 tokens, and less at 128."""
     batch = batch_of(256)
@@ -459,6 +460,7 @@ def test_measuring_draws_nothing_from_the_training(model, monkeypatch):
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_seconds_of_long_sequences_are_measured_at_their_first_tokens(model, monkeypatch):
     """Where a forward would take long, and at no fewer than 1,024 tokens for that."""
     autotune = "memo.profiler.autotune"
