@@ -188,6 +188,13 @@ def test_what_fits_is_never_refused_by_what_every_plan_takes_at_least(data, stor
         check_possible(least, budget)
 
 
+def test_what_every_plan_takes_at_least_is_what_is_saved_and_not_there_yet():
+    kept = PassBytes(forward=0, backward=0)
+    layer = least_layer({INPUT: 3, ATTENTION: 2, "up": 9}, 10, kept)
+    assert [one.num_bytes for one in layer.items] == [3, 2]
+    assert [(one.forward, one.backward) for one in layer.levels] == [(0, 7), (0, 5)]
+
+
 def test_tiles_are_chosen_where_nothing_else_fits():
     profile = step_profile(tiles=TILES)
     with_room = planned(profile, 132)

@@ -142,6 +142,7 @@ def test_ranks_share_tokens_and_parameters_and_meet_all_keys(analysis):
     ring = 2 * 2 * H * 2 * part.num_tokens
     alone = one.profile(16_384).layer
     assert part.layer.levels[-1].forward == alone.levels[-1].forward + ring
+    assert part.layer.levels[-1].backward == alone.levels[-1].backward + 2 * ring
     layer, other = 4 * H * H + 3 * H * F + 2 * H, 2 * VOCABULARY * H + H
     assert one.num_parameters == LAYERS * layer + other
     assert whole.fixed_bytes == 16 * one.num_parameters, "2 and 2, and 12 of AdamW"

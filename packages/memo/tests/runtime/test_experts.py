@@ -68,6 +68,14 @@ def test_layers_of_a_mixture_are_the_decoders():
     assert find_layers(own) == list(own.layers), "not the longer list of experts"
 
 
+def test_of_lists_of_one_length_the_larger_is_the_decoders():
+    model = Stack([Block(), Block()])
+    model.heads = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    own = torch.nn.Module()
+    own.heads, own.layers = model.heads, model.layers
+    assert find_layers(own) == list(model.layers)
+
+
 def test_layers_of_two_classes_are_asked_for():
     model = Stack([Experts(), Block(), Experts()])
     with pytest.raises(ConfigError, match=r"got one of Block, Experts; name the layers by"):

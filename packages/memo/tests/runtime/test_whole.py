@@ -113,6 +113,22 @@ def test_a_layer_is_run_once():
     assert len(calls) == 3
 
 
+def test_a_retained_graph_runs_backward_twice():
+    model, x = make_stack(Transposes), torch.randn(2, 64, 32)
+    for _ in range(2):
+        model(x).sum().backward()
+    expected = [one.grad.clone() for one in model.parameters()]
+    model.zero_grad()
+    with apply(model, WHOLE):
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(
+        torch.equal(one.grad, wanted)
+        for one, wanted in zip(model.parameters(), expected, strict=True)
+    )
+
+
 def test_complex_and_empty_tensors_are_left_to_autograd():
     class Fourier(nn.Module):
         def __init__(self):
