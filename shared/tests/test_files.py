@@ -411,3 +411,19 @@ def test_a_guess_leaves_the_name_that_an_error_has(tmp_path):
         raise told
     with pytest.raises(DiskFullError), naming_full_disk("out"):
         raise told
+
+
+@pytest.mark.parametrize(
+    ("text", "is_full"),
+    [
+        ("4096 requested and 1024 written", True),
+        ("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0", True),
+        ("I/O error: No space left on device (os error 28)", True),
+        ("2 ranks are requested and 1 is there", False),
+        ("the model requested and the one found differ", False),
+    ],
+)
+def test_words_of_libraries_tell_a_full_disk(text, is_full):
+    kind = DiskFullError if is_full else RuntimeError
+    with pytest.raises(kind, match="expected room" if is_full else text), naming_full_disk("out"):
+        raise RuntimeError(text)

@@ -26,6 +26,7 @@ regular file (a pipe, a device) is written to directly.
 import errno
 import glob
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -54,9 +55,9 @@ _ABANDONED_S = 24 * 3600.0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries that do not write through Python keep the number from us: safetensors, NumPy and torch,
 # whose writer finds that less was written than it gave.
-_FULL_IN_WORDS = (
-    *(os.strerror(number) for number in _FULL),
-    *(" requested and ", "] . unexpected pos "),
+_FULL_IN_WORDS = re.compile(
+    "|".join(os.strerror(number) for number in _FULL)
+    + r"|\d+ requested and \d+ written|\] \. unexpected pos \d+ vs \d+"
 )
 _numbers = count()
 
@@ -299,8 +300,7 @@ def _is_of_full_disk(error: BaseException) -> bool:
     if any(isinstance(cause, KeyboardInterrupt) for cause in chain):
         return False  # what was being written then is short for that reason
     return any(
-        (isinstance(cause, OSError) and cause.errno in _FULL)
-        or any(words in str(cause) for words in _FULL_IN_WORDS)
+        (isinstance(cause, OSError) and cause.errno in _FULL) or _FULL_IN_WORDS.search(str(cause))
         for cause in chain
     )
 
