@@ -20,7 +20,7 @@ from bytecheckpoint.ranks.failure import Failure
 from bytecheckpoint.ranks.team import Team
 from bytecheckpoint.ranks.trace import Trace
 from bytecheckpoint.saving.job import Handle
-from bytecheckpoint.saving.retention import Best, Retention
+from bytecheckpoint.saving.retention import Best, Retention, check_metric
 from bytecheckpoint.saving.run_lock import RunLock
 from bytecheckpoint.saving.saver import Saver, StageKind
 from bytecheckpoint.saving.termination import FinishOnSignal
@@ -80,7 +80,7 @@ class Checkpointer:
             url: folder of the run: a path, or a URL that fsspec opens ("s3://bucket/run").
             keep: number of newest checkpoints to keep; None: all.
             keep_every: keep those of steps that are multiples of it too.
-            keep_best: keep so many with the best `metric` of `save` too.
+            keep_best: keep so many with the best `metric` of `save` too, which must then be given.
             best: whether the largest ("max") or the smallest ("min") metric is the best.
             every_n: save only steps that are multiples of it.
             when_busy: what a save does while another is in progress on some rank: "wait" for it,
@@ -167,7 +167,7 @@ class Checkpointer:
             step: training step, which names the checkpoint.
             state: a dictionary of modules, optimizers, objects with state_dict, tensors of any
                 kind, and JSON-like values.
-            metric: how good the state is, for `keep_best`; rank 0's counts.
+            metric: how good the state is, which `keep_best` needs; NaN: not measured. Rank 0's counts.
 
         Returns:
             A handle with `staged` and `committed`. A failure after the copy is reported in
@@ -177,7 +177,7 @@ class Checkpointer:
             Exception: the save before failed; all ranks raise, and this state is not saved. The
                 save after this one is made again.
             DataError: the state cannot be saved; all ranks raise, nothing was written.
-            ConfigError: the step is negative; another job saves to the folder; the run has steps
+            ConfigError: the step is negative; `keep_best` lacks a metric; another job saves to the folder; the run has steps
                 that were not loaded, and `overwrite` is False; or a save is in progress and
                 `when_busy` is "fail".
         """
@@ -213,7 +213,7 @@ class Checkpointer:
             step=step,
             metric=None if metric is None else float(metric),
             overwrite=self._overwrite,
-            check=lambda: self._prepare(step, before),
+            check=lambda: self._prepare(step, before, metric),
             before_commit=lambda: self._abandon(step),
             after_commit=lambda: self._retain(step),
         )
@@ -326,11 +326,12 @@ class Checkpointer:
         except Exception as error:  # noqa: BLE001 - the save itself raises it
             _log.warning("nothing is prepared for the first save: %s", error)
 
-    def _prepare(self, step: int, before: Handle | None) -> None:
+    def _prepare(self, step: int, before: Handle | None, metric: float | None) -> None:
         """What must be right before anything of a save is written; called on every rank."""
         self._raise_failure(step, before)
         if not self._saver.team.is_coordinator:
             return
+        check_metric(self._retention.keep_best, metric)
         if isinstance(self._storage, LocalStorage) and self._lock is None:
             self._storage.make_root()
             self._lock = RunLock.take(self._storage.url)

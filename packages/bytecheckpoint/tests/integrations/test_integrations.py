@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 import bytecheckpoint as bcp
+from bytecheckpoint.storage import open_storage
+from bytecheckpoint.storage.files import commit
+from shared.errors import ConfigError
 
 
 class Model(nn.Module):
@@ -35,11 +38,11 @@ def assert_equal(one, other):
         assert torch.equal(one[name], other[name]), name
 
 
-def hugging_face(tmp_path, url, max_steps, every_n_steps=3, save_steps=0):
+def hugging_face(tmp_path, url, max_steps, every_n_steps=3, save_steps=0, **options):
     transformers = pytest.importorskip("transformers")
     from bytecheckpoint.integrations.transformers import CheckpointCallback
 
-    callback = CheckpointCallback(url, every_n_steps=every_n_steps, keep=2)
+    callback = CheckpointCallback(url, every_n_steps=every_n_steps, **({"keep": 2} | options))
     args = transformers.TrainingArguments(
         output_dir=str(tmp_path / "hf"),
         per_device_train_batch_size=4,
@@ -89,6 +92,18 @@ def test_transformers_saves_when_the_trainer_does(tmp_path):
         assert ckpt.steps() == [6, 7]
 
 
+@pytest.mark.slow  # importing the Trainer alone takes seconds
+def test_transformers_keeps_the_best_by_a_metric(tmp_path):
+    with pytest.raises(ConfigError, match="keep_best: expected a metric with each save"):
+        hugging_face(tmp_path, tmp_path / "a", 7, keep=1, keep_best=1)
+    scores = iter([0.5, 0.25, 0.75, 1.0])
+    best = {"keep": 1, "keep_best": 1, "best": "min"}
+    trainer, _, _ = hugging_face(tmp_path, tmp_path / "a", 13, metric=scores.__next__, **best)
+    trainer.train()
+    with bcp.Checkpointer(tmp_path / "a") as ckpt:
+        assert ckpt.steps() == [6, 12]
+
+
 def accelerated():
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
@@ -123,7 +138,6 @@ def test_accelerate_saves_models_in_our_format_and_loads_them(tmp_path):
 
 def test_accelerate_refuses_to_drop_a_model_it_was_not_given(tmp_path):
     from bytecheckpoint.integrations.accelerate import attach
-    from shared.errors import ConfigError
 
     accelerator, _, optimizer = accelerated()
     attach(accelerator, {"optimizer": optimizer})
@@ -153,6 +167,9 @@ def test_lightning_callback_by_its_protocol(tmp_path, monkeypatch):
             assert state["state_dict"] == {}, "loaders differ by rank and are not the loop's"
             self.progress = state["progress"]
 
+    with pytest.raises(ConfigError, match="keep_best: expected a metric with each save"):
+        CheckpointCallback(tmp_path, keep=1, keep_best=1)
+
     def made():
         model = Model()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -164,7 +181,9 @@ def test_lightning_callback_by_its_protocol(tmp_path, monkeypatch):
             fit_loop=Loop(),
             global_step=0,
         )
-        callback = CheckpointCallback(tmp_path, every_n_steps=2)
+        callback = CheckpointCallback(
+            tmp_path, every_n_steps=2, keep=1, keep_best=1, metric=lambda: 0.5
+        )
         callback.on_fit_start(trainer, model)
         return trainer, callback
 
@@ -187,6 +206,7 @@ def test_lightning_callback_by_its_protocol(tmp_path, monkeypatch):
     callback.on_fit_end(trainer, trainer.model)
     with bcp.Checkpointer(tmp_path) as ckpt:
         assert ckpt.steps() == [2]
+    assert commit.read_manifest(open_storage(tmp_path), commit.format_step(2)).metric == 0.5
     trainer, callback = made()
     assert_equal(saved, trainer.model.state_dict())
     assert trainer.fit_loop.progress == {"ready": 2}

@@ -81,6 +81,19 @@ def test_the_best_are_known_after_a_restart(tmp_path):
     assert commit.read_manifest(storage, commit.format_step(20)).metric == 0.2
 
 
+def test_the_best_cannot_be_kept_without_metrics(tmp_path):
+    state = {"x": torch.ones(3)}
+    with bcp.Checkpointer(tmp_path, keep=1, keep_best=1) as ckpt:
+        for step, metric in ((1, 0.5), (2, math.nan)):
+            ckpt.save(step, state, metric=metric).committed.result()
+        with pytest.raises(
+            ConfigError, match=r"keep_best: expected a metric with each save, got no"
+        ):
+            ckpt.save(3, state)
+        ckpt.save(4, state, metric=0.25).committed.result()
+        assert ckpt.steps() == [1, 4]
+
+
 def test_a_step_that_is_saved_again_has_its_new_metric(tmp_path):
     state = {"x": torch.ones(3)}
     with bcp.Checkpointer(tmp_path, keep=1, keep_best=1, overwrite=True) as ckpt:

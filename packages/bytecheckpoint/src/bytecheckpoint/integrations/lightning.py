@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # pyrefly: ignore
 
 from bytecheckpoint.checkpointer import Checkpointer
+from bytecheckpoint.saving.retention import check_metric
 from bytecheckpoint.state.rng import rng_state
 
 __all__ = ["CheckpointCallback"]
@@ -33,6 +35,7 @@ class CheckpointCallback(Callback):
         *,
         every_n_steps: int = 1,
         extra: dict[str, Any] | None = None,
+        metric: Callable[[], float] | None = None,
         **options: Any,
     ) -> None:
         """Open the run when training begins.
@@ -41,11 +44,17 @@ class CheckpointCallback(Callback):
             url: folder of the run.
             every_n_steps: optimizer steps between two checkpoints.
             extra: further objects to save and load.
+            metric: called at each save, says how good the state is then, for `keep_best`; NaN: not
+                measured.
             **options: of `Checkpointer`: keep, when_busy, stage, ...
+
+        Raises:
+            ConfigError: `keep_best` lacks a metric.
         """
         super().__init__()
+        check_metric(options.get("keep_best"), metric)
         self._url, self._options = url, options
-        self._every_n_steps, self._extra = every_n_steps, extra or {}
+        self._every_n_steps, self._extra, self._metric = every_n_steps, extra or {}, metric
         self._checkpointer: Checkpointer | None = None
         self._last_step: int | None = None
         self._rng: dict[str, Any] | None = None
@@ -67,7 +76,8 @@ class CheckpointCallback(Callback):
         step = trainer.global_step
         if step and step % self._every_n_steps == 0 and step != self._last_step:
             assert self._checkpointer is not None, "fitting starts before its first batch ends"
-            self._checkpointer.save(step, self._collect_state(trainer))
+            metric = None if self._metric is None else self._metric()
+            self._checkpointer.save(step, self._collect_state(trainer), metric=metric)
             self._last_step = step
 
     def on_fit_end(self, trainer: Trainer, module: LightningModule) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from bytecheckpoint.checkpointer import Checkpointer
 from bytecheckpoint.loading.checkpoint import open as open_checkpoint
+from bytecheckpoint.saving.retention import check_metric
 from bytecheckpoint.state.rng import rng_state
 from bytecheckpoint.storage import open_storage
 from bytecheckpoint.tools.inventory import find_newest
@@ -43,6 +45,7 @@ class CheckpointCallback(TrainerCallback):
         *,
         every_n_steps: int | None = None,
         extra: dict[str, Any] | None = None,
+        metric: Callable[[], float] | None = None,
         **options: Any,
     ) -> None:
         """Open the run when training begins.
@@ -51,11 +54,18 @@ class CheckpointCallback(TrainerCallback):
             url: folder of the run.
             every_n_steps: steps between two checkpoints; None: whenever the Trainer saves.
             extra: further objects to save and load.
+            metric: called at each save, says how good the state is then, for `keep_best`; NaN: not
+                measured.
             **options: of `Checkpointer`: keep, when_busy, stage, ...
+
+        Raises:
+            ConfigError: `keep_best` lacks a metric.
         """
+        check_metric(options.get("keep_best"), metric)
         self._url = os.fspath(url)
         self._every_n_steps = every_n_steps
         self._extra = extra or {}
+        self._metric = metric
         self._options = options
         self._checkpointer: Checkpointer | None = None
         self._resume_step: int | None = None
@@ -131,7 +141,10 @@ class CheckpointCallback(TrainerCallback):
 
     def _save(self, state: TrainerState, objects: dict[str, Any]) -> None:
         assert self._checkpointer is not None, "training begins before its first step ends"
-        self._checkpointer.save(state.global_step, self._collect_state(state, objects))
+        metric = None if self._metric is None else self._metric()
+        self._checkpointer.save(
+            state.global_step, self._collect_state(state, objects), metric=metric
+        )
 
     def _collect_state(self, state: TrainerState, objects: dict[str, Any]) -> dict[str, Any]:
         optimizer = objects["optimizer"]

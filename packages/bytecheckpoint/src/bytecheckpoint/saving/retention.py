@@ -9,7 +9,7 @@ from typing import Literal
 
 from shared.errors import ConfigError
 
-__all__ = ["Best", "Retention"]
+__all__ = ["Best", "Retention", "check_metric"]
 
 Best = Literal["max", "min"]
 
@@ -69,3 +69,16 @@ class Retention:
                 *sorted(known, key=lambda step: (sign * metrics[step], -step))[: self.keep_best]
             }
         return [step for step in steps if step not in kept]
+
+
+def check_metric(keep_best: int | None, metric: object) -> None:
+    """Refuses to keep the best of checkpoints that have no metric, none of which would be kept.
+
+    Raises:
+        ConfigError: `metric` is None, and `keep_best` is not.
+    """
+    if keep_best is not None and metric is None:
+        raise ConfigError(
+            "keep_best: expected a metric with each save, got none; give metric, as NaN where it was "
+            "not measured, or leave keep_best out"
+        )
